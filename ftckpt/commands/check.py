@@ -47,6 +47,10 @@ def add_check(commands: Any) -> None:
         "--thorough", nargs="?", type=float, const=_THOROUGH_SECS, default=0.0, metavar="SECS",
         help="copy from the device in random orders for so long, too (default: %(const)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--one-setting", action="store_true",
+        help="with CUDA_DEVICE_MAX_CONNECTIONS as it is set (default: with 1 and without, in turn)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", help="of these orders, as a thorough check has told it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.set_defaults(run=run)
@@ -83,20 +87,24 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
     if "host" in areas and (site is None or site.leads):
         yield from look_at_host(arguments.arena, int(arguments.node_gib * 2**30), 1 if site is None else site.local)
     if "device" in areas:
-        from ftckpt.commands.check_device import look_at_device
-        from ftckpt.commands.check_thorough import Thorough
-
-        yield from look_at_device(
-            arguments.arena,
-            arguments.mib,
-            Thorough(arguments.thorough, arguments.seed),
-            None if site is None else site.as_training(),
-        )
+        yield from _look_at_device(arguments, site)
     if "network" in areas:
         if site is None:
             yield Finding("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")
         else:
             yield from site.look(arguments.arena)
+
+
+def _look_at_device(arguments: argparse.Namespace, site: Any) -> Iterator[Finding]:
+    from ftckpt.commands.check_device import is_here, look_at_device
+    from ftckpt.commands.check_queues import look_with_other_queues
+    from ftckpt.commands.check_thorough import Thorough
+
+    thorough = Thorough(arguments.thorough, arguments.seed)
+    ranks = None if site is None else site.as_training()
+    yield from look_at_device(arguments.arena, arguments.mib, thorough, ranks)
+    if is_here() and not arguments.one_setting:
+        yield from look_with_other_queues(arguments.arena, arguments.mib, thorough)
 
 
 def _show(everything: dict[int, list[Finding]], alone: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt.capture.device_copier import DeviceCopier
+from ftckpt.commands.check_queues import QUEUES
 from ftckpt.commands.check_thorough import NOT_THOROUGH, Thorough, look_thoroughly
 from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, Held, bench_on
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
@@ -32,6 +33,11 @@ _MOST_SLOWER = 1.2
 """Of the time of compute beside copies: REFT measured 17 to 38 % beside a side stream."""
 
 
+def is_here() -> bool:
+    """Whether this process sees a device."""
+    return torch.cuda.is_available()
+
+
 def look_at_device(
     arena: Path, mib: int, thorough: Thorough = NOT_THOROUGH, ranks: dist.ProcessGroup | None = None
 ) -> Iterator[Finding]:
@@ -42,14 +48,14 @@ def look_at_device(
         thorough: of copies in random orders behind that.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", local) if is_here() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     clock = make_clock(device)
     name = torch.cuda.get_device_name(clock.device) if clock.on_device else "CPU: none is here"
     stack = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "as the driver has it")
-    text = f"{name}, {stack}, torch {torch.__version__}, CUDA_DEVICE_MAX_CONNECTIONS {queues}"
+    queues = os.environ.get(QUEUES, "as the driver has it")
+    text = f"{name}, {stack}, torch {torch.__version__}, {QUEUES} {queues}"
     yield Finding(_AREA, "device", PASSED if clock.on_device else SKIPPED, text)
     looks: tuple[tuple[str, Callable[[Bench], Finding]], ...] = (
         ("registration", _registered), ("exact copies", _exact), ("fence", _fenced), ("late windows", _late),

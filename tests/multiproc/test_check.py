@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.commands import check_device, device_bench
+from ftckpt.commands import check_device, check_queues, device_bench
 from ftckpt.commands.check_host import look_at_host
-from ftckpt.commands.check_thorough import look_thoroughly
+from ftckpt.commands.check_queues import QUEUES, look_with_other_queues, other_setting
+from ftckpt.commands.check_thorough import NOT_THOROUGH, look_thoroughly
 from ftckpt.commands.device_bench import bench_on
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.commands.main import main
@@ -118,6 +119,32 @@ def test_random_orders_find_what_tears_and_say_how_to_do_it_again(
     with bench_on(arena_root, clock, 4 << 20) as bench:
         found = look_thoroughly(bench, 60.0, seed=7, tell=told.append)
     assert found.state == FAILED and "seed 7" in found.text and found.remedy
+
+
+def test_a_device_is_looked_at_with_both_settings(
+    arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_device, "is_here", lambda: True)
+    monkeypatch.setattr(check_device, "look_at_device", lambda *_: iter([Finding("device", "rate", PASSED, "")]))
+    out = tmp_path / "found.json"
+    words = ["check", "--arena", str(arena_root), "--mib", "4", "--only", "device", "--json", str(out)]
+    assert main([*words, "--one-setting"]) == 0
+    assert [one["name"] for one in json.loads(out.read_text())["ranks"]["0"]] == ["rate"]
+    assert main(words) == 0
+    found = {one["name"]: one["state"] for one in json.loads(out.read_text())["ranks"]["0"]}
+    assert found["rate"] == found[f"exact copies ({QUEUES}=1)"] == PASSED and f"device ({QUEUES}=1)" not in found
+
+
+def test_the_other_setting_is_told_and_what_fails_there(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert other_setting({"RANK": "3", "LOCAL_RANK": "1"}) == (f"{QUEUES}=1", {"LOCAL_RANK": "1", QUEUES: "1"})
+    assert other_setting({QUEUES: "8"})[1] == {QUEUES: "1"}, "with 1 and without are those that matter"
+    assert other_setting({QUEUES: "1", "HOME": "/"}) == (f"without {QUEUES}", {"HOME": "/"})
+    monkeypatch.setattr(check_queues, "_LONGEST_SECS", 0.01)
+    (late,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
+    assert late.state == FAILED and f"{QUEUES}=1" in late.name and "timed out" in late.text
+    monkeypatch.undo()
+    (refused,) = look_with_other_queues(arena_root, 0, NOT_THOROUGH)
+    assert refused.state == FAILED and "--mib 0: name" in refused.text and refused.remedy
 
 
 def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:

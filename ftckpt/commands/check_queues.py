@@ -1,0 +1,71 @@
+"""The device once more, with the other setting of CUDA_DEVICE_MAX_CONNECTIONS: of how many queues a driver makes use.
+
+With one queue (Megatron's setting for tensor parallelism) work starts in the order of the launches, and a copy may
+wait behind a kernel of another stream; with several it may overtake. A driver reads it once, where a process first
+uses the device: hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ftckpt.commands.check_thorough import Thorough
+from ftckpt.commands.device_bench import FLIGHT_SECS
+from ftckpt.commands.findings import FAILED, Finding
+from ftckpt.errors import in_words
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_KNOWN = ("device", "collectives beside copies")
+"""What says nothing anew: which device it is, and what one process alone cannot do."""
+_AREA, _NAME = "device", "other queues"
+_RANK_SETTINGS = frozenset(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+_LONGEST_SECS = 10 * FLIGHT_SECS
+
+
+def look_with_other_queues(arena: Path, mib: int, thorough: Thorough) -> Iterator[Finding]:
+    """What ``ftckpt check`` finds of the device with the other setting, named by it. Not collective."""
+    setting, environ = other_setting(os.environ)
+    print(f"        {_AREA}: all of it once more, {setting}", flush=True)
+    options = ["--only", "device", "--one-setting", "--arena", str(arena), "--mib", str(mib)]
+    if thorough.secs:
+        options += ["--thorough", str(thorough.secs)]
+    if thorough.seed is not None:
+        options += ["--seed", str(thorough.seed)]
+    try:
+        found = _found_by(options, environ, _LONGEST_SECS + thorough.secs)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        yield Finding(_AREA, f"{_NAME} ({setting})", FAILED, in_words(error), f"set {setting} and check again")
+        return
+    for one in found:
+        if one.name not in _KNOWN:
+            yield Finding(_AREA, f"{one.name} ({setting})", one.state, one.text, one.remedy, one.figures)
+
+
+def other_setting(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """In words, and as the environment of a process that is alone on this rank's device: one queue, or where that is
+    set as many as the driver takes."""
+    alone = {name: value for name, value in environ.items() if name not in _RANK_SETTINGS and name != QUEUES}
+    if environ.get(QUEUES) == "1":
+        return f"without {QUEUES}", alone
+    return f"{QUEUES}=1", {**alone, QUEUES: "1"}
+
+
+def _found_by(options: Sequence[str], environ: Mapping[str, str], timeout_secs: float) -> list[Finding]:
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder, "found.json")
+        command = [sys.executable, "-m", "ftckpt.commands.main", "check", *options, "--json", str(told)]
+        done = subprocess.run(
+            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_secs,
+            check=False,
+        )  # fmt: skip
+        if not told.exists():
+            last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+            raise ValueError(f"ftckpt check ended with status {done.returncode}: {last}")
+        (rows,) = json.loads(told.read_text())["ranks"].values()
+    return [Finding(**row) for row in rows]
