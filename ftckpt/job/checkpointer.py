@@ -591,6 +591,7 @@ class Checkpointer:
         self._boundary = restored.iteration if restored is not None else -1
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
         if self.arena is None or not self._protects:
+            self._protection.show(self._arenas.path)
             if self.config.on_hang == "abort":
                 self.events.announce(
                     "on_hang abort does nothing: SMPs watch, and none runs where nothing is protected"

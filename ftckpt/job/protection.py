@@ -268,6 +268,10 @@ class Protection:
         self.modes, self._gives_up = modes, True
         return True
 
+    def show(self, node_dir: Path) -> None:
+        """Give signs of life there, for ``ftckpt status`` to see, where no SMP is to look for them."""
+        self._open_pulse(node_dir)
+
     def _open_pulse(self, node_dir: Path) -> None:
         if self._pulse is not None:
             return  # a new layout of the same ranks changes nobody's place on the node
@@ -275,7 +279,7 @@ class Protection:
         self._pulse = Pulse.open(node_dir, local.index(self._topology.rank), self._topology.rank)
         if self._pulse.problem is not None:
             self._events.emit("smp_error", error=self._pulse.problem)
-        signals = answer_signals() if self._config.hang_secs else None
+        signals = answer_signals() if self._config.hang_secs and self.on else None  # an SMP alone asks for stacks
         if signals is not None:
             self._pulse.announce_stacks(signals.word)
         if self._topology.is_node_leader:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import ftckpt.plain
 from ftckpt.commands.main import main
 from ftckpt.commands.status import in_lines, job_status
 from ftckpt.config import Config
@@ -23,6 +26,7 @@ from ftckpt.store.directory import end_smp
 from ftckpt.store.locks import holder_of
 from ftckpt.store.parity_file import list_parity
 from ftckpt.store.pulse import Pulse
+from tests.support.pool import run_ranks
 from tests.support.protected import JOB, Job, build, file_groups, holdings
 from tests.support.smps import SECRET
 from tests.support.waiting import until
@@ -87,6 +91,31 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == []
     assert main(["status", "--watch", "0", "--arena", str(job.root)]) == 2
     assert "--watch 0: name seconds" in capsys.readouterr().err
+
+
+def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], list[str]]:
+    """A job that protects and stores nothing, so that no SMP runs."""
+    model = torch.nn.Linear(4, 4)
+    settings = Config(enabled=True, job="bare", node="a", arena=root, protect="none")
+    checkpointer = ftckpt.plain.attach(model, torch.optim.SGD(model.parameters(), 0.1), None, {}, settings)
+    assert checkpointer is not None
+    checkpointer.restore()
+    checkpointer.step(3)
+    dist.barrier()
+    said = job_status(Path(root), "bare", 5.0)
+    dist.barrier()
+    checkpointer.close()
+    return said, [path.name for path in Path(root).iterdir()]
+
+
+def test_a_job_without_smps_is_seen(arena_root: Path) -> None:
+    ranks = [one.value for one in run_ranks(train_bare, 2, str(arena_root), stand_in=False)]
+    for said, _ in ranks:
+        (node,) = said["nodes"]
+        assert (said["ranks"], said["iteration"], node["smp"]) == (2, 3, None)
+        assert {(one["rank"], one["lives"]) for one in node["trainers"]} == {(0, True), (1, True)}
+        assert next(in_lines(said)) == "job bare: 2 ranks train on 1 node(s), past iteration 3"
+    assert not ranks[0][1], "the leader of the node goes last"
 
 
 @pytest.fixture
