@@ -59,10 +59,10 @@ PARTS: dict[str, Sequence[str]] = {
         "ftckpt.capture.capture:Capture.has_room",
         "ftckpt.capture.capture:Capture.writable",
     ),
-    "round": ("ftckpt.job.checkpointer:Checkpointer._post",),
-    "verdict": ("ftckpt.job.checkpointer:Checkpointer._agree",),
+    "round": ("ftckpt.job.snapshots:Snapshots._post",),
+    "verdict": ("ftckpt.job.snapshots:Snapshots._agree",),
     "windows": ("ftckpt.windows.pacer:Pacer.learn", "ftckpt.windows.pacer:Pacer.begin"),
-    "proof": ("ftckpt.job.checkpointer:Checkpointer._prove",),
+    "proof": ("ftckpt.job.snapshots:Snapshots._prove",),
     "events": ("ftckpt.events:Events.emit",),
 }
 """By name, what belongs to a part, without what of it belongs to another."""

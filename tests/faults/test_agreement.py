@@ -323,7 +323,7 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
             ended.set()
 
     plain.before_each_copy(disturb)
-    agreement = checkpointer._links.agreement
+    agreement = checkpointer._rank.links.agreement
     read, post = agreement.read, agreement.post
     for iteration in range(1, 9):
         if iteration == 8 and rank == 1 and trouble == "off":

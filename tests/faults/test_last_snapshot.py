@@ -206,7 +206,7 @@ def train_while_copies_fail(rank: int, world_size: int, settings: dict[str, Any]
             copier.copy_chunk = fail
         plain.iterate(checkpointer, state, iteration)
     checkpointer.fence()  # the copies of the other rank arrive
-    checkpointer._kept.keep(LAST, state.save_objects)  # type: ignore[union-attr]
+    checkpointer._snapshots.kept.keep(LAST, state.save_objects)  # type: ignore[union-attr]
     copier.copy_chunk = copy_chunk
     checkpointer.close()
 

@@ -75,7 +75,7 @@ def megatron(rank: int, world_size: int, arena: str, what: str, settings: dict[s
             if what == "late fence":
                 fence()
             if what == "off" and iteration == 1:
-                checkpointer._execute([checkpointer._state.turn_off("for a test")])
+                checkpointer._snapshots.execute([checkpointer._state.turn_off("for a test")])
             checkpointer.step(iteration)
         checkpointer.close()
     except UnsupportedError as error:

@@ -19,10 +19,10 @@ from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.flushes import NO_FLUSH
 from ftckpt.job.garbage import imports_that_stay
-from ftckpt.job.losses import Losses
 from ftckpt.job.numbers import RankNumbers
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
+from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
@@ -34,6 +34,32 @@ from tests.support.errors import raises
 LINEAGE = b"l" * 16
 
 
+def rank_of(**parts: Any) -> Any:
+    """A rank with these parts, and as little as can be of the others."""
+    nothing = dict.fromkeys(("topology", "training_state", "storage", "arenas", "links"))
+    others = {"attempt": SimpleNamespace(trains=lambda: None), "numbers": RankNumbers(), "has_smp": True}
+    config = parts.get("config", Config())
+    told = SimpleNamespace(emit=lambda event, **fields: None, announce=lambda text: None)
+    made = {"config": config, "state": RankState(config), "events": told, "protection": SimpleNamespace()}
+    return SimpleNamespace(**{**nothing, **others, **made, **parts})
+
+
+def snapshots_of(capture: Any = None, pacer: Any = None, **parts: Any) -> Snapshots:
+    return Snapshots(rank_of(**parts), SimpleNamespace(capture=capture, let_go=lambda: False), pacer, None)  # type: ignore[arg-type]
+
+
+def checkpointer_of(pacer: Any = None, **parts: Any) -> Checkpointer:
+    """One that has restored."""
+    checkpointer, rank = Checkpointer.__new__(Checkpointer), rank_of(**parts)
+    checkpointer._rank, checkpointer._state, checkpointer._protection = rank, rank.state, rank.protection
+    checkpointer.config, checkpointer.events, checkpointer._pacer = rank.config, rank.events, pacer
+    shard: Any = SimpleNamespace(capture=None, let_go=lambda: False)
+    checkpointer._shard, checkpointer._snapshots = shard, Snapshots(rank, shard, pacer, None)
+    checkpointer._boundary, checkpointer._closed, checkpointer._fenced = 2, False, False
+    checkpointer._examination, checkpointer._tell_counts = None, lambda: None  # type: ignore[method-assign]
+    return checkpointer
+
+
 def test_an_action_that_fails_keeps_none_from_being_done() -> None:
     done = []
 
@@ -42,10 +68,10 @@ def test_an_action_that_fails_keeps_none_from_being_done() -> None:
             raise OSError("a file was made there meanwhile")
         done.append(action)
 
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._perform = perform  # type: ignore[method-assign]
+    snapshots = snapshots_of()
+    snapshots._perform = perform  # type: ignore[method-assign]
     with pytest.raises(OSError, match="made there"):
-        checkpointer._execute([OldArenaRemoval(), TurnOff("why")])
+        snapshots.execute([OldArenaRemoval(), TurnOff("why")])
     assert done == [TurnOff("why")]
 
 
@@ -89,7 +115,7 @@ def test_a_start_that_storage_kept_from_its_snapshot_is_no_failure(lasting: bool
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._shard = None
     checkpointer._restore, checkpointer._withdraw = restore, lambda: None  # type: ignore[method-assign]
-    checkpointer._attempt = SimpleNamespace(take_back=lambda: taken_back.append(True))  # type: ignore[assignment]
+    checkpointer._rank = rank_of(attempt=SimpleNamespace(take_back=lambda: taken_back.append(True)))
     with raises(StorageError, "away"):
         checkpointer.restore()
     assert taken_back == [True] * (not lasting)
@@ -128,32 +154,24 @@ class Lessened:
 @pytest.mark.parametrize("anew", [False, True], ids=["at start", "while training"])
 def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> None:
     protection = Lessened()
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._state = RankState(Config(), protects=True)
-    checkpointer._protection, checkpointer._protects = protection, True  # type: ignore[assignment]
-    checkpointer._shard = SimpleNamespace(capture=SimpleNamespace(arena=object()))  # type: ignore[assignment]
-    checkpointer._arenas = SimpleNamespace(path=Path(), coming_bytes=0, slots=4)  # type: ignore[assignment]
+    arenas = SimpleNamespace(path=Path(), coming_bytes=0, slots=4)
+    state = RankState(Config(), protects=True)
+    snapshots = snapshots_of(SimpleNamespace(arena=object()), protection=protection, arenas=arenas, state=state)
     if anew:
-        checkpointer._state.take_over(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
-        checkpointer._protect_anew()
+        state.take_over(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
+        snapshots._protect_anew()
     else:
         protection.on = protection.protects = False  # by the time that the arena is there
-        checkpointer._begin(LINEAGE, SnapshotId(LINEAGE, 5), True)
+        snapshots.begin(LINEAGE, SnapshotId(LINEAGE, 5), True)
     assert protection.marks == [TargetMarks(None, None)], "nor does a mark of an earlier attempt stay in the arena"
-    assert checkpointer.protected is None and not checkpointer._state.targets.interval
+    assert state.targets.protected is None and not state.targets.interval
 
 
 def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
     """It trains; ``--ftckpt-on-hang abort`` must not end it."""
     beats: list[str] = []
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._state = RankState(Config())
-    checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
-    checkpointer._fenced, checkpointer._examination = False, None
-    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
-    checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
-    checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
-    checkpointer._protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))  # type: ignore[assignment]
+    protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))
+    checkpointer = checkpointer_of(SimpleNamespace(), protection=protection)
     checkpointer._state.turn_off("why")
     checkpointer.fence()
     checkpointer.step(3)
@@ -161,14 +179,8 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
 
 
 def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._state = RankState(Config())
-    checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
-    checkpointer._fenced, checkpointer._examination = False, None
-    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
-    checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
-    checkpointer._pacer, checkpointer._shard = SimpleNamespace(pause=lambda: None), None  # type: ignore[assignment]
-    checkpointer._protection = protection = Protection.__new__(Protection)
+    protection = Protection.__new__(Protection)
+    checkpointer = checkpointer_of(SimpleNamespace(pause=lambda: None), protection=protection)
     protection.is_set_up, protection._pauses, protection._at, protection._pulse = False, [], (-1, ""), None
     with checkpointer.section("load"):
         pass  # before there is a page to tell it on
@@ -208,11 +220,8 @@ def test_turning_off_stops_copies_and_unpins_nothing() -> None:
     """Training goes on: what may wait for its device comes when it has ended."""
     done: list[str] = []
     capture = SimpleNamespace(stop=lambda: done.append("stop"), close=lambda: done.append("close"))
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer.events = SimpleNamespace(emit=lambda event, **_: done.append(event))  # type: ignore[assignment]
-    checkpointer._shard = SimpleNamespace(capture=capture)  # type: ignore[assignment]
-    checkpointer._state = RankState(Config())
-    checkpointer._perform(TurnOff("why"))
+    events = SimpleNamespace(emit=lambda event, **_: done.append(event))
+    snapshots_of(capture, events=events)._perform(TurnOff("why"))
     assert done == ["turned_off", "stop"]
 
 
@@ -228,24 +237,17 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
         raise AgreementError("a rank has gone")
 
     links.agreement = SimpleNamespace(post=unreachable)
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer.config = Config(error_limit=1)
-    checkpointer._numbers, checkpointer._tell_counts = RankNumbers(), lambda: None  # type: ignore[method-assign]
-    checkpointer._state = state = RankState(checkpointer.config)
-    checkpointer._closed, checkpointer._shard, checkpointer._kept = False, None, None
-    checkpointer._fenced, checkpointer._examination = False, None
-    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
-    checkpointer._pacer = SimpleNamespace(
+    pacer = SimpleNamespace(
         wish=Wish(), compute_secs=float, enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
-    )  # type: ignore[assignment]
-    checkpointer._protection = SimpleNamespace(
+    )
+    protection = SimpleNamespace(
         beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH
-    )  # type: ignore[assignment]
-    checkpointer._links = links  # type: ignore[assignment]
-    checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
-    checkpointer.events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))  # type: ignore[assignment]
-    checkpointer._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign]
-    checkpointer._losses = Losses(checkpointer._links, state, checkpointer.events)
+    )
+    events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))
+    config = Config(error_limit=1)
+    checkpointer = checkpointer_of(pacer, config=config, protection=protection, links=links, events=events)
+    state, snapshots = checkpointer._state, checkpointer._snapshots
+    snapshots._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign, union-attr]
     state.begin(LINEAGE, None, 0.0)
     state.boundary(1)
     state.learn([], 0.0)
@@ -256,12 +258,8 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
 
 def test_what_is_evaluated_or_saved_is_no_time_of_training() -> None:
     paused: list[str] = []
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._state, checkpointer._closed = RankState(Config()), False
-    checkpointer._fenced, checkpointer._examination = False, None
-    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
-    checkpointer._pacer = SimpleNamespace(pause=lambda: paused.append("pause"))  # type: ignore[assignment]
-    checkpointer._protection = SimpleNamespace(pause=lambda evaluates: None, section=lambda name: nullcontext())  # type: ignore[assignment]
+    protection = SimpleNamespace(pause=lambda evaluates: None, section=lambda name: nullcontext())
+    checkpointer = checkpointer_of(SimpleNamespace(pause=lambda: paused.append("pause")), protection=protection)
     checkpointer.beat()
     assert not paused, "training is only slow"
     checkpointer.beat(evaluates=True)

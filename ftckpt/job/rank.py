@@ -1,0 +1,85 @@
+"""One rank's parts: made where it attaches to its job, for as long as it trains there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ftckpt.config import MEGATRON, Config
+from ftckpt.errors import ConfigError
+from ftckpt.events import Events
+from ftckpt.group import Group
+from ftckpt.job.arenas import NodeArenas
+from ftckpt.job.attempt import AttemptRecord
+from ftckpt.job.links import Links
+from ftckpt.job.numbers import RankNumbers
+from ftckpt.job.protection import Protection
+from ftckpt.job.rank_storage import RankStorage
+from ftckpt.job.session import RankState
+from ftckpt.job.slow_ranks import SlowRanks
+from ftckpt.model.topology import Topology
+from ftckpt.model.training_state import TrainingState
+from ftckpt.store.outcome import LauncherRun
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the parts of a rank's session share.
+
+    ``config``: with as many slots as the job has. ``has_smp``: whether its node is to have an SMP; asked once, as a
+    later layout may leave no mode, and its arena must still be made known to the SMP.
+    """
+
+    config: Config
+    topology: Topology
+    events: Events
+    links: Links
+    training_state: TrainingState
+    protection: Protection
+    arenas: NodeArenas
+    attempt: AttemptRecord
+    storage: RankStorage
+    slow_ranks: SlowRanks
+    numbers: RankNumbers
+    state: RankState
+    has_smp: bool
+
+    @property
+    def group(self) -> Group:
+        """All ranks."""
+        return self.links.group
+
+    @classmethod
+    def attach(
+        cls, config: Config, training_state: TrainingState, topology: Topology, group: Group | None, run: LauncherRun
+    ) -> Rank:
+        """Collective; see ``Checkpointer`` for the arguments, and what it raises."""
+        _require_names(config)
+        try:
+            events = Events(config.events_dir, topology.rank, limit_bytes=config.events_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"--ftckpt-events: {config.events} cannot be written: {error.strerror}; name another directory"
+            ) from None
+        links = Links(config.start_timeout_secs, config.agree_timeout_secs, group)
+        protection = Protection(config, topology, links.group, events)
+        config = replace(config, slots=protection.slots)
+        slow_ranks = SlowRanks(config, topology)
+        state = RankState(config, protection.protects, slow_ranks)
+        arenas = NodeArenas(
+            config, topology, links.group, events, protection.least_slots, protects=protection.protects
+        )
+        return cls(
+            config, topology, events, links, training_state, protection, arenas,
+            AttemptRecord(config, topology, run, events), RankStorage(config, links.group, events, protection, state),
+            slow_ranks, RankNumbers(), state, protection.on,
+        )  # fmt: skip
+
+
+def _require_names(config: Config) -> None:
+    if not config.job or not config.node:
+        raise ConfigError("job and node: both need a name")
+    if config.persist == MEGATRON:
+        raise ConfigError(
+            "--ftckpt-persist: megatron is for a job that Megatron-LM's own train loop saves; name a directory "
+            "or a URL"
+        )

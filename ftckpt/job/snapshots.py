@@ -1,0 +1,305 @@
+"""One rank's snapshots, as agreed with all others: at the fence, and at each boundary.
+
+What is to be done ``ftckpt.job.session`` decides; this does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from ftckpt.capture.boundary import LastBoundary
+from ftckpt.capture.capture import Capture
+from ftckpt.errors import CaptureError, FtckptError, SilentCorruptionError, StorageError
+from ftckpt.job.actions import (
+    Action,
+    Announcement,
+    OldArenaRemoval,
+    Skip,
+    Take,
+    TargetMarks,
+    TurnOff,
+    WholeMark,
+)
+from ftckpt.job.agreement import Coverage, Will
+from ftckpt.job.losses import Losses
+from ftckpt.job.rank import Rank
+from ftckpt.job.shard import Shard, corruption_text
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
+from ftckpt.store.pulse import PulseCount
+from ftckpt.windows.pacer import Pacer
+
+
+class Snapshots:
+    """Of one rank, from the load of its state on. Every method is called by the training thread.
+
+    Args:
+        shard: as it is laid out.
+        kept: of each boundary, where the last snapshot is to come to storage.
+    """
+
+    def __init__(self, rank: Rank, shard: Shard, pacer: Pacer, kept: LastBoundary | None) -> None:
+        self._config, self._topology = rank.config, rank.topology
+        self._events, self._links, self._numbers = rank.events, rank.links, rank.numbers
+        self._protection, self._storage, self._arenas = rank.protection, rank.storage, rank.arenas
+        self._attempt, self._state, self._training_state = rank.attempt, rank.state, rank.training_state
+        self._has_smp = rank.has_smp
+        self._shard = shard
+        self._pacer = pacer
+        self._losses = Losses(self._links, self._state, self._events)
+        self.kept = kept
+        """None where it is not wanted any more."""
+        self.begun = -1
+        """The iteration of the last snapshot that this rank has begun; -1: none."""
+
+    @property
+    def capture(self) -> Capture | None:
+        """What copies this rank's shard into its arena; None where no arena could be had."""
+        return self._shard.capture
+
+    @property
+    def arena(self) -> Arena | None:
+        """Where this rank's snapshots lie; None as ``capture``."""
+        return self.capture.arena if self.capture is not None else None
+
+    def begin(self, lineage: bytes, restored: SnapshotId | None, in_memory: bool) -> None:
+        """Snapshots have ``lineage`` from now on, and training goes on from ``restored``."""
+        self._state.begin(lineage, restored, time.monotonic(), in_memory)
+        if self.arena is None or not self._has_smp:
+            self._protection.show(self._arenas.path)
+            if self._config.on_hang == "abort":
+                self._events.announce(
+                    "on_hang abort does nothing: SMPs watch, and none runs where nothing is protected"
+                )
+            return
+        self._state.take_over(*self._protection.survey(restored))
+        self._mark_arrangement()
+
+    def fence(self) -> None:
+        """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""
+        if not self._state.owes_round:
+            return
+        begin = time.perf_counter()
+        # Both: where copies have failed the others must learn it.
+        for action in (self._wait_for_copies, self._post):
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+                self.fail(error)
+        self._numbers.fenced(secs := time.perf_counter() - begin)
+        self._events.emit("fence", blocked_secs=secs)
+
+    def boundary(self, iteration: int, begin: float) -> None:
+        """Take the snapshot of ``iteration`` if one is due and all ranks take it. ``begin``: of this boundary, by
+        ``time.perf_counter``.
+
+        Raises:
+            SilentCorruptionError: on all ranks, under ``on_corruption: abort``.
+            Exception: what kept this rank from it, for ``fail``.
+        """
+        if self._state.lost:
+            self._search(iteration)
+        elif self._state.boundary(iteration):
+            self._snapshot(iteration, begin)
+        else:
+            self._post()
+            self._pacer.learn()
+
+    def let_go(self) -> bool:
+        """Off, and a boundary later, behind the last proof: whether training's memory is training's alone now."""
+        if not self._shard.let_go():
+            return False
+        self.kept = None
+        return True
+
+    def go_back(self, iteration: int) -> None:
+        """The script has loaded an older state: what it undid must not come back at a restart."""
+        self.execute([self._state.went_back(iteration)])
+        if self.capture is None:
+            return
+        # First: the SMP makes no more of it. What it has made, or is at, stays until the next start: once the last
+        # rank has voided its slots nothing can be rebuilt around packages and parity, and they are no sign of a loss.
+        # A kill before that is one before training went back: what ranks have voided by then parity may bring back.
+        self.capture.arena.control.mark_target(None)
+        self.capture.arena.control.mark_flush(None)
+        self.capture.forget(iteration)
+
+    def take(self, decision: Take, room: Sequence[int] | None = None) -> int:
+        """Begin the snapshot; returns the slot. ``room``: what ``Capture.writable`` has said at this boundary."""
+        capture = self.capture
+        assert capture is not None
+        base = self._pacer.begin(capture.stepped_bytes, capture.unit_bytes)
+        # Without an SMP to take checksums this rank takes them itself.
+        objects = self._training_state.save_objects() if self.kept is None else {}
+        slot = capture.begin(
+            decision.snapshot, decision.keep, objects, base, hashed=not self._protection.smp_guards, kept=self.kept,
+            slots=room,
+        )  # fmt: skip
+        self._pacer.follow(capture.flight, decision.snapshot.iteration)
+        if self._config.schedule == "sync":
+            # Sealed when ``step`` returns: who ends the job right behind it has this snapshot.
+            capture.settle(self._config.fence_timeout_secs)
+        return slot
+
+    def execute(self, actions: Iterable[Action]) -> None:
+        """Do all of it, then raise what failed first: an action comes once, and one after it may turn ftckpt off."""
+        failure: Exception | None = None
+        for action in actions:
+            try:
+                self._perform(action)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def fail(self, error: Exception) -> None:
+        """A snapshot failed: past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
+        self._numbers.failed(self._state.interval.number)
+        if not self._note_loss(error):
+            self.execute(self._state.fail(repr(error)))
+        if self._config.on_error == "raise":
+            raise error
+
+    def _snapshot(self, iteration: int, begin: float) -> None:
+        """Take the snapshot of ``iteration`` if all ranks do."""
+        problem: Exception | None = None
+        try:
+            self._agree()
+            if self._state.windows_measured:
+                self._shard.note_capacity()
+        except Exception as error:  # noqa: BLE001 - raised below
+            problem = error
+            self._note_loss(error)
+        # Collective: every rank enters a proof that is due, whatever it has read and whatever failed here.
+        if self._state.proof_due:
+            self._prove()
+        self._pacer.learn()
+        if problem is not None:
+            raise problem
+        capture = self.capture
+        room = capture.writable(self._state.keep) if capture is not None else []
+        decision = self._state.take(has_room=bool(room))
+        if isinstance(decision, Skip):
+            self._numbers.counts[PulseCount.SKIPPED] += 1
+            self._events.emit("skipped", iteration=iteration, reason=decision.reason)
+        elif decision is not None and capture is not None:
+            slot = self.take(decision, room)
+            self.begun = iteration
+            self._numbers.took(capture.stepped_bytes)
+            self._events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
+
+    def _agree(self) -> None:
+        """Learn what is whole on all ranks. Here, and nowhere else, ranks are waited for: a slot is needed now.
+
+        Raises:
+            AgreementError, CaptureError: the others cannot be reached, or did not answer in time.
+        """
+        try:
+            if self.capture is not None:
+                self.capture.settle(self._config.fence_timeout_secs)
+        except CaptureError as error:
+            self.fail(error)
+        self._post()
+        verdicts = self._links.agreement.read(self._config.agree_timeout_secs)
+        if verdicts is None:
+            self._state.miss()
+            raise CaptureError(f"other ranks did not answer within {self._config.agree_timeout_secs} s")
+        self.execute(self._state.learn(verdicts, time.monotonic()))
+        self._shard.complete(self._state.keep)
+
+    def _post(self) -> None:
+        """Post once per snapshot what this rank has, as soon as the host knows it."""
+        capture, now_secs = self.capture, time.monotonic()
+        if not self._state.owes_round or (capture is not None and capture.flying):
+            return
+        will = Will.OFF if capture is None else Will.SKIP if capture.busy else Will.GO
+        round_ = self._state.round_to_post(
+            capture.newest if capture is not None else None,
+            will,
+            self._pacer.wish,
+            self._protection.observe(self._state.targets.target),
+            now_secs,
+            flush=self._protection.observe_flush(self._state.flushes.current),
+            compute_secs=self._pacer.compute_secs,
+        )
+        if round_.flush >= 0 and round_.flushed == Coverage.CANNOT:
+            self._storage.tell_problem(round_.flush)
+        self._links.agreement.post(round_)  # where it raises, the round is still owed
+        self._state.posted(round_)
+
+    def _prove(self) -> None:
+        """Replicas still hold the same bits, and derived state still follows; else all ranks lay out anew."""
+        state, shard = self._state, self._shard
+        state.proves()
+        late = state.late or (shard.capture is not None and shard.capture.busy)
+        try:
+            proof = shard.prove(late, state.has_stepped, state.whole)
+        except FtckptError as error:
+            self.execute([state.turn_off(f"no new arena: {error}")])
+            return
+        proven = state.proofs.held
+        state.proved(proof.stepped, proof.changed, proof.new_arenas)
+        if proof.ends:
+            raise SilentCorruptionError(corruption_text(self._topology, proof, state.iteration, proven))
+        if proof.new_arenas:
+            self._protect_anew()
+            shard.supply()
+            shard.complete(state.keep)  # as long as there is no slot the old arena holds all that is whole
+
+    def _protect_anew(self) -> None:
+        """The arenas were laid out anew: what cannot be protected in them is not, and training goes on."""
+        if self.arena is None or not self._has_smp:
+            return
+        try:
+            self._protection.arrange(self.arena, self._arenas.coming_bytes, self._arenas.slots)
+        except FtckptError as error:
+            self._events.emit("not_protected", error=str(error))
+            self.execute(self._state.not_protected())
+        else:
+            self._mark_arrangement()
+
+    def _mark_arrangement(self) -> None:
+        """Marks go to the arena as it is laid out. No mode may be left where no replica set spans nodes: what no
+        parity guards must never be called protected."""
+        if self._protection.protects:
+            self._protection.mark(self._state.marks)
+        else:
+            self.execute(self._state.not_protected())
+
+    def _wait_for_copies(self) -> None:
+        if self.capture is not None:
+            self.capture.fence(self._config.fence_timeout_secs)
+
+    def _note_loss(self, error: Exception) -> bool:
+        """Whether ranks have lost each other."""
+        actions = self._losses.note(error)
+        self.execute(actions or ())
+        return actions is not None
+
+    def _search(self, iteration: int) -> None:
+        self.execute(self._state.search(time.monotonic()))
+        self.execute(self._losses.meet(iteration))
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case WholeMark(snapshot):
+                if self.arena is not None:
+                    self.arena.control.mark_whole(snapshot)
+                self._attempt.progress()
+            case TargetMarks():
+                self._protection.mark(action)
+            case OldArenaRemoval():
+                self._arenas.remove_old()
+            case Announcement(event, fields, text):
+                self._events.emit(event, **fields)
+                if text:
+                    self._events.announce(text)
+                if action.error and self._config.on_error == "raise":
+                    raise StorageError(f"{action.error}: {self._storage.problem(fields['iteration'])}", lasting=True)
+            case TurnOff(reason):
+                self._events.emit("turned_off", reason=reason)
+                if self._state.lost:
+                    self._links.stop(reason)
+                if self.capture is not None:
+                    self.capture.stop()

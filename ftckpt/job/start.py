@@ -1,0 +1,141 @@
+"""Before the first boundary: all ranks meet, and training state is loaded from where it lies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ftckpt.capture.affinity import Locality, locality
+from ftckpt.capture.boundary import LastBoundary
+from ftckpt.config import taken_over
+from ftckpt.errors import ConfigError
+from ftckpt.group import gather_each
+from ftckpt.job.arenas import Sight
+from ftckpt.job.attempt import AttemptSight
+from ftckpt.job.conditions import conditions
+from ftckpt.job.rank import Rank
+from ftckpt.job.shard import Shard, device_of, make_pacer
+from ftckpt.model import objects
+from ftckpt.model.loaded import Checkpoint
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human
+from ftckpt.model.training_state import Description
+from ftckpt.restore import prefetch
+from ftckpt.restore.restart import Restart
+from ftckpt.windows.pacer import Pacer
+
+
+class Prepared(NamedTuple):
+    """What a rank has before it looks for anything to load. ``kept``: of each boundary, where the last snapshot is to
+    come to storage."""
+
+    described: Description
+    near: Locality
+    pacer: Pacer
+    kept: LastBoundary | None
+
+
+class Loaded(NamedTuple):
+    """The lineage of what follows, what the training state holds now, where it came from in words and in short,
+    whether that lies in memory, and ``cast`` as of ``Restart``."""
+
+    lineage: bytes
+    snapshot: SnapshotId | None
+    where: str
+    source: str | None = None
+    in_memory: bool = False
+    cast: frozenset[str] = frozenset()
+
+
+def meet(rank: Rank) -> Prepared:
+    """All ranks are there, see what they are to see, and are prepared. Collective; raises as ``restore``."""
+    rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node)
+    if rank.topology.is_node_leader:
+        rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
+    prefetch.pause()
+    # Before anything is read: from here on no other attempt writes these arenas.
+    rank.arenas.enter()
+    rank.protection.smp.tell_hazards(rank.arenas.path)
+    prepared: list[Prepared] = []
+    try:
+        places, attempts, _ = gather_each(
+            rank.group, (rank.arenas.look, Sight), (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
+            (lambda: prepared.append(_prepare(rank)), type(None)),
+        )  # fmt: skip
+        rank.arenas.require_one_directory(places)
+        rank.attempt.begin(attempts)
+    except BaseException:
+        for own in prepared:
+            own.pacer.close()
+        raise
+    return prepared[0]
+
+
+def _prepare(rank: Rank) -> Prepared:
+    """What this rank does by itself before the first look at what is there."""
+    config, training_state = rank.config, rank.training_state
+    rank.storage.prepare()
+    described = training_state.describe()
+    kept = LastBoundary(described) if rank.storage.wants_last else None
+    # What cannot be saved is an error at start, not at each snapshot of a job that trains.
+    needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_mib << 20
+    if needed > room:
+        raise ConfigError(
+            f"objects need {needed} bytes, objects_mib {config.objects_mib} gives {room}; raise objects_mib"
+        )
+    device = device_of(described)
+    near = locality(config.affinity, device)
+    rank.arenas.cores = near.cores
+    pacer = make_pacer(config, rank.topology, device, rank.arenas.path, rank.events)
+    return Prepared(described, near, pacer, kept)
+
+
+def load(rank: Rank, shard: Shard, described: Description, checkpoint: Checkpoint, unproven: bool) -> Loaded:
+    """The newest state that all ranks can have, ``checkpoint`` among it, and no newer one anywhere.
+
+    Collective; raises as ``restore``.
+    """
+    config, training_state = rank.config, rank.training_state
+    restart = Restart(
+        rank.group, rank.topology, rank.arenas.path, rank.events,
+        storage=rank.storage.snapshots, slots=config.slots, job=config.job,
+    )  # fmt: skip
+    try:
+        decision = restart.choose(
+            config.on_lost, checkpoint, training_state.reshapes, config.restore_before, unproven
+        )
+        rank.arenas.origin = restart.origin
+        # Before anybody trains: a kill behind that must not find a newer slot to go on from.
+        lineage = restart.void_newer(decision)
+        if decision is not None:
+            decision = restart.load(decision, training_state, described)
+        # Behind the load, which may find that something is bad. What Megatron has saved needs no saving anew.
+        saved = checkpoint.iteration if taken_over(config.persist) else -1
+        rank.state.flushes.begin(max(restart.on_storage, saved))
+        _expect_failures(rank, restart)
+        if decision is None:
+            return Loaded(lineage, None, checkpoint.as_begin(restart.why))
+        shard.capacities = restart.capacities(decision)
+        snapshot, source = decision.snapshot, restart.source
+        where = f"iteration {snapshot.iteration} from {source}{checkpoint.beside(config.job)}"
+        return Loaded(lineage, snapshot, where, source, restart.in_memory, restart.cast)
+    finally:
+        restart.close()
+        _tell_prefetched(rank)
+
+
+def _expect_failures(rank: Rank, restart: Restart) -> None:
+    """By how earlier attempts have ended: how often snapshots go to storage follows from it."""
+    rates = rank.attempt.learn(
+        rank.group.name, on_storage=restart.last, lost=restart.lost, taken_back=restart.taken_back
+    )
+    rank.state.flushes.expect(rates, rank.protection.survives_nodes)
+    rank.protection.smp.failures = rank.attempt.record
+
+
+def _tell_prefetched(rank: Rank) -> None:
+    if (read := prefetch.end()) is not None:
+        rank.events.emit("prefetched", iteration=read.iteration, bytes=read.bytes, secs=read.secs)
+        rank.events.announce(
+            f"{human(read.bytes)} of iteration {read.iteration} on storage were read while ranks started, in "
+            f"{read.secs:.1f} s"
+        )
