@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     areas, begin = arguments.only or _AREAS, time.time()
     site: Any = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from ftckpt.commands.check_ranks import Site
+        from ftckpt.commands.check_ranks import LaunchedRanks
 
-        site = Site()
+        site = LaunchedRanks()
     found = []
     for finding in _look(arguments, areas, site):
         found.append(finding)

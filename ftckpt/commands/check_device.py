@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.commands.check_queues import QUEUES
 from ftckpt.commands.check_thorough import NOT_THOROUGH, Thorough, look_thoroughly
-from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, Held, bench_on
+from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, NoWindow, bench_on
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.windows.clock import make_clock
 
@@ -147,7 +147,7 @@ def _fenced(bench: Bench) -> Finding:
 
 def _late(bench: Bench) -> Finding:
     """All copies still wait for their window when the fence comes."""
-    wanted, windows = bench.on_host(), Held()
+    wanted, windows = bench.on_host(), NoWindow()
     flight = bench.flight(windows)
     windows.held.wait(FLIGHT_SECS)
     if not bench.copier.fence(flight, FLIGHT_SECS):
@@ -160,7 +160,7 @@ def _late(bench: Bench) -> Finding:
 
 def _overwritten(bench: Bench) -> Finding:
     """The counterproof: without a fence bytes that were written over do show, so that the others prove something."""
-    wanted, windows = bench.on_host(), Held()
+    wanted, windows = bench.on_host(), NoWindow()
     flight = bench.flight(windows)
     windows.held.wait(FLIGHT_SECS)
     bench.write()

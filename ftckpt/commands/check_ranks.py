@@ -41,7 +41,7 @@ _LEAST_RATE = 1e8
 _PROBE = SnapshotId(bytes(16), 0)
 
 
-class Rank(NamedTuple):
+class RankFacts(NamedTuple):
     """Where a rank is, and the time there."""
 
     node: str
@@ -57,15 +57,15 @@ class Port(NamedTuple):
     problem: str = ""
 
 
-class Site:
+class LaunchedRanks:
     """The ranks that a launcher has started, this one among them. Every method is collective."""
 
     def __init__(self) -> None:
         dist.init_process_group("gloo")
         self.group = Group(_SECS)
         self.group.gather(b"")  # the times below are taken together
-        me = Rank(node_name("", os.environ), machine(), time.time())
-        self.ranks = gather(self.group, me, Rank)
+        me = RankFacts(node_name("", os.environ), machine(), time.time())
+        self.ranks = gather(self.group, me, RankFacts)
         self.rank, self.me = self.group.rank, me
         self.leads = next(rank for rank, one in enumerate(self.ranks) if one.node == me.node) == self.rank
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, Held
+from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, NoWindow
 from ftckpt.commands.findings import FAILED, PASSED, Finding
 from ftckpt.errors import in_words
 from ftckpt.windows.bubbles import Always, Turn, Windows
@@ -74,7 +74,7 @@ def _round(bench: Bench, dice: random.Random) -> tuple[float, int]:
     """One snapshot: how long the host waited at its fence, and how many bytes are wrong."""
     wanted = bench.on_host()
     # Dice of their own for windows, which are asked on another thread.
-    kinds: tuple[Callable[[], Windows], ...] = (Always, Held, lambda: _Pauses(random.Random(dice.random())))
+    kinds: tuple[Callable[[], Windows], ...] = (Always, NoWindow, lambda: _Pauses(random.Random(dice.random())))
     flight = bench.flight(dice.choice(kinds)())
     _train(bench, dice)
     begin = time.perf_counter()

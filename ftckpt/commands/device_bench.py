@@ -68,7 +68,7 @@ class Bench:
             torch.cuda.synchronize(self.clock.device)
 
 
-class Held(Always):
+class NoWindow(Always):
     """No window comes before the fence hurries."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from ftckpt.commands.page import aligned
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
-from ftckpt.smp.living import Living
+from ftckpt.smp.living import Liveness
 from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.control import SlotRecord
 from ftckpt.store.directory import PULSE_NAME, list_arenas
@@ -109,7 +109,7 @@ def _inspect_ranks(inspection: Inspection, node_dir: Path) -> None:
     if not (node_dir / PULSE_NAME).exists():  # to open it would make it
         return
     now_ns = time.monotonic_ns()
-    for pulse in Living(node_dir).judge(Pulse.open(node_dir, None).ranks()):
+    for pulse in Liveness(node_dir).judge(Pulse.open(node_dir, None).ranks()):
         if pulse.lives is not False:
             inspection.notes.append(
                 f"{node_dir.name}: rank {pulse.rank}, pid {pid_of(pulse.owner)}: in {pulse.section.label}, "

@@ -14,10 +14,10 @@ from dataclasses import Field, asdict, fields
 from functools import partial
 from typing import Any
 
-from ftckpt.commands.plan_holdings import HEADER_BYTES, Arrangement, Planned, plan
+from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, plan
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
-from ftckpt.commands.plan_verdict import Verdict, judge
+from ftckpt.commands.plan_verdict import PlanAnswer, judge
 from ftckpt.config import GIB, Config, reader_of, taken_over
 from ftckpt.errors import ConfigError, Writing, settings_are_written, written
 from ftckpt.model.failures import FailureRecord
@@ -124,7 +124,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _as_json(
-    config: Config, planned: Planned, limit: NetworkLimit, predicted: IntervalForecast | None
+    config: Config, planned: StartPlan, limit: NetworkLimit, predicted: IntervalForecast | None
 ) -> dict[str, Any]:
     job, table = planned.arrangement.job, planned.table
     sets = Counter((len(ranks), nbytes) for ranks, nbytes in job.replica_sets.items())
@@ -147,7 +147,11 @@ def _as_json(
 
 
 def _lines(
-    config: Config, planned: Planned, limit: NetworkLimit, predicted: IntervalForecast | None, verdict: Verdict | None
+    config: Config,
+    planned: StartPlan,
+    limit: NetworkLimit,
+    predicted: IntervalForecast | None,
+    verdict: PlanAnswer | None,
 ) -> Iterator[str]:
     if verdict is not None:
         yield verdict.line()
@@ -185,7 +189,7 @@ def _protected_every(config: Config, predicted: IntervalForecast | None) -> int:
 
 
 def _costs(
-    arguments: argparse.Namespace, config: Config, limit: NetworkLimit, arrangement: Arrangement
+    arguments: argparse.Namespace, config: Config, limit: NetworkLimit, arrangement: ProtectionPlan
 ) -> Costs | None:
     """None where the length of an iteration is not known."""
     if arguments.iteration_secs is None:
@@ -198,7 +202,7 @@ def _costs(
 
 
 def _predicted(
-    arguments: argparse.Namespace, config: Config, planned: Planned, costs: Costs | None
+    arguments: argparse.Namespace, config: Config, planned: StartPlan, costs: Costs | None
 ) -> IntervalForecast | None:
     """What intervals waste; None where the length of an iteration is not known."""
     if costs is None:
@@ -227,7 +231,7 @@ def _seen(arguments: argparse.Namespace) -> FailureRecord | None:
 
 
 def _assumptions(
-    config: Config, planned: Planned, predicted: IntervalForecast | None, verdict: Verdict | None
+    config: Config, planned: StartPlan, predicted: IntervalForecast | None, verdict: PlanAnswer | None
 ) -> Iterator[str]:
     job = planned.arrangement.job
     yield from job.assumptions()

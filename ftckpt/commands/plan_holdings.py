@@ -131,7 +131,7 @@ def _cut(nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class ProtectionPlan:
     """What the ranks of a job hold under some modes, and what protects it."""
 
     job: JobShape
@@ -172,10 +172,10 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Planned:
+class StartPlan:
     """How a job would start: its modes, its slots per arena, and what protects it."""
 
-    arrangement: Arrangement
+    arrangement: ProtectionPlan
     slots: int
     table: ProtectionTable
     is_short: bool
@@ -202,7 +202,7 @@ def resolved(job: JobShape, config: Config) -> Modes:
     return modes
 
 
-def plan(job: JobShape, config: Config, node_bytes: int = 0) -> Planned:
+def plan(job: JobShape, config: Config, node_bytes: int = 0) -> StartPlan:
     """How a job would start on nodes that have ``node_bytes`` of memory for it; 0: as much as it takes.
 
     Where they have less than it needs at the least, it is planned all the same.
@@ -211,7 +211,7 @@ def plan(job: JobShape, config: Config, node_bytes: int = 0) -> Planned:
         ConfigError: as ``resolved``.
         MemoryBudgetError: more than ``memory_limit`` with as few slots and modes as can be.
     """
-    arrangement = Arrangement(job, resolved(job, config))
+    arrangement = ProtectionPlan(job, resolved(job, config))
     slots, least = (config.num_slots(bool(arrangement.modes.names), short) for short in (False, True))
     table = arrangement.table(slots)
     while True:
@@ -229,11 +229,11 @@ def plan(job: JobShape, config: Config, node_bytes: int = 0) -> Planned:
                 raise
         else:
             if not node_bytes or memory.sum <= node_bytes or slots == least:
-                return Planned(arrangement, slots, table, bool(arrangement.modes.names) and slots < _enough(config))
+                return StartPlan(arrangement, slots, table, bool(arrangement.modes.names) and slots < _enough(config))
         if slots != least:
             slots, table = least, table.with_slots(slots, least)
         elif fewer is not None:
-            arrangement = Arrangement(job, fewer)
+            arrangement = ProtectionPlan(job, fewer)
             table = arrangement.table(slots)
 
 
@@ -242,7 +242,7 @@ def _enough(config: Config) -> int:
     return replace(config, slots=0).num_slots(protects=True)
 
 
-def leaner(planned: Planned, config: Config) -> Iterator[tuple[str, Arrangement, Memory]]:
+def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, ProtectionPlan, Memory]]:
     """Settings with which a node needs less, what they lead to, and the fullest then; first what survives most.
 
     Slots that are set stay as they are where modes alone are named.
@@ -255,15 +255,15 @@ def leaner(planned: Planned, config: Config) -> Iterator[tuple[str, Arrangement,
         if wanted == names:
             continue
         protect = ",".join(wanted)
-        arrangement = Arrangement(job, resolved(job, replace(config, protect=protect, slots=0)))
+        arrangement = ProtectionPlan(job, resolved(job, replace(config, protect=protect, slots=0)))
         least = config.slots or config.least_slots(bool(arrangement.modes.names))
         yield f"--ftckpt-protect {protect}", arrangement, arrangement.fullest(least)
         yield from _with_slots((f"--ftckpt-protect {protect}",), arrangement, config)
 
 
 def _with_slots(
-    beside: Sequence[str], arrangement: Arrangement, config: Config
-) -> Iterator[tuple[str, Arrangement, Memory]]:
+    beside: Sequence[str], arrangement: ProtectionPlan, config: Config
+) -> Iterator[tuple[str, ProtectionPlan, Memory]]:
     """With as few slots as can be, where more are set."""
     least = config.least_slots(bool(arrangement.modes.names))
     if config.slots > least:

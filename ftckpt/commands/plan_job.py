@@ -28,7 +28,7 @@ _COUNTS_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Holders:
+class StateSharding:
     """Who holds what the optimizer steps, of ranks that train the same parameters on other data.
 
     ``option`` as users write it. ``copies`` of these ranks hold the same bytes: 1: each has a part of its own; 0: all
@@ -60,7 +60,7 @@ class JobShape:
     gpus_per_node: int
     params: int
     expert_params: int
-    holders: Holders
+    holders: StateSharding
     nodes_per_rack: int
     chunk_bytes: int
     objects_bytes: int
@@ -285,7 +285,7 @@ def _parameters(arguments: argparse.Namespace, ranks: int, etp: int) -> tuple[in
     return int(params), int(experts)
 
 
-def _holders(arguments: argparse.Namespace) -> Holders:
+def _holders(arguments: argparse.Namespace) -> StateSharding:
     dtype, replicas = arguments.dtype or "bf16", arguments.dp * arguments.cp
     masters = "fp32 weights" if dtype == "fp32" else f"fp32 masters ({dtype} weights follow from them)"
     own, alike = "each rank holds its own part", f"{replicas} ranks hold the same"
@@ -294,9 +294,9 @@ def _holders(arguments: argparse.Namespace) -> Holders:
         held = own if copies == 1 else f"{copies} ranks hold the same part"
         if arguments.dtype in ("bf16", "fp16"):
             text = f"{dtype} weights that have no masters, two {dtype} moments; {held}"
-            return Holders("--fsdp", copies, _PURE_BYTES, text, _COUNTS_BYTES)
+            return StateSharding("--fsdp", copies, _PURE_BYTES, text, _COUNTS_BYTES)
         text = f"fp32 weights (what a mixed precision policy makes of them is not kept), two fp32 moments; {held}"
-        return Holders("--fsdp", copies, _MASTERS_BYTES, text, _COUNTS_BYTES)
+        return StateSharding("--fsdp", copies, _MASTERS_BYTES, text, _COUNTS_BYTES)
     if arguments.zero is None:
         kind = arguments.optimizer or "distributed"
         option, divided = f"--optimizer {kind}", kind == "distributed"
@@ -310,7 +310,7 @@ def _holders(arguments: argparse.Namespace) -> Holders:
             0: " (DeepSpeed without ZeRO)", 1: " of these, and all have all weights (ZeRO 1)",
             2: " of these, and all have all weights (ZeRO 2)", 3: ", of weights too (ZeRO 3)",
         }[arguments.zero]  # fmt: skip
-    return Holders(option, 1 if divided else 0, _MASTERS_BYTES, text)
+    return StateSharding(option, 1 if divided else 0, _MASTERS_BYTES, text)
 
 
 def _nodes_per_rack(racks: int, per_rack: int, nodes: int) -> int:

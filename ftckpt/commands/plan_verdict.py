@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ftckpt.commands.plan_holdings import Arrangement, Planned, leaner
+from ftckpt.commands.plan_holdings import ProtectionPlan, StartPlan, leaner
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast
 from ftckpt.config import Config
 from ftckpt.errors import written
@@ -19,7 +19,7 @@ _TMPFS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PlanAnswer:
     """``need`` is what the fullest node holds of the ``node_bytes`` that there are; ``faults``: why that cannot be,
     each with the setting that changes it, none where all is well.
     """
@@ -84,15 +84,15 @@ class Verdict:
 
 
 def judge(
-    planned: Planned, config: Config, node_bytes: int, costs_of: Callable[[Arrangement], Costs | None],
+    planned: StartPlan, config: Config, node_bytes: int, costs_of: Callable[[ProtectionPlan], Costs | None],
     predicted: IntervalForecast | None,
-) -> Verdict:  # fmt: skip
+) -> PlanAnswer:  # fmt: skip
     """Whether ``planned`` fits nodes of ``node_bytes``, and whether its snapshots come to be protected.
 
     ``costs_of`` gives None where they are not known.
     """
 
-    def protect_secs(arrangement: Arrangement) -> float:
+    def protect_secs(arrangement: ProtectionPlan) -> float:
         costs = costs_of(arrangement) if arrangement.modes.names else None
         return costs.protect if costs else 0.0
 
@@ -108,14 +108,14 @@ def judge(
         why = f"protecting one takes {secs:.0f} s and is given up after {timeout_secs:g}"
         faults.append((why, f"{_waiting(longest_secs)} waits for it"))
     names = ",".join(planned.modes.names) or "none"
-    return Verdict(node_bytes, need, planned.slots, names, predicted, tuple(faults))
+    return PlanAnswer(node_bytes, need, planned.slots, names, predicted, tuple(faults))
 
 
 def _waiting(secs: float) -> str:
     return f"--ftckpt-protect-timeout-secs {math.ceil(2 * secs)}"
 
 
-def _fitting(planned: Planned, config: Config, node_bytes: int) -> tuple[str, Arrangement, str]:
+def _fitting(planned: StartPlan, config: Config, node_bytes: int) -> tuple[str, ProtectionPlan, str]:
     """The first setting with which a node has room, what that leads to, and a text of it; without a setting what is
     lacking with all of them."""
     least, with_setting = planned.table.fullest, ""

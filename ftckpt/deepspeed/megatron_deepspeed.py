@@ -46,7 +46,7 @@ _loops: dict[Any, TrainLoop] = {}
 """Those of the modules before which ftckpt stands."""
 
 
-class Counters:
+class LoopCounters:
     """Where the loop stands, as an object of a snapshot.
 
     Args:
@@ -94,7 +94,7 @@ class TrainLoop:
         self._training = training
         self._lacks = lacks
         self._engine: Any = None
-        self._counters: Counters | None = None
+        self._counters: LoopCounters | None = None
         self._session: EngineSession | None = None
 
     def set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,13 +147,13 @@ class TrainLoop:
         named = engine.global_steps > 0 and is_named(
             engine.load_checkpoint, (arguments.load,), {"tag": _load_tag(arguments)}
         )
-        counters, objects = Counters(arguments), initialize.objects
+        counters, objects = LoopCounters(arguments), initialize.objects
         session = EngineSession(
             engine, {**objects, _DATA: counters}, config, EpochBegins(), named, check_counted=self.check_counted
         )
         self.follow(engine, counters, session)
 
-    def follow(self, engine: Any, counters: Counters, session: EngineSession) -> None:
+    def follow(self, engine: Any, counters: LoopCounters, session: EngineSession) -> None:
         """``engine`` is about to be trained: it and ``counters`` are where they were."""
         self._engine, self._counters, self._session = engine, counters, session
         counters.begin(engine.global_steps)

@@ -24,7 +24,7 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.takeover import Takeover
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import outlines
-from ftckpt.persist.outlines import Mark, Outline
+from ftckpt.persist.outlines import Outline, SaveMark
 from ftckpt.persist.place import Place
 
 _ENGINE = "TorchCheckpointEngine"
@@ -130,7 +130,7 @@ class Saves:
         problem = writer.problem or _tried(lambda: outline.write_table(engine.global_rank, writer.table))
         if not self._takeover.refused(checkpointer, iteration, problem):
             # Behind the tables of all ranks: with the mark it is complete.
-            mark = Mark(str(given["tag"]), torch.distributed.get_world_size())
+            mark = SaveMark(str(given["tag"]), torch.distributed.get_world_size())
             problem = _tried(lambda: outline.complete(mark)) if engine.global_rank == 0 else ""
             if not self._takeover.refused(checkpointer, iteration, problem):
                 self._given = given

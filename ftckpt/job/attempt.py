@@ -17,7 +17,7 @@ from ftckpt.model.failures import (
     FailureRate,
     FailureRecord,
     LastAttempt,
-    Start,
+    StartFacts,
     ended_by,
     expected,
     in_words,
@@ -30,7 +30,7 @@ from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.place import Place
 from ftckpt.persist.storage import open_storage, patiently
 from ftckpt.store import ends
-from ftckpt.store.ends import End
+from ftckpt.store.ends import EndNote
 from ftckpt.store.failures import note_end, read_failures, still_trains, write_failures
 from ftckpt.store.outcome import MOST_STARTS, LauncherRun
 
@@ -54,7 +54,7 @@ class AttemptSight(NamedTuple):
     starts: int
     run: str
     last: LastAttempt | None
-    ends: tuple[End, ...] = ()
+    ends: tuple[EndNote, ...] = ()
 
 
 class AttemptRecord:
@@ -106,12 +106,13 @@ class AttemptRecord:
         """What has ended the attempt before this one, and what failures are to be expected by now, by their kind. The
         same on all ranks.
 
-        ``owner`` is a word of this attempt that all ranks know; ``lost`` and ``taken_back`` see ``failures.Start``.
+        ``owner`` is a word of this attempt that all ranks know; ``lost`` and ``taken_back``: see
+        ``failures.StartFacts``.
         """
         nodes = tuple(sorted({member.node for member in self._topology.members}))
         known = [*self._found.values(), *([on_storage] if on_storage is not None else [])]
         last = LastAttempt.newest(known)
-        kind = ended_by(last and last.record, Start(self._found, self._runs, lost, taken_back))
+        kind = ended_by(last and last.record, StartFacts(self._found, self._runs, lost, taken_back))
         if kind == NODE and last is not None:
             gone = sorted(set(last.record.nodes) - set(self._found))
             self._ends.append(f"nothing is left in the memory of node(s) {listed(gone)}")
@@ -176,7 +177,7 @@ class AttemptRecord:
         ends.are_told_in(node_dir)
         starts = self._run.begin().starts if self._run.name else -1
         last: LastAttempt | None = None
-        told: list[End] = []
+        told: list[EndNote] = []
         if self._node_dir is not None:
             try:
                 told = ends.read(self._node_dir)

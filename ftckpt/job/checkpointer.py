@@ -23,7 +23,7 @@ from ftckpt.errors import (
 from ftckpt.group import Group
 from ftckpt.job.garbage import no_collections
 from ftckpt.job.last_snapshot import RankEnd
-from ftckpt.job.rank import Rank
+from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.shard import Shard
 from ftckpt.job.snapshots import Snapshots
@@ -66,7 +66,7 @@ class Checkpointer:
         self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None,
         run: LauncherRun | None = None, *, examines: str = "",
     ) -> None:  # fmt: skip
-        rank = self._rank = Rank.attach(config, state, topology, group, run or LauncherRun(""))
+        rank = self._rank = RankParts.attach(config, state, topology, group, run or LauncherRun(""))
         self.config, self.topology, self.events, self.group = rank.config, topology, rank.events, rank.group
         self.training_state = state
         self._state, self._protection = rank.state, rank.protection

@@ -36,7 +36,7 @@ class End(NamedTuple):
     objection: str = ""
 
 
-class Ending(NamedTuple):
+class JobEnd(NamedTuple):
     """What all ranks together have where the job ends.
 
     ``newest``, ``going``: sealed by all of them, and ``going`` not known to be on storage. ``lacking``: the last
@@ -54,7 +54,7 @@ class Ending(NamedTuple):
     saved: int
 
     @classmethod
-    def of(cls, ranks: Sequence[End]) -> Ending:
+    def of(cls, ranks: Sequence[End]) -> JobEnd:
         """From what each rank has, the same on all of them.
 
         Verdicts may have been read by some ranks and not by others, so what each of them calls whole says too little:

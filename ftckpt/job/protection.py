@@ -49,18 +49,18 @@ _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
 
 
-class _Held(NamedTuple):
+class _ArenaRemains(NamedTuple):
     """What one rank's arena has of an earlier attempt."""
 
     protected: SnapshotId | None = None
     sealed: tuple[SnapshotId, ...] = ()
 
 
-class _Told(NamedTuple):
+class _RankReport(NamedTuple):
     """What one rank tells of its arena and its node's SMP; ``secret`` as for ``NodeSmp``."""
 
     holding: Holding
-    held: _Held
+    held: _ArenaRemains
     secret: bytes
     smp: SmpReport
 
@@ -145,7 +145,7 @@ class Protection:
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
         self._digest = 0
-        self._held: Sequence[_Held] = ()  # by rank
+        self._held: Sequence[_ArenaRemains] = ()  # by rank
         self._arrangement: Arrangement | None = None  # between ``join`` and ``begin``
         self._table: ProtectionTable | None = None  # of it, on a node's leader
         self._reports: Sequence[SmpReport] = ()  # of its ranks
@@ -219,22 +219,22 @@ class Protection:
         together(self._group, lambda: self.join(arena, told, coming_bytes, slots))
         self.begin()
 
-    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> _Told:
+    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> _RankReport:
         """What other ranks must know of this one's arena, ``name``, which need not be there yet.
 
         Raises:
             ConfigError: the secret cannot be used, or no address can be found.
         """
         holding = image.holding(self._topology.me.node, self._config.rack, name)
-        held = _Held()
+        held = _ArenaRemains()
         if existing is not None:
-            held = _Held(existing.control.protected(), tuple(existing.snapshots()))
-        return _Told(holding, held, self.smp.offer_secret(), self.smp.report())
+            held = _ArenaRemains(existing.control.protected(), tuple(existing.snapshots()))
+        return _RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
 
     def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int) -> None:
         """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``."""
         self._arena, node_dir = arena, arena.path.parent
-        ranks = [codec.from_json(one, _Told) for one in told]
+        ranks = [codec.from_json(one, _RankReport) for one in told]
         self._held = [rank.held for rank in ranks]
         self._open_pulse(node_dir)
         self.smp.agree_on_secret([rank.secret for rank in ranks])

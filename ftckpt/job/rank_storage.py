@@ -11,7 +11,7 @@ from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.flushes import FlushGuard
 from ftckpt.job.last_flush import flush_last
-from ftckpt.job.last_snapshot import End, Ending, RankEnd
+from ftckpt.job.last_snapshot import End, JobEnd, RankEnd
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.model import codec
@@ -58,7 +58,7 @@ class RankStorage:
         Raises:
             RuntimeError: a rank is gone.
         """
-        ending = Ending.of(codec.gather(self._group, rank.find(), End))
+        ending = JobEnd.of(codec.gather(self._group, rank.find(), End))
         last = self._take_missing(ending, rank) or ending.newest
         # Megatron would have saved that one, too.
         bring = [ending.going if taken_over(self._config.persist) else None]
@@ -77,7 +77,7 @@ class RankStorage:
         text = f"the last snapshot did not come to storage, memory keeps it: {self._problem_at_end(lacking[-1])}"
         return StorageError(text, lasting=True)
 
-    def _take_missing(self, ending: Ending, rank: RankEnd) -> SnapshotId | None:
+    def _take_missing(self, ending: JobEnd, rank: RankEnd) -> SnapshotId | None:
         """The snapshot of the last iteration, once all ranks have it; None where none is missing or can be had."""
         if ending.lacking < 0:
             return None

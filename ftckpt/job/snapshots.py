@@ -23,7 +23,7 @@ from ftckpt.job.actions import (
 )
 from ftckpt.job.agreement import Coverage, Will
 from ftckpt.job.losses import Losses
-from ftckpt.job.rank import Rank
+from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.shard import Shard, corruption_text
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.arena import Arena
@@ -39,7 +39,7 @@ class Snapshots:
         kept: of each boundary, where the last snapshot is to come to storage.
     """
 
-    def __init__(self, rank: Rank, shard: Shard, pacer: Pacer, kept: LastBoundary | None) -> None:
+    def __init__(self, rank: RankParts, shard: Shard, pacer: Pacer, kept: LastBoundary | None) -> None:
         self._config, self._topology = rank.config, rank.topology
         self._events, self._links, self._numbers = rank.events, rank.links, rank.numbers
         self._protection, self._storage, self._arenas = rank.protection, rank.storage, rank.arenas

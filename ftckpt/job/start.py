@@ -12,7 +12,7 @@ from ftckpt.group import gather_each
 from ftckpt.job.arenas import Sight
 from ftckpt.job.attempt import AttemptSight
 from ftckpt.job.conditions import conditions
-from ftckpt.job.rank import Rank
+from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.shard import Shard, device_of, make_pacer
 from ftckpt.model import objects
 from ftckpt.model.loaded import Checkpoint
@@ -24,7 +24,7 @@ from ftckpt.restore.restart import Restart
 from ftckpt.windows.pacer import Pacer
 
 
-class Prepared(NamedTuple):
+class Preparation(NamedTuple):
     """What a rank has before it looks for anything to load. ``kept``: of each boundary, where the last snapshot is to
     come to storage."""
 
@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
     kept: LastBoundary | None
 
 
-class Loaded(NamedTuple):
+class LoadResult(NamedTuple):
     """The lineage of what follows, what the training state holds now, where it came from in words and in short,
     whether that lies in memory, and ``cast`` as of ``Restart``."""
 
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
     cast: frozenset[str] = frozenset()
 
 
-def meet(rank: Rank) -> Prepared:
+def meet(rank: RankParts) -> Preparation:
     """All ranks are there, see what they are to see, and are prepared. Collective; raises as ``restore``."""
     rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node)
     if rank.topology.is_node_leader:
@@ -55,7 +55,7 @@ def meet(rank: Rank) -> Prepared:
     # Before anything is read: from here on no other attempt writes these arenas.
     rank.arenas.enter()
     rank.protection.smp.tell_hazards(rank.arenas.path)
-    prepared: list[Prepared] = []
+    prepared: list[Preparation] = []
     try:
         places, attempts, _ = gather_each(
             rank.group, (rank.arenas.look, Sight), (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
@@ -70,7 +70,7 @@ def meet(rank: Rank) -> Prepared:
     return prepared[0]
 
 
-def _prepare(rank: Rank) -> Prepared:
+def _prepare(rank: RankParts) -> Preparation:
     """What this rank does by itself before the first look at what is there."""
     config, training_state = rank.config, rank.training_state
     rank.storage.prepare()
@@ -86,10 +86,10 @@ def _prepare(rank: Rank) -> Prepared:
     near = locality(config.affinity, device)
     rank.arenas.cores = near.cores
     pacer = make_pacer(config, rank.topology, device, rank.arenas.path, rank.events)
-    return Prepared(described, near, pacer, kept)
+    return Preparation(described, near, pacer, kept)
 
 
-def load(rank: Rank, shard: Shard, described: Description, checkpoint: Checkpoint, unproven: bool) -> Loaded:
+def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Checkpoint, unproven: bool) -> LoadResult:
     """The newest state that all ranks can have, ``checkpoint`` among it, and no newer one anywhere.
 
     Collective; raises as ``restore``.
@@ -113,17 +113,17 @@ def load(rank: Rank, shard: Shard, described: Description, checkpoint: Checkpoin
         rank.state.flushes.begin(max(restart.on_storage, saved))
         _expect_failures(rank, restart)
         if decision is None:
-            return Loaded(lineage, None, checkpoint.as_begin(restart.why))
+            return LoadResult(lineage, None, checkpoint.as_begin(restart.why))
         shard.capacities = restart.capacities(decision)
         snapshot, source = decision.snapshot, restart.source
         where = f"iteration {snapshot.iteration} from {source}{checkpoint.beside(config.job)}"
-        return Loaded(lineage, snapshot, where, source, restart.in_memory, restart.cast)
+        return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast)
     finally:
         restart.close()
         _tell_prefetched(rank)
 
 
-def _expect_failures(rank: Rank, restart: Restart) -> None:
+def _expect_failures(rank: RankParts, restart: Restart) -> None:
     """By how earlier attempts have ended: how often snapshots go to storage follows from it."""
     rates = rank.attempt.learn(
         rank.group.name, on_storage=restart.last, lost=restart.lost, taken_back=restart.taken_back
@@ -132,7 +132,7 @@ def _expect_failures(rank: Rank, restart: Restart) -> None:
     rank.protection.smp.failures = rank.attempt.record
 
 
-def _tell_prefetched(rank: Rank) -> None:
+def _tell_prefetched(rank: RankParts) -> None:
     if (read := prefetch.end()) is not None:
         rank.events.emit("prefetched", iteration=read.iteration, bytes=read.bytes, secs=read.secs)
         rank.events.announce(

@@ -100,7 +100,7 @@ class LastAttempt(NamedTuple):
         return max(0.0, self.trained - self.record.began)
 
 
-class Start(NamedTuple):
+class StartFacts(NamedTuple):
     """What a start finds. ``nodes``: whose memory is there. ``runs``: as in ``FailureRecord``. ``lost``: memory could
     not make whole what it had, or some of that came from storage. ``taken_back``: somebody has gone back to an older
     state."""
@@ -111,7 +111,7 @@ class Start(NamedTuple):
     taken_back: bool = False
 
 
-def ended_by(last: FailureRecord | None, start: Start) -> str:
+def ended_by(last: FailureRecord | None, start: StartFacts) -> str:
     """The kind of failure that has ended an attempt; "" where it was none, or nothing is known of one.
 
     Memory that is all there was left by processes that failed; but where each launcher is another one than before,

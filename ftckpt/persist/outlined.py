@@ -11,7 +11,7 @@ from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.exports import MARK_NAME, Exports, Unpublished, explained
 from ftckpt.persist.files import FileStorage, sync_directory
-from ftckpt.persist.outlines import POINTER, Mark, Outline
+from ftckpt.persist.outlines import POINTER, Outline, SaveMark
 from ftckpt.persist.place import ExportPlace
 
 
@@ -58,7 +58,7 @@ class OutlinedExports(Exports):
     def retain(self, iterations: Collection[int]) -> list[int]:
         return []
 
-    def _settle(self, outline: Outline, mark: Mark) -> None:
+    def _settle(self, outline: Outline, mark: SaveMark) -> None:
         """It is in its place: name it as the newest, where that was wanted and is still so."""
         with explained(outline.path):
             if mark.newest and (outline.files / POINTER).is_file():

@@ -51,7 +51,7 @@ Table = Mapping[str, Sequence[Hole]]
 
 
 @dataclass(frozen=True)
-class Mark:
+class SaveMark:
     """What is known of a save: its ``tag``, the number of ``ranks`` that have left a table, and ``newest``: whether
     nothing has been saved since that the pointer must go on naming."""
 
@@ -79,7 +79,7 @@ class Outline:
         return self.path / "replaced"
 
     @property
-    def mark(self) -> Mark | None:
+    def mark(self) -> SaveMark | None:
         """None where there is none: it was never completed, taken back, or what it is for is in its place.
 
         Raises:
@@ -93,7 +93,7 @@ class Outline:
         self.path.mkdir(parents=True, exist_ok=True)
         _put(self.path / f"table-{rank}.json", holes)
 
-    def complete(self, mark: Mark) -> None:
+    def complete(self, mark: SaveMark) -> None:
         """All ranks have written theirs."""
         _put(self.path / _MARK, asdict(mark))
 
@@ -174,10 +174,10 @@ def _all(snapshots: str) -> Iterator[Outline]:
             continue  # of somebody else
 
 
-def _read_mark(path: Path) -> Mark | None:
+def _read_mark(path: Path) -> SaveMark | None:
     try:
         value: Any = json.loads((path / _MARK).read_bytes())
-        return Mark(str(value["tag"]), int(value["ranks"]), bool(value["newest"]))
+        return SaveMark(str(value["tag"]), int(value["ranks"]), bool(value["newest"]))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):

@@ -23,7 +23,7 @@ from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
 from ftckpt.smp.hang_answer import HangAnswer
 from ftckpt.smp.hangs import Hang, HangPlace, HangWatch, Limits
-from ftckpt.smp.living import Living
+from ftckpt.smp.living import Liveness
 from ftckpt.smp.reports import MarkHistory, packed, rank_report
 from ftckpt.smp.requests import (
     VERSION,
@@ -47,7 +47,7 @@ from ftckpt.store.directory import (
     remove_job_if_empty,
     remove_smp_files,
 )
-from ftckpt.store.ends import End, tell
+from ftckpt.store.ends import EndNote, tell
 from ftckpt.store.failures import read_failures
 from ftckpt.store.locks import FileLock, holder_of
 from ftckpt.store.memory import used_bytes
@@ -96,7 +96,7 @@ class Daemon:
         self._pulse = Pulse.open(self.node_dir, None)
         if self._pulse.problem is not None:
             self.events.emit("smp_error", error=self._pulse.problem)
-        self._living = Living(self.node_dir)
+        self._living = Liveness(self.node_dir)
         self._duties = Duties(self.node_dir, self.events)
         self._exporter = Exporter(job, node, self._measured, lambda text: self.events.emit("smp_error", error=text))
         self._config, self._digest = SmpConfig(), 0
@@ -204,7 +204,7 @@ class Daemon:
             self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")
         pulses = self._ranks()
         for text in self._deaths.look(pulses):
-            tell(self.node_dir, End(time.time(), text))
+            tell(self.node_dir, EndNote(time.time(), text))
             self.events.emit("ended_without_a_word", text=text)
         self._look_for_hangs(pulses)
         whole, protected = self._duties.marks()
@@ -247,7 +247,7 @@ class Daemon:
             self._answer.close()
         self._answer = HangAnswer(hang, self.events, ends, lambda: self._end_job(place) if is_again else None)
         if ends:
-            tell(self.node_dir, End(time.time(), f"it hung ({place}), and was ended for that"))
+            tell(self.node_dir, EndNote(time.time(), f"it hung ({place}), and was ended for that"))
             # Now, not when they are ended: another node's SMP may be the first to do that.
             self._config.hang = place
             self._store()

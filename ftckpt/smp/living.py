@@ -12,7 +12,7 @@ from ftckpt.store.locks import JOB_LOCK_NAME, holder_of
 from ftckpt.store.pulse import RankPulse
 
 
-class Living:
+class Liveness:
     """The kernel keeps a lock for as long as its process lives, whatever pid namespace that is in."""
 
     def __init__(self, node_dir: Path) -> None:

@@ -18,14 +18,14 @@ _MOST_CHARS = 300
 """Of a line: an exception may quote a whole tensor."""
 
 
-class End(NamedTuple):
+class EndNote(NamedTuple):
     """``text`` says what was seen at ``time``, seconds since the epoch."""
 
     time: float
     text: str
 
 
-def tell(node_dir: Path, end: End) -> None:
+def tell(node_dir: Path, end: EndNote) -> None:
     """Append it; what has no room is lost. Nothing raises: it comes from processes that end."""
     path, line = node_dir / ENDS_NAME, f"{end.time:.3f} {' '.join(end.text.split())[:_MOST_CHARS]}\n"
     with suppress(OSError):
@@ -48,10 +48,10 @@ _here: list[Path] = []
 def tell_here(text: str) -> None:
     """This process ends, for the reason ``text``."""
     for node_dir in _here:
-        tell(node_dir, End(time.time(), text))
+        tell(node_dir, EndNote(time.time(), text))
 
 
-def read(node_dir: Path) -> list[End]:
+def read(node_dir: Path) -> list[EndNote]:
     """What was told since ``forget``, the oldest first. Raises OSError."""
     path = node_dir / ENDS_NAME
     if not path.exists():
@@ -60,7 +60,7 @@ def read(node_dir: Path) -> list[End]:
     for line in path.read_bytes()[: 2 * _MOST_BYTES].decode("utf-8", "replace").splitlines():
         at, _, text = line.partition(" ")
         with suppress(ValueError):
-            ends.append(End(float(at), text))
+            ends.append(EndNote(float(at), text))
     return sorted(ends)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ftckpt.commands.main import main
-from ftckpt.commands.plan_holdings import HEADER_BYTES, Arrangement, resolved
+from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, resolved
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.config import Config
 from tests.support import jobs
@@ -205,7 +205,7 @@ def test_a_plan_says_what_the_start_of_that_job_says(
     assert sum(copied) == pytest.approx(job.state_bytes, rel=TOLERANCE)
 
     modes = tuple(said["protect"].split(","))
-    holdings = Arrangement(job, resolved(job, Config(chunk_mib=0.0625, objects_mib=1))).holdings
+    holdings = ProtectionPlan(job, resolved(job, Config(chunk_mib=0.0625, objects_mib=1))).holdings
     for rank, holding in zip(ranks, holdings, strict=True):
         of_plan = [(section.kind, "", sum(section.lengths)) for section in holding.sections]
         about = {"rel": TOLERANCE, "abs": NUMBERS}

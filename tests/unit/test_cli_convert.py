@@ -31,7 +31,7 @@ from ftckpt.convert.verification import verify
 from ftckpt.errors import ConfigError, ConvertError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.outlines import Hole, Mark, Outline
+from ftckpt.persist.outlines import Hole, Outline, SaveMark
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 
@@ -199,14 +199,14 @@ def test_what_deepspeed_has_outlined_is_wanted_for_its_own_files_alone(
     assert "is not complete" in ftckpt(capsys, *words, outline.path)[2]
     outline.files.mkdir(parents=True)
     outline.write_table(0, {})
-    outline.complete(Mark("a", 1))
+    outline.complete(SaveMark("a", 1))
     assert "is of iteration 8, and the source of 7" in ftckpt(capsys, *words, outline.path)[2]
     outline = Outline(str(tmp_path), SnapshotId(b"a" * 16, 7))
     hole = Hole(0, Fragment.whole("master/other", "F32", (2,), Box((0,), (2,))))
     (outline.files / "a").mkdir(parents=True)
     (outline.files / "a" / "b.pt").write_bytes(bytes(8))
     outline.write_table(0, {"a/b.pt": [hole]})
-    outline.complete(Mark("a", 1))
+    outline.complete(SaveMark("a", 1))
     assert "master/other is F32 (2,); the source has none" in ftckpt(capsys, *words, outline.path)[2]
     assert not out.exists()
 

@@ -15,7 +15,7 @@ from ftckpt.model.failures import FailureRecord
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.smp.deaths import DeathWatch
 from ftckpt.store import ends
-from ftckpt.store.ends import End
+from ftckpt.store.ends import EndNote
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import PulseSection, RankPulse
 
@@ -24,20 +24,20 @@ ALIVE = RankPulse(0, 3, 77, 11, "forward", 5, 1, True)
 
 def test_lines_of_several_processes_are_read_by_their_time(tmp_path: Path) -> None:
     assert ends.read(tmp_path) == []
-    ends.tell(tmp_path, End(2.5, "second\nline"))
-    ends.tell(tmp_path, End(1.25, "first"))
+    ends.tell(tmp_path, EndNote(2.5, "second\nline"))
+    ends.tell(tmp_path, EndNote(1.25, "first"))
     with (tmp_path / ".ends").open("a") as file:
         file.write("torn")
-    assert ends.read(tmp_path) == [End(1.25, "first"), End(2.5, "second line")]
+    assert ends.read(tmp_path) == [EndNote(1.25, "first"), EndNote(2.5, "second line")]
     ends.forget(tmp_path)
     assert ends.read(tmp_path) == []
     ends.forget(tmp_path)
-    ends.tell(tmp_path / "gone", End(1.0, "nobody hears it"))
+    ends.tell(tmp_path / "gone", EndNote(1.0, "nobody hears it"))
 
 
 def test_it_does_not_grow_without_end(tmp_path: Path) -> None:
     for number in range(500):
-        ends.tell(tmp_path, End(number, "x" * 1000))
+        ends.tell(tmp_path, EndNote(number, "x" * 1000))
     assert (tmp_path / ".ends").stat().st_size < 17 << 10
     assert ends.read(tmp_path)[0].time == 0, "the first one is the cause"
 
@@ -111,7 +111,7 @@ def test_a_record_remembers_the_last_of_them() -> None:
 def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:
     topology = Topology(0, (RankPlace({"dp": 0}, "n0"),), {"dp": 1})
     (tmp_path / "dp0.1234").mkdir()
-    ends.tell(tmp_path, End(1.0, "rank 0 ended without a word"))
+    ends.tell(tmp_path, EndNote(1.0, "rank 0 ended without a word"))
     attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
     for _ in range(2):  # a start that fails before it trains leaves them
         sight = attempt.look(tmp_path)

@@ -15,7 +15,7 @@ from ftckpt.model.failures import (
     FailureRate,
     FailureRecord,
     LastAttempt,
-    Start,
+    StartFacts,
     ended_by,
     expected,
     in_words,
@@ -35,26 +35,26 @@ BOTH = ("a", "b")
 @pytest.mark.parametrize(
     ("start", "kind"),
     [
-        (Start(BOTH, ("run",)), PROCESS),
-        (Start((*BOTH, "c"), ("run", "more")), PROCESS),
-        (Start(("a",), ("run",)), NODE),
-        (Start(("a", "c"), ("another",)), NODE),
-        (Start(BOTH, ("run",), lost=True), JOB),
-        (Start(("a",), ("run",), lost=True), JOB),
-        (Start(("c",), ("run",)), JOB),
-        (Start((), ("another",)), JOB),
-        (Start(BOTH, ("another",)), ""),
-        (Start(BOTH, ()), PROCESS),
-        (Start(BOTH, ("run",), taken_back=True), ""),
+        (StartFacts(BOTH, ("run",)), PROCESS),
+        (StartFacts((*BOTH, "c"), ("run", "more")), PROCESS),
+        (StartFacts(("a",), ("run",)), NODE),
+        (StartFacts(("a", "c"), ("another",)), NODE),
+        (StartFacts(BOTH, ("run",), lost=True), JOB),
+        (StartFacts(("a",), ("run",), lost=True), JOB),
+        (StartFacts(("c",), ("run",)), JOB),
+        (StartFacts((), ("another",)), JOB),
+        (StartFacts(BOTH, ("another",)), ""),
+        (StartFacts(BOTH, ()), PROCESS),
+        (StartFacts(BOTH, ("run",), taken_back=True), ""),
     ],
 )
-def test_how_an_attempt_has_ended(start: Start, kind: str) -> None:
+def test_how_an_attempt_has_ended(start: StartFacts, kind: str) -> None:
     assert ended_by(FIRST, start) == kind
     assert ended_by(None, start) == "" == ended_by(FIRST.as_ended(), start)
 
 
 def test_a_launcher_without_a_name_may_be_the_same() -> None:
-    assert ended_by(replace(FIRST, runs=()), Start(BOTH, ("another",))) == PROCESS
+    assert ended_by(replace(FIRST, runs=()), StartFacts(BOTH, ("another",))) == PROCESS
 
 
 def test_the_newest_counts_and_what_any_node_knows_of_it() -> None:

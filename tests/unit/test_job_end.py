@@ -11,7 +11,7 @@ from ftckpt.capture.boundary import LastBoundary
 from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.job.actions import Take
-from ftckpt.job.last_snapshot import End, Ending, RankEnd
+from ftckpt.job.last_snapshot import End, JobEnd, RankEnd
 from ftckpt.job.session import RankState
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
@@ -41,7 +41,7 @@ def have(*iterations: int) -> tuple[SnapshotId, ...]:
     ],
 )
 def test_what_is_missing_is_what_no_arena_lacks(ranks: list[End], newest: SnapshotId | None, lacking: int) -> None:
-    ending = Ending.of(ranks)
+    ending = JobEnd.of(ranks)
     assert (ending.newest, ending.lacking) == (newest, lacking) and not ending.objection
 
 
@@ -49,16 +49,16 @@ def test_what_one_rank_calls_whole_all_ranks_keep() -> None:
     """One has read a verdict more than the other; each would write over what the other keeps."""
     behind = End(10, sealed=have(8, 7, 6, 5), protected=at(5), going=at(5))
     ahead = End(10, sealed=have(9, 8, 7, 6), protected=at(7), going=at(6))
-    ending = Ending.of([behind, ahead])
+    ending = JobEnd.of([behind, ahead])
     assert ending.newest == at(8) and ending.keep == {at(8), at(7), at(6)}
-    assert Ending.of([ahead, behind]) == ending
-    assert ending.going == at(6) and Ending.of([behind, ahead._replace(persisted=at(6))]).going is None
+    assert JobEnd.of([ahead, behind]) == ending
+    assert ending.going == at(6) and JobEnd.of([behind, ahead._replace(persisted=at(6))]).going is None
 
 
 def test_any_objection_counts_and_so_do_other_iterations() -> None:
     end = End(10, sealed=have(7))
-    assert Ending.of([end, end._replace(objection="why not")]).objection == "rank 1: why not"
-    apart = Ending.of([end, end._replace(boundary=9)])
+    assert JobEnd.of([end, end._replace(objection="why not")]).objection == "rank 1: why not"
+    apart = JobEnd.of([end, end._replace(boundary=9)])
     assert apart.objection == "ranks have come to different iterations: 9 and 10" and apart.lacking == 10
 
 

@@ -13,7 +13,7 @@ import pytest
 from ftckpt.events import Events
 from ftckpt.smp.hang_answer import Abort, HangAnswer
 from ftckpt.smp.hangs import HangWatch, Limits
-from ftckpt.smp.living import Living
+from ftckpt.smp.living import Liveness
 from ftckpt.store.directory import LOCK_NAME, node_directory
 from ftckpt.store.locks import JOB_LOCK_NAME
 from ftckpt.store.pulse import Pulse
@@ -31,8 +31,8 @@ def node_dir(arena_root: Path) -> Path:
     return directory
 
 
-def living(node_dir: Path) -> Living:
-    found = Living(node_dir)
+def living(node_dir: Path) -> Liveness:
+    found = Liveness(node_dir)
     found.know({"5": {"shard": "dp0", "arena": ARENA, "pid": 1}})
     return found
 
@@ -44,7 +44,9 @@ def test_one_that_writes_its_arena_lives_until_its_lock_is_gone(node_dir: Path) 
         assert (seen.lives, seen.is_here) == (None, False)
         (judged,) = judge.judge([seen])
         assert judged.lives is True and (judged.rank, judged.iteration) == (5, 7)
-        assert [one.lives for one in Living(node_dir).judge([seen])] == [None], "nobody has said whose arena that is"
+        assert [one.lives for one in Liveness(node_dir).judge([seen])] == [None], (
+            "nobody has said whose arena that is"
+        )
     (judged,) = judge.judge(observer.ranks())
     assert judged.lives is False
 

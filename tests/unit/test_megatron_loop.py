@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ftckpt.deepspeed import initialize, megatron_deepspeed, section
-from ftckpt.deepspeed.megatron_deepspeed import Counters, TrainLoop, install
+from ftckpt.deepspeed.megatron_deepspeed import LoopCounters, TrainLoop, install
 from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
 from tests.support.errors import raises
 
@@ -60,7 +60,9 @@ class Session:
         self.boundaries += 1
 
 
-def follow_with(loop: TrainLoop, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> tuple[Namespace, Session]:
+def follow_with(
+    loop: TrainLoop, counters: LoopCounters, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Namespace, Session]:
     """An engine, which stands where ``counters`` do, and what takes its boundaries."""
     engine, session = Namespace(global_steps=5), Session()
     monkeypatch.setattr(initialize.door, "checkpointer", object())
@@ -110,7 +112,7 @@ def test_arguments_are_handed_on_as_they_are_given() -> None:
 
 
 def test_losses_are_followed_however_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, counters, seen = TrainLoop(loop_of()), Counters(Namespace(**COUNTED)), dict[str, Any]()
+    loop, counters, seen = TrainLoop(loop_of()), LoopCounters(Namespace(**COUNTED)), dict[str, Any]()
     follow_with(loop, counters, monkeypatch)
 
     def log(loss_dict: dict[str, Any], total_loss_dict: dict[str, Any], rate: float) -> str:
@@ -163,13 +165,13 @@ def test_a_loop_that_was_there_before_is_seen_as_it_is_reloaded(monkeypatch: pyt
 
 
 def test_the_loop_is_made_to_stand_where_it_stood() -> None:
-    counters, sums = Counters(Namespace(**COUNTED)), {"lm loss": torch.ones(1)}
+    counters, sums = LoopCounters(Namespace(**COUNTED)), {"lm loss": torch.ones(1)}
     assert not counters.sums.follow({"lm loss": torch.ones(())}, sums)
     sums["lm loss"] += 2.0  # the loop's own dict
     state = counters.state_dict()
-    for load in (Counters.load_state_dict, lambda counters, state: counters.load_reshaped([state, {}])):
+    for load in (LoopCounters.load_state_dict, lambda counters, state: counters.load_reshaped([state, {}])):
         arguments = Namespace(**dict.fromkeys(COUNTED, 0), other=3)
-        restored, fresh = Counters(arguments), dict[str, Any]()
+        restored, fresh = LoopCounters(arguments), dict[str, Any]()
         load(restored, state)
         assert vars(arguments) == {**COUNTED, "other": 3}
         assert restored.sums.follow({"lm loss": torch.ones(())}, fresh) and fresh == {"lm loss": torch.tensor([3.0])}
@@ -225,10 +227,10 @@ def test_a_fork_that_counts_no_iterations_is_refused_by_name() -> None:
 
 def test_a_fork_has_what_it_has() -> None:
     arguments = Namespace(iteration=5, consumed_train_samples=40)  # of none of the later flags and counters
-    state = Counters(arguments).state_dict()
+    state = LoopCounters(arguments).state_dict()
     assert state["counters"] == vars(arguments) and megatron_deepspeed._load_tag(arguments) is None
     restored = Namespace(iteration=0, consumed_train_samples=0)
-    Counters(restored).load_state_dict(state)
+    LoopCounters(restored).load_state_dict(state)
     assert restored == arguments
 
 
@@ -238,7 +240,7 @@ def test_a_loop_that_counts_elsewhere_is_told_so_at_its_boundary(
 ) -> None:
     training = loop_of(iteration=iteration)
     loop, arguments = TrainLoop(training), training.get_args()
-    engine, _ = follow_with(loop, Counters(arguments), monkeypatch)
+    engine, _ = follow_with(loop, LoopCounters(arguments), monkeypatch)
     loop.check_counted()
     for _ in range(2):
         engine.global_steps += 1
@@ -258,7 +260,7 @@ def test_only_a_loop_that_exits_well_between_iterations_has_a_last_boundary(
     code: Any, trained: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = TrainLoop(loop_of())
-    engine, session = follow_with(loop, Counters(Namespace(**COUNTED)), monkeypatch)
+    engine, session = follow_with(loop, LoopCounters(Namespace(**COUNTED)), monkeypatch)
 
     def train() -> None:
         engine.global_steps += trained

@@ -13,7 +13,7 @@ import pytest
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job.arenas import absent_slots
-from ftckpt.job.protection import Protection, _Held
+from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import ledger, mapping
@@ -219,7 +219,7 @@ def test_a_limit_that_is_too_low_names_what_can_be_lessened(
 def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -> None:
     held = [SnapshotId(LINEAGE, iteration) for iteration in (5, 4, 3)]
     protection = Protection.__new__(Protection)
-    protection._held = [_Held(mark, tuple(held)) for mark in (held[1], held[2], None)]
+    protection._held = [_ArenaRemains(mark, tuple(held)) for mark in (held[1], held[2], None)]
     assert protection.survey(held[0]) == (held[1], held[0])
 
 

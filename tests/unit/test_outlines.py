@@ -12,7 +12,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import outlines
 from ftckpt.persist.outlined import OutlinedExports
-from ftckpt.persist.outlines import Hole, Mark, Outline
+from ftckpt.persist.outlines import Hole, Outline, SaveMark
 from ftckpt.persist.place import Place
 from tests.support.errors import raises
 from tests.support.killing import killed_at
@@ -50,7 +50,7 @@ def outlined(root: Path, iteration: int, tag: str = "", *, newest: bool = True) 
     outline = Outline(str(root / "ftckpt"), SnapshotId(LINEAGE, iteration))
     write(outline.files, tag, "with holes", newest=newest)
     outline.write_table(0, {})
-    outline.complete(Mark(tag, 1))
+    outline.complete(SaveMark(tag, 1))
     return outline
 
 
@@ -143,7 +143,7 @@ def test_tables_are_of_all_ranks(root: Path) -> None:
     outline.write_table(0, {"a/b.pt": holes})
     with raises(StorageError, "is not complete"):
         outline.table()
-    outline.complete(Mark("a", 2))
+    outline.complete(SaveMark("a", 2))
     with raises(StorageError, "table-1.json"):
         outline.table()
     outline.write_table(1, {})

@@ -22,7 +22,7 @@ from ftckpt.store.outcome import LauncherRun
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankParts:
     """What the parts of a rank's session share.
 
     ``config``: with as many slots as the job has. ``has_smp``: whether its node is to have an SMP; asked once, as a
@@ -51,7 +51,7 @@ class Rank:
     @classmethod
     def attach(
         cls, config: Config, training_state: TrainingState, topology: Topology, group: Group | None, run: LauncherRun
-    ) -> Rank:
+    ) -> RankParts:
         """Collective; see ``Checkpointer`` for the arguments, and what it raises."""
         _require_names(config)
         try:
