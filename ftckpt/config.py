@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
-import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from ftckpt.errors import ConfigError, Writing, settings_are_written
-from ftckpt.units import sized
+from ftckpt.persist_setting import DEEPSPEED, PERSIST_FORMATS, absolute, check_persist, check_scheme, program_of
+from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind_of, reader_of
 
 MIB = 1 << 20
 GIB = 1 << 30
-_MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
 _MOST_PORT = 65535
 NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -34,20 +32,11 @@ MOST_REST_SECS = 60.0
 PAGE_BYTES = 4096
 """What chunks, regions of slots and blocks in files begin on multiples of."""
 
-_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "memory", "file")
-"""Of URLs of storage, as obstore knows them; it need not be installed where a job is planned."""
-
 MODES = ("node", "replica", "copy", "peer")
 """What guards snapshots; ``parity.modes`` has what each of them is."""
 
 CODES = ("xor", "rs", "mirror")
 """How parity is made."""
-
-PERSIST_FORMATS = ("snapshot", "universal", "megatron-dist", "deepspeed-universal")
-"""What lies on storage: the first as it was in memory, the others as ``ftckpt convert --to`` names them."""
-
-MEGATRON, DEEPSPEED = "megatron", "deepspeed"
-"""``persist`` so: in place of its own saving; ``deepspeed:DIR``, ``megatron:DIR`` once that is known."""
 
 
 def is_name(text: str) -> bool:
@@ -63,21 +52,6 @@ def node_here(env: Mapping[str, str]) -> tuple[str, str]:
     return socket.gethostname(), "the host name (FTCKPT_NODE overrides it)"
 
 
-def _setting(
-    default: Any,
-    text: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    auto: bool = False,
-    unit_bytes: int = 0,
-) -> Any:
-    """``auto``: a whole number that may also be ``auto``. ``unit_bytes``: of a size, which may also be a text such as
-    ``4GiB``."""
-    rules = {"help": text, "choices": choices, "minimum": minimum, "auto": auto, "unit_bytes": unit_bytes}
-    return field(default=default, metadata=rules)
-
-
 @dataclass(frozen=True)
 class Config:
     """Everything a user can set. Flags are ``--ftckpt-<name with dashes>``; ``enabled`` is ``--ftckpt``.
@@ -86,226 +60,226 @@ class Config:
         ConfigError: an impossible value; the text names the field and what is accepted.
     """
 
-    enabled: bool = _setting(False, "switch ftckpt on")
-    interval: int | Literal["auto"] = _setting(
+    enabled: bool = declare(False, "switch ftckpt on")
+    interval: int | Literal["auto"] = declare(
         1, "iterations between snapshots; auto: as few as overhead_budget allows", minimum=1, auto=True
     )
-    slots: int = _setting(
+    slots: int = declare(
         0,
         "slots per arena; 0: two, four with protection, or three where memory has no room for four, and one more "
         "where snapshots go to storage",
         minimum=0,
     )
-    memory_limit: float = _setting(
+    memory_limit: float = declare(
         0.0,
         "most memory of a node that slots, parity and packages may take, in GiB: slots are fewer where they fit so, "
         "with protect auto modes, too, and else the job does not start; 0: what there is",
         minimum=0,
         unit_bytes=GIB,
     )
-    job: str = _setting("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
-    node: str = _setting("", "stable name of this machine; default: the host name")
-    arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")
-    chunk_mib: float = _setting(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625, unit_bytes=MIB)
-    protect: str = _setting(
+    job: str = declare("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
+    node: str = declare("", "stable name of this machine; default: the host name")
+    arena: str = declare("/dev/shm", "directory on a tmpfs that holds the arenas")
+    chunk_mib: float = declare(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625, unit_bytes=MIB)
+    protect: str = declare(
         "auto", "what guards snapshots: auto, none, or a list of node, replica or copy, peer, such as node,peer"
     )
-    protect_interval: int | Literal["auto"] = _setting(
+    protect_interval: int | Literal["auto"] = declare(
         "auto",
         "snapshots between two that are protected; auto: as few as smp_cores allows, and one a minute at least",
         minimum=1,
         auto=True,
     )
-    protect_timeout_secs: float = _setting(
+    protect_timeout_secs: float = declare(
         60.0, "longest wait for the protection of a snapshot before training goes on without it", minimum=0.1
     )
-    peer_code: str = _setting("xor", "how peer parity is made; rs survives several lost nodes", choices=CODES)
-    peer_group: int = _setting(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
-    peer_losses: int = _setting(1, "nodes of a group that may be lost together", minimum=1)
-    network_gbps: str = _setting(
+    peer_code: str = declare("xor", "how peer parity is made; rs survives several lost nodes", choices=CODES)
+    peer_group: int = declare(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
+    peer_losses: int = declare(1, "nodes of a group that may be lost together", minimum=1)
+    network_gbps: str = declare(
         "auto",
         "what a node receives, and as much that it sends, for protection, in GB/s: auto (a quarter of its link) or a "
         "number; 0: no limit",
     )
-    smp_cores: float = _setting(
+    smp_cores: float = declare(
         0.1,
         "share of a node's cores that its SMP may take with protect_interval auto, which protects snapshots, and "
         "checks others, so seldom; 0: any",
         minimum=0,
     )
-    smp_gbps: float = _setting(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)
-    persist: str = _setting(
+    smp_gbps: float = declare(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)
+    persist: str = declare(
         "",
         "where snapshots go in the background: a directory that all nodes share, or s3://, gs:// or az:// with "
         "bucket and folder; or megatron: to --save each --save-interval iterations, in the place of "
         "Megatron's own saving; or deepspeed:DIR: what save_checkpoint(DIR) is called for, in its place; default: "
         "nowhere",
     )
-    persist_format: str = _setting(
+    persist_format: str = declare(
         "snapshot",
         "what lies there: snapshots as ftckpt restores them, or, with these in its folder ftckpt, what others load",
         choices=PERSIST_FORMATS,
     )
-    persist_interval: int | Literal["auto"] = _setting(
+    persist_interval: int | Literal["auto"] = declare(
         500,
         "iterations between two snapshots that go to storage; auto: as many as lose least, by what one costs and by "
         "mtbf",
         minimum=1,
         auto=True,
     )
-    persist_keep: int = _setting(3, "snapshots that stay on storage, the newest; 0: all", minimum=0)
-    persist_keep_every: int = _setting(
+    persist_keep: int = declare(3, "snapshots that stay on storage, the newest; 0: all", minimum=0)
+    persist_keep_every: int = declare(
         0,
         "iterations: the first snapshot at or behind each multiple of it stays on storage, too; 0: none does",
         minimum=0,
     )
-    persist_at_end: str = _setting(
+    persist_at_end: str = declare(
         "on",
         "whether a job that ends, or whose allocation does, brings its last snapshot to storage",
         choices=("on", "off"),
     )
-    persist_compress: str = _setting(
+    persist_compress: str = declare(
         "none",
         "what makes files on storage smaller, at the cost of a core of the node while one is written: none, or zstd",
         choices=("none", "zstd"),
     )
-    restore_before: int = _setting(
+    restore_before: int = declare(
         0,
         "go back once to the newest snapshot of an iteration before this one, and undo what is newer; later starts "
         "with the same number go on; 0: go on from the newest",
         minimum=0,
     )
-    persist_gbps: float = _setting(0.0, "what a node writes to storage, in GB/s; 0: no limit", minimum=0)
-    persist_timeout_secs: float = _setting(
+    persist_gbps: float = declare(0.0, "what a node writes to storage, in GB/s; 0: no limit", minimum=0)
+    persist_timeout_secs: float = declare(
         7200.0, "longest wait for a snapshot to be on storage before a newer one is tried", minimum=1
     )
-    smp_listen: str = _setting(
+    smp_listen: str = declare(
         "",
         "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1, of which the first that has "
         "one counts; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the way to MASTER_ADDR",
     )
-    smp_idle_secs: float = _setting(
+    smp_idle_secs: float = declare(
         3600.0, "time without any trainer after which the SMP ends itself; arenas stay", minimum=1
     )
-    scrub_secs: float = _setting(300.0, "pause between two checks of all snapshots; 0: no such checks", minimum=0)
-    hang_secs: float = _setting(
+    scrub_secs: float = declare(300.0, "pause between two checks of all snapshots; 0: no such checks", minimum=0)
+    hang_secs: float = declare(
         600.0,
         "time without progress of any rank that counts as a hang in an iteration; three times that, or three times "
         "the longest that was seen, at start and in an evaluation, a save or a load; 0: no hang counts",
         minimum=0,
     )
-    on_hang: str = _setting(
+    on_hang: str = declare(
         "report",
         "what a hang leads to: its stacks are logged, and with abort its ranks ended",
         choices=("report", "abort"),
     )
-    encrypt: bool = _setting(False, "seal what SMPs of different nodes send each other, not only authenticate it")
-    secret_file: str = _setting("", "file with the secret that SMPs share; default: drawn anew at each start")
-    rack: str = _setting("", "label of this machine's rack, or other failure domain of several nodes; default: none")
-    schedule: str = _setting(
+    encrypt: bool = declare(False, "seal what SMPs of different nodes send each other, not only authenticate it")
+    secret_file: str = declare("", "file with the secret that SMPs share; default: drawn anew at each start")
+    rack: str = declare("", "label of this machine's rack, or other failure domain of several nodes; default: none")
+    schedule: str = declare(
         "bubble",
         "when state is copied: in the pipeline's idle windows, at once in the background on a side stream or by "
         "a plain thread, or all of it at the boundary while training waits",
         choices=("bubble", "stream", "thread", "sync"),
     )
-    copy_gbps: float = _setting(0.0, "copy budget of a node in GB/s, shared by its ranks; 0: no limit", minimum=0)
-    overhead_budget: float = _setting(
+    copy_gbps: float = declare(0.0, "copy budget of a node in GB/s, shared by its ranks; 0: no limit", minimum=0)
+    overhead_budget: float = declare(
         0.01,
         "share of training that snapshots may cost before they become rarer: all that they cost with interval auto, "
         "with a number what training waits for copies; 0: any",
         minimum=0,
     )
-    mtbf: str = _setting(
+    mtbf: str = declare(
         "",
         "hours between two failures of this job: of a process, of a node, of all of it, such as "
         "process=40h,node=90h,job=500h; default: by the number of nodes; what the job sees of them counts, too",
     )
-    replan_share: float = _setting(
+    replan_share: float = declare(
         0.1, "share of an iteration by which windows must have moved before copies are planned anew", minimum=0.001
     )
-    affinity: str = _setting(
+    affinity: str = declare(
         "auto", "cores of ftckpt's threads: auto (those of the device's NUMA node), none, or a list such as 0-3,8"
     )
-    versions: str = _setting(
+    versions: str = declare(
         "examine",
         "a release of Megatron or DeepSpeed that ftckpt was not tested with: its hooks and snapshots are examined in "
         "the first iterations, or it is refused",
         choices=("examine", "tested"),
     )
-    layouts: str = _setting(
+    layouts: str = declare(
         "",
         "layouts to restart in, the most wanted first, such as tp2pp2,tp2pp1: the first that fits the ranks there "
         "are is taken; or a function of their number, module:function; default: the job's own",
     )
-    objects_mib: int = _setting(
+    objects_mib: int = declare(
         4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1, unit_bytes=MIB
     )
-    fence_timeout_secs: float = _setting(
+    fence_timeout_secs: float = declare(
         120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001
     )
-    agree_timeout_secs: float = _setting(
+    agree_timeout_secs: float = declare(
         120.0, "longest wait for the other ranks before a slot is reused", minimum=0.001
     )
-    lock_timeout_secs: float = _setting(20.0, "longest wait for processes of an earlier attempt to end", minimum=0)
-    start_timeout_secs: float = _setting(
+    lock_timeout_secs: float = declare(20.0, "longest wait for processes of an earlier attempt to end", minimum=0)
+    start_timeout_secs: float = declare(
         300.0,
         "longest wait for the other ranks at start, restore and close, and longest search for them while training "
         "runs, once connections broke",
         minimum=1,
     )
-    replica_check_interval: int = _setting(
+    replica_check_interval: int = declare(
         1000,
         "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only",
         minimum=0,
     )
-    on_corruption: str = _setting(
+    on_corruption: str = declare(
         "report",
         "what it leads to that ranks which held the same bits come to differ: it is told, and with abort the job "
         "ends and is not started again, since nothing newer than the last proof is known to be good",
         choices=("report", "abort"),
     )
-    slow_rank_share: float = _setting(
+    slow_rank_share: float = declare(
         0.2,
         "by which share a rank must compute longer than the median of its pipeline stage for the log to name it, "
         "once in 100 iterations or more; 0: none is named",
         minimum=0,
     )
-    on_error: str = _setting(
+    on_error: str = declare(
         "continue",
         "what a failed snapshot, or one that does not come to storage, does to training",
         choices=("continue", "raise"),
     )
-    error_limit: int = _setting(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
-    on_lost: str = _setting(
+    error_limit: int = declare(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
+    on_lost: str = declare(
         "storage",
         "what a restart does when snapshots were lost: go on from the checkpoint that the script has loaded from "
         "storage, and fail if it has loaded none; fail; or go on without them, from the beginning if none was loaded",
         choices=("storage", "fail", "fresh"),
     )
-    events: str = _setting("", "directory for event logs (JSON lines); default: none")
-    events_mib: float = _setting(
+    events: str = declare("", "directory for event logs (JSON lines); default: none")
+    events_mib: float = declare(
         128.0,
         "most that the event log of one process takes, in MiB, 2 at least, before its older half goes; 0: no limit",
         minimum=0,
         unit_bytes=MIB,
     )
-    metrics_port: int | Literal["auto"] = _setting(
+    metrics_port: int | Literal["auto"] = declare(
         0,
         "port of the loopback interface at which each SMP serves metrics to Prometheus; auto: one that is free, "
         "which ftckpt status tells; 0: none",
         minimum=0,
         auto=True,
     )
-    metrics_dir: str = _setting(
+    metrics_dir: str = declare(
         "", "local directory of each node to which its SMP writes metrics, for a node exporter's textfile collector"
     )
-    timeline_interval: int = _setting(
+    timeline_interval: int = declare(
         50, "snapshots between two that leave a timeline in the event log; 0: none", minimum=0
     )
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            _check(setting, getattr(self, setting.name))
+            check_value(setting, getattr(self, setting.name))
         # One slot would lose the whole snapshot with the first byte of the next one.
         if self.slots == 1:
             raise ConfigError("--ftckpt-slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
@@ -332,11 +306,11 @@ class Config:
             )
         if not self.arena:
             raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
-        _check_scheme(self.persist)
+        check_scheme(self.persist)
         # A script may go to another directory, and an SMP has one of its own.
         for name in ("arena", "events", "metrics_dir", "secret_file", "persist"):
-            object.__setattr__(self, name, _absolute(getattr(self, name)))
-        _check_persist(self.persist, self.persist_format)
+            object.__setattr__(self, name, absolute(getattr(self, name)))
+        check_persist(self.persist, self.persist_format)
         if program_of(self.persist) == DEEPSPEED:
             _check_follows_script(self)
         if self.persist_compress == "zstd":
@@ -386,7 +360,7 @@ class Config:
         known = [setting.name for setting in fields(cls)]
         for name in section:
             if name not in known:
-                raise ConfigError(f"ftckpt: unknown setting {name!r}; {_closest(str(name), known)}")
+                raise ConfigError(f"ftckpt: unknown setting {name!r}; {closest(str(name), known)}")
         layouts = section.get("layouts")
         if isinstance(layouts, (list, tuple)) and all(isinstance(name, str) for name in layouts):
             section = {**section, "layouts": ",".join(layouts)}
@@ -396,7 +370,7 @@ class Config:
         if isinstance(at_end := section.get("persist_at_end"), bool):
             section = {**section, "persist_at_end": "on" if at_end else "off"}
         sizes = [one for one in fields(cls) if one.metadata["unit_bytes"] and isinstance(section.get(one.name), str)]
-        section = {**section, **{one.name: _convert(flag_of(one.name), section[one.name], one) for one in sizes}}
+        section = {**section, **{one.name: convert(flag_of(one.name), section[one.name], one) for one in sizes}}
         return cls(**section)
 
     @classmethod
@@ -427,7 +401,7 @@ class Config:
             # A flag in the place of the value: the value was forgotten. ``--flag=--value`` says that it is meant.
             if text is None or (text.startswith("--") and not has_value):
                 raise ConfigError(f"{flag}: needs a value")
-            settings[setting.name] = _convert(flag, text, setting)
+            settings[setting.name] = convert(flag, text, setting)
         if settings and not settings.get("enabled"):
             raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags mean nothing without it")
         return cls.of_flags(settings), rest
@@ -468,63 +442,6 @@ def check_protect(protect: str) -> tuple[str, ...]:
     if {"replica", "copy"} <= set(modes):
         raise ConfigError(f"--ftckpt-protect: {protect!r}: replica and copy guard the same bytes; choose one")
     return () if modes == ("none",) else modes
-
-
-def program_of(persist: str) -> str:
-    """In whose place ``persist`` says to save: ``MEGATRON``, ``DEEPSPEED``, or nobody's."""
-    name = persist.partition(":")[0]
-    return name if name in (MEGATRON, DEEPSPEED) else ""
-
-
-def taken_over(persist: str) -> str:
-    """The directory of another program's checkpoints that ``persist`` names; empty where it names another place."""
-    return persist.partition(":")[2] if program_of(persist) else ""
-
-
-def _absolute(place: str) -> str:
-    """A path, also behind the name of a program, from where this process works now; what is none stays."""
-    program = program_of(place)
-    if not place or "://" in place or (program and not taken_over(place)):
-        return place
-    return f"{program}:{os.path.abspath(taken_over(place))}" if program else os.path.abspath(place)
-
-
-def _check_scheme(persist: str) -> None:
-    """Refuse what looks like a place other than a directory and is none; ``persist`` as the user wrote it."""
-    begin = persist.partition("/")[0]
-    if ":" not in begin or program_of(persist) or persist.partition("://")[0] in _SCHEMES:
-        return
-    raise ConfigError(
-        f"--ftckpt-persist: {persist!r} begins with no store or program that is known; write s3://, gs:// or az:// "
-        "with bucket and folder, megatron, deepspeed:DIR, or a directory"
-        + ("" if "://" in persist else f", such as ./{persist}")
-    )
-
-
-def _check_persist(persist: str, persist_format: str) -> None:
-    program, is_url = program_of(persist), "://" in persist
-    if program == DEEPSPEED and (is_url or not taken_over(persist)):
-        raise ConfigError(
-            f"--ftckpt-persist: {persist!r} names no directory: write deepspeed:DIR with the one that the script "
-            "gives to save_checkpoint"
-        )
-    if persist_format == PERSIST_FORMATS[0]:
-        return
-    if not persist:
-        raise ConfigError(
-            f"--ftckpt-persist-format: {persist_format} lies nowhere: name a directory with --ftckpt-persist"
-        )
-    if is_url:
-        raise ConfigError(
-            f"--ftckpt-persist-format: {persist_format} is written into directories only, and --ftckpt-persist is "
-            f"{persist}: name "
-            "a directory that all nodes share, or leave --ftckpt-persist-format and use ftckpt convert"
-        )
-    if program:
-        raise ConfigError(
-            f"--ftckpt-persist-format: {persist_format} beside --ftckpt-persist {program}, which writes what "
-            f"{program} itself does"
-        )
 
 
 def _check_follows_script(config: Config) -> None:
@@ -606,71 +523,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def flag_of(name: str) -> str:
-    """The flag of a setting."""
-    return "--ftckpt" if name == "enabled" else f"--ftckpt-{name.replace('_', '-')}"
-
-
 def _flag_target(flag: str) -> Field[Any]:
     flags = {flag_of(setting.name): setting for setting in fields(Config)}
     if flag not in flags:
-        raise ConfigError(f"unknown flag {flag}; {_closest(flag, list(flags))}")
+        raise ConfigError(f"unknown flag {flag}; {closest(flag, list(flags))}")
     return flags[flag]
-
-
-def reader_of(setting: Field[Any]) -> Callable[[str], Any]:
-    """What reads the text of a setting's value; it raises ValueError."""
-    kind, unit_bytes = kind_of(setting), setting.metadata["unit_bytes"]
-
-    def read(text: str) -> Any:
-        if setting.metadata["auto"] and text == "auto":
-            return text
-        if not unit_bytes:
-            return kind(text)
-        size = sized(text, unit_bytes)
-        if kind(size) != size:
-            raise ValueError(f"{text!r} is no whole number of units")
-        return kind(size)
-
-    read.__name__ = kind.__name__  # argparse says "invalid int value"
-    return read
-
-
-def kind_of(setting: Field[Any]) -> type:
-    """Of its values, other than ``auto``."""
-    return int if setting.metadata["auto"] else type(setting.default)
-
-
-def _convert(flag: str, text: str, setting: Field[Any]) -> Any:
-    try:
-        return reader_of(setting)(text)
-    except ValueError:
-        raise ConfigError(f"{flag}: {text!r} is not {_described(setting)}") from None
-
-
-def _check(setting: Field[Any], value: Any) -> None:
-    name, kind, rule = flag_of(setting.name), kind_of(setting), setting.metadata
-    if rule["auto"] and value == "auto":
-        return
-    accepted = (int, float) if kind is float else (kind,)
-    # To Python a truth value is an int.
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name}: {value!r} is not {_described(setting)}")
-    if rule["choices"] and value not in rule["choices"]:
-        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(rule['choices'])}")
-    # Not ``value < minimum``, which is false of nan.
-    if rule["minimum"] is not None and not value >= rule["minimum"]:
-        raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
-    if isinstance(value, float) and value > _MAX_SECS:
-        raise ConfigError(f"{name}: {value} is too large; the most is {_MAX_SECS:g}")
-
-
-def _described(setting: Field[Any]) -> str:
-    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    size = ", or a size such as 4GiB" if setting.metadata["unit_bytes"] else ""
-    return kinds[kind_of(setting)] + (" or auto" if setting.metadata["auto"] else size)
-
-
-def _closest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"

@@ -18,13 +18,15 @@ from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPla
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.commands.plan_verdict import PlanAnswer, judge
-from ftckpt.config import GIB, Config, reader_of, taken_over
+from ftckpt.config import GIB, Config
 from ftckpt.errors import ConfigError, Writing, settings_are_written, written
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.text import human
 from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.storage import open_storage
+from ftckpt.persist_setting import taken_over
+from ftckpt.setting import reader_of
 from ftckpt.smp.link import NetworkLimit, unknown_limit
 from ftckpt.units import sized
 

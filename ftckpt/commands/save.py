@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.commands.arena_option import add_arena
-from ftckpt.config import PERSIST_FORMATS, Config
+from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
 from ftckpt.persist.commit import committed
 from ftckpt.persist.meeting import LOOPBACK, RescueReport, RescueRequest
 from ftckpt.persist.place import Place, prepare, snapshots_at
 from ftckpt.persist.storage import open_storage
+from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.store.directory import SMP_LOCK_NAME, SMP_STATE_NAME, job_node_path, list_arenas

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ftckpt.config import Config, taken_over
+from ftckpt.config import Config
 from ftckpt.deepspeed.hooks import EngineHooks
 from ftckpt.deepspeed.outline import OutlineEngine, parts_of
 from ftckpt.errors import StorageError
@@ -26,6 +26,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import outlines
 from ftckpt.persist.outlines import Outline, SaveMark
 from ftckpt.persist.place import Place
+from ftckpt.persist_setting import taken_over
 
 _ENGINE = "TorchCheckpointEngine"
 """Of DeepSpeed's engines for checkpoints: all others write otherwise, or in the background themselves."""

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftckpt.config import Config, flag_of
+from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, Writing, settings_are_written
 from ftckpt.frameworks import launcher
+from ftckpt.setting import flag_of
 
 NAME = "ftckpt"
 

@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from ftckpt.config import DEEPSPEED, Config, program_of
+from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, optimizers, saves, support
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
@@ -28,6 +28,7 @@ from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
 from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.compile_locks import release_orphans
+from ftckpt.persist_setting import DEEPSPEED, program_of
 
 _DATA, _SCRIPT = "ftckpt.data", "ftckpt.script"
 _OWNS_DATA = "data"

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ftckpt.config import Config, program_of
+from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
 from ftckpt.frameworks.launcher import code_if_over, follow_uncaught, job_name, log_to_stderr, node_name
+from ftckpt.persist_setting import program_of
 from ftckpt.store.outcome import LauncherRun, launcher_run
 
 if TYPE_CHECKING:

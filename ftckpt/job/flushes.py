@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ftckpt.config import DEEPSPEED, Config, program_of
+from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.failures import FailureRate
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.tiers import JOB, NODE, Tier, storage_interval_secs, storage_mtbf_secs
+from ftckpt.persist_setting import DEEPSPEED, program_of
 from ftckpt.store.pulse import FlushState
 from ftckpt.windows.cost import Wish
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ftckpt.config import MEGATRON, Config
+from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.events import Events
 from ftckpt.group import Group
@@ -18,6 +18,7 @@ from ftckpt.job.session import RankState
 from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
+from ftckpt.persist_setting import MEGATRON
 from ftckpt.store.outcome import LauncherRun
 
 

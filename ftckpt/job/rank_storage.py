@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from ftckpt.config import Config, taken_over
+from ftckpt.config import Config
 from ftckpt.errors import LaunchError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
@@ -18,6 +18,7 @@ from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.notice import Notice
 from ftckpt.persist.place import Place, prepare
+from ftckpt.persist_setting import taken_over
 
 _NOBODY = "no SMP says why: persist_timeout_secs are over"
 

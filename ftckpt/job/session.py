@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ftckpt.config import Config, taken_over
+from ftckpt.config import Config
 from ftckpt.job.actions import Action, Announcement, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.ages import Ages
 from ftckpt.job.agreement import NO_TIMES, Round, Verdict, Will
@@ -22,6 +22,7 @@ from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
 from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist_setting import taken_over
 from ftckpt.windows.cost import Wish
 
 _MEASURED_AT = 16

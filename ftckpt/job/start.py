@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from ftckpt.capture.affinity import Locality, locality
 from ftckpt.capture.boundary import LastBoundary
-from ftckpt.config import taken_over
 from ftckpt.errors import ConfigError
 from ftckpt.group import gather_each
 from ftckpt.job.arenas import Sight
@@ -19,6 +18,7 @@ from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.training_state import Description
+from ftckpt.persist_setting import taken_over
 from ftckpt.restore import prefetch
 from ftckpt.restore.restart import Restart
 from ftckpt.windows.pacer import Pacer

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftckpt.config import MEGATRON, Config
+from ftckpt.config import Config
 from ftckpt.errors import LayoutError
 from ftckpt.frameworks import doors
 from ftckpt.frameworks.launcher import log_once, world_size
 from ftckpt.model.layouts import Choice, JobSizes, Layouts, choose, layout_name
+from ftckpt.persist_setting import MEGATRON
 
 if TYPE_CHECKING:
     from ftckpt.job.checkpointer import Checkpointer

@@ -20,12 +20,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import ftckpt.megatron
-from ftckpt import config as schema
 from ftckpt.config import Config
+from ftckpt.config import add_flags as add_flags_to
 from ftckpt.errors import FtckptError, UnsupportedError
 from ftckpt.frameworks import doors, launcher
 from ftckpt.job.compile_locks import release_orphans
 from ftckpt.megatron import door
+from ftckpt.persist_setting import MEGATRON
 
 if TYPE_CHECKING:
     from ftckpt.megatron.charts import Charts
@@ -67,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     config = door.config
     _choose_layout(config)  # before Megatron parses the command line that this rewrites
-    parser = schema.add_flags(parser)
+    parser = add_flags_to(parser)
     # The runner has taken the flags off the command line, so that Megatron would read none of them.
     parser.set_defaults(**{_destination(s.name): getattr(config, s.name) for s in fields(config)})
     return parser
@@ -114,8 +115,8 @@ def switch_on(config: Config) -> None:
 
 def _read_ahead(config: Config) -> None:
     # The runner is here before Megatron has parsed anything.
-    save = launcher.option("--save", sys.argv[1:]) if config.persist == schema.MEGATRON else ""
-    doors.read_ahead(replace(config, persist=f"{schema.MEGATRON}:{os.path.abspath(save)}") if save else config)
+    save = launcher.option("--save", sys.argv[1:]) if config.persist == MEGATRON else ""
+    doors.read_ahead(replace(config, persist=f"{MEGATRON}:{os.path.abspath(save)}") if save else config)
 
 
 @_ends_in_one_line
@@ -140,7 +141,7 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
     global _charts, _counters
     _counters, _charts = Counters(args), Charts(args)
     config = door.config
-    if config.persist == schema.MEGATRON:
+    if config.persist == MEGATRON:
         from ftckpt.megatron import saves
 
         config = saves.taken_over(config, args)

@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ftckpt.config import MEGATRON, Config
+from ftckpt.config import Config
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.takeover import Takeover
 from ftckpt.megatron import door
+from ftckpt.persist_setting import MEGATRON
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _WRITE, _SAVE, _DECIDE, _TRAIN = "save_checkpoint", "save_checkpoint_and_time", "checkpoint_and_decide_exit", "train"

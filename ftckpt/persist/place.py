@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.config import DEEPSPEED, MEGATRON, PERSIST_FORMATS, program_of, taken_over
 from ftckpt.errors import StorageError
 from ftckpt.persist.commit import LATEST_NAME, OWNER_NAME
 from ftckpt.persist.files import FileStorage
+from ftckpt.persist_setting import DEEPSPEED, MEGATRON, PERSIST_FORMATS, program_of, taken_over
 
 SNAPSHOT = PERSIST_FORMATS[0]
 FOLDER = "ftckpt"

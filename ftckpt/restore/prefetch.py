@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.config import MEGATRON, Config
+from ftckpt.config import Config
 from ftckpt.errors import FtckptError, StorageError
 from ftckpt.model.topology import in_rank_order
 from ftckpt.persist import retention
@@ -24,6 +24,7 @@ from ftckpt.persist.commit import committed, folder_of, manifest_of
 from ftckpt.persist.place import Place
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.persist_setting import MEGATRON
 from ftckpt.store.arena import open_control
 from ftckpt.store.directory import job_node_path, list_arenas
 from ftckpt.store.memory import available_bytes

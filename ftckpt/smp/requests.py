@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from ftckpt.config import PERSIST_FORMATS
 from ftckpt.errors import SmpError
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.channel import Channel, Deadlines, PeerError
 from ftckpt.store.directory import is_shard
 from ftckpt.store.package import MAX_PACKAGE_BYTES

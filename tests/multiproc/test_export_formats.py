@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftckpt.config import PERSIST_FORMATS
 from ftckpt.convert.catalog import Reader
 from ftckpt.convert.consolidation import Consolidator
 from ftckpt.convert.formats import ReadOptions, format_of, open_reader
+from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.store.directory import clean_job
 from tests.support import jobs
 

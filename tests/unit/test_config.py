@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.config import Config, add_flags, kind_of
+from ftckpt.config import Config, add_flags
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError, written
+from ftckpt.setting import kind_of
 from tests.support.errors import raises
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)

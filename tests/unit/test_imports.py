@@ -19,7 +19,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-BASE = {"ftckpt", "errors", "event_file", "events", "units", "config"}
+BASE = {"ftckpt", "errors", "event_file", "events", "units", "setting", "persist_setting", "config"}
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -27,7 +27,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "event_file": set(),
     "events": {"errors", "event_file"},
     "units": set(),
-    "config": {"errors", "units"},
+    "setting": {"errors", "units"},
+    "persist_setting": {"errors"},
+    "config": {"errors", "units", "setting", "persist_setting"},
     "notice": set(),
     "connections": {"errors"},
     "group": {"errors", "notice", "connections", "model.codec"},
