@@ -29,6 +29,9 @@ _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 MOST_REST_SECS = 60.0
 """However little of its cores a node has left for protection, a new target is chosen as often as this."""
 
+BUSY_SHARE = 0.1
+"""The part of smp_cores that an SMP takes where no core idles: training misses all of that."""
+
 PAGE_BYTES = 4096
 """What chunks, regions of slots and blocks in files begin on multiples of."""
 
@@ -103,8 +106,8 @@ class Config:
     )
     smp_cores: float = declare(
         0.1,
-        "share of a node's cores that its SMP may take with protect_interval auto, which protects snapshots, and "
-        "checks others, so seldom; 0: any",
+        "share of a node's idle cores that its SMP may take with protect_interval auto, and a tenth of it where none "
+        "idles: it protects snapshots, and checks others, so seldom; 0: any",
         minimum=0,
     )
     smp_gbps: float = declare(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)

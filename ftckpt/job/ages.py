@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ftckpt.config import Config
+from ftckpt.config import BUSY_SHARE, Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.snapshot import SnapshotId
@@ -52,6 +52,8 @@ class Ages:
 
     config: Config
     protects: bool
+    busy: float = 0.0
+    """The part of this node's cores that training wanted, as its SMP has seen it."""
     _window: _Window | None = None
     _told: tuple[float, ...] = ()
     _last: tuple[SnapshotId | None, SnapshotId | None] = field(default=(None, None))
@@ -119,8 +121,9 @@ class Ages:
             return
         if 2 * window.rests > window.due:
             yield (
-                f"between two the SMP rests, to take no more than {config.smp_cores:g} of a node's cores: more "
-                "protects more often (--ftckpt-smp-cores)"
+                f"between two the SMP rests, to take no more than {config.smp_cores:g} of a node's idle cores, or "
+                f"{config.smp_cores * BUSY_SHARE:g} of all: here {self.busy:.0%} are busy; cores that idle protect "
+                "more often, or more of them (--ftckpt-smp-cores)"
             )
         else:
             yield (

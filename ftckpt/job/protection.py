@@ -336,6 +336,7 @@ class Protection:
                 covered=check is not None and check.state == CheckState.COVERED,
                 gave_up=configured and target is not None and self._pulse.smp_cannot(target.iteration),
                 rests=self._pulse.smp_rests(),
+                busy=self._pulse.cores_busy(),
             )
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
             self._events.emit("smp_error", error=repr(error))
@@ -412,7 +413,7 @@ class Protection:
         config = self._config
         if config.protect_interval != "auto":
             return f"of one snapshot of {config.protect_interval}"
-        share = f"{config.smp_cores:g} of a node's cores allows" if config.smp_cores else "it is done"
+        share = f"{config.smp_cores:g} of a node's idle cores allows" if config.smp_cores else "it is done"
         return f"as often as {share}, and once in {MOST_REST_SECS:.0f} s at least"
 
     def _tell_network(self, nbytes: int) -> None:

@@ -167,6 +167,7 @@ class RankState:
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
         if self.failures >= self._config.error_limit and own <= self._newest:
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
+        self.ages.busy = guard.busy
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(wish.cost, _MOST_COST) * 1e6)
         times = self._slow_ranks.post(self._round, compute_secs) if self._slow_ranks is not None else NO_TIMES

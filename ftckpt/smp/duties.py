@@ -16,6 +16,7 @@ from ftckpt.persist.place import Place
 from ftckpt.smp.arenas import GuardedArenas, common_mark
 from ftckpt.smp.channel import Deadlines, Trust
 from ftckpt.smp.check import Checker
+from ftckpt.smp.cores import CoreShare, core_secs
 from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
 from ftckpt.smp.final_flush import FinalFlush
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
@@ -25,7 +26,7 @@ from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import Scrubber
 from ftckpt.smp.sources import Service, Sources
-from ftckpt.smp.work import CoreShare, Pace, Task
+from ftckpt.smp.work import Pace, Task
 from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import FlushState, Pulse
 from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
@@ -262,6 +263,8 @@ class Duties:
                 "problem": self._flush.problem if self._flush is not None else "",
             },
             "network": {"gbps": self._network.gbps, "source": self._network.source},
+            "idle_cores": round(self._share.idle, 3),
+            "rest_secs": round(max(0.0, self._share.due_secs - time.monotonic()), 3),
             "received_bytes": self._sources.received_bytes,
             "sent_bytes": self.service.sent_bytes,
             "failing": dict(self._sources.failing),
@@ -375,7 +378,7 @@ class Duties:
         finally:
             # Until its end, and for the next target alone: checks in between must not put that off.
             if running is self._cover:
-                self._pulse.tell_rest(self._share.due_secs)
+                self._pulse.tell_rest(self._share.due_secs, self._share.idle)
             if running is self._proof and not running.active:
                 self._claims.pop(0)
         if running is self._scrub:
@@ -427,7 +430,8 @@ class Duties:
 def _new_share(settings: Mapping[str, Any]) -> CoreShare:
     """Of the cores that this process may run on; any where each Kth snapshot was asked for."""
     share = float(settings.get("smp_cores", 0.0)) if settings.get("protect_interval") == "auto" else 0.0
-    return CoreShare(share * len(os.sched_getaffinity(0)))
+    cores = os.sched_getaffinity(0)
+    return CoreShare(share * len(cores), lambda: core_secs(cores))
 
 
 def _named(snapshot: SnapshotId | None) -> dict[str, Any] | None:

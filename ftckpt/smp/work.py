@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from ftckpt.config import MOST_REST_SECS
 from ftckpt.errors import FtckptError
 
 T = TypeVar("T")
@@ -148,41 +147,6 @@ class Bucket:
             if self._rate > 0:
                 self._due = max(self._due, self._clock()) + nbytes / self._rate
             return wait_secs
-
-
-class CoreShare:
-    """Pays for processor time: when all that this process has taken, its threads and what went to storage among it,
-    is no more than its share.
-
-    Args:
-        cores: processor seconds for each second; 0: any.
-    """
-
-    def __init__(
-        self,
-        cores: float,
-        used: Callable[[], float] = time.process_time,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._cores = cores
-        self._used, self._clock = used, clock
-        self._noted_secs = used()
-        self.due_secs = clock()
-        """When it is paid for what was noted, by ``time.monotonic``."""
-
-    def note(self) -> None:
-        """Charge what was taken since the last call."""
-        used_secs, now = self._used(), self._clock()
-        if self._cores > 0:
-            due = max(self.due_secs, now) + (used_secs - self._noted_secs) / self._cores
-            # Targets come as often as this at least: what is not paid by then never is.
-            self.due_secs = min(due, now + MOST_REST_SECS)
-        self._noted_secs = used_secs
-
-    @property
-    def paid(self) -> bool:
-        """Whether what was noted is paid for."""
-        return self._clock() >= self.due_secs
 
 
 class Courtesy:

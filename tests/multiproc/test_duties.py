@@ -635,6 +635,8 @@ def test_what_is_asked_for_is_checked_at_once_and_others_within_the_share_of_the
     until(lambda: node.covered(7), "covered")
     smp.settle()
     assert ranks.smp_rests(), "the next target is to wait"
+    status = smp.duties.status()
+    assert 0 < status["rest_secs"] <= 60 and ranks.cores_busy() == pytest.approx(1 - status["idle_cores"], abs=2e-3)
     node.snapshot(1, 8)
     smp.settle()
     assert node.states(8) == []

@@ -70,6 +70,10 @@ def test_why_snapshots_are_seldom_protected_is_told_by_its_setting() -> None:
         job = Job()
         job.train(200, every=40, verdict=verdict)
         assert named in job.told[0][1].text
+    job = Job()
+    job.ages.busy = 0.96
+    job.train(200, every=40, verdict=RESTS)
+    assert "no more than 0.1 of a node's idle cores, or 0.01 of all: here 96% are busy" in job.told[0][1].text
     for quiet in (Job(protect_interval=40), Job()):
         quiet.train(200, every=40 if quiet.ages.config.protect_interval == 40 else 5, verdict=RESTS)
         assert "--ftckpt" not in quiet.told[0][1].text, "as it was asked for, or often enough"

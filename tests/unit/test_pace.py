@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ftckpt.config import MOST_REST_SECS
-from ftckpt.smp.work import MOST_SECS, NETWORK_MOST_SECS, Bucket, CoreShare, Courtesy, Pace
+from ftckpt.smp.work import MOST_SECS, NETWORK_MOST_SECS, Bucket, Courtesy, Pace
 
 
 class Clock:
@@ -54,31 +53,6 @@ def test_a_rate_is_kept(clock: Clock, piece: int) -> None:
         bucket.charge(piece)
         total += piece
     assert total / 1e8 == pytest.approx(10, rel=0.05)
-
-
-@pytest.mark.parametrize("secs", [0.01, 0.5, 3.0])
-def test_no_more_than_a_share_of_the_cores_is_taken(clock: Clock, secs: float) -> None:
-    """Pieces that take a whole core while they run, of a fifth of one."""
-    used, begun = 7.0, clock.now
-    share = CoreShare(0.2, lambda: used, clock)
-    while clock.now < begun + 300:
-        assert share.paid
-        used += secs
-        clock.now += secs
-        share.note()
-        clock.now = max(clock.now, share.due_secs)
-    assert (used - 7.0) / (clock.now - begun) == pytest.approx(0.2, rel=0.2) and used - 7.0 < 0.21 * 303
-
-
-def test_what_was_taken_long_ago_is_not_paid_for_ever_and_without_a_share_never(clock: Clock) -> None:
-    used = 0.0
-    share, free = (CoreShare(cores, lambda: used, clock) for cores in (0.1, 0.0))
-    used = 1000.0
-    share.note()
-    free.note()
-    assert free.paid and not share.paid
-    clock.now += MOST_REST_SECS
-    assert share.paid
 
 
 def test_time_that_was_not_used_is_not_made_up_for(clock: Clock) -> None:

@@ -1,0 +1,141 @@
+"""An SMP takes its share of the cores that idle, and a tenth of that where training wants all."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from ftckpt.config import MOST_REST_SECS
+from ftckpt.smp import cores as cores_module
+from ftckpt.smp.cores import CoreSecs, CoreShare, core_secs
+
+CORES = 4.0
+
+
+class Machine:
+    """Cores of which others want ``busy`` while the SMP works or rests; what it takes, it takes from both alike."""
+
+    def __init__(self, busy: float, share: float = 0.1) -> None:
+        self.now, self.used, self.idle, self.busy = 100.0, 7.0, 50.0, busy
+        self.tells = True
+        self.share = CoreShare(share * CORES, self.look, lambda: self.used, lambda: self.now)
+
+    def look(self) -> CoreSecs | None:
+        return CoreSecs(self.idle, CORES * self.now) if self.tells else None
+
+    def go(self, secs: float, own: float = 0.0) -> None:
+        """Time in which the SMP takes ``own`` cores."""
+        self.now += secs
+        self.used += own * secs
+        self.idle += max(0.0, (1 - self.busy) * (CORES - own)) * secs
+
+    def work(self, secs: float, piece_secs: float = 0.01) -> None:
+        """Pieces that take a whole core while they run."""
+        for _ in range(round(secs / piece_secs)):
+            self.go(piece_secs, 1.0)
+            self.share.note()
+
+    def taken(self, secs: float, protect_secs: float) -> float:
+        """Cores taken in ``secs`` of protections, each begun when the one before is paid for."""
+        begun, used = self.now, self.used
+        while self.now < begun + secs:
+            assert self.share.paid
+            self.work(protect_secs)
+            self.go(max(0.0, self.share.due_secs - self.now))
+        return (self.used - used) / (self.now - begun)
+
+
+@pytest.mark.parametrize("secs", [0.05, 0.5, 2.0])
+@pytest.mark.parametrize(
+    ("busy", "part"), [(0.0, 1.0), (0.25, 0.75), (0.5, 0.5), (0.88, 0.12), (0.95, 0.1), (1.0, 0.1)]
+)
+def test_no_more_than_a_share_of_the_cores_that_idle_is_taken(busy: float, part: float, secs: float) -> None:
+    """And a tenth of it where none idles, however much the SMP itself has taken before."""
+    machine = Machine(busy)
+    machine.taken(60.0, secs)  # nothing was known at first
+    assert machine.taken(600.0, secs) == pytest.approx(0.1 * CORES * part, rel=0.1)
+
+
+def test_the_share_goes_by_what_idles_now() -> None:
+    machine = Machine(0.0)
+    assert machine.taken(60.0, 0.5) == pytest.approx(0.4, rel=0.1)
+    machine.busy = 1.0
+    machine.taken(60.0, 0.5)
+    assert machine.taken(300.0, 0.5) == pytest.approx(0.04, rel=0.1)
+    assert machine.share.idle == pytest.approx(0.0, abs=0.01)
+    machine.busy = 0.0
+    machine.taken(60.0, 0.5)
+    assert machine.taken(60.0, 0.5) == pytest.approx(0.4, rel=0.1)
+
+
+def test_where_the_system_does_not_tell_the_share_is_as_it_was_set() -> None:
+    machine = Machine(1.0)
+    machine.taken(60.0, 0.5)
+    machine.tells = False
+    machine.taken(60.0, 0.5)
+    assert machine.taken(300.0, 0.5) == pytest.approx(0.4, rel=0.1) and machine.share.idle == 1.0
+
+
+def test_small_states_wait_for_nothing_at_first_and_little_later() -> None:
+    """5 ms each, of cores that are all busy: a start has some of them in a row."""
+    machine = Machine(1.0)
+    machine.go(1.5)
+    for _ in range(30):
+        machine.work(0.005, 0.005)
+        assert machine.share.paid
+    waits = []
+    for _ in range(100):
+        machine.work(0.005, 0.005)
+        waits.append(max(0.0, machine.share.due_secs - machine.now))
+        machine.go(waits[-1])
+    assert max(waits) <= 0.005 / 0.04
+
+
+def test_what_was_taken_long_ago_is_not_paid_for_ever_and_without_a_share_never() -> None:
+    for busy in (0.0, 1.0):
+        machine, free = Machine(busy), Machine(busy, share=0.0)
+        for each in (machine, free):
+            each.go(1000.0, 1.0)
+            each.share.note()
+        assert free.share.paid and not machine.share.paid
+        machine.go(MOST_REST_SECS)
+        assert machine.share.paid
+        machine.work(0.01)
+        assert machine.share.due_secs - machine.now < 1.0, "what was not paid by then never is"
+
+
+STAT = """\
+cpu  900 0 300 1000 200 0 0 50 0 0
+cpu0 100 10 40 700 100 5 5 40 0 0
+cpu1 200 0 60 100 100 0 0 10 30 10
+cpu12 600 0 200 200 0 0 0 0 0 0
+intr 1977 {many}
+""".format(many="0 " * 5000)
+
+
+def test_cores_are_counted_as_the_kernel_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those asked for: a disk's wait idles, a hypervisor's part does not, a guest's is in ``user`` already."""
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO(STAT))
+    monkeypatch.setattr(cores_module.os, "sysconf", lambda name: 100)
+    assert core_secs({0, 1}) == CoreSecs(10.0, 14.7)
+    assert core_secs({2, 12}) == CoreSecs(2.0, 10.0)
+    assert core_secs({77}) == CoreSecs(0.0, 0.0), "whose share is as it was set"
+
+
+@pytest.mark.parametrize("text", [None, "cpu0 1 2\n", "cpu0 a b c d e\n"])
+def test_where_the_kernel_does_not_tell_nothing_is_known(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    def opened(path: str) -> io.StringIO:
+        if text is None:
+            raise FileNotFoundError(path)
+        return io.StringIO(text)
+
+    monkeypatch.setattr("builtins.open", opened)
+    assert core_secs({0}) is None
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the kernel does not tell")
+def test_this_machine_tells() -> None:
+    seen = core_secs(range(4096))
+    assert seen is not None and 0 <= seen.idle <= seen.all
