@@ -145,7 +145,7 @@ def _cores(ranks: int) -> Finding:
         return Finding(_AREA, "cores", PASSED, text, figures=figures)
     return Finding(
         _AREA, "cores", WARNED, f"{text}: what ftckpt computes, training does not get",
-        "give ranks more cores (--cpus-per-task), or take --ftckpt-smp-cores lower: a tenth of that is taken of busy cores", figures,
+        "give ranks more cores (--cpus-per-task), or take --ftckpt-smp-cores lower", figures,
     )  # fmt: skip
 
 

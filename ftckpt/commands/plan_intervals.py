@@ -229,8 +229,8 @@ def _assumed(
         yield f"failures come as seen and given: {in_words(failures)}"
     yield f"a snapshot takes {costs.snapshot:.3g} s of training; a job with interval auto measures it"
     yield (
-        f"an SMP checks and encodes {SMP_GBPS:g} GB/s, and a node has {CORES_PER_RANK} cores per rank, which idle: the "
-        "log of a job tells how old its snapshots really get"
+        f"an SMP checks and encodes {SMP_GBPS:g} GB/s, and a node has {CORES_PER_RANK} idle cores per rank: the log "
+        "of a job tells how old its snapshots really get"
     )
     if not config.mtbf:
         yield "failures: 6.5 of 1000 nodes a day, half of them with the node; of the whole job one a week; set --mtbf"

@@ -54,8 +54,9 @@ from ftckpt.store.memory import used_bytes
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse, RankPulse, SmpState
 
-_IDLE_WAIT_SECS = 0.02
-"""Wait for a request where there is nothing to do: a new seal or target is seen within so long."""
+_IDLE_WAIT_SECS, _QUIET_WAIT_SECS = 0.02, 0.1
+"""Wait for a request where there is nothing to do, for as long as there has been nothing: a new seal or target is
+seen within so long, and each look takes a core from training."""
 _STEP_SECS = 0.05
 """Work at a stretch: a request waits for the loop so long, and for one piece of work."""
 _LOOK_SECS = 0.5
@@ -109,6 +110,7 @@ class Daemon:
         self._begun = self._last_trainer = time.monotonic()
         self._ending = ""
         self._next_look = self._paused_until = 0.0
+        self._last_work = time.monotonic()
         self._look_error = ""
         handlers: dict[type[SmpRequest], Handler] = {
             HelloRequest: self._hello, StatusRequest: self._status, ListenRequest: self._listen,
@@ -129,7 +131,7 @@ class Daemon:
             while not self._ending:
                 worked = self._work()
                 self._beat()  # after work: an SMP that is stuck in it looks dead to trainers, as it should
-                self._server.poll(0 if worked else _IDLE_WAIT_SECS)
+                self._server.poll(self._wait_secs(worked))
                 self._export()
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + _LOOK_SECS
@@ -165,6 +167,12 @@ class Daemon:
             self.events.emit("smp_error", error=repr(error))
             self._paused_until = time.monotonic() + _PAUSE_SECS
             return False
+
+    def _wait_secs(self, worked: bool) -> float:
+        now = time.monotonic()
+        if worked or self._duties.busy:
+            self._last_work = now
+        return 0.0 if worked else min(_QUIET_WAIT_SECS, max(_IDLE_WAIT_SECS, now - self._last_work))
 
     def _beat(self) -> None:
         # First: who sees the digest of an attempt takes what is told of a flush for that of this attempt.

@@ -120,6 +120,11 @@ class Duties:
         return self._cannot[0] if self._cannot else None
 
     @property
+    def busy(self) -> bool:
+        """Whether anything is under way here, though it may wait."""
+        return any(task.active for task in (self._check, self._cover, self._proof, self._scrub))
+
+    @property
     def flushing(self) -> tuple[SnapshotId | None, FlushState]:
         """What is to be written to storage, and how far this node is with it."""
         flush = self._flush
@@ -328,8 +333,7 @@ class Duties:
             if work is not None:
                 self._check.start(work)
         # Scrubbing has all the time there is: it never stands in the way of what trainers wait for.
-        idle = not any(task.active for task in (self._check, self._cover, self._proof, self._scrub))
-        if idle and self._scrubber.due:
+        if not self.busy and self._scrubber.due:
             self._scrub.start(self._scrubber.run())
 
     def _look_for_flush(self, wanted: SnapshotId | None) -> None:
