@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ftckpt.smp import daemon, living
 from ftckpt.smp.daemon import Daemon
+from ftckpt.smp.duties import Duties
+from ftckpt.smp.server import Server
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +40,34 @@ def test_a_look_that_fails_is_told_once_and_taken_again(
     monkeypatch.setattr(living, "list_arenas", list_failing)
     monkeypatch.setattr(daemon, "_LOOK_SECS", 0.0)
     with caplog.at_level(logging.WARNING, "ftckpt"):
-        Daemon(arena_root, "test", "node", idle_secs=0.3).run()
+        Daemon(arena_root, "test", "node", idle_secs=1.0).run()
     assert len(looks) > 5, "it ended for want of trainers, which a look that did not fail found"
     warnings = [record for record in caplog.records if "smp_error" in record.getMessage()]
     assert len(warnings) == 2 and all("vanished" in record.getMessage() for record in warnings), (
         "again after a good one"
     )
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_loop_that_finds_nothing_to_do_looks_less_often(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    """And as often as before once there was something, or while what is under way waits for something."""
+    waits: list[float] = []
+    monkeypatch.setattr(daemon, "time", SimpleNamespace(monotonic=lambda: 5.0 + sum(waits), time=time.time))
+    monkeypatch.setattr(Duties, "step", lambda self, deadline: len(waits) == 20)
+    monkeypatch.setattr(Duties, "busy", busy)
+
+    def poll(self: Server, timeout_secs: float) -> None:
+        waits.append(timeout_secs)
+        if len(waits) == 30:
+            smp._end_for("the test")
+
+    monkeypatch.setattr(Server, "poll", poll)
+    smp = Daemon(arena_root, "test", "node", idle_secs=60.0)
+    smp.run()
+    if busy:
+        assert waits == [0.02] * 20 + [0.0] + [0.02] * 9
+    else:
+        assert waits == [*sorted(waits[:20]), 0.0, *sorted(waits[21:])]
+        assert waits[0] == waits[21] == 0.02 and waits[19] == waits[29] == 0.1 and sum(waits[:20]) > 1.3
