@@ -14,8 +14,8 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
 * 8: a rank's section; of the SMP how far that is
 * 9: what makes a rank write its stacks (``stacks.StackSignals``); 0: nothing does; of the SMP the CLOCK_MONOTONIC in
   ns until which it rests, once it has protected the target
-* 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns; of the
-  SMP in 10 thousandths of the node's cores that others wanted when it began to rest
+* 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns; the
+  SMP's word 10 is how many of 1000 parts of the node's cores others wanted when it began to rest
 * 16 to 24: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
