@@ -211,7 +211,7 @@ def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: bool) -> Any:
             if fails and rank == 0:
                 Protection._require_room = no_room  # type: ignore[method-assign]
             self._state.proved(stepped=True, changed=True, new_arenas=True)
-            self._protect_anew()
+            self._snapshots._protect_anew()
             assert self.arena is not None
             control = self.arena.control
             found.append((control.protected(), control.target()))
