@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ftckpt.errors import MismatchError, UnsupportedError
-from ftckpt.frameworks.tensors import LogicalBox, ParameterBoxes, fragments, number_piece
+from ftckpt.frameworks.tensors import LogicalBox, ParameterBoxes, flat, fragments, number_piece
 from ftckpt.model.objects import encode
 from ftckpt.model.training_state import Piece
 
 
-@dataclass(frozen=True)
-class ParameterRange:
+class ParameterRange(NamedTuple):
     """What an optimizer steps of ``parameter``: as many elements as ``weight`` has, from ``first`` on.
 
     ``weight`` is the memory of these elements: the only part of the parameter that this rank may read. ``owner`` is
@@ -33,7 +31,8 @@ class ParameterRange:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The range's elements of a tensor that is shaped as ``owner``."""
-        return tensor.detach().view(-1)[self.begin : self.begin + self.weight.numel()]
+        every, numel = flat(tensor), self.weight.numel()
+        return every if every.numel() == numel else every[self.begin : self.begin + numel]
 
 
 def stepped_pieces(
@@ -128,15 +127,29 @@ def _materialise_adam(inner: Any) -> None:
     # Behind the group come lists that it fills; how many differs between versions of torch.
     lists = len(inspect.signature(inner._init_group).parameters) - 1
     for group in inner.param_groups:
+        mine = [p for p in group["params"] if not inner.state.get(p)]
+        # In place of a DTensor what this rank has of it: DTensors take long to be made by torch's operations.
+        owners = [p._local_tensor.detach() if hasattr(p, "_local_tensor") else p for p in mine]
         # No step is taken: moments begin as zeros, and the count of steps as 0.
-        before = [(p, p.grad) for p in group["params"]]
-        for parameter, _ in before:
-            parameter.grad = parameter.detach()
+        before = [(owner, owner.grad) for owner in owners]
+        for owner, _ in before:
+            owner.grad = owner.detach()
         try:
-            inner._init_group(group, *([] for _ in range(lists)))
+            inner._init_group({**group, "params": owners}, *([] for _ in range(lists)))
         finally:
-            for parameter, grad in before:
-                parameter.grad = grad
+            for owner, grad in before:
+                owner.grad = grad
+        for parameter, owner in zip(mine, owners, strict=True):
+            if parameter is not owner:
+                inner.state[parameter] = _as_shards(parameter, inner.state.pop(owner))
+
+
+def _as_shards(parameter: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """State of what this rank has of ``parameter``, with all but the count of steps as DTensors like that."""
+    return {
+        name: value if name == "step" else type(parameter)(value, parameter._spec, requires_grad=False)
+        for name, value in state.items()
+    }
 
 
 def _materialise_sgd(inner: Any, missing: set[torch.Tensor]) -> None:

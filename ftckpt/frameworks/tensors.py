@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from ftckpt.model.training_state import Piece
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items()}
 
 
-@dataclass(frozen=True)
-class LogicalBox:
+class LogicalBox(NamedTuple):
     """``box`` of the logical tensor ``key``; its first element is element ``start`` of the local parameter.
 
     The first ``outer`` axes number whole tensors (the experts of a layer), in each of which the box holds one.
@@ -32,6 +31,11 @@ ParameterBoxes = Mapping[torch.nn.Parameter, Sequence[LogicalBox]]
 """Where each parameter of a rank lies. A parameter of several logical tensors has a box in each."""
 
 
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor in a row, apart from autograd."""
+    return tensor.detach().view(-1)
+
+
 def fragments(
     boxes: Sequence[LogicalBox], role: str, tensor: torch.Tensor, first: int
 ) -> list[tuple[Fragment, torch.Tensor]]:
@@ -43,16 +47,15 @@ def fragments(
         UnsupportedError: a type that safetensors has no name for.
     """
     views: list[tuple[Fragment, torch.Tensor]] = []
-    flat = tensor.detach().view(-1)
-    for place in boxes:
+    every = flat(tensor)
+    numel = every.numel()
+    for key, global_shape, box, box_begin, _ in boxes:
         # Box and tensor are both ranges of the flattened local parameter: what they share is this fragment.
-        begin = max(place.start, first)
-        end = min(place.start + place.box.numel, first + flat.numel())
+        begin, end = max(box_begin, first), min(box_begin + box.numel, first + numel)
         if begin < end:
-            start, stop = begin - place.start, end - place.start
-            dtype = dtype_name(tensor, place.key)
-            fragment = Fragment(f"{role}/{place.key}", dtype, place.global_shape, place.box, start, stop)
-            views.append((fragment, flat[begin - first : end - first]))
+            dtype = dtype_name(tensor, key)
+            fragment = Fragment(f"{role}/{key}", dtype, global_shape, box, begin - box_begin, end - box_begin)
+            views.append((fragment, every if end - begin == numel else every[begin - first : end - first]))
     return views
 
 
@@ -95,7 +98,7 @@ def number_piece(place: LogicalBox, role: str, tensor: torch.Tensor) -> Piece:
     shape = place.global_shape[: place.outer] or (1,)
     box = Box(place.box.offset[: place.outer] or (0,), (1,) * len(shape))
     fragment = Fragment.whole(f"{role}/{place.key}", dtype_name(tensor, place.key), shape, box)
-    return Piece(fragment, tensor.detach().view(1), counted=tensor)
+    return Piece(fragment, flat(tensor), counted=tensor)
 
 
 def whole_piece(key: str, tensor: torch.Tensor) -> Piece:
@@ -108,11 +111,12 @@ def whole_piece(key: str, tensor: torch.Tensor) -> Piece:
         raise UnsupportedError(f"{key} is not contiguous in memory")
     shape = tuple(tensor.shape)
     fragment = Fragment.whole(key, dtype_name(tensor, key), shape, Box((0,) * len(shape), shape))
-    return Piece(fragment, tensor.detach().view(-1))
+    return Piece(fragment, flat(tensor))
 
 
 def dtype_name(tensor: torch.Tensor, what: str) -> str:
     """The safetensors name of a tensor's type; raises UnsupportedError naming ``what``."""
-    if tensor.dtype not in DTYPE_NAMES:
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
         raise UnsupportedError(f"{what} has type {tensor.dtype}, which ftckpt cannot save")
-    return DTYPE_NAMES[tensor.dtype]
+    return name

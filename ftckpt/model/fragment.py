@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 _DTYPES = {
     "BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "F8_E5M2": (1, "float8_e5m2"),
@@ -22,8 +22,7 @@ TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items()}
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A hyper-rectangle of a tensor: ``offset`` and ``shape``, both in elements, one entry per dimension.
 
     A scalar has no dimensions and one element.
@@ -37,8 +36,31 @@ class Box:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True, order=False)
-class Fragment:
+@lru_cache(maxsize=1 << 14)  # tensors are many, and few are of a shape of their own
+def _place(global_shape: Shape, box: Box, start: int, stop: int) -> str:
+    """Box and range, as the name of a fragment has them; raises ValueError where they leave anything."""
+    offsets, shape = box
+    if not len(offsets) == len(shape) == len(global_shape):
+        raise ValueError(f"box {box} does not have {len(global_shape)} dimensions")
+    for offset, size, whole in zip(offsets, shape, global_shape, strict=True):
+        if offset < 0 or size < 0 or offset + size > whole:
+            raise ValueError(f"box {box} leaves shape {global_shape}")
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"range {start}:{stop} leaves box {box}")
+    return f"[{','.join(map(str, offsets))}+{','.join(map(str, shape))}]({start}:{stop})"
+
+
+class _Fields(NamedTuple):
+    # A tuple: a start makes and compares thousands.
+    key: str
+    dtype: str
+    global_shape: Shape
+    box: Box
+    start: int
+    stop: int
+
+
+class Fragment(_Fields):
     """Elements ``start`` to ``stop`` (row-major, counted inside ``box``) of the logical tensor ``key``.
 
     ``key`` carries the role: ``master/decoder.final_layernorm.weight``. A fragment that an optimizer has
@@ -48,25 +70,16 @@ class Fragment:
         ValueError: the box leaves the tensor or the range leaves the box.
     """
 
-    key: str
-    dtype: str
-    global_shape: Shape
-    box: Box
-    start: int
-    stop: int
-    _name: str = field(default="", init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"{self.key}: unknown dtype {self.dtype!r}")
-        offsets, shape = self.box.offset, self.box.shape
-        if not len(offsets) == len(shape) == len(self.global_shape):
-            raise ValueError(f"{self.key}: box {self.box} does not have {len(self.global_shape)} dimensions")
-        for offset, size, whole in zip(offsets, shape, self.global_shape, strict=True):
-            if offset < 0 or size < 0 or offset + size > whole:
-                raise ValueError(f"{self.key}: box {self.box} leaves shape {self.global_shape}")
-        if not 0 <= self.start <= self.stop <= math.prod(shape):
-            raise ValueError(f"{self.key}: range {self.start}:{self.stop} leaves box {self.box}")
+    def __new__(  # noqa: PLR0917 - as of any tuple
+        cls, key: str, dtype: str, global_shape: Shape, box: Box, start: int, stop: int
+    ) -> Fragment:  # fmt: skip
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"{key}: unknown dtype {dtype!r}")
+        try:
+            _place(global_shape, box, start, stop)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+        return tuple.__new__(cls, (key, dtype, global_shape, box, start, stop))
 
     @classmethod
     def whole(cls, key: str, dtype: str, global_shape: Shape, box: Box) -> Fragment:
@@ -85,24 +98,21 @@ class Fragment:
     def nbytes(self) -> int:
         return (self.stop - self.start) * DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property  # a start asks for thousands of names, each several times
     def name(self) -> str:
         """Unique within a job: key, box and range, readable in any safetensors viewer."""
-        if not self._name:  # a start asks for thousands of names, each several times
-            offset = ",".join(map(str, self.box.offset))
-            shape = ",".join(map(str, self.box.shape))
-            object.__setattr__(self, "_name", f"{self.key}[{offset}+{shape}]({self.start}:{self.stop})")
-        return self._name
+        return f"{self.key}{_place(*self[2:])}"
 
     def part(self, start: int, stop: int) -> Fragment:
         """The elements ``start`` to ``stop`` counted from this fragment's own start."""
         if start == 0 and stop == self.numel:
             return self
-        return replace(self, start=self.start + start, stop=self.start + stop)
+        key, dtype, global_shape, box, first, _ = self
+        return Fragment(key, dtype, global_shape, box, first + start, first + stop)
 
     def with_key(self, key: str) -> Fragment:
         """The same geometry under another key."""
-        return replace(self, key=key)
+        return Fragment(key, *self[1:])
 
     def to_json(self) -> list[Any]:
         """A JSON value that ``from_json`` turns back into an equal fragment."""

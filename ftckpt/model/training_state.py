@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ftckpt.model.fragment import Fragment
 
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One fragment and the live memory of its elements.
 
     ``tensor`` is 1-D, contiguous, on any device, and stays at its address for the whole job; it belongs to

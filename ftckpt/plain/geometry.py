@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from ftckpt.errors import UnsupportedError
@@ -22,6 +24,8 @@ from ftckpt.model.fragment import Box
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 """What torch.compile and activation checkpointing put into names."""
 
+
+_Cut: TypeAlias = Callable[[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Box | str]
 
 LOCAL = "_local_tensor"
 """Where a DTensor keeps what this rank has of it."""
@@ -87,38 +91,50 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory that this rank has of a tensor."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    mine: torch.Tensor = getattr(tensor, LOCAL, tensor)
+    return mine
 
 
-def place(name: str, tensor: torch.Tensor) -> LogicalBox:
-    """The box that this rank has; one without elements where an uneven shard is empty.
+def places(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[LogicalBox]]:
+    """The box that this rank has of every parameter; one without elements where an uneven shard is empty.
 
     Raises:
         UnsupportedError: what this rank has is no box, is a summand, or is not contiguous.
     """
+    cut = cache(_cut)  # of many parameters few are cut in a way of their own
+    return {parameter: [_place(name, parameter, cut)] for name, parameter in named_parameters(model)}
+
+
+def _place(name: str, tensor: torch.Tensor, cut: _Cut) -> LogicalBox:
     mine = local(tensor)
     if not mine.is_contiguous():
         raise UnsupportedError(f"{name} is not contiguous in memory (channels_last?)")
+    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
         return LogicalBox(name, shape, Box((0,) * len(shape), shape), 0)
-    _refuse_unknown(name, tensor)
-    box = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    shape, offset = (tuple(map(int, sizes)) for sizes in box)
+    box = cut(shape, tensor.device_mesh, tensor.placements)
+    if isinstance(box, str):
+        raise UnsupportedError(f"{name} {box}")
     # Torch's arithmetic is private to it: a placement that it changes must not shift boxes silently.
-    if shape != tuple(mine.shape):
-        raise UnsupportedError(f"{name} holds {tuple(mine.shape)} on this rank, and its placements say {shape}")
-    return LogicalBox(name, tuple(tensor.shape), Box(offset, shape), 0)
+    if box.shape != mine.shape:
+        raise UnsupportedError(f"{name} holds {tuple(mine.shape)} on this rank, and its placements say {box.shape}")
+    return LogicalBox(name, shape, box, 0)
 
 
-def _refuse_unknown(name: str, tensor: DTensor) -> None:
-    mesh, placements = tensor.device_mesh, tensor.placements
+def _cut(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box | str:
+    """The box that this rank has of a tensor of ``shape``, or in words why there is none."""
+    if (problem := _unknown(mesh, placements)) is not None:
+        return problem
+    size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(map(int, offset)), tuple(map(int, size)))
+
+
+def _unknown(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> str | None:
     if mesh.get_coordinate() is None:
-        raise UnsupportedError(f"{name} lies on a device mesh that this rank is not part of")
+        return "lies on a device mesh that this rank is not part of"
     for dim, placement in enumerate(placements):
         if placement.is_partial():
-            raise UnsupportedError(f"{name} is {placement}: a summand of its logical tensor, not a piece of it")
+            return f"is {placement}: a summand of its logical tensor, not a piece of it"
         factor = getattr(placement, "split_factor", None)
         if factor is None:
             continue
@@ -130,4 +146,5 @@ def _refuse_unknown(name: str, tensor: DTensor) -> None:
             if getattr(placements[place], "dim", None) == getattr(placement, "dim", None)
         ]
         if math.prod(after) != factor:
-            raise UnsupportedError(f"{name} is placed {placements}: what a rank holds of it is no single box")
+            return f"is placed {placements}: what a rank holds of it is no single box"
+    return None

@@ -27,7 +27,7 @@ from ftckpt.frameworks.torch_state import (
 )
 from ftckpt.model.training_state import Description
 from ftckpt.plain.buckets import buckets_of
-from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, place, unwrap
+from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, places, unwrap
 
 _memory = attrgetter(LOCAL)
 _writes = attrgetter("_version")
@@ -80,7 +80,7 @@ class PlainState:
             # As the job's own set-up seeded them, before a restore: those of another layout follow from these.
             self._built = save_generators()
         self._extra.refuse()
-        boxes = {parameter: [place(name, parameter)] for name, parameter in named_parameters(self.model)}
+        boxes = places(self.model)
         optimizers.materialise(self._optimizer)
         trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         # After ``materialise``: moments that do not exist yet would not be described.

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import xxhash
 
 from ftckpt.errors import ArenaError
 from ftckpt.store.arena import Arena
+from ftckpt.store.image import Span
 from ftckpt.store.landings import Landing, cover, scratch
 from ftckpt.store.mapping import FileId
 from ftckpt.store.slots import slot_name
 
 _PIECE_BYTES = 1 << 20
-"""Hashed at a time: it stays in a core's own cache."""
+"""Read and hashed at a time: it stays in a core's own cache."""
+
+_MOST_VECTORS = os.sysconf("SC_IOV_MAX")
+"""Memories that one call fills."""
 
 
 class SlotFile:
@@ -44,35 +49,53 @@ class SlotFile:
         What the landings have is what was hashed. Raises ArenaError.
         """
         digest = xxhash.xxh3_64()
-        for begin, memory in self._pieces(chunk, landings):
-            self.read_into(begin, memory)
-            digest.update(memory)
+        for begin, memories in self._batches(self._spans[chunk], landings):
+            self._fill(begin, memories)
+            for memory in memories:
+                digest.update(memory)
         return digest.intdigest()
 
     def read_into(self, begin: int, memory: memoryview) -> None:
         """Fill ``memory``, of bytes, from ``begin`` on; raises ArenaError."""
-        done = 0
-        while done < len(memory):
+        self._fill(begin, [memory])
+
+    def _fill(self, begin: int, memories: Sequence[memoryview]) -> None:
+        """Fill ``memories``, of bytes, one after the other."""
+        place, left = begin, deque(filter(len, memories))
+        while left:
             try:
-                count = os.preadv(self._fd, [memory[done:]], begin + done)
+                count = os.preadv(self._fd, [*left], place)
             except OSError as error:
                 raise ArenaError(f"{self._path}: cannot be read: {error.strerror}") from None
             if count == 0:
-                raise ArenaError(f"{self._path}: ends before {begin + len(memory)}")
-            done += count
+                raise ArenaError(f"{self._path}: ends before {place + sum(map(len, left))}")
+            place += count
+            while left and count >= len(left[0]):
+                count -= len(left.popleft())
+            if count:
+                left[0] = left[0][count:]
 
     def close(self) -> None:
         """Give the descriptor up."""
         os.close(self._fd)
 
-    def _pieces(self, chunk: int, landings: Sequence[Landing]) -> Iterator[Landing]:
-        """All of a chunk in order, in pieces: of the landings, and between them of memory that is used again."""
-        place = self._spans[chunk].begin
-        for memory in cover(self._spans[chunk], landings, _gap):
-            for begin in range(0, len(memory), _PIECE_BYTES):
-                yield Landing(place + begin, memory[begin : begin + _PIECE_BYTES])
-            place += len(memory)
+    def _batches(self, span: Span, landings: Sequence[Landing]) -> Iterator[tuple[int, list[memoryview]]]:
+        """All of a chunk in order, a begin and what is filled from there on by one call: of the landings, and between
+        them of memory that is used again."""
+        place, size, memories = span.begin, 0, list[memoryview]()
 
+        def gap(begin: int, end: int) -> memoryview:
+            # Each of a batch has its own: all are hashed behind the call.
+            return scratch(_PIECE_BYTES)[size : size + end - begin]
 
-def _gap(begin: int, end: int) -> memoryview:
-    return scratch(min(end - begin, _PIECE_BYTES))
+        for memory in cover(span, landings, gap):
+            rest = memory
+            while rest:
+                piece, rest = rest[: _PIECE_BYTES - size], rest[_PIECE_BYTES - size :]
+                memories.append(piece)
+                size += len(piece)
+                if size == _PIECE_BYTES or len(memories) == _MOST_VECTORS:
+                    yield place, memories
+                    place, size, memories = place + size, 0, []
+        if memories:
+            yield place, memories
