@@ -21,7 +21,7 @@ import torch
 
 from ftckpt.deepspeed import optimizers
 from ftckpt.deepspeed.geometry import place_parameters
-from ftckpt.frameworks.tensors import fragments, frozen_pieces
+from ftckpt.frameworks.tensors import flat, fragments, frozen_pieces
 from ftckpt.model.fragment import Fragment
 from ftckpt.persist.outlines import Hole
 
@@ -61,7 +61,7 @@ def parts_of(engine: Any) -> Parts:
     # Whole weights, of which this rank's snapshot has its own part only. Under ZeRO 3 they come and go.
     for parameter, places in boxes.items():
         if not hasattr(parameter, "ds_tensor") and parameter.is_contiguous():
-            for fragment, view in fragments(places, "weight", parameter, 0):
+            for fragment, view in fragments(places, "weight", flat(parameter), 0):
                 add(fragment, view)
     trained = optimizers.stepped_parameters(optimizer)
     for piece in itertools.chain(

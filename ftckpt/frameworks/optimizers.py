@@ -52,7 +52,7 @@ def stepped_pieces(
         places = boxes.get(part.parameter)
         if places is None:
             raise UnsupportedError(f"the optimizer steps a {tuple(part.parameter.shape)} that is not in the model")
-        weights = fragments(places, "weight", part.weight, part.first)
+        weights = fragments(places, "weight", flat(part.weight), part.first)
         whole = part.owner if part.master is None else part.master
         master = part.of(whole)
         # A parameter that is stepped in place is its own master, and saved once.

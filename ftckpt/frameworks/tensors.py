@@ -37,9 +37,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fragments(
-    boxes: Sequence[LogicalBox], role: str, tensor: torch.Tensor, first: int
+    boxes: Sequence[LogicalBox], role: str, every: torch.Tensor, first: int
 ) -> list[tuple[Fragment, torch.Tensor]]:
-    """Fragments of ``tensor``: elements ``first`` and on of a flattened local parameter, in role ``role``.
+    """Fragments of ``every``, which is ``flat``: elements ``first`` and on of a local parameter, in role ``role``.
 
     A parameter of several boxes, or one cut by an optimizer, gives several fragments, each with its view.
 
@@ -47,13 +47,12 @@ def fragments(
         UnsupportedError: a type that safetensors has no name for.
     """
     views: list[tuple[Fragment, torch.Tensor]] = []
-    every = flat(tensor)
     numel = every.numel()
     for key, global_shape, box, box_begin, _ in boxes:
         # Box and tensor are both ranges of the flattened local parameter: what they share is this fragment.
         begin, end = max(box_begin, first), min(box_begin + box.numel, first + numel)
         if begin < end:
-            dtype = dtype_name(tensor, key)
+            dtype = dtype_name(every, key)
             fragment = Fragment(f"{role}/{key}", dtype, global_shape, box, begin - box_begin, end - box_begin)
             views.append((fragment, every if end - begin == numel else every[begin - first : end - first]))
     return views
@@ -85,7 +84,8 @@ def frozen_pieces(
                 "freeze it with requires_grad_(False)"
             )
         first, weight = owned(parameter)
-        yield from (Piece(part, view, counted=weight) for part, view in fragments(places, "weight", weight, first))
+        views = fragments(places, "weight", flat(weight), first)
+        yield from (Piece(part, view, counted=weight) for part, view in views)
 
 
 def number_piece(place: LogicalBox, role: str, tensor: torch.Tensor) -> Piece:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
+from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
 _DTYPES = {
@@ -36,9 +38,16 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
 
+class _Place(NamedTuple):
+    """Geometry in words: ``name`` is box and range as the name of a fragment has them, ``json`` all of it."""
+
+    name: str
+    json: str
+
+
 @lru_cache(maxsize=1 << 14)  # tensors are many, and few are of a shape of their own
-def _place(global_shape: Shape, box: Box, start: int, stop: int) -> str:
-    """Box and range, as the name of a fragment has them; raises ValueError where they leave anything."""
+def _place(global_shape: Shape, box: Box, start: int, stop: int) -> _Place:
+    """Raises ValueError where box or range leave anything."""
     offsets, shape = box
     if not len(offsets) == len(shape) == len(global_shape):
         raise ValueError(f"box {box} does not have {len(global_shape)} dimensions")
@@ -47,7 +56,10 @@ def _place(global_shape: Shape, box: Box, start: int, stop: int) -> str:
             raise ValueError(f"box {box} leaves shape {global_shape}")
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"range {start}:{stop} leaves box {box}")
-    return f"[{','.join(map(str, offsets))}+{','.join(map(str, shape))}]({start}:{stop})"
+    whole_text, offset_text, text = (",".join(map(str, sizes)) for sizes in (global_shape, offsets, shape))
+    return _Place(
+        f"[{offset_text}+{text}]({start}:{stop})", f"[{whole_text}],[{offset_text}],[{text}],{start},{stop}"
+    )
 
 
 class _Fields(NamedTuple):
@@ -101,7 +113,7 @@ class Fragment(_Fields):
     @cached_property  # a start asks for thousands of names, each several times
     def name(self) -> str:
         """Unique within a job: key, box and range, readable in any safetensors viewer."""
-        return f"{self.key}{_place(*self[2:])}"
+        return f"{self.key}{_place(*self[2:]).name}"
 
     def part(self, start: int, stop: int) -> Fragment:
         """The elements ``start`` to ``stop`` counted from this fragment's own start."""
@@ -121,6 +133,10 @@ class Fragment(_Fields):
             self.key, self.dtype, list(self.global_shape), list(box.offset), list(box.shape), self.start, self.stop,
         ]  # fmt: skip
 
+    def to_json_text(self) -> str:
+        """``to_json`` without spaces."""
+        return f'[{encode_basestring_ascii(self.key)},"{self.dtype}",{_place(*self[2:]).json}]'
+
     @classmethod
     def from_json(cls, value: list[Any]) -> Fragment:
         """Inverse of ``to_json``; raises ValueError for anything else."""
@@ -133,3 +149,14 @@ class Fragment(_Fields):
             return cls(key, dtype, tuple(map(int, global_shape)), box, int(start), int(stop))
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a fragment: {error}") from None
+
+    @classmethod
+    def each_from_json(cls, values: Iterable[list[Any]]) -> Iterator[Fragment]:
+        """``from_json`` of each. Those of one tensor stand side by side: their geometry is read once."""
+        made, place = None, list[Any]()
+        for value in values:
+            if made is not None and value[2:] == place and isinstance(value[0], str):
+                made = cls(value[0], value[1], *made[2:])
+            else:
+                made, place = cls.from_json(value), value[2:]
+            yield made

@@ -140,8 +140,6 @@ class Manifest:
             "version": VERSION,
             "coords": list(self.coords.items()),
             "layout": dict(self.layout),
-            "stepped": [f.to_json() for f in self.stepped],
-            "volatile": [f.to_json() for f in self.volatile],
             "objects_bytes": self.objects_bytes,
             "chunk_bytes": self.chunk_bytes,
         }
@@ -153,8 +151,12 @@ class Manifest:
             value["padded"] = list(self.padded)
         if self.derived:  # as above
             value["derived"] = list(self.derived)
+        texts = {name: json.dumps(of, separators=(",", ":"), sort_keys=True) for name, of in value.items()}
+        for name, fragments in (("stepped", self.stepped), ("volatile", self.volatile)):
+            texts[name] = f"[{','.join(map(Fragment.to_json_text, fragments))}]"
         # Keys are sorted, lists are not: the order of coordinates and of fragments is part of what they say.
-        return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+        members = ",".join(f'"{name}":{texts[name]}' for name in sorted(texts))
+        return f"{{{members}}}".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
@@ -175,8 +177,8 @@ class Manifest:
             return cls(
                 coords={str(axis): int(index) for axis, index in value["coords"]},
                 layout=dict(value["layout"]),
-                stepped=tuple(map(Fragment.from_json, value["stepped"])),
-                volatile=tuple(map(Fragment.from_json, value["volatile"])),
+                stepped=tuple(Fragment.each_from_json(value["stepped"])),
+                volatile=tuple(Fragment.each_from_json(value["volatile"])),
                 objects_bytes=int(value["objects_bytes"]),
                 chunk_bytes=int(value["chunk_bytes"]),
                 capacity=capacity,

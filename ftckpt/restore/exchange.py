@@ -87,7 +87,10 @@ class Strip(NamedTuple):
     def fits(self) -> bool:
         """Whether all of them lie in the memory."""
         # Loops come from other ranks, and a bad one would read past the mapping.
-        return min(self.begin, *self.shape, *self.strides) >= 0 and self.end <= self.memory.numel()
+        memory, begin, shape, strides = self
+        if strides == (1,):  # most, of thousands
+            return begin >= 0 and shape[0] >= 0 and begin + shape[0] <= memory.numel()
+        return min(begin, *shape, *strides) >= 0 and self.end <= memory.numel()
 
     @property
     def end(self) -> int:

@@ -10,6 +10,8 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,8 +54,7 @@ Files = dict[int, SlotFile]
 """What is mapped as a source's memory, by the id of that."""
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """Bytes that go from a source into a live 1-D tensor; ``copies``, of bytes, count from the begin of each."""
 
     copies: tuple[StridedCopy, ...]
@@ -280,7 +281,7 @@ def _open(local: Sequence[Transfer], arenas: OpenArenas, files: Files) -> list[P
         for item in wanted.items:
             live = item.tensor.view(torch.uint8)
             pairs += [(source_strip(one, memory), dest_strip(one, live)) for one in item.copies]
-    _require_fit(strip for pair in pairs for strip in pair)
+    _require_fit(chain.from_iterable(pairs))
     return pairs
 
 
@@ -337,6 +338,10 @@ def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
     room = wire.MESSAGE_BYTES
     for source, dest in pairs:
         begin, nbytes = 0, source.nbytes
+        if nbytes < room:  # most, of thousands
+            batch.append((source, dest))
+            room -= nbytes
+            continue
         while begin < nbytes:
             end = min(nbytes, begin + room)
             # The same cut of both sides: loops of the one may be joined where those of the other are not.

@@ -157,18 +157,17 @@ class Index:
             alike.setdefault(data[_LENGTH_BYTES:end], []).append((source, data[end:]))
         for tensors, slots in alike.items():
             try:
-                columns = _columns(tensors)
-                keyed = [(column, key) for column in columns if (key := key_of(column.tensor.key)) is not None]
+                columns, count = _columns(tensors, key_of)
                 # Nothing here that this rank needs: the rows, most of a table, are not even unpacked.
-                if not keyed:
+                if not columns:
                     continue
                 # Equal tensors, so that all rows have the same columns.
-                rows = np.stack([_numbers(data, columns[-1].end) for _, data in slots])
+                rows = np.stack([_numbers(data, count) for _, data in slots])
             except (ValueError, TypeError, zlib.error) as error:
                 raise CorruptError(f"the table of source {slots[0][0]} cannot be read: {error}") from None
             sources = np.array([source for source, _ in slots], np.int64)
-            for column, key in keyed:
-                self._of(TensorId(key, *column.tensor[1:])).add(sources, rows[:, column.begin : column.end])
+            for column in columns:
+                self._of(column.tensor).add(sources, rows[:, column.begin : column.end])
 
     def shapes(self, key: str, dtype: str) -> frozenset[Shape]:
         """Global shapes in which ``key`` is there with that type; empty where it is not."""
@@ -241,7 +240,8 @@ class _Column(NamedTuple):
     end: int
 
 
-def _columns(tensors: bytes) -> list[_Column]:
+def _columns(tensors: bytes, key_of: Callable[[str], str | None]) -> tuple[list[_Column], int]:
+    """Those of the tensors that ``key_of`` has a key for, under that, and how many numbers there are of all."""
     columns: list[_Column] = []
     position = 0
     for key, dtype, shape in json.loads(_unpacked(tensors)):
@@ -249,9 +249,10 @@ def _columns(tensors: bytes) -> list[_Column]:
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"unknown dtype {dtype!r}")
         end = position + FIXED_COLUMNS + 2 * len(shape)
-        columns.append(_Column(TensorId(str(key), dtype, tuple(map(int, shape))), position, end))
+        if (wanted := key_of(str(key))) is not None:
+            columns.append(_Column(TensorId(wanted, dtype, tuple(map(int, shape))), position, end))
         position = end
-    return columns
+    return columns, position
 
 
 def _numbers(data: bytes, count: int) -> Array:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError, MismatchError
-from ftckpt.model.fragment import Fragment
+from ftckpt.model.fragment import Fragment, Shape
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section
 from ftckpt.parity.holding import Holding, HoldingSection
 
@@ -87,6 +89,8 @@ MAX_HEADER_BYTES = 100_000_000
 FORMAT = "ftckpt-slot"
 VERSION = "1"
 OBJECTS_NAME = "__objects__"
+_BEGIN = b'{"__metadata__":'
+"""What the text of a header begins with."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,12 @@ class SlotImage:
         placed = [(section, *entries.add_region(fragments)) for section, fragments in _divided(manifest)]
         volatile, volatile_offsets = entries.add_region(manifest.volatile)
         entries.align(PAGE_BYTES)
-        objects_begin = entries.add(OBJECTS_NAME, "U8", [manifest.objects_bytes], manifest.objects_bytes)
+        objects_begin = entries.add(OBJECTS_NAME, "U8", f"[{manifest.objects_bytes}]", manifest.objects_bytes)
         entries.align(PAGE_BYTES)
         spans = [span for _, span, _ in placed]
         # Before spans are cut: a hostile manifest must not ask for an endless list.
         _check_chunk_count(manifest, *(span.nbytes for span in spans), volatile.nbytes)
-        header = _header(manifest, entries.table)
+        header = _header(manifest, entries.texts)
         # Until here offsets count from the end of the header, whose length follows from all entries.
         base = len(header)
         offsets = [*(offset for _, _, own in placed for offset in own), *volatile_offsets]
@@ -199,27 +203,38 @@ _image_of = lru_cache(maxsize=16)(SlotImage._of)
 
 @lru_cache(maxsize=16)  # about the ranks of a node: a restart opens each of its arenas several times
 def _image_of_text(text: bytes) -> SlotImage:
-    table = _json_object(text)
-    image = _image_of_metadata(table.pop("__metadata__", None))
+    # Of the tensor table nothing is read: it must be the one that the manifest gives.
+    image = _image_of_metadata(_metadata(text))
     # All of the text: then no offset in the file can be another than the computed one, whatever it claims.
     if text != image.header[8:]:
+        table = _json_object(text)
+        del table["__metadata__"]
         raise CorruptError(f"slot header: {_difference(table, image)}")
     return image
+
+
+def _metadata(text: bytes) -> Any:
+    """The first entry, where it is that of the metadata; else the one that is somewhere, if any."""
+    if text.startswith(_BEGIN):
+        with suppress(ValueError, RecursionError):  # what is wrong with it shows when all is read
+            return json.JSONDecoder().raw_decode(text.decode(), len(_BEGIN))[0]
+    return _json_object(text).get("__metadata__")
 
 
 class _Entries:
     """The tensor table of a slot under construction; offsets count from the end of the header."""
 
     def __init__(self) -> None:
-        self.table: dict[str, Any] = {}
+        self.texts: dict[str, str] = {}
+        """Of each entry, by name, its JSON."""
         self.end = 0
         self._num_pads = 0
 
-    def add(self, name: str, dtype: str, shape: list[int], nbytes: int) -> int:
-        if name in self.table:
+    def add(self, name: str, dtype: str, shape: str, nbytes: int) -> int:
+        if name in self.texts:
             raise ConfigError(f"slot image: two entries are named {name!r}")
         begin, self.end = self.end, self.end + nbytes
-        self.table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, self.end]}
+        self.texts[name] = f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{begin},{self.end}]}}'
         return begin
 
     def align(self, multiple: int) -> None:
@@ -228,7 +243,7 @@ class _Entries:
     def pad_to(self, offset: int) -> None:
         gap = offset - self.end
         if gap:
-            self.add(f"__pad.{self._num_pads}", "U8", [gap], gap)
+            self.add(f"__pad.{self._num_pads}", "U8", f"[{gap}]", gap)
             self._num_pads += 1
 
     def add_region(self, fragments: tuple[Fragment, ...]) -> tuple[Span, tuple[int, ...]]:
@@ -240,7 +255,8 @@ class _Entries:
         for fragment, offset in zip(fragments, offsets, strict=True):
             if offset > self.end:
                 self.pad_to(offset)
-            self.add(fragment.name, fragment.dtype, _shape(fragment), fragment.nbytes)
+            shape = _shape(fragment.box.shape, fragment.numel)
+            self.add(fragment.name, fragment.dtype, shape, fragment.nbytes)
         return Span(begin, begin + nbytes), offsets
 
 
@@ -265,20 +281,23 @@ def _cut(
     return tuple(sections), tuple(chunks)
 
 
-def _shape(fragment: Fragment) -> list[int]:
+@lru_cache(maxsize=1 << 14)  # tensors are many, and few are of a shape of their own
+def _shape(box: Shape, numel: int) -> str:
+    """Of so many elements of a box, in JSON."""
     # A flat range of a box is no box: it has one dimension.
-    numel, shape = fragment.stop - fragment.start, fragment.box.shape
-    return list(shape) if numel == math.prod(shape) else [numel]
+    return json.dumps(box if numel == math.prod(box) else [numel], separators=(",", ":"))
 
 
-def _header(manifest: Manifest, table: dict[str, Any]) -> bytes:
+def _header(manifest: Manifest, entries: Mapping[str, str]) -> bytes:
     metadata = {"format": FORMAT, "version": VERSION, "manifest": manifest.encode().decode()}
-    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
+    own = json.dumps(metadata, separators=(",", ":"))
+    table = (f"{encode_basestring_ascii(name)}:{entry}" for name, entry in entries.items())
+    text = _BEGIN + ",".join([own, *table]).encode() + b"}"
     # 8 bytes of length stand before the text. safetensors allows spaces behind it; data begins on a page.
     text += b" " * (-(len(text) + 8) % PAGE_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise ConfigError(
-            f"slot image: {len(table)} entries need a header of {len(text)} bytes, "
+            f"slot image: {len(entries)} entries need a header of {len(text)} bytes, "
             f"safetensors allows {MAX_HEADER_BYTES}; hold the state in fewer fragments"
         )
     return len(text).to_bytes(8, "little") + text

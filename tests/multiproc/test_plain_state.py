@@ -118,6 +118,39 @@ def held(rank: int, world_size: int, name: str) -> tuple[list[Any], dict[str, An
     return found, full, dict(topology.me.coords), dict(topology.layout)
 
 
+def made(rank: int, world_size: int, name: str) -> list[tuple[Any, Any]]:
+    """What ``describe`` lets the optimizer make of its state, and what torch makes, in words."""
+    from ftckpt.plain.state import PlainState
+
+    def words(value: Any) -> Any:
+        mine = getattr(value, "_local_tensor", value)
+        spec = str(getattr(value, "_spec", "")), value.stride(), value.dtype, value.requires_grad, type(value)
+        return (*spec, mine.stride(), mine.tolist())
+
+    model = MODELS[name][1](world_size)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True) for _ in range(2)]
+    PlainState(model, optimizers[0], None, {}).describe()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach()
+    for group in optimizers[1].param_groups:
+        optimizers[1]._init_group(group, [], [], [], [], [], [])
+    states = [
+        [{kind: words(value) for kind, value in optimizer.state[p].items()} for p in model.parameters()]
+        for optimizer in optimizers
+    ]
+    assert all(len(optimizer.state) == len(states[0]) for optimizer in optimizers)
+    return list(zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("name", ["rows", "tensor-parallel"])
+def test_state_made_before_the_first_step_is_as_torch_makes_it(name: str) -> None:
+    for result in run_ranks(made, MODELS[name][0], name, stand_in=False):
+        assert result.value
+        for ours, torchs in result.value:
+            assert ours == torchs and len(ours) == 4
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_element_is_where_the_fragment_says(name: str) -> None:
     """Against the tensors that torch itself gathers; of every element, on every rank."""
