@@ -100,7 +100,8 @@ class RankState:
         self._is_exact = bool(taken_over(config.persist))
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
-        self._round: int | None = None  # the number of the round that is still to be posted
+        self._last_posted = 0  # the number of a round
+        self._reads = False  # verdicts, for the snapshot of this boundary, whose own round comes behind them
         self._newest = -1  # as posted
         self._will: Will | None = None  # of all ranks, None: it was not read at this boundary
         self._last_round: int | None = None  # with which all ranks turned off
@@ -142,7 +143,7 @@ class RankState:
         """Training is at the boundary of ``iteration``; whether a snapshot is due."""
         due = self.interval.due(iteration)
         if due:
-            self.iteration, self._will, self._missed = iteration, None, False
+            self.iteration, self._will, self._missed, self._reads = iteration, None, False, True
         return due
 
     def stepped(self) -> None:
@@ -151,8 +152,12 @@ class RankState:
 
     @property
     def owes_round(self) -> bool:
-        """Whether this rank has yet to post what it has."""
-        return self._round is not None and not self.off and not self.lost
+        """Whether this rank has yet to post what it has.
+
+        Whoever comes to a boundary posts for it, whatever failed there: rounds of all ranks pair up by their order
+        alone.
+        """
+        return self._last_posted < self.interval.number - self._reads and not self.off and not self.lost
 
     def round_to_post(
         self, newest: SnapshotId | None, will: Will, wish: Wish, guard: Guard, now_secs: float,
@@ -162,7 +167,6 @@ class RankState:
 
         ``compute_secs``: see ``SlowRanks.post``.
         """
-        assert self._round is not None
         # What was restored is of another lineage, and no snapshot of this one.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
         if self.failures >= self._config.error_limit and own <= self._newest:
@@ -170,24 +174,29 @@ class RankState:
         self.ages.busy = guard.busy
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(wish.cost, _MOST_COST) * 1e6)
-        times = self._slow_ranks.post(self._round, compute_secs) if self._slow_ranks is not None else NO_TIMES
-        return Round(self._round, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish), times)
+        number = self._last_posted + 1
+        times = self._slow_ranks.post(number, compute_secs) if self._slow_ranks is not None else NO_TIMES
+        return Round(number, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish), times)
+
+    def empty_round(self) -> Round:
+        """In the place of ``round_to_post`` where that raises: this rank has nothing and takes nothing."""
+        is_last = self.failures >= self._config.error_limit
+        return Round(self._last_posted + 1, -1, Will.OFF if is_last else Will.SKIP)
 
     def posted(self, round_: Round) -> None:
         """The round is on its way."""
-        self._round = None
+        self._last_posted = round_.number
         self._said_off = self._said_off or round_.will == Will.OFF
         if round_.newest > self._newest:
             self._newest, self.failures = round_.newest, 0
 
     def miss(self) -> None:
         """Verdicts were missing at the deadline: this rank takes nothing, and posts that with the next round."""
-        self._round, self._missed = self.interval.number, True
+        self._reads, self._missed = False, True
 
     def learn(self, verdicts: Sequence[Verdict], now_secs: float) -> list[Action]:
         """All verdicts up to that of the last round were read."""
-        # Whoever comes to a boundary posts for it, late or not: rounds of all ranks pair up by their order alone.
-        self._round = self.interval.number
+        self._reads = False
         self._verdicts += verdicts
         actions: list[Action] = []
         marks, whole = self.marks, self.whole
@@ -321,7 +330,7 @@ class RankState:
         """Ranks have lost each other."""
         if self.lost or self.off:
             return []
-        self.lost, self._round, self._searched_secs, self._seen_secs = True, None, 0.0, None
+        self.lost, self._searched_secs, self._seen_secs = True, 0.0, None
         self._num_searched = 0
         return [Announcement("ranks_lost", {"error": error})]
 
@@ -356,6 +365,7 @@ class RankState:
         known = {verdict.number: verdict for standing in standings for verdict in standing.verdicts}
         self.lost = self._said_off = False
         self.interval.number = max(standing.number for standing in standings)
+        self._last_posted = self.interval.number - 1
         self.proofs.restart(iteration, self.interval.number, any(standing.begun for standing in standings))
         self._wrong = any(standing.wrong for standing in standings)
         searched = Announcement("ranks_reunited", {"iteration": iteration, "secs": self._searched_secs})

@@ -21,7 +21,7 @@ from ftckpt.job.actions import (
     TurnOff,
     WholeMark,
 )
-from ftckpt.job.agreement import Coverage, Will
+from ftckpt.job.agreement import Coverage, Round, Will
 from ftckpt.job.losses import Losses
 from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.shard import Shard, corruption_text
@@ -198,7 +198,7 @@ class Snapshots:
         try:
             if self.capture is not None:
                 self.capture.settle(self._config.fence_timeout_secs)
-        except CaptureError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
             self.fail(error)
         self._post()
         verdicts = self._links.agreement.read(self._config.agree_timeout_secs)
@@ -210,9 +210,19 @@ class Snapshots:
 
     def _post(self) -> None:
         """Post once per snapshot what this rank has, as soon as the host knows it."""
+        while self._state.owes_round and not (self.capture is not None and self.capture.flying):
+            problem: Exception | None = None
+            try:
+                round_ = self._round()
+            except Exception as error:  # noqa: BLE001 - told below, when the others have a round to go on with
+                round_, problem = self._state.empty_round(), error
+            self._links.agreement.post(round_)  # where it raises, the round is still owed
+            self._state.posted(round_)
+            if problem is not None:
+                self.fail(problem)
+
+    def _round(self) -> Round:
         capture, now_secs = self.capture, time.monotonic()
-        if not self._state.owes_round or (capture is not None and capture.flying):
-            return
         will = Will.OFF if capture is None else Will.SKIP if capture.busy else Will.GO
         round_ = self._state.round_to_post(
             capture.newest if capture is not None else None,
@@ -225,8 +235,7 @@ class Snapshots:
         )
         if round_.flush >= 0 and round_.flushed == Coverage.CANNOT:
             self._storage.tell_problem(round_.flush)
-        self._links.agreement.post(round_)  # where it raises, the round is still owed
-        self._state.posted(round_)
+        return round_
 
     def _prove(self) -> None:
         """Replicas still hold the same bits, and derived state still follows; else all ranks lay out anew."""

@@ -154,7 +154,9 @@ class Server:
         self._deadlines = deadlines or Deadlines()
         self._trust = Trust()
         self._host = ""
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        # No SimpleQueue: its ``get`` waits for ever where a signal's handler returns behind the deadline (CPython 3.9
+        # to 3.12), and the loop that is to end by the signal waits here.
+        self._calls: queue.Queue[_Call] = queue.Queue()
         self._guard, self._decoding = threading.Lock(), threading.Lock()  # neither is taken within the other
         self._reported: dict[str, float] = {}
         self._unix: _Listener | None = None

@@ -300,6 +300,43 @@ def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) ->
     run_ranks(used_after_close, 2, settings)
 
 
+def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str) -> tuple[float, int, bool]:
+    """The longest boundary, what was whole at the last, and whether ftckpt was off; something of rank 1 fails that
+    nobody has foreseen, once or from then on."""
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    capture, protection = checkpointer.capture, checkpointer._protection
+    owner: Any = capture if where == "boundary" else protection
+    name, longest_secs = {"boundary": "settle"}.get(where, "observe"), 0.0
+    works = getattr(owner, name)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        if where != "always":
+            setattr(owner, name, works)
+        raise OSError("a file went away")
+
+    for iteration in range(1, 17):
+        if (rank, iteration) == (1, 4):
+            setattr(owner, name, fails)
+        checkpointer.fence()
+        state.advance(iteration, float(iteration))
+        begin = time.monotonic()
+        checkpointer.step(iteration)
+        longest_secs = max(longest_secs, time.monotonic() - begin)
+    whole, off = checkpointer.whole, checkpointer.off
+    checkpointer.close(remove=False)
+    return longest_secs, whole.iteration if whole is not None else -1, off
+
+
+@pytest.mark.parametrize("where", ["boundary", "round", "always"])
+def test_what_fails_on_one_rank_shifts_no_rounds(where: str, settings: dict[str, Any]) -> None:
+    """Rounds pair up by their order: one that is left out makes each rank wait for the other at every boundary."""
+    settings |= {"agree_timeout_secs": 5.0, "error_limit": 3, "objects_mib": 1, "on_error": "continue"}
+    for longest_secs, whole, off in (result.value for result in run_ranks(fails_once, 2, settings, where)):
+        assert longest_secs < 5.0, "nobody waits for a round that does not come"
+        assert off if where == "always" else (whole, off) == (15, False), "past the limit all turn off together"
+
+
 def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str) -> list[bool]:
     """Whether this rank said of itself in each proof that it is late; rank 1 is in trouble before the fourth."""
     from ftckpt.job.agreement import Will
