@@ -40,6 +40,19 @@ checked_module() {
     [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_.]*$ ]] || fail "--runner: '$1' is not a module; use ftckpt.megatron, ftckpt.deepspeed or none"
 }
 
+# preempted: whether Slurm takes the nodes of this job for another one, and GraceTime runs.
+preempted() {
+    [[ $(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) =~ PreemptTime=[0-9] ]]
+}
+
+# comes_back: whether Slurm starts this job again once it has ended. While a job that was requeued ends its state is that
+# of any other; its restarts are counted at once.
+comes_back() {
+    ! preempted || return 0
+    [[ $(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) =~ Restarts=([0-9]+) ]] &&
+        ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}))
+}
+
 # read_flags FILE: adds the words of a flag file to FLAGS. Lines that start with # are comments. Words are divided
 # at blanks; a value with blanks is written in quotes. Nothing is expanded: a $ or a * stays what it is.
 FLAGS=()

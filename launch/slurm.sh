@@ -189,6 +189,7 @@ run_steps() {
             clean "$(time_left)"
             exit "$CODE"
         fi
+        ! preempted || give_way
     done
     give_up "$STEPS steps have failed"
 }
@@ -215,24 +216,28 @@ verdict() {
     return 1
 }
 
+# on_all SECS NODE... -- COMMAND...: runs it there, on all nodes at once, within SECS. In a subshell, whose wait does not
+# take in the steps of the SMPs.
+on_all() (
+    secs=$1 nodes=()
+    shift
+    while [ "$1" != -- ]; do nodes+=("$1") && shift; done
+    for node in "${nodes[@]}"; do
+        within "$secs" "$node" "${@:2}" </dev/null &
+    done
+    wait
+)
+
 # forget: what the nodes know of this run goes.
 forget() {
-    local node
-    for node in "${TRAINING[@]}"; do
-        on_node "$node" "$PYTHON" -m ftckpt.commands.main ended --forget >/dev/null 2>&1 </dev/null &
-    done
-    wait
+    on_all "$WAIT_SECS" "${TRAINING[@]}" -- "$PYTHON" -m ftckpt.commands.main ended --forget >/dev/null 2>&1
 }
 
-# save SECS: what memory has comes to storage within SECS, where the job names some and wants it; all nodes at once.
+# save SECS: what memory has comes to storage within SECS, where the job names some and wants it.
 save() {
-    local node
     [ -n "$PERSISTS" ] || return 0
     save_command "$1"
-    for node in "${TRAINING[@]}"; do
-        within "$(($1 + 15))" "$node" "${SAVE[@]}" </dev/null &
-    done
-    wait
+    on_all "$(($1 + 15))" "${TRAINING[@]}" -- "${SAVE[@]}"
 }
 
 # time_left: prints the seconds that a save may take where Slurm does not end the allocation yet.
@@ -243,21 +248,34 @@ time_left() {
 
 # clean SECS: removes the arenas from all nodes that answer, once what is in them is saved.
 clean() {
-    local node
     save "$1"
-    for node in "${ALLOCATED[@]}"; do
-        on_node "$node" "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null </dev/null &
-    done
-    wait
+    on_all "$WAIT_SECS" "${ALLOCATED[@]}" -- "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null
     forget
 }
 
-# stop: Slurm ends the batch script, because of scancel or the time limit.
+# give_way: Slurm has told the steps that another job takes the nodes, and this script nothing. The SMPs save what their
+# nodes have; a step that starts now would end with the grace.
+give_way() {
+    say "another job takes the nodes"
+    ((!${#GUARDED[@]})) || wait "${GUARDED[@]}" || true
+    trap '' TERM USR1
+    requeue || clean "$SAVE_SECS"
+    exit 143
+}
+
+# requeue: the job waits for nodes again, and comes back under its number.
+requeue() {
+    scontrol requeue "$SLURM_JOB_ID"
+}
+
+# stop: Slurm ends the batch script, because of scancel, the time limit, or for another job.
 stop() {
     trap '' TERM USR1
     say "told to stop"
+    # srun kills what it runs: memory has all that is saved.
     [ -z "${SRUN:-}" ] || { kill -TERM "$SRUN" && wait "$SRUN"; } 2>/dev/null || true
-    clean "$SAVE_SECS"
+    if [ -n "$PERSISTS" ] || ! comes_back; then clean "$SAVE_SECS"; fi
+    ! preempted || requeue || clean "$SAVE_SECS"
     exit 143
 }
 trap stop TERM USR1

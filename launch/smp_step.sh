@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The SMP of this node, as a step of its own, which slurm.sh starts: smp_step.sh JOB ARENA [PERSISTS]
 #
-# Slurm signals this step where it ends the job at once (scancel, requeue, preemption) and starts no more steps: the batch
-# script then reaches no other node. So what memory has is saved from here where PERSISTS is not empty, and removed once it
+# Slurm signals this step where it ends the job at once (scancel, requeue, preemption) and starts no more steps, so that
+# the batch script reaches no other node; or, where a preemption has a GraceTime, as it begins, and the script not at all. So what memory has is saved from here where PERSISTS is not empty, and removed once it
 # is on storage. A job that is cancelled and saves nothing leaves no memory; one that is requeued may come back to it.
 
 set -euo pipefail
@@ -38,9 +38,9 @@ is_saved() {
 }
 
 STATE=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T 2>/dev/null) || STATE=
-[ "$STATE" != RUNNING ] || end_smp # this step alone was told to end, or the steps: the job goes on
+[ "$STATE" != RUNNING ] || preempted || end_smp # this step alone was told to end, or the steps: the job goes on
 if [ -z "$PERSISTS" ]; then
-    [ "$STATE" != PENDING ] || end_smp # requeued
+    ! comes_back || end_smp
 elif ! is_saved; then
     say "nothing came to storage from here: what memory has stays on this node"
     end_smp

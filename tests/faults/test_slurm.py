@@ -1,69 +1,22 @@
-"""The batch script on real Slurm daemons, through a job's whole life: two nodes with memories of their own."""
+"""The batch scripts on real Slurm daemons: two nodes with memories of their own. A job's whole life, and its ends."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
-import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from ftckpt.commands.main import main
 from tests.support.launching import ROOT
-from tests.support.slurm_lab import NODES, SlurmLab
+from tests.support.slurm_jobs import SlurmJob
+from tests.support.slurm_lab import GRACE_SECS, NODES, SlurmLab
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.slow]
 
-MODEL = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2"]
-
-
-class Job:
-    """``launch/a100.sbatch`` with a small Megatron job that trains until it is stopped."""
-
-    def __init__(self, lab: SlurmLab) -> None:
-        self.lab, self.log, self.stored = lab, lab.root / "log.jsonl", lab.root / "stored"
-        self.stored.mkdir()
-        env = {
-            "FTCKPT_DEVICE": "cpu", "FTCKPT_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "FTCKPT_RESTARTS": "3",
-            "GLOO_SOCKET_IFNAME": "lo", "FTCKPT_SAVE_SECS": "30", "FTCKPT_WAIT_SECS": "10", "FTCKPT_PAUSE_SECS": "1",
-        }  # fmt: skip
-        ftckpt = {"persist": str(self.stored), "persist-interval": "1000000", "layouts": "tp1pp1"}
-        flags = [word for name, value in ftckpt.items() for word in (f"--ftckpt-{name}", value)]
-        script = ["launch/train_gpt.py", *MODEL, "--iterations", "1000000", "--log-file", str(self.log)]
-        options = ["--nodes", "1:2", "--nproc", "2", "--job", "life"]
-        self.number = lab.submit(
-            ["--nodes=2", "--time=30", "--requeue"],
-            ["launch/a100.sbatch", *options, *script, "--ftckpt", *flags], ROOT, env,
-        )  # fmt: skip
-        self._read = 0
-
-    @property
-    def iteration(self) -> int:
-        """The last one that was trained."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return int(json.loads(lines[-1])["iteration"]) if lines else 0
-
-    def trains_beyond(self, iteration: int) -> None:
-        until(lambda: self.iteration >= iteration, self.lab.logs, 120)
-
-    def says(self, text: str) -> re.Match[str]:
-        """What the job has printed since the last call that matches ``text``, which it does soon."""
-        found: re.Match[str] | None = None
-
-        def look() -> bool:
-            nonlocal found
-            found = re.search(text, self.lab.out()[self._read :])
-            return found is not None
-
-        until(look, lambda: f"{text}{self.lab.logs()}", 120)
-        assert found is not None
-        self._read += found.end()
-        return found
+BATCH = ["a100.sbatch", "frontier.sbatch"]
 
 
 @pytest.fixture
@@ -72,16 +25,9 @@ def lab() -> Iterator[SlurmLab]:
         yield cluster
 
 
-def iteration_at(stored: Path, capsys: pytest.CaptureFixture[str]) -> int:
-    """That a restart would take from storage, every byte read."""
-    capsys.readouterr()
-    assert main(["verify", str(stored)]) == 0
-    return int(capsys.readouterr().out.split()[-1])
-
-
 @pytest.mark.timeout(400)
-def test_a_whole_life(lab: SlurmLab, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job(lab)
+def test_a_whole_life(lab: SlurmLab) -> None:
+    job = SlurmJob(lab)
     job.says(r"4 ranks: nothing to restore")
     job.trains_beyond(10)
     assert "the SMP is in step" not in lab.out()  # each has a step of its own
@@ -106,8 +52,8 @@ def test_a_whole_life(lab: SlurmLab, capsys: pytest.CaptureFixture[str]) -> None
     lab.call("scontrol", "requeue", job.number)
     job.says(r"told to stop")
     until(lambda: lab.state(job.number) == "PENDING", lab.logs)
-    assert not list(lab.memory("node0").glob("ftckpt-life*"))
-    saved = iteration_at(job.stored, capsys)
+    assert not job.memory("node0")
+    saved = job.saved()
     assert saved >= before + 28
     lab.start_node("node1")
     lab.call("scontrol", "update", "nodename=node1", "state=resume")
@@ -116,5 +62,95 @@ def test_a_whole_life(lab: SlurmLab, capsys: pytest.CaptureFixture[str]) -> None
     job.trains_beyond(saved + 10)
     lab.call("scancel", job.number)
     until(lambda: not lab.state(job.number), lab.logs, 90)
-    left = [path for node in NODES for path in lab.memory(node).glob("ftckpt-life*")]
+    left = job.memory(*NODES)
     assert not left, f"{left}{lab.out()[-3000:]}"
+
+
+def test_frontier(lab: SlurmLab) -> None:
+    """A rank is killed, the job is requeued, and ends when it is told to."""
+    job = SlurmJob(lab, "frontier.sbatch")
+    job.says(r"4 ranks: nothing to restore")
+    job.trains_beyond(10)
+    assert "the SMP is in step" not in lab.out()
+
+    # The step ends with a rank, and the SMP is not in it.
+    before, smps = job.iteration, job.smps()
+    os.kill(lab.pids("node1", "-u -m ftckpt.megatron")[-1], signal.SIGKILL)
+    job.says(r"step 2 of at most")
+    assert int(job.says(r"4 ranks: iteration (\d+) from memory")[1]) >= before - 2
+    assert job.smps() == smps, "an SMP did not outlive the step"
+    job.trains_beyond(before + 30)
+
+    lab.call("scontrol", "requeue", job.number)
+    until(lambda: lab.state(job.number) == "PENDING", lab.logs)
+    saved = job.saved()
+    assert saved >= before + 28 and not job.memory(*NODES)
+    assert int(job.says(r"4 ranks: iteration (\d+) from [^\n]*storage")[1]) == saved
+    job.trains_beyond(saved + 10)
+
+    # The notice, to the script alone: SMPs that go on must not keep the allocation until the limit.
+    lab.call("scancel", "--batch", "--signal=TERM", job.number)
+    job.ends(within_secs=60)
+    assert job.saved() >= saved + 8 and not job.memory(*NODES)
+
+
+def test_the_notice_of_the_time_limit(lab: SlurmLab) -> None:
+    """The script's own --signal: storage has the snapshot before the limit comes, and the next job goes on."""
+    job = SlurmJob(lab, options=["--time=3"])
+    after = SlurmJob(lab, options=[f"--dependency=afternotok:{job.number}", "--time=30"])
+    limit = job.runs() + 180
+    job.trains_beyond(10)
+    job.says("told to stop")
+    before = job.iteration
+    job.ends(within_secs=60)
+    assert time.time() < limit and "DUE TO TIME LIMIT" not in lab.out()
+    saved = job.saved()
+    assert saved >= before - 1
+    assert int(after.says(r"4 ranks: iteration (\d+) from [^\n]*storage")[1]) == saved
+    after.trains_beyond(saved + 10)
+
+
+def test_a_time_limit_without_notice(lab: SlurmLab) -> None:
+    """Slurm ends all steps at once: the SMPs save within KillWait."""
+    job = SlurmJob(lab, options=["--time=1", "--signal=B:CONT@1"])
+    after = SlurmJob(lab, options=[f"--dependency=afternotok:{job.number}", "--time=30"])
+    job.trains_beyond(10)
+    job.says("DUE TO TIME LIMIT")
+    before = job.iteration
+    job.ends(within_secs=60)
+    saved = job.saved()
+    assert saved >= before - 1
+    assert int(after.says(r"4 ranks: iteration (\d+) from [^\n]*storage")[1]) == saved
+    after.trains_beyond(saved + 10)
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_another_job_takes_the_nodes(lab: SlurmLab, script: str) -> None:
+    """The steps are told, GraceTime before the end: all is saved and the nodes are free when it is not half over."""
+    job = SlurmJob(lab, script)
+    job.trains_beyond(10)
+    done = lab.root / "done"
+    wait = f"until [ -e {done} ]; do sleep 0.2; done"
+    begun = time.monotonic()
+    urgent = lab.submit(["--partition=urgent", "--nodes=2", "--exclusive", "--time=5"], ["--wrap", wait], ROOT, {})
+    job.says("another job takes the nodes")
+    before = job.iteration
+    until(lambda: lab.state(urgent) == "RUNNING", lab.logs)
+    assert time.monotonic() - begun < GRACE_SECS, "the job kept its nodes until the grace was over"
+    assert lab.state(job.number) == "PENDING" and "step 2 of" not in lab.out(), lab.logs()
+    saved = job.saved()
+    assert saved >= before - 1 and not job.memory(*NODES)
+    done.touch()
+    assert int(job.says(r"4 ranks: iteration (\d+) from [^\n]*storage")[1]) == saved
+    job.trains_beyond(saved + 10)
+
+
+def test_an_smp_in_the_step_of_the_trainers(lab: SlurmLab) -> None:
+    """Who starts ranks without the batch scripts is told, and it is so."""
+    job = SlurmJob(lab, script="")
+    job.says(r"the SMP is in step 0 of Slurm job \d+ with the trainers: it is killed when the step ends")
+    job.trains_beyond(10)
+    assert job.smps()
+    lab.call("scancel", f"{job.number}.0")
+    until(lambda: not job.smps(), lab.logs, 60)
+    assert lab.state(job.number) == "RUNNING" and job.memory("node0"), "the snapshots stay"

@@ -55,6 +55,11 @@ def srun():
     nodes = options["nodelist"].split(",")
     if "overlap" in options:
         say_verdict(argv)
+        parent, end = os.getppid(), time.monotonic() + 60
+        while any(word.endswith("/smp_step.sh") for word in argv) and not (here / "preempted").exists():
+            if os.getppid() != parent or time.monotonic() > end:
+                break  # it ends with the job
+            time.sleep(0.02)
         dead = json.loads((here / "dead.json").read_text())
         return int(nodes[0] in dead)
     if not (here / "run").exists():
@@ -88,7 +93,9 @@ def srun():
     return max(map(abs, (task.returncode for task in tasks)))
 
 record()
-if name == "scontrol":
+if name == "scontrol" and argv[:2] == ["show", "job"]:
+    print("   PreemptTime=" + ("2026-11-25T21:18:35" if (here / "preempted").exists() else "None"))
+elif name == "scontrol":
     print(argv[-1].replace(",", "\n"))
 elif name == "srun":
     sys.exit(srun())
@@ -154,6 +161,10 @@ class Standins:
     def verdict(self, code: int, reason: str) -> None:
         """What a rank has ended the run with, for good."""
         (self.here / "verdict").write_text(f"{code} {reason}")
+
+    def preempted(self) -> None:
+        """Another job takes the nodes, and SMPs have been told to end."""
+        (self.here / "preempted").touch()
 
     def dead(self, *nodes: str) -> None:
         """Nodes that do not answer."""

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,8 @@ import pytest
 from tests.support.waiting import until
 
 NODES = ("node0", "node1")
+GRACE_SECS = 60
+"""From the notice to the end of a job in the partition ``lab``, where one in ``urgent`` takes its nodes."""
 _DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare")
 _CONF = """\
 ClusterName=lab
@@ -51,7 +53,11 @@ SlurmdTimeout=5
 MessageTimeout=5
 KillWait=10
 RequeueExit=75
-PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+AllowSpecResourcesUsage=YES
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 GraceTime={grace}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -63,6 +69,14 @@ def may_run() -> str:
     if os.geteuid():
         return "a cluster of one's own needs root"
     return "" if Path("/sys/fs/cgroup/freezer").is_dir() else "no cgroup freezer of version 1"
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
 
 
 class SlurmLab:
@@ -110,7 +124,8 @@ class SlurmLab:
 
     def state(self, job: str) -> str:
         """Of a job, empty when it has ended and is forgotten."""
-        return self.call("squeue", "-h", "-j", job, "-o", "%T") if self.call("squeue", "-h") else ""
+        jobs = dict(line.split() for line in self.call("squeue", "-h", "-o", "%i %T").splitlines())
+        return jobs.get(job, "")
 
     def pids(self, node: str, words: str) -> list[int]:
         """Processes in the mounts of a node whose command line has ``words``."""
@@ -137,16 +152,14 @@ class SlurmLab:
 
     def _configure(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port, *node_ports = _free_ports(1 + len(NODES))
         lines = [
-            f"NodeName={node} NodeHostName={host} NodeAddr=127.0.0.1 Port={port + 1 + number} CPUs=8 RealMemory=2000 "
-            "Gres=gpu:8 State=UNKNOWN\n" for number, node in enumerate(NODES)
+            f"NodeName={node} NodeHostName={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=64 RealMemory=2000 "
+            "Gres=gpu:8 State=UNKNOWN\n" for node, node_port in zip(NODES, node_ports, strict=True)
         ]  # fmt: skip
-        conf = _CONF.format(host=host, port=port, root=self.root)
-        head, _, partition = conf.rpartition("PartitionName")
-        (self.root / "slurm.conf").write_text(head + "".join(lines) + "PartitionName" + partition)
+        conf = _CONF.format(host=host, port=port, root=self.root, grace=GRACE_SECS)
+        head, partition, rest = conf.partition("PartitionName")
+        (self.root / "slurm.conf").write_text(head + "".join(lines) + partition + rest)
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (self.root / "gres.conf").write_text(
             "".join(f"NodeName={node} Name=gpu File={self.root}/gpu[0-7]\n" for node in NODES)
@@ -187,7 +200,7 @@ class SlurmLab:
 
     def idle(self) -> int:
         """How many nodes are."""
-        command = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
+        command = ["sinfo", "-h", "-N", "-p", "lab", "-t", "idle", "-o", "%N"]
         return len(subprocess.run(command, env=self.env, capture_output=True, check=False).stdout.split())
 
     def _spawn(self, name: str, command: Sequence[str]) -> None:

@@ -584,6 +584,45 @@ def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
     assert len(standins.steps()) == 1 and standins.cleaned() == {"n1"}
 
 
+def requeued(standins: Standins) -> bool:
+    return ["requeue", "4711"] in [call.argv for call in standins.calls("scontrol")]
+
+
+@pytest.mark.parametrize("script", BATCH)
+@pytest.mark.parametrize("persists", [[], ["--ftckpt-persist", "/storage"]], ids=["memory", "storage"])
+def test_a_job_whose_steps_are_told_to_give_way_comes_back(
+    standins: Standins, script: str, persists: list[str]
+) -> None:
+    """GraceTime runs: another step would end with it, and the SMPs save."""
+    standins.preempted()
+    standins.codes(143)
+    env = standins.slurm("n1", "n2")
+    ran = standins.launch(script, "--nodes", "2", str(standins.script), *persists, env=env)
+    assert (ran.returncode, len(standins.steps())) == (143, 1) and requeued(standins), ran.stdout
+    assert not standins.cleaned(), "what could not be saved stays"
+
+
+@pytest.mark.parametrize("script", BATCH)
+@pytest.mark.parametrize(
+    ("preempts", "persists"), [(True, True), (True, False), (False, True)], ids=["saved", "kept", "ends"]
+)
+def test_a_script_that_is_told_to_give_way_comes_back(
+    standins: Standins, script: str, preempts: bool, persists: bool
+) -> None:
+    """As with PreemptParameters=send_user_signal."""
+    if preempts:
+        standins.preempted()
+    standins.codes("hang")
+    words = [str(standins.script), *(["--ftckpt-persist", "/storage"] if persists else [])]
+    with subprocess.Popen(
+        standins.command(script, *words), env=standins.slurm("n1"), stdout=subprocess.DEVNULL
+    ) as batch:
+        until(standins.steps, "the step", secs=30)
+        batch.send_signal(signal.SIGTERM)
+        assert batch.wait(30) == 143
+    assert requeued(standins) == preempts and standins.cleaned() == ({"n1"} if persists else set())
+
+
 @pytest.mark.parametrize("script", BATCH)
 @pytest.mark.parametrize("how", ["time limit", "steps used"])
 def test_what_memory_has_is_saved_before_it_is_emptied(standins: Standins, script: str, how: str) -> None:

@@ -34,25 +34,31 @@ esac
 """
 SAVED = "node n: iteration 7 is at /storage, after 0.1 s\n"
 NOT_WANTED = "node n: nothing is saved: the job has --ftckpt-persist-at-end off\n"
+STAYS = "Requeue=1 Restarts=2 PreemptTime=None"
+REQUEUED = "Requeue=1 Restarts=3"
+GIVES_WAY = "Requeue=1 Restarts=2 PreemptTime=2026-11-25T21:18:35"
 
 
 class Step:
-    """``smp_step.sh`` with stand-ins for Python and ``squeue``."""
+    """``smp_step.sh`` with stand-ins for Python, ``squeue`` and ``scontrol``."""
 
     SCRIPT = "smp_step.sh"
 
-    def __init__(self, here: Path, persists: str, state: str, saved: str = SAVED) -> None:
+    def __init__(self, here: Path, persists: str, slurm: tuple[str, str], saved: str = SAVED) -> None:
         self.here, self.memory = here, here / "memory" / "ftckpt-job"
         self.memory.mkdir(parents=True)
         (here / "saved").write_text(saved)
         (here / "log").touch()
-        for name, text in (("python3", PYTHON.format(here=here)), ("squeue", f"#!/bin/bash\necho {state}\n")):
+        says = dict(zip(("squeue", "scontrol"), slurm, strict=True))
+        scripts = {"python3": PYTHON.format(here=here), **{n: f"#!/bin/bash\necho '{t}'\n" for n, t in says.items()}}
+        for name, text in scripts.items():
             (here / name).write_text(text)
             (here / name).chmod(0o755)
         self._command = ["bash", str(ROOT / "launch" / self.SCRIPT), "job", str(here / "memory"), persists]
         self._env = {
             **os.environ, "PATH": f"{here}:{os.environ['PATH']}", "FTCKPT_PYTHON": str(here / "python3"),
             "FTCKPT_SAVE_SECS": "2", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n",
+            "SLURM_RESTART_COUNT": "2",
         }  # fmt: skip
 
     def end(self, told: bool = True) -> tuple[int, list[str]]:
@@ -66,34 +72,38 @@ class Step:
 
 
 @pytest.mark.parametrize(
-    ("persists", "state", "saved", "called"),
+    ("persists", "slurm", "saved", "called"),
     [
-        ("1", "COMPLETING", SAVED, ["save", "clean", "ended"]),
-        ("1", "PENDING", SAVED, ["save", "clean", "ended"]),
-        ("", "COMPLETING", SAVED, ["clean", "ended"]),
-        ("", "PENDING", SAVED, ["ended"]),
-        ("1", "COMPLETING", NOT_WANTED, ["save", "ended"]),
-        ("1", "RUNNING", SAVED, ["ended"]),
+        ("1", ("COMPLETING", STAYS), SAVED, ["save", "clean", "ended"]),
+        ("1", ("COMPLETING", REQUEUED), SAVED, ["save", "clean", "ended"]),
+        ("1", ("RUNNING", GIVES_WAY), SAVED, ["save", "clean", "ended"]),
+        ("", ("COMPLETING", STAYS), SAVED, ["clean", "ended"]),
+        ("", ("COMPLETING", REQUEUED), SAVED, ["ended"]),
+        ("", ("RUNNING", GIVES_WAY), SAVED, ["ended"]),
+        ("1", ("COMPLETING", STAYS), NOT_WANTED, ["save", "ended"]),
+        ("1", ("RUNNING", STAYS), SAVED, ["ended"]),
     ],
     ids=[
         "cancelled",
         "requeued",
+        "gives way",
         "cancelled without storage",
         "requeued without storage",
+        "gives way without storage",
         "wants no save",
         "goes on",
     ],
 )
 def test_memory_goes_when_it_is_of_no_more_use(
-    persists: str, state: str, saved: str, called: list[str], tmp_path: Path
+    persists: str, slurm: tuple[str, str], saved: str, called: list[str], tmp_path: Path
 ) -> None:
-    step = Step(tmp_path, persists, state, saved)
+    step = Step(tmp_path, persists, slurm, saved)
     assert step.end() == (143, called)
     assert step.memory.exists() == ("clean" not in called)
 
 
 def test_a_save_that_fails_is_tried_again_and_memory_stays(tmp_path: Path) -> None:
-    step = Step(tmp_path, "1", "COMPLETING")
+    step = Step(tmp_path, "1", ("COMPLETING", STAYS))
     (tmp_path / "fails").touch()
     code, called = step.end()
     assert code == 143 and called.count("save") > 1 and "clean" not in called and step.memory.exists()
@@ -101,14 +111,14 @@ def test_a_save_that_fails_is_tried_again_and_memory_stays(tmp_path: Path) -> No
 
 def test_a_save_that_succeeds_in_the_end_counts(tmp_path: Path) -> None:
     """Ranks take their time to end."""
-    step = Step(tmp_path, "1", "COMPLETING")
+    step = Step(tmp_path, "1", ("COMPLETING", STAYS))
     (tmp_path / "fails").touch()
     (tmp_path / "once.left").touch()
     assert step.end() == (143, ["save", "save", "clean", "ended"])
 
 
 def test_the_end_of_the_smp_is_that_of_the_step(tmp_path: Path) -> None:
-    step = Step(tmp_path, "1", "RUNNING")
+    step = Step(tmp_path, "1", ("RUNNING", STAYS))
     (tmp_path / "smp.ends").touch()
     assert step.end(told=False) == (3, []) and step.memory.exists()
 
@@ -119,7 +129,7 @@ class PodStep(Step):
     SCRIPT = "smp_pod.sh"
 
     def __init__(self, here: Path, *, has_memory: bool = True) -> None:
-        super().__init__(here, "", "")
+        super().__init__(here, "", ("", ""))
         (self.memory / "n" / (".mirror" if not has_memory else "dp0.00000000")).mkdir(parents=True)
         self._env |= {"FTCKPT_NODE": "n", "FTCKPT_SAVE_SECS": "7"}
 
