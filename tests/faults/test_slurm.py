@@ -94,6 +94,18 @@ def test_frontier(lab: SlurmLab) -> None:
     assert job.saved() >= saved + 8 and not job.memory(*NODES)
 
 
+def test_a_requeued_job_without_storage(lab: SlurmLab) -> None:
+    """It goes on from the memory of the nodes to which it comes back."""
+    job = SlurmJob(lab, persists=False)
+    job.trains_beyond(10)
+    lab.call("scontrol", "requeue", job.number)
+    until(lambda: lab.state(job.number) == "PENDING", lab.logs)
+    before = job.iteration
+    assert len(job.memory(*NODES)) == len(NODES), lab.logs()
+    assert int(job.says(r"4 ranks: iteration (\d+) from memory")[1]) >= before - 2
+    job.trains_beyond(before + 10)
+
+
 def test_the_notice_of_the_time_limit(lab: SlurmLab) -> None:
     """The script's own --signal: storage has the snapshot before the limit comes, and the next job goes on."""
     job = SlurmJob(lab, options=["--time=3"])

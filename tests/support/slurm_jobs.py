@@ -29,7 +29,11 @@ class SlurmJob:
     NAME = "life"
 
     def __init__(
-        self, lab: SlurmLab, script: str = "a100.sbatch", options: Sequence[str] = ("--time=30", "--requeue")
+        self,
+        lab: SlurmLab,
+        script: str = "a100.sbatch",
+        options: Sequence[str] = ("--time=30", "--requeue"),
+        persists: bool = True,
     ) -> None:
         self.lab, self.log, self.stored = lab, lab.root / "log.jsonl", lab.root / "stored"
         self.stored.mkdir(exist_ok=True)
@@ -37,7 +41,8 @@ class SlurmJob:
             "FTCKPT_DEVICE": "cpu", "FTCKPT_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "FTCKPT_RESTARTS": "3",
             "GLOO_SOCKET_IFNAME": "lo", "FTCKPT_SAVE_SECS": "30", "FTCKPT_WAIT_SECS": "10", "FTCKPT_PAUSE_SECS": "1",
         }  # fmt: skip
-        ftckpt = {"persist": str(self.stored), "persist-interval": "1000000", "layouts": "tp1pp1"}
+        storage = {"persist": str(self.stored), "persist-interval": "1000000"}
+        ftckpt = {"layouts": "tp1pp1", **(storage if persists else {})}
         flags = [word for name, value in ftckpt.items() for word in (f"--ftckpt-{name}", value)]
         training = ["launch/train_gpt.py", *_MODEL, "--iterations", "1000000", "--log-file", str(self.log)]
         training = [*training, "--ftckpt", *flags]
