@@ -62,7 +62,7 @@ def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]
 
 def test_all_blocks_are_known() -> None:
     """As many of each kind as the tests below run."""
-    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 12, "python": 4, "json": 1, "yaml": 1}
+    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 13, "python": 4, "json": 1, "yaml": 1}
 
 
 LINK = re.compile(r"(?<!\})\]\((?!https?:|\{)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -285,6 +285,16 @@ def test_a_pod_has_time_for_all_that_its_first_process_does_at_its_end(tmp_path:
     assert dry.returncode == 0 and "--ftckpt-persist" in dry.stdout, dry.stderr
     limits = re.findall(r"FTCKPT_(?:GRACE|SAVE)_SECS:-(\d+)", (ROOT / script).read_text())
     assert len(limits) == 2 and sum(map(int, limits)) + 15 <= spec["terminationGracePeriodSeconds"]
+
+
+def test_the_next_job_under_slurm(tmp_path: Path) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/jobs\necho 7\n')
+    sbatch.chmod(0o755)
+    ran = run(f"PATH={tmp_path}:$PATH\n{block('bash', 'afternotok')}")
+    first, following = (tmp_path / "jobs").read_text().splitlines()
+    assert ran.returncode == 0 and first.startswith("--parsable ") and "--ftckpt-persist" in first
+    assert following == first.replace("--parsable", "--dependency=afternotok:7")
 
 
 def test_the_flags_file_lists_every_setting_with_its_default() -> None:
