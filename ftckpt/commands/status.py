@@ -26,6 +26,7 @@ from ftckpt.restore.forecast import forecast, unseen_shards
 _WARNINGS = 5
 _ENDS = 4
 _WATCH_SECS = 2.0
+_MARKS = ("whole", "protected")
 
 
 def add_status(commands: Any) -> None:
@@ -148,7 +149,7 @@ def in_lines(status: dict[str, Any]) -> Iterator[str]:
 
 
 def _facts(status: dict[str, Any]) -> Iterator[str]:
-    for name in ("whole", "protected"):
+    for name in _MARKS:
         told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         yield f"newest {name}: {_in_words(told[0]) if told else 'none'}"
     slow = [
@@ -241,12 +242,17 @@ def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
 def _summary(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
     """Of all nodes together."""
     trainers = [trainer for node in nodes for trainer in node.trainers]
+    newest = {name: max((_mark(node, name)["iteration"] for node in nodes), default=-1) for name in _MARKS}
     return {
         "ranks": sum(trainer["lives"] is not False for trainer in trainers),
         "iteration": max((trainer["iteration"] for trainer in trainers), default=-1),
-        "whole": max((node.whole for node in nodes), default=-1),
-        "protected": max((node.protected for node in nodes), default=-1),
+        **newest,
     }
+
+
+def _mark(node: NodeState, name: str) -> dict[str, Any]:
+    """By its SMP, which knows since when; the marks themselves, looked at in another moment, are there without one."""
+    return (node.smp or {}).get(name) or {"iteration": getattr(node, name)}
 
 
 def _memory(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
@@ -267,8 +273,7 @@ def _node(node: NodeState) -> dict[str, Any]:
         "bytes": node.nbytes or None,
         "warnings": smp.get("warnings", []),
         "metrics": smp.get("metrics", ""),
-        # The SMP knows since when; the marks themselves are there without one.
-        **{name: smp.get(name) or {"iteration": getattr(node, name)} for name in ("whole", "protected")},
+        **{name: _mark(node, name) for name in _MARKS},
     }
 
 
@@ -289,7 +294,7 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     where = f"{slowest['section']} {slowest['phase']}".strip() if slowest is not None else "-"
     smp = str(node["smp"]) if node["smp"] is not None else node["problem"] or "-"
     memory = human(node["bytes"]) if node["bytes"] is not None else "-"
-    marks = (_number(node[name]["iteration"]) for name in ("whole", "protected"))
+    marks = (_number(node[name]["iteration"]) for name in _MARKS)
     return node["node"], str(len(trainers)), _number(node["iteration"]), where, smp, *marks, memory
 
 

@@ -205,23 +205,34 @@ def leave_if_over() -> None:
 def follow_uncaught() -> None:
     """From here on an error of ftckpt that a script does not catch is one line of one rank, and ends the launcher's
     retries, where it is final."""
-    if sys.excepthook is not _show_uncaught:
-        _shown_by.append(sys.excepthook)
-        sys.excepthook = _show_uncaught
+    if not isinstance(sys.excepthook, _ErrorHook):
+        sys.excepthook = _ErrorHook(sys.excepthook)
 
 
-_shown_by: list[Callable[..., object]] = []
-"""The hook that was there before ours."""
+class _ErrorHook:
+    """Before ``shown_by``, the hook that was there; what that may call in its turn, a hook of this kind included, is
+    called no second time: torch puts one of its own before the one that it finds."""
 
+    _is_showing = False
 
-def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
-        ends.tell_here(f"rank {os.environ.get('RANK', '0')}: {kind.__name__}: {error}")
-    if isinstance(error, FtckptError):
-        logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
-        refuse(error)
-    else:
-        _shown_by[-1](kind, error, trace)
+    def __init__(self, shown_by: Callable[..., object]) -> None:
+        self._shown_by = shown_by
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _ErrorHook._is_showing:
+            self._shown_by(kind, error, trace)
+            return
+        _ErrorHook._is_showing = True
+        try:
+            if not issubclass(kind, KeyboardInterrupt):
+                ends.tell_here(f"rank {os.environ.get('RANK', '0')}: {kind.__name__}: {error}")
+            if isinstance(error, FtckptError):
+                logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
+                refuse(error)
+            else:
+                self._shown_by(kind, error, trace)
+        finally:
+            _ErrorHook._is_showing = False
 
 
 def refuse(error: FtckptError) -> int:

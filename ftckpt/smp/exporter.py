@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,43 @@ _FILE_SECS = 15.0
 """Between two writes of the file, as often as node exporters are asked, and between two tries for a port."""
 _PATIENCE_SECS = 2.0
 """Longest wait of a reader for the SMP, which may be at a piece of work; then it gets what was known before."""
+_MOST_READERS, _READER_SECS = 8, 5.0
+"""At a time; and the longest silence of one. Each takes a thread, and any process of the machine may be one."""
 _READABLE, _ENTERABLE = 0o644, 0o755
 """A node exporter is another user; the SMP makes everything else for its own."""
+
+
+class _Server(ThreadingHTTPServer):
+    """Hangs up on readers that are too many."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, registry: CollectorRegistry) -> None:
+        from prometheus_client import MetricsHandler
+
+        self._places = threading.BoundedSemaphore(_MOST_READERS)
+        handler = type("_Handler", (MetricsHandler.factory(registry),), {"timeout": _READER_SECS})
+        super().__init__((_HOST, port), handler)
+        threading.Thread(target=self.serve_forever, name="smp-metrics", daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be had
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who hangs up early, or says nothing, is no matter for the log."""
 
 
 class Exporter:
@@ -41,7 +77,7 @@ class Exporter:
         self._port: int | str = 0
         self._path: Path | None = None
         self._registry: CollectorRegistry | None = None
-        self._server: Any = None
+        self._server: _Server | None = None
         self._families: list[Family] = []
         self._asked, self._answered = threading.Event(), threading.Condition()
         self._num_answers = 0
@@ -129,11 +165,8 @@ class Exporter:
                 self._told.add(action.__name__)
 
     def _serve(self) -> None:
-        from prometheus_client import start_http_server
-
         if self._port and self._server is None:
-            port = 0 if self._port == "auto" else int(self._port)
-            self._server, _ = start_http_server(port, _HOST, self._registry_of_mine())
+            self._server = _Server(0 if self._port == "auto" else int(self._port), self._registry_of_mine())
 
     def _stop_serving(self) -> None:
         if self._server is not None:
@@ -142,10 +175,10 @@ class Exporter:
             self._server = None
 
     def _write(self) -> None:
-        from prometheus_client import write_to_textfile
-
         if self._path is None:
             return
+        from prometheus_client import write_to_textfile
+
         self._answer()
         if not self._path.parent.exists():
             self._path.parent.mkdir(parents=True)

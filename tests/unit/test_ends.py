@@ -95,6 +95,21 @@ def test_an_exception_is_the_last_word_of_a_rank(tmp_path: Path) -> None:
     assert [end.text for end in ends.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
 
 
+def test_torch_s_own_hook_between_two_of_ours_is_called_once(tmp_path: Path) -> None:
+    """``init_process_group`` puts one before ours, and a door another one before that."""
+    script = SCRIPT.replace(
+        "ends.are_told_in",
+        """import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+follow_uncaught()
+ends.are_told_in""",
+    )
+    done = ended_by(script, tmp_path)
+    assert done.stderr.count("ValueError: loss is") == 1 and "[rank0]: ValueError" in done.stderr, done.stderr
+    assert "Error in sys.excepthook" not in done.stderr
+    assert [end.text for end in ends.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
+
+
 def test_an_error_of_ours_is_one_line(tmp_path: Path) -> None:
     script = SCRIPT.replace("ValueError", "ConfigError")
     done = ended_by(script.replace("import sys", "import sys\nfrom ftckpt.errors import ConfigError"), tmp_path)

@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "frameworks",
     },
     "standin": set(),
+    "__main__": {"commands.main"},
 }  # fmt: skip
 BY_NAME = {
     ("ftckpt.megatron.__main__", "ftckpt.standin"),
