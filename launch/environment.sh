@@ -31,16 +31,16 @@ usage() {
     sed -n '2,/^$/s/^# \{0,1\}//p' "$1"
 }
 
-# find_python: prints an interpreter of at least 3.11.
+# find_python: prints an interpreter of at least 3.10.
 find_python() {
     local candidate
     for candidate in ${FTCKPT_PYTHON:+"$FTCKPT_PYTHON"} python3.11 python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    fail "no Python of version 3.11 or newer was found; install one, or name it with FTCKPT_PYTHON"
+    fail "no Python of version 3.10 or newer was found; install one, or name it with FTCKPT_PYTHON"
 }
 
 # stamp EXTRAS: prints a hash of everything that decides what an installation contains.

@@ -78,15 +78,17 @@ def find_groups(entries: Array, num_ranks: int) -> Groups:
 
 
 def _rank_bits(num_ranks: int) -> np.uint64:
-    return np.uint64((num_ranks - 1).bit_length())
+    bits: np.uint64 = np.uint64((num_ranks - 1).bit_length())
+    return bits
 
 
 def _words(num_ranks: int) -> Array:
     """One random-looking uint64 per rank: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    word = np.arange(1, num_ranks + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    word: Array = np.arange(1, num_ranks + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
+    word ^= word >> np.uint64(31)
+    return word
 
 
 def _same_as_next(entries: Array, bits: np.uint64) -> Array:

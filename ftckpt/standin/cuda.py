@@ -264,3 +264,5 @@ def install_cuda() -> None:
     # Deferred calls (Megatron sets generator states through them) then run at once, also for
     # those who imported `_lazy_call` before this.
     torch.cuda._initialized = True
+    # torch built for CUDA would put them off in a child of a process that has counted devices.
+    torch.cuda._is_in_bad_fork = lambda: False

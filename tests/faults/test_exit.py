@@ -79,7 +79,7 @@ def test_ranks_of_a_job_that_ended_exit(tmp_path: Path, arena_root: Path) -> Non
             with (here / "log").open("wb") as log:
                 jobs[arena] = subprocess.Popen(
                     [sys.executable, "train.py", str(here), str(arena), str(EXITS // JOBS_AT_ONCE), str(RANKS)],
-                    cwd=tmp_path, stdout=log, stderr=log, process_group=0,
+                    cwd=tmp_path, stdout=log, stderr=log, start_new_session=True,
                     env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
                 )  # fmt: skip
         codes = [job.wait(ends - time.monotonic()) for job in jobs.values()]

@@ -39,7 +39,7 @@ def parsed(text: str) -> Samples:
         assert family.documentation and family.type == METRICS[family.name.removeprefix(PREFIX)].kind
         for sample in family.samples:
             assert (sample.labels.pop("job"), sample.labels.pop("node")) == (JOB, NODE)
-            found[sample.name, *sample.labels.values() or [""]] = sample.value  # type: ignore[index]
+            found[(sample.name, *(sample.labels.values() or [""]))] = sample.value  # type: ignore[index]
     return found
 
 

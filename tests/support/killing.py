@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -12,6 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ftckpt.store.record import Stores
+
+
+def replace_call(name: str, call: Callable[..., Any], setting: Callable[[Any, str, Any], None]) -> None:
+    """``os.NAME`` becomes ``call``, for pathlib too, which keeps those of its start in Python 3.10."""
+    accessor = getattr(pathlib, "_normal_accessor", None)
+    if getattr(accessor, name, None) is getattr(os, name):
+        setting(accessor, name, call)
+    setting(os, name, call)
 
 
 def killed_at(step: int, action: Callable[[], None]) -> bool:
@@ -38,7 +47,7 @@ def killed_at(step: int, action: Callable[[], None]) -> bool:
             return killing
 
         for name in ("open", "unlink", "rename", "mkdir", "rmdir", "posix_fallocate"):
-            setattr(os, name, counted(getattr(os, name)))
+            replace_call(name, counted(getattr(os, name)), setattr)
         Stores.store = counted(Stores.store)  # type: ignore[method-assign]
         action()
         os._exit(0)

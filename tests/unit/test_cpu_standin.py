@@ -123,6 +123,23 @@ def test_one_process(check: Any) -> None:
     run_ranks(check, 1, init_process_group=False)
 
 
+def in_a_bad_fork(rank: int, world_size: int) -> None:
+    import torch
+
+    from ftckpt import standin
+
+    torch.cuda._is_in_bad_fork = lambda: True
+    standin.install()
+    called: list[bool] = []
+    torch.cuda._lazy_call(lambda: called.append(torch.cuda.is_initialized()))
+    assert called == [True]
+
+
+def test_calls_are_not_put_off_where_torch_is_built_for_cuda() -> None:
+    """Its children of a process that has counted devices count as bad forks: generators would keep their states."""
+    run_ranks(in_a_bad_fork, 1, stand_in=False, init_process_group=False)
+
+
 def groups(rank: int, world_size: int) -> None:
     import torch
     import torch.distributed as dist

@@ -17,6 +17,9 @@ from tests.support.pool import run_ranks
 
 RUNTIME = "int {function}(int *mode) {{ return {version}; }}"
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+needs_no_other = pytest.mark.skipif(
+    bool(torch.version.cuda or torch.version.hip), reason="torch has a runtime of its own here, device or not"
+)
 
 
 def library(path: Path, source: str, *linked: Path) -> Path:
@@ -51,7 +54,7 @@ def answer(kind: str, *loaded: Path) -> int | None:
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["hip", "cuda"])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a runtime of its own here")
+@needs_no_other
 def test_of_two_runtimes_the_one_of_torch_is_asked(tmp_path: Path, kind: str) -> None:
     """Another library of the process may have brought a newer one, in which torch's threads are not known."""
     function = f"{kind}ThreadExchangeStreamCaptureMode"
@@ -67,9 +70,8 @@ def test_of_two_runtimes_the_one_of_torch_is_asked(tmp_path: Path, kind: str) ->
 
 
 @needs_compiler
+@needs_no_other
 def test_a_runtime_within_torch_leaves_the_driver(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("torch has a runtime of its own here")
     source = RUNTIME.format(function="cuThreadExchangeStreamCaptureMode", version=12)
     driver_library = library(tmp_path / "libcuda.so.1", source)
     of_torch = library(tmp_path / "libc10_cuda.so", "int c10(void) { return 0; }")

@@ -27,7 +27,7 @@ from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage, open_storage
 from tests.support.buckets import KEEPS, REFUSES, SERVERS, TAKES, in_bucket, servers
 from tests.support.errors import raises
-from tests.support.killing import killed_at
+from tests.support.killing import killed_at, replace_call
 from tests.support.mounting import tmpfs
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiers import by_default
@@ -465,7 +465,7 @@ def test_a_directory_that_goes_while_it_is_made_is_made_again(
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
         made(path, *args, **options)
 
-    monkeypatch.setattr(os, "mkdir", gone_again)
+    replace_call("mkdir", gone_again, monkeypatch.setattr)
     storage.put("folder/mine", b"x")
     assert len(missed) == 2 and storage.read("folder/mine") == b"x"
     monkeypatch.undo()

@@ -31,6 +31,7 @@ from ftckpt.convert.universal import MANIFEST_NAME, OBJECTS_NAME, UniversalManif
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES
 from tests.support.errors import raises
+from tests.support.killing import replace_call
 
 TENSORS = [
     Tensor("weight/embed", "BF16", (10, 6)),
@@ -390,7 +391,7 @@ def write_and_die(path: Path, calls: int) -> int:
 
     try:
         for name in ("fsync", "rename", "unlink", "mkdir", "open"):
-            setattr(os, name, die_later(getattr(os, name)))
+            replace_call(name, die_later(getattr(os, name)), setattr)
         write(path, read=die_later(get))
         os._exit(0)
     finally:
