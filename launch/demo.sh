@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a small language model on eight ranks of two simulated nodes, kills ranks, and shows that nothing was lost.
-# Needs Python 3.11 and nothing else: the first call installs the rest into .venv.
+# Needs Python 3.10 or newer and nothing else: the first call installs the rest into .venv.
 #
 #   --framework NAME  megatron (default) or deepspeed
 #   --scene NAME      one fault alone: rank, writing, all, node or, with megatron, shrink or limit

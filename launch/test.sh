@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lints, type checks and tests ftckpt. Needs Python 3.11 and nothing else.
+# Lints, type checks and tests ftckpt. Needs Python 3.10 or newer and nothing else.
 #
 #   --unit  tests of one process alone
 #   --all   the slow tests too

@@ -5,16 +5,20 @@
 installs what PyPI has of them without their dependencies (``FTCKPT_RELEASES``, default a temporary directory, keeps
 them), takes others from there (a checkout as ``megatron-core-0.19.1``), and writes the table of the README when all
 have passed.
+
+Pythons (found as ``python3.12``) and releases of torch have environments of their own, of up to 6 GB,
+as ``launch/environment.sh`` makes them; each that passes writes its line.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,6 +35,20 @@ FRAMEWORKS = {"megatron-core": "megatron", "DeepSpeed": "deepspeed"}
 RELEASES = [(program, release) for program, releases in TESTED.items() for release in releases]
 MARKS = "<!-- versions -->\n", "<!-- end of versions -->\n"
 passed: dict[tuple[str, str], int] = {}
+ENVIRONMENTS = (
+    ("3.10", "2.13.0"), ("3.11", "2.6.0"), ("3.11", "2.9.1"), ("3.11", "2.14.1"), ("3.12", "2.13.0"),
+    ("3.13", "2.13.0"),
+)  # fmt: skip
+"""Python and torch, beside those of this environment, which CI runs."""
+ENVIRONMENT_MARKS = "<!-- environments -->\n", "<!-- end of environments -->\n"
+PREPARE = """
+NAME=versions
+source launch/environment.sh
+TORCH=torch==$1
+prepare "$ALL_EXTRAS" >&2
+"""
+CONFORMANCE = "tests/multiproc/test_conformance.py"
+SHOW = "import sys, torch; print(*sys.version_info[:2], sep='.', end=' '); print(torch.__version__)"
 
 
 def table() -> str:
@@ -43,9 +61,42 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def line(environment: tuple[str, str]) -> str:
+    python, torch = environment
+    with_ = (ROOT / "launch/constraints.txt").read_text().split()
+    return f"| {python} | {torch} | {', '.join(one.replace('==', ' ') for one in with_)} |\n"
+
+
+def environments(those: Iterable[tuple[str, str]]) -> str:
+    return "| Python | torch | with |\n|---|---|---|\n" + "".join(map(line, those))
+
+
+def between(marks: tuple[str, str]) -> str:
+    """What the README has there."""
+    return (ROOT / "README.md").read_text().partition(marks[0])[2].partition(marks[1])[0]
+
+
+def write(marks: tuple[str, str], text: str) -> None:
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(marks[0])
+    readme.write_text(before + marks[0] + text + marks[1] + rest.partition(marks[1])[2])
+
+
 def test_the_readme_has_the_table() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert text.partition(MARKS[0])[2].partition(MARKS[1])[0] == table()
+    assert between(MARKS) == table()
+
+
+def test_the_readme_has_the_environments() -> None:
+    assert between(ENVIRONMENT_MARKS) == environments(ENVIRONMENTS)
+
+
+def test_the_package_promises_what_the_table_shows() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    oldest = min((torch for _, torch in ENVIRONMENTS), key=lambda torch: [*map(int, torch.split("."))])
+    assert f'"torch>={oldest.rpartition(".")[0]}"' in text
+    named = re.findall(r"Python :: (3\.\d+)", text)
+    assert named == sorted({python for python, _ in ENVIRONMENTS}, key=lambda python: int(python[2:]))
+    assert f'requires-python = ">={named[0]}"' in text
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +104,7 @@ def written() -> Iterator[None]:
     """The table is written when all have passed."""
     yield
     if set(passed) == set(RELEASES):
-        readme = ROOT / "README.md"
-        before, _, rest = readme.read_text().partition(MARKS[0])
-        readme.write_text(before + MARKS[0] + table() + MARKS[1] + rest.partition(MARKS[1])[2])
+        write(MARKS, table())
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +154,7 @@ def test_release(program: str, release: str, store: Path, written: None) -> None
         "",
         "-p",
         "no:cacheprovider",
-        "tests/multiproc/test_conformance.py",
+        CONFORMANCE,
         "-k",
         FRAMEWORKS[program],
     ]
@@ -117,3 +166,47 @@ def test_release(program: str, release: str, store: Path, written: None) -> None
     count = re.search(r"(\d+) passed", run.stdout)
     assert count is not None and int(count[1]) > 20, run.stdout[-500:]
     passed[program, release] = int(count[1])
+
+
+def prepared(python: str, torch: str, folder: Path) -> Path:
+    """The interpreter of an environment there that has torch, the frameworks and ftckpt."""
+    base = shutil.which(f"python{python}")
+    if base is None:
+        pytest.skip(f"no python{python} was found")
+    env = {**os.environ, "FTCKPT_VENV": str(folder), "FTCKPT_PYTHON": base, "PIP_NO_CACHE_DIR": "1"}
+    run = subprocess.run(
+        ["bash", "-c", PREPARE, "prepare", torch],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    if run.returncode:
+        pytest.skip(f"torch {torch} and the rest cannot be installed on Python {python}: {run.stderr[-300:]}")
+    return folder / "bin/python"
+
+
+def passes(interpreter: Path, python: str, torch: str) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.pop("PYTEST_XDIST_WORKER", None)
+    shown = subprocess.run([interpreter, "-c", SHOW], env=env, capture_output=True, text=True, check=True)
+    assert shown.stdout.partition("+")[0].split() == [python, torch]
+    run = subprocess.run(
+        [interpreter, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not slow", CONFORMANCE],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=880, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:]
+    count = re.search(r"(\d+) passed", run.stdout)
+    assert count is not None and int(count[1]) > 20 and "skipped" not in run.stdout, run.stdout[-500:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("python", "torch"), ENVIRONMENTS)
+def test_environment(python: str, torch: str, store: Path) -> None:
+    folder = store / f"python-{python}-torch-{torch}"
+    try:
+        passes(prepared(python, torch, folder), python, torch)
+    finally:
+        if "FTCKPT_RELEASES" not in os.environ:
+            shutil.rmtree(folder, ignore_errors=True)
+    lines = between(ENVIRONMENT_MARKS).splitlines(keepends=True)
+    named = (python, torch)
+    write(ENVIRONMENT_MARKS, environments(one for one in ENVIRONMENTS if one == named or line(one) in lines))

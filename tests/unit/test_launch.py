@@ -85,7 +85,7 @@ def test_help_needs_no_environment(words: str, tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
-    assert ran.returncode == 0 and "Needs Python 3.11" in ran.stdout and "  --" in ran.stdout, ran.stderr
+    assert ran.returncode == 0 and "Needs Python 3.10 or newer" in ran.stdout and "  --" in ran.stdout, ran.stderr
     assert not list(tmp_path.iterdir())
 
 
