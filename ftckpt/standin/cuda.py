@@ -205,6 +205,8 @@ _DEVICE: dict[str, Any] = {
     "set_device": _nothing,
     "init": _nothing,
     "synchronize": _nothing,
+    # The optimizers of torch 2.6 ask wherever a device is available.
+    "is_current_stream_capturing": lambda: False,
     "ipc_collect": _nothing,
     "utilization": _zero,
     "power_draw": _zero,
