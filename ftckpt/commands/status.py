@@ -251,7 +251,7 @@ def _summary(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
 
 
 def _mark(node: NodeState, name: str) -> dict[str, Any]:
-    """By its SMP, which knows since when; the marks themselves, looked at in another moment, are there without one."""
+    """By its SMP, which knows since when; without one by marks in memory, which are those of another moment."""
     return (node.smp or {}).get(name) or {"iteration": getattr(node, name)}
 
 

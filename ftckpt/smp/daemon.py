@@ -42,7 +42,6 @@ from ftckpt.smp.server import Handler, Server
 from ftckpt.store.directory import (
     SMP_LOCK_NAME,
     SMP_LOG_NAME,
-    SMP_STATE_NAME,
     node_directory,
     remove_job_if_empty,
     remove_smp_files,
@@ -386,9 +385,8 @@ class Daemon:
         if mine and self._ending == _OVER:
             remove_smp_files(self.node_dir)
         elif mine:
-            if not self._trainer_lives():  # those that live want the next SMP to know what this one knew
-                (self.node_dir / SMP_STATE_NAME).unlink(missing_ok=True)
-            # While it is held: released first, it could be another SMP's by now.
+            # What it was told stays with the arenas: an SMP that is to save what memory has goes on from it. The lock
+            # goes while it is held: released first, it could be another SMP's by now.
             (self.node_dir / SMP_LOCK_NAME).unlink(missing_ok=True)
         self._lock.release()
         try:

@@ -150,11 +150,23 @@ def test_the_smp_outlives_trainers_and_has_their_memory(path: Path) -> None:
 
 
 @OF_PODS
+def test_both_containers_have_the_records_of_the_launcher_run(path: Path) -> None:
+    """The SMP says there that the job has hung at one place again, and torchrun's next attempt ends by it."""
+    spec = spec_of(path)
+    of_each = [
+        [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/tmp"]
+        for container in (*spec["initContainers"], *spec["containers"])
+    ]
+    assert of_each == [["records"], ["records"]]
+    assert {"name": "records", "emptyDir": {}} in spec["volumes"]
+
+
+@OF_PODS
 def test_the_grace_is_long_enough_for_ranks_to_end_and_for_the_save(path: Path) -> None:
     spec = spec_of(path)
     smp, trainers = settings(spec["initContainers"][0]), settings(spec["containers"][0])
     assert trainers["FTCKPT_SAVE_SECS"] == "0", "trainers would save first, and the SMP again"
-    needed = TORCHRUN_SECS + int(smp["FTCKPT_SAVE_SECS"]) + 2 * SAVE_MORE_SECS
+    needed = TORCHRUN_SECS + int(smp["FTCKPT_SAVE_SECS"]) + 3 * SAVE_MORE_SECS
     assert spec["terminationGracePeriodSeconds"] >= needed
 
 
@@ -186,7 +198,7 @@ def test_the_secret_is_as_ftckpt_wants_it(path: Path) -> None:
 @OF_PODS
 def test_memory_of_the_arenas_counts_in_the_limits(path: Path) -> None:
     spec = spec_of(path)
-    (volume,) = [volume["emptyDir"] for volume in spec["volumes"] if "emptyDir" in volume]
+    (volume,) = [one["emptyDir"] for one in spec["volumes"] if one.get("emptyDir", {}).get("medium") == "Memory"]
     limits = [
         container["resources"]["limits"]["memory"] for container in (*spec["initContainers"], *spec["containers"])
     ]
