@@ -58,6 +58,10 @@ T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
 
 
+_MOST_NAMED = 8
+"""Ranks, in a text."""
+
+
 class Group:
     """All ranks of the job. ``timeout_secs`` bounds every call that waits for other ranks.
 
@@ -69,7 +73,7 @@ class Group:
     by default all.
 
     Raises:
-        LaunchError: this process may not open as many files as that takes (``ulimit -n``).
+        LaunchError: this process may not open as many files as that takes (``ulimit -n``); ranks did not come here.
         RuntimeError: from torch.distributed, when a peer is gone; when the deadline passes; when another rank gave
             the group up; when the store of the job, where ranks post that, cannot be reached.
     """
@@ -85,9 +89,18 @@ class Group:
         # Counted in the store: ranks that begin anew in a process that lives begin at the same number again.
         number = store.add(f"ftckpt/groups/{self.rank}", 1)
         self._notice: Notice | None = None  # while its name is agreed on there is nothing to look for
-        self._connect(f"ftckpt/group/{number}")
-        # All together: a rank that refused alone would leave the others waiting.
-        words = gather_bytes(self, self._begin)
+        try:
+            self._connect(f"ftckpt/group/{number}")
+            # All together: a rank that refused alone would leave the others waiting.
+            words = gather_bytes(self, self._begin)
+        except RuntimeError as error:
+            names = {str(rank): f"ftckpt/groups/{rank}" for rank in range(self.size)}
+            if absent := [rank for rank, name in names.items() if not store.check([name])]:
+                raise errors.LaunchError(
+                    f"rank(s) {', '.join(absent[:_MOST_NAMED])} did not come to ftckpt within {timeout_secs:g} s: "
+                    "switch it on for all, or for none; where some start slowly raise --ftckpt-start-timeout-secs"
+                ) from error
+            raise
         # A name of this attempt alone: some launchers keep one store for all of them.
         self.name = f"ftckpt/group/{words[0].hex()}"
         self._notice = Notice(f"{self.name}/given-up")

@@ -169,7 +169,7 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
     return description
 
 
-def check_isolated() -> None:
+def check_isolated(remedy: str = "start the script with ftckpt's runner") -> None:
     """Refuse process groups that a restarted attempt could not make.
 
     :raises LaunchError: torchrun shares its store among attempts, and process groups were made through it as it is.
@@ -177,7 +177,7 @@ def check_isolated() -> None:
     if not _isolation and shared_store(os.environ) is not None:
         raise LaunchError(
             "torch.distributed was initialised before ftckpt could keep the attempts of torchrun apart, so that a "
-            f"restart would wait for dead processes: start the script with ftckpt's runner, or {REMEDY}"
+            f"restart would wait for dead processes: {remedy}, or {REMEDY}"
         )
 
 

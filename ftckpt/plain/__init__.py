@@ -83,6 +83,7 @@ def attach(
     Raises:
         UnsupportedError: FSDP1, or state that ftckpt cannot map.
         ConfigError: no name of the job, no process group, an object without state, or layouts.
+        LaunchError: under torchrun, which keeps one store for all attempts, the process group is of torch's own call.
     """
     if config is None or not config.enabled:
         return None
@@ -107,6 +108,9 @@ def _check(config: Config) -> None:
         )
     if not dist.is_initialized():
         raise ConfigError("torch.distributed: call ftckpt.plain.init_process_group first, with a single rank too")
+    from ftckpt.frameworks.rendezvous import check_isolated
+
+    check_isolated("call ftckpt.plain.init_process_group(config, ...) in place of torch's own")
 
 
 def remove() -> None:

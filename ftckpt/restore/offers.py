@@ -471,8 +471,8 @@ def _found(piece: Piece, index: Index, padded: frozenset[str]) -> Fragment | Non
     there = f" ({', '.join(str(list(shape)) for shape in sorted(shapes))} is there)" if shapes else ""
     raise MismatchError(
         f"the snapshot is of another model: it has no {fragment.key} of type {fragment.dtype} and shape "
-        f"{list(fragment.global_shape)}{there}; start the model it was taken from, or remove it with "
-        "'ftckpt clean JOB'"
+        f"{list(fragment.global_shape)}{there}; start the model it was taken from, or give this one another job name "
+        "and another --ftckpt-persist ('ftckpt clean JOB' removes what memory has)"
     )
 
 

@@ -209,7 +209,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
-        own = (BUDGET_NAME, PINNING_NAME, WORD_NAME, FAILURES_NAME, JOB_LOCK_NAME)
+        own = (BUDGET_NAME, PINNING_NAME, WORD_NAME, FAILURES_NAME, ENDS_NAME, JOB_LOCK_NAME)
         known = (*own, MIRROR_NAME, *SMP_NAMES)
         # The pattern is that of what an SMP was building: see ``remove_half_made``.
         others = any(entry.name not in known and not entry.match(".*.new") for entry in node_dir.iterdir())

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from ftckpt.errors import FtckptError
+from ftckpt.errors import FtckptError, LaunchError
+from ftckpt.group import Group
+from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.processes import is_running
 from tests.support.waiting import meet, until
@@ -20,6 +22,18 @@ from tests.support.waiting import meet, until
 pytestmark = pytest.mark.multiproc
 
 LATE_SECS = 1.5
+
+
+def alone(rank: int, world_size: int, folder: str) -> None:
+    """Rank 1 trains without ftckpt."""
+    if rank == 0:
+        with raises(LaunchError, "rank(s) 1 did not come to ftckpt within 1 s", "--ftckpt-start-timeout-secs"):
+            Group(1.0)
+    meet(Path(folder) / "over", world_size)
+
+
+def test_who_does_not_come_at_all_is_named(tmp_path: Path) -> None:
+    run_ranks(alone, 2, str(tmp_path))
 
 
 def gather_all(rank: int, size: int) -> list[Any]:

@@ -11,10 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ftckpt.config import is_name
+import ftckpt.plain
+from ftckpt.config import Config, is_name
 from ftckpt.errors import ConfigError, LaunchError
 from ftckpt.frameworks import launcher, rendezvous
 from ftckpt.frameworks.launcher import job_name, node_name
@@ -254,3 +257,14 @@ def test_a_shared_store_without_an_address_is_an_error(missing: str) -> None:
     del shared[missing]
     with pytest.raises(LaunchError, match=missing):
         rendezvous.shared_store(shared)
+
+
+def test_a_process_group_of_torch_s_own_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a restart would read in torchrun's store where dead ones have listened, and use up all restarts."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for name, value in {"MASTER_ADDR": "h", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(rendezvous, "_isolation", "")
+    with pytest.raises(LaunchError, match=r"call ftckpt.plain.init_process_group\(config, ...\) in place of torch's"):
+        ftckpt.plain.attach(torch.nn.Linear(1, 1), None, config=Config(enabled=True))  # type: ignore[arg-type]
