@@ -2,6 +2,8 @@
 # Sourced by smp_step.sh and smp_pod.sh, which set PYTHON, JOB, ARENA and NODE: runs the SMP until this script is told to
 # end.
 
+END_SECS=${FTCKPT_SMP_END_SECS:-20}
+
 # run_smp [WORD...]: returns when SIGTERM has come; where the SMP ends by itself, so does the script, with its code.
 run_smp() {
     local code=0
@@ -24,9 +26,16 @@ run_smp() {
     trap '' TERM
 }
 
-# end_smp: memory stays as it is.
+# end_smp: memory stays as it is, also where the SMP has to be killed.
 end_smp() {
     kill -TERM "$SMP" 2>/dev/null || true
+    # One that stands still must keep no node, and no pod until its grace is over.
+    for ((left = END_SECS; left > 0; left--)); do
+        kill -0 "$SMP" 2>/dev/null || break
+        sleep 1 &
+        wait -n "$SMP" "$!" || true
+    done
+    kill -KILL "$SMP" 2>/dev/null || true
     wait "$SMP" || true
     exit 143
 }

@@ -2,8 +2,9 @@
 # The SMP of this node, as a step of its own, which slurm.sh starts: smp_step.sh JOB ARENA [PERSISTS]
 #
 # Slurm signals this step where it ends the job at once (scancel, requeue, preemption) and starts no more steps, so that
-# the batch script reaches no other node; or, where a preemption has a GraceTime, as it begins, and the script not at all. So what memory has is saved from here where PERSISTS is not empty, and removed once it
-# is on storage. A job that is cancelled and saves nothing leaves no memory; one that is requeued may come back to it.
+# the batch script reaches no other node; or, where a preemption has a GraceTime, as it begins, and the script not at
+# all. So what memory has is saved from here where PERSISTS is not empty, and removed once it is on storage. A job that
+# is cancelled and saves nothing leaves no memory; one that is requeued may come back to it.
 
 set -euo pipefail
 NAME=smp_step.sh

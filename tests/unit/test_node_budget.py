@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftckpt.smp.footprint import SmpConfig
+from ftckpt.store import ends
 from ftckpt.store.directory import BUDGET_NAME, clean_job, node_directory, remove_job_if_empty
 from ftckpt.store.locks import JobLock
 from ftckpt.store.page import map_page
@@ -372,6 +373,7 @@ def test_the_page_goes_with_the_job(arena_root: Path) -> None:
         budget = NodeBudget.open(node_dir, 0, 1, 0)
         budget.start()
         budget.close()
+        ends.tell(node_dir, ends.EndNote(1.0, "rank 0: ConfigError: a start that was refused"))
         assert remove_job_if_empty(arena_root, "job", "node")
     assert list(arena_root.iterdir()) == []
     NodeBudget.open(node_directory(arena_root, "job", "node"), 0, 1, 0)  # what a killed job leaves

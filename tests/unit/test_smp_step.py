@@ -19,7 +19,7 @@ case "$*" in
 *" ftckpt.smp "*)
     [ ! -f smp.ends ] || exit 3
     echo "$@" >words
-    trap 'echo ended >>log; exit 0' TERM
+    trap 'echo ended >>log; [ -f deaf ] || exit 0' TERM
     touch runs
     while :; do sleep 0.05; done
     ;;
@@ -121,6 +121,13 @@ def test_the_end_of_the_smp_is_that_of_the_step(tmp_path: Path) -> None:
     step = Step(tmp_path, "1", ("RUNNING", STAYS))
     (tmp_path / "smp.ends").touch()
     assert step.end(told=False) == (3, []) and step.memory.exists()
+
+
+def test_an_smp_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    step = Step(tmp_path, "1", ("RUNNING", STAYS))
+    step._env["FTCKPT_SMP_END_SECS"] = "1"
+    (tmp_path / "deaf").touch()
+    assert step.end() == (143, ["ended"])
 
 
 class PodStep(Step):
