@@ -15,7 +15,8 @@ _MOST_NAMED = 8
 
 
 class DeathWatch:
-    """Tells once of each rank that lived when it was looked at, and is gone at the next look.
+    """Tells once of each rank that is gone, but for those that were gone at the first look: an attempt may be shorter
+    than the time between two.
 
     The kernel tells nobody but a parent how a process ended. That memory was too small shows in the counts of its
     OOM killer, of the groups of processes that this one is in.
@@ -23,14 +24,15 @@ class DeathWatch:
 
     def __init__(self, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> None:
         self._places = (proc, cgroup_root)
-        self._living: dict[int, RankPulse] = {}  # by the owner
+        self._gone: set[int] | None = None  # owners that were
         self._killed = self._oom_kills()
 
     def look(self, pulses: Sequence[RankPulse]) -> Iterator[str]:
         """What is to be told, a line, if anything is; ``pulses``: of the node's ranks now."""
-        left = {pulse.owner for pulse in pulses if pulse.lives is False}
-        dead = [pulse for owner, pulse in self._living.items() if owner in left]
-        self._living = {pulse.owner: pulse for pulse in pulses if pulse.lives}
+        gone = [pulse for pulse in pulses if pulse.lives is False]
+        dead = [pulse for pulse in gone if self._gone is not None and pulse.owner not in self._gone]
+        # Those of another container, of which nothing is known for now, too: they may be of an earlier attempt.
+        self._gone = {pulse.owner for pulse in pulses if not pulse.lives}
         if dead:
             killed = self._oom_kills()
             out_of_memory, self._killed = killed > self._killed, killed

@@ -248,13 +248,13 @@ def parameters_wrong(job: Any, rows: int) -> list[str]:
     import torch
     from megatron.core.utils import unwrap_model
 
-    from ftckpt.frameworks.tensors import fragments
+    from ftckpt.frameworks.tensors import flat, fragments
     from ftckpt.megatron.geometry import place_tensors
 
     problems = []
     places = place_tensors([unwrap_model(chunk) for chunk in job.model]).parameters
     for parameter, placed in places.items():
-        for fragment, view in fragments(placed, "weight", parameter, 0):
+        for fragment, view in fragments(placed, "weight", flat(parameter), 0):
             wanted = torch.from_numpy(expected(fragment)).to(view.dtype)
             same = (view == wanted).numpy()
             if "word_embeddings" in fragment.key or "output_layer" in fragment.key:

@@ -55,6 +55,8 @@ def test_who_is_gone_is_told_once(tmp_path: Path) -> None:
     assert list(unknown.look([replace(ALIVE, lives=None)])) + list(unknown.look([dead])) == []
     left = DeathWatch(tmp_path, tmp_path)
     assert list(left.look([ALIVE])) + list(left.look([])) == []
+    brief = DeathWatch(tmp_path, tmp_path)
+    assert list(brief.look([])) == [] and len(list(brief.look([dead]))) == 1, "it lived between two looks"
 
 
 def test_the_kernel_s_killer_is_named(tmp_path: Path) -> None:
