@@ -200,7 +200,7 @@ class Snapshots:
                 self.capture.settle(self._config.fence_timeout_secs)
         except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
             self.fail(error)
-        self._post()
+        self._post(now=True)
         verdicts = self._links.agreement.read(self._config.agree_timeout_secs)
         if verdicts is None:
             self._state.miss()
@@ -208,12 +208,15 @@ class Snapshots:
         self.execute(self._state.learn(verdicts, time.monotonic()))
         self._shard.complete(self._state.keep)
 
-    def _post(self) -> None:
-        """Post once per snapshot what this rank has, as soon as the host knows it."""
-        while self._state.owes_round and not (self.capture is not None and self.capture.flying):
+    def _post(self, now: bool = False) -> None:
+        """Post once per snapshot what this rank has, as soon as the host knows it, or ``now``: the others wait."""
+        while self._state.owes_round:
+            flies = self.capture is not None and self.capture.flying
+            if flies and not now:
+                return
             problem: Exception | None = None
             try:
-                round_ = self._round()
+                round_ = self._state.empty_round() if flies else self._round()
             except Exception as error:  # noqa: BLE001 - told below, when the others have a round to go on with
                 round_, problem = self._state.empty_round(), error
             self._links.agreement.post(round_)  # where it raises, the round is still owed
