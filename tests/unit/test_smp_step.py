@@ -57,7 +57,7 @@ class Step:
         self._command = ["bash", str(ROOT / "launch" / self.SCRIPT), "job", str(here / "memory"), persists]
         self._env = {
             **os.environ, "PATH": f"{here}:{os.environ['PATH']}", "FTCKPT_PYTHON": str(here / "python3"),
-            "FTCKPT_SAVE_SECS": "2", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n",
+            "FTCKPT_SAVE_SECS": "4", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n",
             "SLURM_RESTART_COUNT": "2",
         }  # fmt: skip
 
