@@ -307,7 +307,7 @@ class Pod:
         where = self.volumes[volume["name"]] = self.directory / "volumes" / volume["name"]
         where.mkdir(parents=True)
         if "emptyDir" in volume:
-            assert volume["emptyDir"]["medium"] == "Memory" and volume["emptyDir"]["sizeLimit"]
+            assert (volume["emptyDir"].get("medium") == "Memory") == ("sizeLimit" in volume["emptyDir"])
             # In the pod's own mounts: it goes with the pod.
             self.cluster.call(
                 "-t", self.pause, "-m", "mount", "-t", "tmpfs", "-o", f"size={_EMPTY_DIR}", "tmpfs", where
