@@ -89,13 +89,15 @@ class Group:
         # Counted in the store: ranks that begin anew in a process that lives begin at the same number again.
         number = store.add(f"ftckpt/groups/{self.rank}", 1)
         self._notice: Notice | None = None  # while its name is agreed on there is nothing to look for
+        begin = time.monotonic()
         try:
             self._connect(f"ftckpt/group/{number}")
             # All together: a rank that refused alone would leave the others waiting.
             words = gather_bytes(self, self._begin)
         except RuntimeError as error:
             names = {str(rank): f"ftckpt/groups/{rank}" for rank in range(self.size)}
-            if absent := [rank for rank, name in names.items() if not store.check([name])]:
+            is_late = time.monotonic() - begin >= timeout_secs  # before that others may only not be here yet
+            if is_late and (absent := [rank for rank, name in names.items() if not store.check([name])]):
                 raise errors.LaunchError(
                     f"rank(s) {', '.join(absent[:_MOST_NAMED])} did not come to ftckpt within {timeout_secs:g} s: "
                     "switch it on for all, or for none; where some start slowly raise --ftckpt-start-timeout-secs"

@@ -48,7 +48,8 @@ class Checkpointer:
     ``close`` when training is done (not after an error: the snapshots are needed then). ``phase`` tells where
     in the schedule training is, so that copies find its windows.
 
-    What is to be done ``ftckpt.job.session`` decides; this class does it.
+    What comes before the first boundary is in ``ftckpt.job.start``, what is done at fences and boundaries in
+    ``Snapshots``.
 
     Args:
         config: ``job`` and ``node`` must be names.

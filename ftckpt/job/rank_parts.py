@@ -54,7 +54,7 @@ class RankParts:
         cls, config: Config, training_state: TrainingState, topology: Topology, group: Group | None, run: LauncherRun
     ) -> RankParts:
         """Collective; see ``Checkpointer`` for the arguments, and what it raises."""
-        _require_names(config)
+        _check(config)
         try:
             events = Events(config.events_dir, topology.rank, limit_bytes=config.events_bytes)
         except OSError as error:
@@ -76,7 +76,7 @@ class RankParts:
         )  # fmt: skip
 
 
-def _require_names(config: Config) -> None:
+def _check(config: Config) -> None:
     if not config.job or not config.node:
         raise ConfigError("job and node: both need a name")
     if config.persist == MEGATRON:

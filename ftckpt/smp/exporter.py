@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.errors import in_words
+from ftckpt.events import log
 from ftckpt.smp.metrics import METRICS, PREFIX, SILENCE, Status
 
 if TYPE_CHECKING:
@@ -58,7 +60,9 @@ class _Server(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who hangs up early, or says nothing, is no matter for the log."""
+        # Who hangs up early, or says nothing, is no matter for the log.
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("metrics could not be served")
 
 
 class Exporter:

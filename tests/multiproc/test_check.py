@@ -150,7 +150,7 @@ def test_the_other_setting_is_told_and_what_fails_there(arena_root: Path, monkey
 def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:
     script = tmp_path / "rank.sh"
     script.write_text(
-        f"export FTCKPT_NODE=node$((LOCAL_RANK / 2))\nexec {sys.executable} -m ftckpt.commands.main check "
+        f"export FTCKPT_NODE=node$((LOCAL_RANK / 2))\nexec {sys.executable} -m ftckpt check "
         f"--arena {arena_root} --mib 4 --json {tmp_path}/found.json\n"
     )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 import ftckpt.plain
+from ftckpt.commands import status as status_of
+from ftckpt.commands.job_nodes import nodes_here
 from ftckpt.commands.main import main
 from ftckpt.commands.status import in_lines, job_status
 from ftckpt.config import Config
@@ -58,6 +60,16 @@ def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert out.endswith("a restart now takes iteration 6 from memory; rebuilding nothing; losing 2 iteration(s)\n")
     assert "newest whole: iteration 6" in out and "no SMP runs" in out
+
+
+def test_marks_that_move_while_they_are_looked_at_are_told_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SMP answers a moment after its node's memory was read: table and text are of one of both."""
+    seen = nodes_here(job.root, JOB, 5.0)
+    later = {"pid": 1, "whole": {"iteration": 9, "age_secs": 0.1}}
+    moved = replace(seen, nodes=tuple(replace(node, smp=later) for node in seen.nodes))
+    monkeypatch.setattr(status_of, "nodes_here", lambda *_: moved)
+    said = status(job.root)
+    assert said["whole"] == 9 and "newest whole: iteration 9, seen 0.1 s ago" in list(in_lines(said))
 
 
 def test_what_a_lost_node_held_is_rebuilt(job: Job) -> None:

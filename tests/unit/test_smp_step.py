@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ case "$*" in
 *" ftckpt.smp "*)
     [ ! -f smp.ends ] || exit 3
     echo "$@" >words
+    echo $$ >pid
     trap 'echo ended >>log; [ -f deaf ] || exit 0' TERM
     touch runs
     while :; do sleep 0.05; done
@@ -64,10 +66,15 @@ class Step:
     def end(self, told: bool = True) -> tuple[int, list[str]]:
         """The code with which it ends, and what was called."""
         with subprocess.Popen(self._command, env=self._env, stdout=subprocess.DEVNULL) as process:
-            if told:
-                until((self.here / "runs").exists, "the SMP does not run")
-                process.send_signal(signal.SIGTERM)
-            code = process.wait(60)
+            try:
+                if told:
+                    until((self.here / "runs").exists, "the SMP does not run")
+                    process.send_signal(signal.SIGTERM)
+                code = process.wait(30)
+            finally:
+                process.kill()
+                with suppress(OSError):  # it runs in a process group of its own
+                    os.kill(int((self.here / "pid").read_text()), signal.SIGKILL)
         return code, (self.here / "log").read_text().split()
 
 
