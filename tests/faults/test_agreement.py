@@ -267,7 +267,8 @@ def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> No
         if awaited is not None:
             until((place / awaited).exists, awaited)
         misses = (rank, iteration) == (0, 6)
-        checkpointer.config = replace(config, agree_timeout_secs=0.1) if misses else config
+        of_this = replace(config, agree_timeout_secs=0.1) if misses else config
+        checkpointer._snapshots._config = of_this  # type: ignore[union-attr]
         plain.iterate(checkpointer, state, iteration)
         if iteration == 6:
             (place / ("missed" if rank == 0 else "taken")).touch()
