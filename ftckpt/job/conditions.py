@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = {"ftckpt": "ftckpt", "torch": "torch", "megatron": "megatron-core", "deepspeed": "deepspeed"}
+_PACKAGES = {"ftckpt": "ftckpt", "torch": "torch", "megatron.core": "megatron-core", "deepspeed": "deepspeed"}
 """Distributions by the module that this process has loaded if it uses them."""
 
 

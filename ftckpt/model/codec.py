@@ -57,6 +57,8 @@ def to_json(value: Any) -> Any:
         return value.hex()
     if hasattr(value, "to_json"):
         return value.to_json()
+    if type(value) in (tuple, list):  # most are; whether a class is a Mapping takes Python long to learn
+        return [to_json(item) for item in value]
     if is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
