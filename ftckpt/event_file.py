@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ _LEAST_BYTES = 1 << 20
 
 
 class EventFile:
-    """One process's file at ``path``, to which lines are appended; threads may write at the same time.
+    """One process's file at ``path``, to which one thread appends lines.
 
     Args:
         heading: the first line of a file that was begun anew, by how many bytes of older lines that has cost.
@@ -29,7 +28,6 @@ class EventFile:
         self._path = path
         self._heading = heading
         self._limit_bytes = max(limit_bytes // 2, _LEAST_BYTES) if limit_bytes else 0
-        self._lock = threading.Lock()
         self._open()
 
     def write(self, line: bytes) -> None:
@@ -38,16 +36,12 @@ class EventFile:
         Raises:
             OSError: it cannot be written.
         """
-        with self._lock:
-            if self._file.closed:  # another thread has closed it meanwhile
-                return
-            if self._limit_bytes and self._bytes + len(line) > self._limit_bytes and self._is_in_place():
-                self._begin_anew()
-            self._append(line)
+        if self._limit_bytes and self._bytes + len(line) > self._limit_bytes and self._is_in_place():
+            self._begin_anew()
+        self._append(line)
 
     def close(self) -> None:
-        with self._lock:
-            self._file.close()
+        self._file.close()
 
     def _append(self, line: bytes) -> None:
         self._file.write(line)

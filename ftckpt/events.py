@@ -9,11 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import written
 from ftckpt.event_file import EventFile
+from ftckpt.event_writer import EventWriter
 
 log = logging.getLogger("ftckpt")
 
@@ -52,6 +54,9 @@ EVENTS: dict[str, EventKind] = {
         "this event log has come to its limit and was begun anew: what is older is in the file of the same name with "
         ".1 behind it", lost_bytes="of what was there before that, and is gone",
         session="events by which the lines that follow are understood",
+    ),
+    "events_lost": _quiet(
+        "the file system of this log did not take lines for so long that some were left out", lines="how many"
     ),
     # A rank's session.
     "joined": _quiet("restore() begins", job="name", node="name"),
@@ -383,15 +388,15 @@ class Events:
     end in ``_secs``, sizes in ``_bytes``. ``blocked_secs`` is time the training thread waited; background time has
     its own name. Lines go to ``directory/rank<R>.jsonl`` or ``directory/<name>.jsonl`` (appended, so that attempts
     follow each other) until they take ``limit_bytes`` (0: there is no limit), of which the older half goes then;
-    without a directory there are only loud events, as log messages. Safe to call from several threads. A file that
-    cannot be written any more is given up with a warning.
+    without a directory there are only loud events, as log messages. Safe to call from several threads, none of which
+    waits for a file system. A file that cannot be written any more is given up with a warning.
     """
 
     def __init__(self, directory: Path | None, rank: int, name: str = "", limit_bytes: int = 0) -> None:
         self._rank = rank
         self._who: dict[str, Any] = {"process": name} if name else {"rank": rank}
         self._name = name or f"rank {rank}"
-        self._file: EventFile | None = None
+        self._writer: EventWriter | None = None
         self._session: dict[str, dict[str, Any]] = {}
         self.loud: Counter[str] = Counter()
         """How many loud events there were, by name."""
@@ -406,16 +411,18 @@ class Events:
         fresh = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            fresh = EventFile(directory / f"{self._name.replace(' ', '')}.jsonl", self._heading, limit_bytes)
+            path = directory / f"{self._name.replace(' ', '')}.jsonl"
+            lost = lambda number: _encoded(self._line("events_lost", {"lines": number}))  # noqa: E731
+            fresh = EventWriter(EventFile(path, self._heading, limit_bytes), path, self._give_up, lost)
         # Swapped first: another thread that comes now writes to the new file.
-        old, self._file = self._file, fresh
+        old, self._writer = self._writer, fresh
         if old is not None:
             old.close()
 
     @property
     def kept(self) -> bool:
         """Whether quiet events go anywhere; where not, what they say need not be found out."""
-        return self._file is not None
+        return self._writer is not None
 
     def emit(self, event: str, **fields: Any) -> None:
         """Record ``event``, a name of ``EVENTS``; fields of its row that are not given are null.
@@ -427,17 +434,13 @@ class Events:
             self.loud[event] += 1
             text = "; ".join([json.dumps(fields, default=str), *filter(None, [ADVICE.get(event)])])
             log.warning("ftckpt %s: %s %s", self._name, event, written(text))
-        file = self._file
-        if file is None:
+        writer = self._writer
+        if writer is None:
             return
         line = self._line(event, fields)
-        try:
-            file.write(_encoded(line))
-            if event in _SESSION:  # behind the line: a file that is begun anew for it does not repeat it
-                self._session[event] = line
-        except OSError as error:
-            log.warning("ftckpt %s: no more events: %s", self._name, error)
-            self.close()
+        # Behind the line: a file that is begun anew for it does not repeat it.
+        keep = partial(self._session.__setitem__, event, line) if event in _SESSION else None
+        writer.put(_encoded(line), keep)
 
     def _line(self, event: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         empty = dict.fromkeys(EVENTS.get(event, _UNKNOWN).fields)
@@ -454,10 +457,14 @@ class Events:
             log.info("ftckpt: %s", written(text))
 
     def close(self) -> None:
-        """Close the file; events after this are only logged."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Write what is left and close the file; events after this are only logged."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("ftckpt %s: no more events: %s", self._name, error)
+        self._writer = None
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
@@ -472,6 +479,8 @@ def reference() -> Iterator[str]:
     yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. A file"
     yield "that has come to half of `--ftckpt-events-mib` gets `.1` behind its name, and a new one is begun; a rank"
     yield "writes 1 to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
+    yield "Lines are written by a thread of their own, 0.05 s later: those that a process wrote right before it was"
+    yield "killed may be missing, and a file system that hangs holds no training up."
     yield "Made of the table in `events.py`: `python -m ftckpt.events > ftckpt/EVENTS.md`."
     yield ""
     yield "| event | loud | meaning | fields |"

@@ -30,8 +30,8 @@ class LinePlace(NamedTuple):
 
 
 class EventLog:
-    """The event files of one directory; ``num_broken`` counts the lines that could not be read; ``is_cut``: of
-    some file what was first is gone."""
+    """The event files of one directory; ``num_broken`` counts the lines that could not be read,
+    ``num_lost`` those that were never written; ``is_cut``: of some file what was first is gone."""
 
     def __init__(self, directory: Path) -> None:
         names = sorted(path.name for path in directory.iterdir() if path.suffix == ".jsonl")
@@ -39,7 +39,7 @@ class EventLog:
         self.directory = directory
         self.rank_files = [directory / name for name in sorted(numbers, key=numbers.__getitem__)]
         self.other_files = [directory / name for name in names if name not in numbers]
-        self.num_broken = 0
+        self.num_broken = self.num_lost = 0
         self.is_cut = False
 
     def lines(self, path: Path) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
@@ -67,6 +67,7 @@ class EventLog:
                 if (fields := parse_line(line)) is None:
                     self.num_broken += 1
                 else:
+                    self.num_lost += fields["lines"] if fields.get("event") == "events_lost" else 0
                     yield LinePlace(path, offset), fields
             # In bytes, as ``seek`` takes them: tracks are read again by their offsets.
             offset += len(line)
@@ -75,6 +76,8 @@ class EventLog:
     def notes(self) -> list[str]:
         """That lines were left out, if any were."""
         notes = [f"{count(self.num_broken, 'broken line')} of the event logs left out"] if self.num_broken else []
+        if self.num_lost:
+            notes.append(f"{count(self.num_lost, 'event')} lost: the file system of the logs did not answer")
         if self.is_cut:
             notes.append("the oldest events are gone: their logs have come to --ftckpt-events-mib")
         return notes

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ftckpt import event_writer
 from ftckpt.commands.event_log import EventLog
+from ftckpt.event_file import EventFile
 from ftckpt.events import ADVICE, EVENTS, Events, reference
+from tests.support.waiting import until
 
 
 def lines(directory: Path, rank: int = 0) -> list[dict[str, object]]:
@@ -38,8 +48,11 @@ def test_attempts_follow_each_other_in_one_file(tmp_path: Path) -> None:
 
 
 def test_a_line_is_there_before_the_file_is_closed(tmp_path: Path) -> None:
-    Events(tmp_path, 0).emit("joined")
-    assert [line["event"] for line in lines(tmp_path)] == ["joined"]
+    events = Events(tmp_path, 0)
+    for event in ("joined", "restored"):
+        events.emit(event)
+        until(lambda: [line["event"] for line in lines(tmp_path)][-1:] == [event], secs=5.0)  # noqa: B023
+        until(lambda: events._writer is not None and events._writer._idle, secs=10.0)
 
 
 def test_lines_of_several_threads_never_mix(tmp_path: Path) -> None:
@@ -75,6 +88,7 @@ def test_quiet_events_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_any_value_can_be_told(tmp_path: Path) -> None:
     events = Events(tmp_path, 0)
     events.emit("snapshot_error", error=ValueError("x"), path=tmp_path, data=b"\xff", numbers={1, 2})
+    events.close()
     assert lines(tmp_path)[0]["path"] == str(tmp_path)
 
 
@@ -114,6 +128,7 @@ def test_nothing_is_said_to_be_gone_before_it_is(tmp_path: Path) -> None:
     events = Events(tmp_path, 0, limit_bytes=2 * MIB)
     for number in range(1500):
         events.emit("copied", iteration=number, moved_bytes="x" * 1000)
+    events.close()
     log = EventLog(tmp_path)
     assert (tmp_path / "rank0.jsonl.1").exists()
     assert [line["iteration"] for _, line in log.lines(log.rank_files[0])] == list(range(1500)) and not log.notes
@@ -130,10 +145,12 @@ def test_what_earlier_attempts_wrote_counts(tmp_path: Path) -> None:
 
 def test_two_processes_of_one_rank_keep_what_each_has_written(tmp_path: Path) -> None:
     """One that hangs beside the one in its place, say: both come to the limit, and each begins the log anew."""
-    both = [Events(tmp_path, 0, limit_bytes=4 * MIB) for _ in range(2)]
+    both = [
+        EventFile(tmp_path / "rank0.jsonl", lambda lost: b'{"event": "log_rotated"}\n', 4 * MIB) for _ in range(2)
+    ]
     for number in range(2200):
-        for events in both:
-            events.emit("copied", iteration=number, moved_bytes="x" * 1000)
+        for file in both:
+            file.write(json.dumps({"event": "copied", "iteration": number, "text": "x" * 1000}).encode() + b"\n")
     log = EventLog(tmp_path)
     found = Counter(line["iteration"] for _, line in log.lines(log.rank_files[0]))
     assert (tmp_path / "rank0.jsonl.1").exists() and found == dict.fromkeys(range(2200), 2)
@@ -143,6 +160,7 @@ def test_a_line_that_a_log_is_begun_anew_for_is_there_once(tmp_path: Path) -> No
     events = Events(tmp_path, 0, limit_bytes=2 * MIB)
     events.emit("copied", moved_bytes="x" * (MIB - 300))
     events.emit("joined", job="j" * 300)
+    events.close()
     (tmp_path / "rank0.jsonl.1").unlink()
     log = EventLog(tmp_path)
     assert [line["event"] for _, line in log.lines(log.rank_files[0])] == ["joined"]
@@ -160,6 +178,7 @@ def test_threads_that_write_while_a_log_is_begun_anew_lose_no_line(tmp_path: Pat
         thread.start()
     for thread in threads:
         thread.join()
+    events.close()
     log = EventLog(tmp_path)
     found = [(line["secs"], line["iteration"]) for _, line in log.lines(log.rank_files[0])]
     assert sorted(found) == [(thread, index) for thread in range(4) for index in range(700)] and not log.num_broken
@@ -170,7 +189,79 @@ def test_a_full_disk_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCa
     events = Events(tmp_path, 0)
     for _ in range(3):
         events.emit("snapshot", iteration=1)
+        until(lambda: not events.kept, secs=5.0)
     assert caplog.text.count("no more events") == 1
+
+
+class Pipe:
+    """In the place of rank 0's log: a file that takes 64 KiB, and more when somebody reads it."""
+
+    def __init__(self, directory: Path) -> None:
+        os.mkfifo(directory / "rank0.jsonl")
+        self._end = os.open(directory / "rank0.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+        self.text = b""
+
+    def __enter__(self) -> Pipe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._end)  # what still waits to write fails
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every line until now."""
+        with suppress(BlockingIOError):
+            while part := os.read(self._end, 1 << 16):
+                self.text += part
+        return [json.loads(line) for line in self.text.split(b"\n")[:-1]]
+
+
+def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes when it is back is whole and in order, and says how much is missing."""
+    monkeypatch.setattr(event_writer, "MOST_BYTES", 1 << 20)
+    with Pipe(tmp_path) as pipe:
+        events = Events(tmp_path, 0)
+        emitting = threading.Thread(
+            target=lambda: [
+                events.emit("copied", iteration=number, moved_bytes="x" * 1000) for number in range(2000)
+            ],
+            daemon=True,
+        )
+        emitting.start()
+        emitting.join(10.0)
+        assert not emitting.is_alive()
+
+        def numbers() -> list[int]:
+            return [line["iteration"] for line in pipe.read() if line["event"] == "copied"]
+
+        def num_lost() -> int:
+            return sum(line["lines"] for line in pipe.read() if line["event"] == "events_lost")
+
+        until(lambda: len(numbers()) + num_lost() == 2000, secs=10.0)
+        assert num_lost() > 500 and numbers() == sorted(set(numbers()))
+        events.emit("copied", iteration=-1)
+        until(lambda: pipe.read()[-1].get("iteration") == -1, secs=10.0)
+        events.close()
+
+
+def test_a_file_system_that_hangs_does_not_keep_a_job_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_writer, "_CLOSE_SECS", 0.2)
+    with Pipe(tmp_path) as pipe:
+        events = Events(tmp_path, 0)
+        for _ in range(200):
+            events.emit("copied", moved_bytes="x" * 1000)
+        begin = time.monotonic()
+        events.close()
+        assert time.monotonic() - begin < 5.0
+        assert f"events did not come to {tmp_path / 'rank0.jsonl'}, which does not answer" in caplog.text
+        until(lambda: len(pipe.read()) == 200, secs=10.0)  # for the thread's end
+
+
+def test_a_script_that_just_ends_has_told_all(tmp_path: Path) -> None:
+    script = "import sys, pathlib, ftckpt.events as e; e.Events(pathlib.Path(sys.argv[1]), 0).emit('joined')"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60.0)
+    assert [line["event"] for line in lines(tmp_path)] == ["joined"]
 
 
 PACKAGE = Path(__file__).parents[2] / "ftckpt"
@@ -197,12 +288,15 @@ def test_every_event_and_field_is_in_the_table() -> None:
 
 
 def test_every_event_of_the_table_is_written_somewhere() -> None:
-    package = "".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "events.py")
+    texts = [p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "events.py"]
+    package = "".join([*texts, inspect.getsource(Events)])
     assert [name for name in EVENTS if f'"{name}"' not in package] == []
 
 
 def test_an_event_has_all_its_fields_wherever_it_comes_from(tmp_path: Path) -> None:
-    Events(tmp_path, 0).emit("corrupt", what=["chunk 3"])
+    events = Events(tmp_path, 0)
+    events.emit("corrupt", what=["chunk 3"])
+    events.close()
     (line,) = lines(tmp_path)
     assert set(line) == {"time", "event", "rank", "pid", *EVENTS["corrupt"].fields}
 
