@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import inspect
 import json
 import logging
 import os
 import subprocess
 import sys
+import termios
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -207,6 +210,12 @@ class Pipe:
     def __exit__(self, *_: object) -> None:
         os.close(self._end)  # what still waits to write fails
 
+    @property
+    def is_full(self) -> bool:
+        waiting = array("i", [0])
+        fcntl.ioctl(self._end, termios.FIONREAD, waiting)
+        return waiting[0] > 60_000
+
     def read(self) -> list[dict[str, Any]]:
         """Every line until now."""
         with suppress(BlockingIOError):
@@ -220,12 +229,14 @@ def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(event_writer, "MOST_BYTES", 1 << 20)
     with Pipe(tmp_path) as pipe:
         events = Events(tmp_path, 0)
-        emitting = threading.Thread(
-            target=lambda: [
-                events.emit("copied", iteration=number, moved_bytes="x" * 1000) for number in range(2000)
-            ],
-            daemon=True,
-        )
+
+        def emit(begin: int, end: int) -> None:
+            for number in range(begin, end):
+                events.emit("copied", iteration=number, moved_bytes="x" * 1000)
+
+        emit(0, 100)
+        until(lambda: pipe.is_full)
+        emitting = threading.Thread(target=emit, args=(100, 2000), daemon=True)
         emitting.start()
         emitting.join(10.0)
         assert not emitting.is_alive()
