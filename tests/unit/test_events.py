@@ -214,7 +214,7 @@ class Pipe:
     def is_full(self) -> bool:
         waiting = array("i", [0])
         fcntl.ioctl(self._end, termios.FIONREAD, waiting)
-        return waiting[0] > 60_000
+        return waiting[0] > 50_000  # pages are not filled to their ends
 
     def read(self) -> list[dict[str, Any]]:
         """Every line until now."""
