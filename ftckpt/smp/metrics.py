@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,6 +83,10 @@ def _loud(status: Status) -> Values:
 
 METRICS: dict[str, Metric] = {
     SILENCE: _gauge("since the SMP's loop has moved; all other values are as old", lambda status: 0.0),
+    "smp_time_seconds": _gauge(
+        "since the epoch, when all values were taken: a file may be of an SMP that is gone",
+        lambda status: time.time(),
+    ),
     "iteration": _gauge("the last boundary that a rank of the node has passed", _iteration),
     "ranks": _gauge(
         "ranks of the node that live", lambda status: sum(one["lives"] is not False for one in status["trainers"])

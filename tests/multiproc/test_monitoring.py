@@ -45,6 +45,8 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
         "FtckptNotProtected",
     ),
     "stuck": ([series("ftckpt_smp_silent_seconds", "1x50 130x10")], "FtckptSmpStandsStill"),
+    "gone": ([series("ftckpt_smp_time_seconds", "0+60x50 3000x10")], "FtckptSmpStandsStill"),
+    "there": ([series("ftckpt_smp_time_seconds", "0+60x60")], ""),
     "left out": (
         [
             series("ftckpt_rank_snapshots_skipped_total", "0+10x60", rank="0"),
