@@ -1,4 +1,4 @@
-"""Lines on their way to a file: who has something to tell waits for no file system."""
+"""Lines on their way to a file: at once, or beside whoever has something to tell where the file system may hang."""
 
 from __future__ import annotations
 
@@ -37,7 +37,39 @@ class _Line(NamedTuple):
     written: Callable[[], None] | None
 
 
-class EventWriter:
+class DirectWriter:
+    """Writes each line to ``file`` as it is put, from any thread: it is there whatever becomes of the process.
+
+    ``failed``: called once, when the file cannot be written; no line is written after that.
+    """
+
+    def __init__(self, file: LineFile, failed: Callable[[OSError], None]) -> None:
+        self._file, self._failed = file, failed
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def put(self, data: bytes, written: Callable[[], None] | None = None) -> None:
+        """Write ``data``, and call ``written`` behind it."""
+        with self._lock:
+            if self._is_closed:  # by another thread, meanwhile
+                return
+            try:
+                self._file.write(data)
+            except OSError as problem:
+                error = problem
+            else:
+                if written is not None:
+                    written()
+                return
+        self._failed(error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._file.close()
+
+
+class BackgroundWriter:
     """Brings lines to ``file`` in the order in which they were put, on a thread of its own.
 
     A line is in the file a moment later: a process that is killed loses what it put in its last ``EVERY_SECS``, one

@@ -15,7 +15,7 @@ from typing import Any
 
 from ftckpt.errors import written
 from ftckpt.event_file import EventFile
-from ftckpt.event_writer import EventWriter
+from ftckpt.event_writer import BackgroundWriter, DirectWriter
 
 log = logging.getLogger("ftckpt")
 
@@ -388,32 +388,39 @@ class Events:
     end in ``_secs``, sizes in ``_bytes``. ``blocked_secs`` is time the training thread waited; background time has
     its own name. Lines go to ``directory/rank<R>.jsonl`` or ``directory/<name>.jsonl`` (appended, so that attempts
     follow each other) until they take ``limit_bytes`` (0: there is no limit), of which the older half goes then;
-    without a directory there are only loud events, as log messages. Safe to call from several threads, none of which
-    waits for a file system. A file that cannot be written any more is given up with a warning.
+    without a directory there are only loud events, as log messages. Safe to call from several threads. Where the
+    file system ``may_hang`` nobody waits for it, and lines come to it a moment later. A file that cannot be written
+    any more is given up with a warning.
     """
 
-    def __init__(self, directory: Path | None, rank: int, name: str = "", limit_bytes: int = 0) -> None:
+    def __init__(
+        self, directory: Path | None, rank: int, name: str = "", limit_bytes: int = 0, may_hang: bool = False
+    ) -> None:
         self._rank = rank
         self._who: dict[str, Any] = {"process": name} if name else {"rank": rank}
         self._name = name or f"rank {rank}"
-        self._writer: EventWriter | None = None
+        self._writer: DirectWriter | BackgroundWriter | None = None
         self._session: dict[str, dict[str, Any]] = {}
         self.loud: Counter[str] = Counter()
         """How many loud events there were, by name."""
-        self.direct(directory, limit_bytes)
+        self.direct(directory, limit_bytes, may_hang)
 
-    def direct(self, directory: Path | None, limit_bytes: int = 0) -> None:
+    def direct(self, directory: Path | None, limit_bytes: int = 0, may_hang: bool = False) -> None:
         """Let lines go to a file in ``directory`` from now on; it is made. None: to no file.
 
         Raises:
             OSError: it cannot be written.
         """
-        fresh = None
+        fresh: DirectWriter | BackgroundWriter | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / f"{self._name.replace(' ', '')}.jsonl"
-            lost = lambda number: _encoded(self._line("events_lost", {"lines": number}))  # noqa: E731
-            fresh = EventWriter(EventFile(path, self._heading, limit_bytes), path, self._give_up, lost)
+            file = EventFile(path, self._heading, limit_bytes)
+            fresh = (
+                BackgroundWriter(file, path, self._give_up, self._lost)
+                if may_hang
+                else DirectWriter(file, self._give_up)
+            )
         # Swapped first: another thread that comes now writes to the new file.
         old, self._writer = self._writer, fresh
         if old is not None:
@@ -462,9 +469,12 @@ class Events:
         if writer is not None:
             writer.close()
 
+    def _lost(self, number: int) -> bytes:
+        return _encoded(self._line("events_lost", {"lines": number}))
+
     def _give_up(self, error: OSError) -> None:
         log.warning("ftckpt %s: no more events: %s", self._name, error)
-        self._writer = None
+        self.close()
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
@@ -479,8 +489,8 @@ def reference() -> Iterator[str]:
     yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. A file"
     yield "that has come to half of `--ftckpt-events-mib` gets `.1` behind its name, and a new one is begun; a rank"
     yield "writes 1 to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
-    yield "Lines are written by a thread of their own, 0.05 s later: those that a process wrote right before it was"
-    yield "killed may be missing, and a file system that hangs holds no training up."
+    yield "On a network file system, which may hang, lines are written by a thread of their own, 0.05 s later: nobody"
+    yield "waits for it, and those that a process wrote right before it was killed may be missing."
     yield "Made of the table in `events.py`: `python -m ftckpt.events > ftckpt/EVENTS.md`."
     yield ""
     yield "| event | loud | meaning | fields |"

@@ -19,6 +19,7 @@ from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
 from ftckpt.persist_setting import MEGATRON
+from ftckpt.store.memory import may_hang
 from ftckpt.store.outcome import LauncherRun
 
 
@@ -56,7 +57,8 @@ class RankParts:
         """Collective; see ``Checkpointer`` for the arguments, and what it raises."""
         _check(config)
         try:
-            events = Events(config.events_dir, topology.rank, limit_bytes=config.events_bytes)
+            hangs = may_hang(config.events_dir)
+            events = Events(config.events_dir, topology.rank, limit_bytes=config.events_bytes, may_hang=hangs)
         except OSError as error:
             raise ConfigError(
                 f"--ftckpt-events: {config.events} cannot be written: {error.strerror}; name another directory"

@@ -49,7 +49,7 @@ from ftckpt.store.directory import (
 from ftckpt.store.ends import EndNote, tell
 from ftckpt.store.failures import read_failures
 from ftckpt.store.locks import FileLock, holder_of
-from ftckpt.store.memory import used_bytes
+from ftckpt.store.memory import may_hang, used_bytes
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse, RankPulse, SmpState
 
@@ -346,7 +346,7 @@ class Daemon:
         self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
         self._config.description, self._digest = description, guard_digest(description)
         try:
-            self.events.direct(settings.events_dir, settings.events_bytes)
+            self.events.direct(settings.events_dir, settings.events_bytes, may_hang(settings.events_dir))
         except OSError as error:
             log.warning("no events are written: %s", error)
         self._exporter.configure(settings.metrics_port, settings.metrics_dir)

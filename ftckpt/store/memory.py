@@ -173,6 +173,15 @@ def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
     return best
 
 
+_LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+"""Kinds of file systems that answer as long as the machine does."""
+
+
+def may_hang(path: Path | None, proc: Path = Path("/proc")) -> bool:
+    """Whether calls to the file system of ``path`` may wait for another machine; False for None."""
+    return path is not None and mount_of(existing(path), proc).kind not in _LOCAL
+
+
 def existing(path: Path) -> Path:
     """``path``, or the directory above it that is there."""
     while not path.exists() and path != path.parent:

@@ -46,8 +46,7 @@ def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kil
         setattr(Build, kill, die)
     members = tuple(RankPlace({"dp": place}, node) for place, node in enumerate(nodes))
     topology = Topology(rank, members, {"dp": len(nodes)})
-    log = Events(events, rank)
-    found = Restart(Group(30.0), topology, job.node_dir(topology.me.node), log)
+    found = Restart(Group(30.0), topology, job.node_dir(topology.me.node), Events(events, rank))
     try:
         decision = found.choose("fail", reshapes=True)
         found.void_newer(decision)
@@ -56,7 +55,6 @@ def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kil
         return decision.snapshot.iteration, decision.layout, sources, found.source
     finally:
         found.close()
-        log.close()
 
 
 def started(job: Job, nodes: tuple[str, ...], tmp_path: Path) -> tuple[int, str, Job]:

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ftckpt.events import EVENTS, Events
-from tests.support.waiting import until
+from ftckpt.events import EVENTS
 
 COMMON = {"time", "event", "pid"}
 
@@ -24,12 +23,6 @@ def read_events(directory: Path, name: str = "", of: str = "rank*") -> list[dict
                 events.append(_checked(json.loads(line)))
     found = [event for event in events if name in ("", event["event"])]
     return sorted(found, key=lambda event: event["time"])
-
-
-def settle(events: Events) -> None:
-    """Until all that this process has emitted is in its file."""
-    writer = events._writer
-    until(lambda: writer is None or not writer._num_waiting, "events in their file")
 
 
 def _checked(event: dict[str, Any]) -> dict[str, Any]:

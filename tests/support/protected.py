@@ -258,8 +258,7 @@ def restart(rank: int, world_size: int, job: Job, events: Path, on_lost: str = "
 
     topology = replace(job.topology, rank=rank)
     group = Group(30.0)
-    log = Events(events, rank)
-    found = Restart(group, topology, job.node_dir(topology.me.node), log)
+    found = Restart(group, topology, job.node_dir(topology.me.node), Events(events, rank))
     try:
         decision = found.choose(on_lost)
         found.void_newer(decision)
@@ -270,4 +269,3 @@ def restart(rank: int, world_size: int, job: Job, events: Path, on_lost: str = "
         return told
     finally:
         found.close()
-        log.close()

@@ -24,7 +24,6 @@ import pytest
 
 from ftckpt import event_writer
 from ftckpt.commands.event_log import EventLog
-from ftckpt.event_file import EventFile
 from ftckpt.events import ADVICE, EVENTS, Events, reference
 from tests.support.waiting import until
 
@@ -51,11 +50,8 @@ def test_attempts_follow_each_other_in_one_file(tmp_path: Path) -> None:
 
 
 def test_a_line_is_there_before_the_file_is_closed(tmp_path: Path) -> None:
-    events = Events(tmp_path, 0)
-    for event in ("joined", "restored"):
-        events.emit(event)
-        until(lambda: [line["event"] for line in lines(tmp_path)][-1:] == [event], secs=5.0)  # noqa: B023
-        until(lambda: events._writer is not None and events._writer._idle, secs=10.0)
+    Events(tmp_path, 0).emit("joined")
+    assert [line["event"] for line in lines(tmp_path)] == ["joined"]
 
 
 def test_lines_of_several_threads_never_mix(tmp_path: Path) -> None:
@@ -91,7 +87,6 @@ def test_quiet_events_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_any_value_can_be_told(tmp_path: Path) -> None:
     events = Events(tmp_path, 0)
     events.emit("snapshot_error", error=ValueError("x"), path=tmp_path, data=b"\xff", numbers={1, 2})
-    events.close()
     assert lines(tmp_path)[0]["path"] == str(tmp_path)
 
 
@@ -131,7 +126,6 @@ def test_nothing_is_said_to_be_gone_before_it_is(tmp_path: Path) -> None:
     events = Events(tmp_path, 0, limit_bytes=2 * MIB)
     for number in range(1500):
         events.emit("copied", iteration=number, moved_bytes="x" * 1000)
-    events.close()
     log = EventLog(tmp_path)
     assert (tmp_path / "rank0.jsonl.1").exists()
     assert [line["iteration"] for _, line in log.lines(log.rank_files[0])] == list(range(1500)) and not log.notes
@@ -148,12 +142,10 @@ def test_what_earlier_attempts_wrote_counts(tmp_path: Path) -> None:
 
 def test_two_processes_of_one_rank_keep_what_each_has_written(tmp_path: Path) -> None:
     """One that hangs beside the one in its place, say: both come to the limit, and each begins the log anew."""
-    both = [
-        EventFile(tmp_path / "rank0.jsonl", lambda lost: b'{"event": "log_rotated"}\n', 4 * MIB) for _ in range(2)
-    ]
+    both = [Events(tmp_path, 0, limit_bytes=4 * MIB) for _ in range(2)]
     for number in range(2200):
-        for file in both:
-            file.write(json.dumps({"event": "copied", "iteration": number, "text": "x" * 1000}).encode() + b"\n")
+        for events in both:
+            events.emit("copied", iteration=number, moved_bytes="x" * 1000)
     log = EventLog(tmp_path)
     found = Counter(line["iteration"] for _, line in log.lines(log.rank_files[0]))
     assert (tmp_path / "rank0.jsonl.1").exists() and found == dict.fromkeys(range(2200), 2)
@@ -163,7 +155,6 @@ def test_a_line_that_a_log_is_begun_anew_for_is_there_once(tmp_path: Path) -> No
     events = Events(tmp_path, 0, limit_bytes=2 * MIB)
     events.emit("copied", moved_bytes="x" * (MIB - 300))
     events.emit("joined", job="j" * 300)
-    events.close()
     (tmp_path / "rank0.jsonl.1").unlink()
     log = EventLog(tmp_path)
     assert [line["event"] for _, line in log.lines(log.rank_files[0])] == ["joined"]
@@ -181,15 +172,15 @@ def test_threads_that_write_while_a_log_is_begun_anew_lose_no_line(tmp_path: Pat
         thread.start()
     for thread in threads:
         thread.join()
-    events.close()
     log = EventLog(tmp_path)
     found = [(line["secs"], line["iteration"]) for _, line in log.lines(log.rank_files[0])]
     assert sorted(found) == [(thread, index) for thread in range(4) for index in range(700)] and not log.num_broken
 
 
-def test_a_full_disk_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("may_hang", [False, True])
+def test_a_full_disk_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture, may_hang: bool) -> None:
     (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
-    events = Events(tmp_path, 0)
+    events = Events(tmp_path, 0, may_hang=may_hang)
     for _ in range(3):
         events.emit("snapshot", iteration=1)
         until(lambda: not events.kept, secs=5.0)
@@ -228,7 +219,7 @@ def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: p
     """What it takes when it is back is whole and in order, and says how much is missing."""
     monkeypatch.setattr(event_writer, "MOST_BYTES", 1 << 20)
     with Pipe(tmp_path) as pipe:
-        events = Events(tmp_path, 0)
+        events = Events(tmp_path, 0, may_hang=True)
 
         def emit(begin: int, end: int) -> None:
             for number in range(begin, end):
@@ -259,7 +250,7 @@ def test_a_file_system_that_hangs_does_not_keep_a_job_from_its_end(
 ) -> None:
     monkeypatch.setattr(event_writer, "_CLOSE_SECS", 0.2)
     with Pipe(tmp_path) as pipe:
-        events = Events(tmp_path, 0)
+        events = Events(tmp_path, 0, may_hang=True)
         for _ in range(200):
             events.emit("copied", moved_bytes="x" * 1000)
         begin = time.monotonic()
@@ -270,9 +261,19 @@ def test_a_file_system_that_hangs_does_not_keep_a_job_from_its_end(
 
 
 def test_a_script_that_just_ends_has_told_all(tmp_path: Path) -> None:
-    script = "import sys, pathlib, ftckpt.events as e; e.Events(pathlib.Path(sys.argv[1]), 0).emit('joined')"
+    script = (
+        "import sys, pathlib, ftckpt.events as e; e.Events(pathlib.Path(sys.argv[1]), 0, '', 0, True).emit('joined')"
+    )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60.0)
     assert [line["event"] for line in lines(tmp_path)] == ["joined"]
+
+
+def test_what_is_told_seldom_comes_to_the_file_soon(tmp_path: Path) -> None:
+    events = Events(tmp_path, 0, may_hang=True)
+    for event in ("joined", "restored"):
+        events.emit(event)
+        until(lambda: [line["event"] for line in lines(tmp_path)][-1:] == [event], secs=5.0)  # noqa: B023
+        until(lambda: events._writer._idle, secs=10.0)  # type: ignore[union-attr]
 
 
 PACKAGE = Path(__file__).parents[2] / "ftckpt"
@@ -305,9 +306,7 @@ def test_every_event_of_the_table_is_written_somewhere() -> None:
 
 
 def test_an_event_has_all_its_fields_wherever_it_comes_from(tmp_path: Path) -> None:
-    events = Events(tmp_path, 0)
-    events.emit("corrupt", what=["chunk 3"])
-    events.close()
+    Events(tmp_path, 0).emit("corrupt", what=["chunk 3"])
     (line,) = lines(tmp_path)
     assert set(line) == {"time", "event", "rank", "pid", *EVENTS["corrupt"].fields}
 

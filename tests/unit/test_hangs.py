@@ -236,11 +236,9 @@ def test_ranks_that_move_again_while_their_stacks_are_taken_are_not_ended(tmp_pa
         rank = pulse(0, 100, owner=owner_word(process.pid))
         hang = HangWatch().look([rank], TEN, 200 * SEC)
         assert hang is not None
-        events = Events(tmp_path, -1, "smp")
-        answer = HangAnswer(hang, events, True, lambda: order.append(process.poll()))
+        answer = HangAnswer(hang, Events(tmp_path, -1, "smp"), True, lambda: order.append(process.poll()))
         until(lambda: answer.step([pulse(0, 201 if moves else 100, owner=rank.owner)]))
         assert (process.poll(), order) == ((None, []) if moves else (-signal.SIGTERM, [None]))
-        events.close()
         told = {event["event"]: event for event in read_events(tmp_path, of="smp")}
         assert told["stacks"]["missing"] == {"10": "no signals were free for it to answer"}
         assert ("hang_aborted" in told) != moves

@@ -64,12 +64,10 @@ def test_nobody_is_ended_or_asked_whose_pid_means_nothing_here(node_dir: Path, t
         pulses = judge.judge(observer.ranks())
         hang = HangWatch().look(pulses, Limits(1.0), time.monotonic_ns() + 60 * 10**9)
         assert hang is not None and [pulse.rank for pulse in hang.elsewhere] == [5]
-        events = Events(tmp_path, -1, "smp")
-        answer = HangAnswer(hang, events, False, lambda: None)
+        answer = HangAnswer(hang, Events(tmp_path, -1, "smp"), False, lambda: None)
         while not answer.step(pulses):
             time.sleep(0.01)
         assert Abort(hang.ranks).pids == [] and process.poll() is None
-    events.close()
     (told,) = read_events(tmp_path, "stacks", of="smp")
     assert told["ranks"] == [] and told["missing"] == {"5": "it runs in another container"}
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.store.memory import available_bytes, check_budget
+from ftckpt.store.memory import available_bytes, check_budget, may_hang
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -188,3 +188,15 @@ def test_this_machine() -> None:
     check_budget(Path("/dev/shm"), 1)
     with pytest.raises(MemoryBudgetError, match=r"1024\.0 TiB"):
         check_budget(Path("/dev/shm"), 1 << 50)
+
+
+@pytest.mark.parametrize(
+    "kind, hangs", [("nfs4", True), ("lustre", True), ("fuse.sshfs", True), ("tmpfs", False), ("xfs", False)]
+)
+def test_file_systems_of_other_machines_may_hang(host: Host, kind: str, hangs: bool) -> None:
+    host.mounts(kind)
+    assert may_hang(host.path / "not" / "yet", host.proc) == hangs
+    assert not may_hang(host.path.parent, host.proc), "on the disk of this machine"
+    (host.proc / "self" / "mountinfo").unlink()
+    assert may_hang(host.path, host.proc), "nobody knows what it is"
+    assert not may_hang(None)

@@ -14,7 +14,7 @@ from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.windows.node_budget import NoBudget
 from ftckpt.windows.pacer import Pacer
-from tests.support.event_logs import read_events, settle
+from tests.support.event_logs import read_events
 
 PLACES = (("window", 2.0), ("forward", 1.0), ("window", 0.0), ("backward", 2.0), ("tail", 1.0), ("fence", 0.0))
 MB = 1_000_000
@@ -72,7 +72,6 @@ class Rank:
         self.pacer.learn()
 
     def told(self, name: str) -> list[dict[str, Any]]:
-        settle(self.events)
         return read_events(self.folder, name)
 
 
