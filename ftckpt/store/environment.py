@@ -25,7 +25,7 @@ _YES = frozenset({"1", "yes", "y", "true", "t", "on"})
 
 @dataclass(frozen=True)
 class Hazard:
-    """Something that can destroy snapshots: a short name, what is so and what it leads to, what to do."""
+    """What can destroy snapshots, or slow them down: a short name, what is so and what it leads to, what to do."""
 
     name: str
     text: str
@@ -48,6 +48,7 @@ def hazards(
     checks = [
         _remove_ipc(arena_root, root, os.geteuid() if uid is None else uid),
         None if _outlasts(root, smp_pid) else _container(arena_root, root) or _private_mount(arena_root, root),
+        _disk(arena_root, root),
         _small_tmpfs(arena_root, root),
         _charged(arena_root, root),
         _out_of_memory_group(root, smp_pid),
@@ -126,6 +127,17 @@ def _private_mount(arena_root: Path, root: Path) -> Hazard | None:
         "PrivateTmp, Slurm's job_container/tmpfs): snapshots end with the last process in it",
         "name a tmpfs that the host shares with --ftckpt-arena, start the SMP in the same namespace and keep it, "
         "or switch the private mount off",
+    )
+
+
+def _disk(arena_root: Path, root: Path) -> Hazard | None:
+    kind = mount_of(existing(arena_root), root / "proc").kind
+    if kind in MEMORY_FILE_SYSTEMS or not (root / "proc/self/mountinfo").exists():
+        return None
+    return Hazard(
+        "disk",
+        f"{arena_root}, which holds the arenas, is on {kind}, no tmpfs: snapshots go at the speed of that device",
+        "name a tmpfs with --ftckpt-arena",
     )
 
 

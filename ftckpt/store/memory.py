@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.events import log
 from ftckpt.model.text import human
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
@@ -43,19 +42,12 @@ def check_budget(
     """Refuse ``need_bytes`` of new arenas under ``path`` if they cannot fit.
 
     Counted are the room of the file system and, where it keeps files in memory, the memory the kernel calls
-    available and every cgroup limit up to the root. A path on a disk works, slowly, with a warning.
+    available and every cgroup limit up to the root.
 
     Raises:
         MemoryBudgetError: the text prints need, each limit, which one binds and how to change it.
     """
-    kind, limits = mount_of(existing(path), proc).kind, _limits(path, proc, cgroup_root)
-    if kind not in MEMORY_FILE_SYSTEMS:
-        log.warning(
-            "ftckpt: %s is on %s, not on a tmpfs: snapshots go at the speed of that device; "
-            "name a tmpfs with --ftckpt-arena",
-            path,
-            kind,
-        )
+    limits = _limits(path, proc, cgroup_root)
     tight = [limit for limit in limits if limit.free_bytes < need_bytes]
     if not tight:
         return

@@ -168,7 +168,7 @@ def test_a_mount_that_the_host_does_not_see(host: Host) -> None:
 
 def test_a_private_part_of_a_shared_file_system(host: Host) -> None:
     host.mounts("self", "8:1 /tmp/systemd-private-1/tmp /tmp rw - ext4 /dev/sda rw")
-    assert set(host.find(Path("/tmp/arenas"))) == {"private_mount"}
+    assert set(host.find(Path("/tmp/arenas"))) == {"private_mount", "disk"}
 
 
 def test_equal_namespaces_see_the_same(host: Host) -> None:
@@ -190,7 +190,12 @@ def test_a_small_tmpfs(host: Host) -> None:
     hazard = host.find()["small_tmpfs"]
     assert "/dev/shm has 64.0 MiB" in hazard.text
     assert "--shm-size" in hazard.remedy and "--ftckpt-arena" in hazard.remedy
-    assert "small_tmpfs" not in host.find(Path("/data/arenas"))  # a disk
+    assert "small_tmpfs" not in host.find(Path("/data/arenas"))
+
+
+def test_arenas_on_a_disk(host: Host) -> None:
+    hazard = host.find(Path("/data/arenas"))["disk"]
+    assert "/data/arenas, which holds the arenas, is on ext4" in hazard.text and "--ftckpt-arena" in hazard.remedy
 
 
 @pytest.mark.parametrize("size", [0, GIB])

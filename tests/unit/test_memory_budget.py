@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,17 +162,10 @@ def test_the_smallest_of_several_binds(host: Host) -> None:
     assert all(part in text for part in ("MemAvailable 12.0 GiB", "cgroup /g (limit 8.0 GiB) 3.0 GiB"))
 
 
-def test_a_disk_is_slow_but_works(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_bounds_by_its_room_alone(host: Host) -> None:
     host.mounts("xfs")
-    with caplog.at_level(logging.WARNING, "ftckpt"):
-        host.check(16 * GIB)
-    assert "is on xfs, not on a tmpfs" in caplog.text
+    host.check(16 * GIB)
     assert "file system" in host.refusal(17 * GIB)
-
-
-def test_a_tmpfs_raises_no_warning(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    host.check(1)
-    assert caplog.text == ""
 
 
 def test_missing_and_broken_files_bind_nothing(host: Host) -> None:
