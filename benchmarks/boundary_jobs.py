@@ -77,7 +77,7 @@ RESTORE_PARTS: dict[str, Sequence[str]] = {
     "look": ("ftckpt.restore.restart:look",),
     "verify": ("ftckpt.restore.search:Search._verify",),
     "void": ("ftckpt.restore.restart:Restart.void_newer",),
-    "plan": ("ftckpt.restore.restart:Restart._plan", "ftckpt.restore.straight:StraightFetch.plan"),
+    "plan": ("ftckpt.restore.chosen:ChosenSlots.plan", "ftckpt.restore.straight:StraightFetch.plan"),
     "open": ("ftckpt.restore.load:_open",),
     "copy": (
         "ftckpt.restore.straight:StraightFetch.bring",

@@ -114,7 +114,7 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
         _expect_failures(rank, restart)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_begin(restart.why))
-        shard.capacities = restart.capacities(decision)
+        shard.capacities = restart.capacities()
         snapshot, source = decision.snapshot, restart.source
         where = f"iteration {snapshot.iteration} from {source}{checkpoint.beside(config.job)}"
         return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast)

@@ -6,57 +6,37 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
 from ftckpt.errors import ArenaError, ConfigError, LostError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Bytes, Group, gather_all, gather_bytes, together
+from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import objects
 from ftckpt.model.failures import LastAttempt
-from ftckpt.model.fragment import Fragment
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
+from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.persist import retention
-from ftckpt.restore.choice import Decision, readers_of
+from ftckpt.restore.choice import Decision
+from ftckpt.restore.chosen import ChosenSlots, Needs
 from ftckpt.restore.inventory import Inventory
-from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
-from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.load import Traffic, Transfer, execute
+from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.look import drop_undone, look
-from ftckpt.restore.offers import (
-    Hashes,
-    Index,
-    SlotContents,
-    check_copies,
-    decode_contents,
-    encode_contents,
-    index_for,
-    needs_of,
-    whole_in,
-)
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Coming, Search, pass_over
 from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook
 from ftckpt.restore.straight import Reading, fits
 from ftckpt.restore.threads import threads_of
 from ftckpt.restore.voiding import void
-from ftckpt.store.image import SlotImage
 
 _LINEAGE_BYTES = 16
-
-Contents = Mapping[str, SlotContents]
-Needs = list[tuple[Piece, Fragment]]
-"""Pieces of the live state, and what is read into each."""
 
 _Brought = tuple[Needs, Traffic, Callable[[], bytes]]
 
@@ -76,7 +56,7 @@ class Restart:
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
         self._reports: Sequence[Inventory] | None = None  # what memory holds, as long as nothing was touched
-        self._contents: dict[str, SlotContents] = {}  # of the decision, from ``void_newer`` on
+        self._chosen: ChosenSlots | None = None  # of the decision, from ``void_newer`` on
         self._coming: Coming | None = None  # what brings the decision
         self.in_memory = True
         """Whether what was loaded lies in memory, too; from ``load`` on."""
@@ -256,15 +236,18 @@ class Restart:
         decided on may prove bad yet ``load`` does it, behind the last byte: a later start may have the nodes that
         newer ones lack.
         """
+        chosen = self._chosen = ChosenSlots(
+            self._group, self._topology, self._events, self._arenas, coming=self._coming, decision=decision
+        )  # fmt: skip
 
         def answer() -> bytes:
             if self._coming is None:
                 self._void_node(decision)
-            return os.urandom(_LINEAGE_BYTES) + self._describe(decision)
+            return os.urandom(_LINEAGE_BYTES) + chosen.describe()
 
         # The lineage of rank 0 counts. Nobody takes a snapshot of it before every node has voided.
         answers = gather_bytes(self._group, answer)
-        self._contents = self._join(decision, [one[_LINEAGE_BYTES:] for one in answers])
+        chosen.join([one[_LINEAGE_BYTES:] for one in answers])
         return answers[0][:_LINEAGE_BYTES]
 
     def _void_node(self, decision: Decision | None) -> None:
@@ -324,20 +307,23 @@ class Restart:
         return decision
 
     def _load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
-        begin, coming = time.perf_counter(), self._coming
+        begin, coming, chosen = time.perf_counter(), self._coming, self._chosen
+        assert chosen is not None, "behind void_newer"
         pieces = [*described.stepped, *described.volatile]
-        brought = self._bring_straight(coming, decision, pieces, described.padded) if coming is not None else None
+        brought = None
+        if coming is not None:
+            brought = self._bring_straight(coming, chosen, decision, pieces, described.padded)
         if coming is not None and brought is None:
             # As a load of its own: what comes now may be from elsewhere, and prove bad in its turn.
             return self.load(self._without_straight(coming, decision), state, described)
         self.in_memory = coming is None or coming.slots is None
-        needs, traffic, encoded = brought or self._bring(decision, pieces, described.padded)
+        needs, traffic, encoded = brought or self._bring(chosen, pieces, described.padded)
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
         self.cast = _derive(pieces, {id(piece) for piece, _ in needs})
         if not decision.ranks:
-            self._check_copies(self._contents, [need for _, need in needs])
+            chosen.check_copies([need for _, need in needs])
         # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
-        firsts = [] if decision.ranks else self._first_objects(self._contents)
+        firsts = [] if decision.ranks else chosen.first_objects()
 
         def finish() -> None:
             if decision.ranks:
@@ -356,7 +342,7 @@ class Restart:
         return decision
 
     def _bring_straight(
-        self, coming: Coming, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]
+        self, coming: Coming, chosen: ChosenSlots, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]
     ) -> _Brought | None:
         """As ``_bring``, each chunk proven on its way; None where ranks would read too much several times, or what
         lies on other nodes."""
@@ -365,8 +351,8 @@ class Restart:
         states: dict[str, str] = {}
 
         def plan() -> Reading:
-            own = self._contents[shard] if decision.ranks else None
-            needs[:], planned = self._plan(self._contents, pieces, padded, own)
+            own = chosen.own
+            needs[:], planned = chosen.plan(pieces, padded)
             states.update(coming.states())
             reading = straight.plan(planned)._replace(states=tuple(states.values()))
             # A rank to which no tensor comes from its own shard reads its objects there.
@@ -397,17 +383,15 @@ class Restart:
         self.void_newer(decision)
         return decision
 
-    def _bring(self, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]) -> _Brought:
+    def _bring(self, chosen: ChosenSlots, pieces: Sequence[Piece], padded: frozenset[str]) -> _Brought:
         """What was read for which piece, how many bytes, and the encoded objects of the shard that this rank
         continues."""
-        slots = self._contents
-        own = slots[self._topology.me.shard] if decision.ranks else None
         needs: Needs = []
-        encoded, transfers = self._own_objects(own)
+        encoded, transfers = chosen.own_objects()
 
         def plan() -> list[Transfer]:
             # Each rank plans for itself alone, from what all have gathered alike.
-            needs[:], planned = self._plan(slots, pieces, padded, own)
+            needs[:], planned = chosen.plan(pieces, padded)
             return [*planned, *transfers]
 
         traffic = execute(self._group, plan, self._arenas, threads_of(self._topology))
@@ -418,13 +402,13 @@ class Restart:
             self._coming.straight.close()
         self._coming = None
 
-    def capacities(self, decision: Decision) -> list[int] | None:
+    def capacities(self) -> list[int] | None:
         """What shares are to be weighted with, in bytes by rank of this job; None where they are equal.
 
         Those are the weights of the snapshot, so that ``assign`` cuts replica sets as the arenas that are there have
         them, or what was measured where shares were equal. Shards that no rank continues say nothing of this job's.
         """
-        rooms = [self._contents[shard].capacity for shard in decision.ranks]
+        rooms = self._chosen.capacities if self._chosen is not None else []
         known = [room for room in rooms if room is not None]
         return known if len(known) == len(self._topology.members) and any(known) else None
 
@@ -433,128 +417,6 @@ class Restart:
         self._end_coming()
         self._arenas.close()
         self._shelf.close()
-
-    def _describe(self, decision: Decision | None) -> bytes:
-        """What the chosen slots hold that this rank reads."""
-        if decision is None:
-            return b""
-        readers = readers_of(self._topology, decision)
-        mine = [
-            self._contents_of(shard, at)
-            for shard, at in decision.sources.items()
-            if readers[shard] == self._group.rank
-        ]
-        return encode_contents(mine)
-
-    def _contents_of(self, shard: str, at: SlotAt) -> SlotContents:
-        if self._coming is not None and self._coming.slots is not None:
-            file = self._coming.slots.files.get(shard)
-            used, capacity = file.entry.objects_used, file.image.manifest.capacity
-            return SlotContents.of(at, self._group.rank, file.image, used, capacity)
-        # An image and a record are proven by themselves; bytes that may be bad yet are when they are read.
-        arena = self._arenas.get(at.arena)
-        used = arena.control.record(at.slot).objects_used
-        return SlotContents.of(
-            at, self._group.rank, arena.image, used, arena.manifest.capacity or arena.control.capacity()
-        )
-
-    def _join(self, decision: Decision | None, described: Sequence[bytes]) -> dict[str, SlotContents]:
-        """What each chosen slot holds, by shard, from what the ranks that read them say."""
-        if decision is None:
-            return {}
-        sources, readers = decision.sources, readers_of(self._topology, decision)
-        return {slot.shard: slot for data in described for slot in decode_contents(data, sources, readers)}
-
-    def _plan(
-        self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
-    ) -> tuple[Needs, list[Transfer]]:
-        """What this rank reads for which piece, and from where."""
-        if own is None:
-            padded = padded.union(*(slot.padded for slot in contents.values()))
-            return self._plan_others(contents, pieces, padded, None)
-        # A rank that continues a shard takes no tensor that is cut in another way than its own.
-        image = self._image_of(own)
-        whole, others = whole_in(pieces, own, image) if image is not None else ([], pieces)
-        needs, transfers = self._plan_others(contents, others, frozenset(), own) if others else ([], [])
-        mine = [(offset, piece.tensor) for piece, _, offset in whole]
-        here = [fetch(own.at, self._topology.rank, *mine)] if mine else []
-        return [*((piece, need) for piece, need, _ in whole), *needs], [*here, *transfers]
-
-    def _plan_others(
-        self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
-    ) -> tuple[Needs, list[Transfer]]:
-        """As ``_plan``, of what may lie anywhere."""
-        slots = list(contents.values())
-        index = index_for(pieces, slots, own.shard if own is not None else None)
-        needs = needs_of(pieces, index, own, padded)
-        self._report_padding(index, [need for _, need in needs])
-        wanted = [(need, piece.tensor) for piece, need in needs]
-        at = own.at if own is not None else None
-        return needs, transfers_of(self._topology, index, wanted, [slot.at for slot in slots], padded=padded, own=at)
-
-    def _image_of(self, own: SlotContents) -> SlotImage | None:
-        """That of a slot which this rank reads itself; None where another one does."""
-        if own.reader != self._group.rank:
-            return None
-        if self._coming is not None and self._coming.slots is not None:
-            return self._coming.slots.files.get(own.shard).image
-        return self._arenas.get(own.at.arena).image
-
-    def _report_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
-        """A vocabulary of another size may be another vocabulary: that is for people to see."""
-        logged = False
-        for need in needs:
-            for shape in index.shapes(need.key, need.dtype) - {need.global_shape}:
-                here = need.global_shape[0]
-                self._events.emit("padding_changed", key=need.key, rows=shape[0], rows_here=here)
-                if not logged:
-                    self._events.announce(f"{need.key}: padded to {here} rows, {shape[0]} in the snapshot")
-                logged = True
-
-    def _check_copies(self, contents: Contents, needs: Sequence[Fragment]) -> None:
-        """What several shards hold for themselves must be the same before one of them is read for all."""
-        mine = [slot for slot in contents.values() if self._reads(slot)]
-        hashed = gather_bytes(
-            self._group, lambda: b"".join(slot.hashes(partial(self._bytes, slot)).tobytes() for slot in mine)
-        )
-        hashes: dict[str, Hashes] = {}
-        # The hashes of one reader stand in the order of ``contents``, which all ranks have alike.
-        position = [0] * len(hashed)
-        for shard, slot in contents.items():
-            hashes[shard] = np.frombuffer(
-                hashed[slot.reader], np.uint64, len(slot.copies), position[slot.reader]
-            )  # fmt: skip
-            position[slot.reader] += hashes[shard].nbytes
-        together(self._group, lambda: check_copies(list(contents.values()), hashes, needs))
-
-    def _own_objects(self, own: SlotContents | None) -> tuple[torch.Tensor, list[Transfer]]:
-        """Memory for the encoded objects of the shard that this rank continues, and what fills it."""
-        if own is None:
-            return torch.empty(0, dtype=torch.uint8), []
-        begin, used = own.objects
-        buffer = torch.empty(used, dtype=torch.uint8)
-        return buffer, [fetch(own.at, reader_for(self._topology, own.at), (begin, buffer))]
-
-    def _first_objects(self, contents: Contents) -> list[bytes]:
-        """Encoded objects of the first rank of each pipeline stage, in the order of the stages."""
-        firsts = [contents[shard] for shard in first_of_each_stage(list(contents))]
-        mine = together(self._group, lambda: {one.shard: self._objects(one) for one in firsts if self._reads(one)})
-        # A broadcast takes as many bytes on all ranks: those that have none give zeros of that length.
-        return [self._group.broadcast(mine.get(one.shard, bytes(one.objects[1])), one.reader) for one in firsts]
-
-    def _reads(self, slot: SlotContents) -> bool:
-        return slot.reader == self._group.rank
-
-    def _objects(self, slot: SlotContents) -> bytes:
-        if self._coming is not None:
-            return self._coming.straight.objects(slot.shard)
-        begin, used = slot.objects
-        return bytes(self._bytes(slot, begin, begin + used))
-
-    def _bytes(self, slot: SlotContents, begin: int, end: int) -> Bytes:
-        if self._coming is not None:
-            return self._coming.straight.read(slot.shard, begin, end)
-        return self._arenas.view(slot.at)[begin:end]
 
     def _report_reshaped(self, decision: Decision, traffic: Traffic, secs: float) -> None:
         iteration = decision.snapshot.iteration
