@@ -23,13 +23,14 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-BASE = {"ftckpt", "errors", "event_file", "events", "units", "setting", "persist_setting", "config"}
+BASE = {"ftckpt", "errors", "event_file", "event_writer", "events", "units", "setting", "persist_setting", "config"}
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "event_file": set(),
-    "events": {"errors", "event_file"},
+    "event_writer": set(),
+    "events": {"errors", "event_file", "event_writer"},
     "units": set(),
     "setting": {"errors", "units"},
     "persist_setting": {"errors"},
