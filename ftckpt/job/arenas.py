@@ -17,6 +17,7 @@ from ftckpt.errors import ArenaError, ConfigError, FtckptError, MemoryBudgetErro
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
 from ftckpt.job.addresses import whereabouts
+from ftckpt.job.outlook import Outlook, absent_slots, foresee_arena
 from ftckpt.job.slot_supply import SlotSupply
 from ftckpt.model.loaded import NOTHING
 from ftckpt.model.manifest import Manifest
@@ -40,7 +41,7 @@ from ftckpt.store.directory import (
     wait_for_writer,
 )
 from ftckpt.store.image import SlotImage
-from ftckpt.store.ledger import Ledger, for_slots, give_up, in_use, require, require_limit, slots_to_allocate
+from ftckpt.store.ledger import Ledger, give_up, in_use, require, require_limit
 from ftckpt.store.locks import JobLock
 
 _LARGE_BYTES = 4 << 30
@@ -122,9 +123,11 @@ class NodeArenas:
             existing = self._reuse(path)
             return existing, *self._in_use(path)
 
-        def foresee(marks: frozenset[SnapshotId]) -> _Outlook:
+        def foresee(marks: frozenset[SnapshotId]) -> Outlook:
             existing, old, there = look()
-            return self._foresee(there.protecting(marks), old, existing, keep, manifest)
+            return foresee_arena(
+                there.protecting(marks), old, existing, slots=self.slots, keep=keep, manifest=manifest
+            )
 
         outlook, posts = self._agree(foresee, path.name, beside)
         self._old = look()[1]
@@ -375,15 +378,15 @@ class NodeArenas:
         return old, in_use(old)
 
     def _agree(
-        self, foresee: Callable[[frozenset[SnapshotId]], _Outlook], name: str = "", beside: Beside | None = None
-    ) -> tuple[_Outlook, list[_Post]]:
+        self, foresee: Callable[[frozenset[SnapshotId]], Outlook], name: str = "", beside: Beside | None = None
+    ) -> tuple[Outlook, list[_Post]]:
         """What this rank needs, and what all tell of themselves; ``foresee`` gives it by what other ranks' old arenas
         call protected, too. Collective.
 
         Marks may differ by a verdict that some ranks had not read yet. One mark is proof enough for all: it was made
         of a verdict of all nodes.
         """
-        outlook: _Outlook | None = None
+        outlook: Outlook | None = None
 
         def post(marks: frozenset[SnapshotId] = frozenset()) -> _Post:
             nonlocal outlook
@@ -403,46 +406,19 @@ class NodeArenas:
         assert outlook is not None, "``gather_all`` raises where it failed"
         return outlook, posts
 
-    def _count_slots(self, existing: Arena | None, keep: SnapshotId | None, num_old: int) -> tuple[int, int, int]:
-        """Slots of the arena that are there, those to allocate beside ``num_old`` in old ones, and those that it
-        lacks in all."""
-        slots = self.slots if existing is None else existing.control.slots
-        there = 0 if existing is None else slots - len(absent_slots(existing))
-        lacks = max(0, min(slots, self.slots) - there)
-        if not num_old:
-            return there, lacks, lacks
-        needed = 0 if existing is None or existing.find(keep) is None else 1
-        return there, slots_to_allocate(there, slots, needed, self.slots - num_old), lacks
-
-    def _foresee(
-        self, there: Ledger, old: Sequence[Path], existing: Arena | None, keep: SnapshotId | None, manifest: Manifest
-    ) -> _Outlook:
-        """What the arena for ``manifest`` needs, and what ``old`` ones will have given up by then."""
-        spare = there.spare(there.needed(keep)) if keep is not None else Ledger()
-        num_old = num_slots(old) - spare.free_slots if keep is not None else 0
-        have, new, lacks = self._count_slots(existing, keep, num_old)
-        image = existing.image if existing is not None else SlotImage.of(manifest)
-        needs = for_slots(new, lacks, image.file_bytes, old)
-        kept = old and keep is not None
-        return _Outlook(
-            needs, spare.given_back_bytes if keep is not None else needs.free_bytes, have + new,
-            image, existing, needed=there.needed(keep) if keep is not None else frozenset(),
-            marks=tuple(sorted(there.protected)) if kept else None,
-        )  # fmt: skip
-
     def _foresee_change(
         self, marks: frozenset[SnapshotId], arena: Arena, keep: SnapshotId | None, manifest: Manifest
-    ) -> _Outlook:
-        """As ``_foresee`` when nothing but ``keep`` is left in ``arena``; nothing is changed."""
+    ) -> Outlook:
+        """As ``foresee_arena`` when nothing but ``keep`` is left in ``arena``; nothing is changed."""
         path = arena_path(self.path, manifest)
         old, there = self._in_use(path)
         there = there.protecting(marks).without(arena.path.name, keep)
         try:
             existing = Arena.open(path)
         except ArenaError:  # none is there to use
-            return self._foresee(there, old, None, keep, manifest)
+            return foresee_arena(there, old, None, slots=self.slots, keep=keep, manifest=manifest)
         with closing(existing):
-            return self._foresee(there, old, existing, keep, manifest)
+            return foresee_arena(there, old, existing, slots=self.slots, keep=keep, manifest=manifest)
 
     def _require_room(self, posts: Sequence[_Post]) -> None:
         """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone."""
@@ -513,23 +489,9 @@ class Beside(Protocol):
 Use = Callable[[Arena], object]
 
 
-class _Outlook(NamedTuple):
-    """What a rank's arena needs; bytes that come back before it needs anything; its slots beside old arenas; the
-    image of its slots; the arena, if it is there; what old arenas must keep, and what they call protected: None where
-    it does not matter."""
-
-    needs: Ledger
-    freed_bytes: int
-    most: int
-    image: SlotImage
-    existing: Arena | None
-    needed: frozenset[SnapshotId]
-    marks: tuple[SnapshotId, ...] | None
-
-
 class _Post(NamedTuple):
     """What a rank tells the others: bytes that it needs now and later, how many slots its arena can have, of how many
-    bytes each, marks as in ``_Outlook``, and what else."""
+    bytes each, marks as in ``Outlook``, and what else."""
 
     now_bytes: int
     later_bytes: int
@@ -545,16 +507,6 @@ class Sight(NamedTuple):
     written: str
     read: str
     where: str
-
-
-def absent_slots(arena: Arena) -> list[int]:
-    """The slots of ``arena`` that have no memory yet."""
-    return [slot for slot in range(arena.control.slots) if not arena.allocated(slot)]
-
-
-def num_slots(paths: Sequence[Path]) -> int:
-    """Slots in the arenas at ``paths``, readable or not."""
-    return sum(len(list(path.glob("slot*"))) for path in paths)
 
 
 def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:
