@@ -97,6 +97,11 @@ class Capture:
         return self.busy and self._flying is not None
 
     @property
+    def in_graph(self) -> bool:
+        """Whether what training does now is captured into a graph of the device."""
+        return self._copier.in_graph
+
+    @property
     def newest(self) -> SnapshotId | None:
         """The newest snapshot sealed in this arena."""
         return max((held for held in self._held.values() if held is not None), default=None)

@@ -175,6 +175,10 @@ class Flight:
 class Copier(Protocol):
     """Copies chunks in the background. Calls come from the training thread."""
 
+    @property
+    def in_graph(self) -> bool:
+        """Whether what training enqueues now is captured, to be replayed later without any call."""
+
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Make the slots fit for copies, in the background where it takes long."""
 
@@ -261,6 +265,8 @@ class Finisher:
 
 class HostCopier:
     """For tensors in host memory: one thread copies chunk by chunk, another takes checksums."""
+
+    in_graph = False
 
     def __init__(self, budget: Budget | None = None, cores: Cores = None) -> None:
         self._clock = HostClock()

@@ -27,7 +27,7 @@ import torch
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto, xor_parts
 from ftckpt.capture.copier import Cores, Finisher, Flight, Slot, Worker, by_home, copy_chunk, copy_host_state
-from ftckpt.capture.driver import device_buffer, on_device, pinned_buffer
+from ftckpt.capture.driver import device_buffer, on_device, pinned_buffer, separate_stream
 from ftckpt.capture.registration import PIECE_BYTES, Registrar
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
 from ftckpt.windows.bubbles import Windows
@@ -62,7 +62,7 @@ class DeviceCopier:
         self._clock = clock
         self._budget = budget
         current = torch.cuda.current_stream(device)
-        self._stream = torch.cuda.Stream(device) if own_stream else current  # type: ignore[no-untyped-call]
+        self._stream = separate_stream(device) if own_stream else current
         self._registrar = registrar or Registrar(device, Locality(cores), None, None)
         self._worker = Worker("ftckpt-copy", cores)
         self._finisher = Finisher(cores)
@@ -71,6 +71,10 @@ class DeviceCopier:
         self._volatile = VolatileMemory(self._device)
         self._staging: torch.Tensor | None = None
         self._mixed: torch.Tensor | None = None
+
+    @property
+    def in_graph(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Pin the slots' pages, see Registrar."""
@@ -241,9 +245,10 @@ class DeviceCopier:
         with on_device(self._device):
             event.synchronize()
             self._budget.stop()
-            begin_secs, end_secs = self._clock.secs(flight.base, begin), self._clock.secs(flight.base, end)
-        if begin_secs is not None and end_secs is not None:
-            flight.timed.append((begin_secs, end_secs, nbytes))
+            # All three have come, and the driver, which may be busy, need not be asked with the interpreter's lock.
+            if flight.base is not None and begin is not None and end is not None:
+                begin_secs, end_secs = (float(flight.base.secs_until(mark)) for mark in (begin, end))
+                flight.timed.append((begin_secs, end_secs, nbytes))
 
     def _xor(self, tensors: Sequence[torch.Tensor], part: ChunkCopy, slot: Slot) -> None:
         """Make the XOR in device memory that this stream alone uses, and copy it to the slot.

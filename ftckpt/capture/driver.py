@@ -17,15 +17,14 @@ import torch
 
 from ftckpt.events import log
 
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal, hipStreamCaptureModeThreadLocal
-_CAPTURE_MODES = {
-    "cuda": (
-        ("libc10_cuda.so", "cudaThreadExchangeStreamCaptureMode"),
-        ("libcuda.so", "cuThreadExchangeStreamCaptureMode"),  # torch has a runtime of its own within it
-    ),
-    "hip": (("libc10_hip.so", "hipThreadExchangeStreamCaptureMode"),),
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed, hipStreamCaptureModeRelaxed
+_NON_BLOCKING = 1  # cudaStreamNonBlocking, CU_STREAM_NON_BLOCKING, hipStreamNonBlocking
+_RUNTIMES = {
+    "cuda": (("libc10_cuda.so", "cuda"), ("libcuda.so", "cu")),  # torch may have a runtime of its own within it
+    "hip": (("libc10_hip.so", "hip"),),
 }
-"""By library of torch, with what it is linked to: another runtime of the process has threads of its own to it."""
+"""By library of torch, with what it is linked to, and what its functions begin with: another runtime of the process
+has threads of its own to it."""
 
 
 @contextmanager
@@ -40,19 +39,48 @@ def work_beside_captures() -> None:
     """Let the calling thread register, copy and wait while another thread captures a graph.
 
     By default a driver answers such calls with an error and spoils the graph as well: torch begins captures in
-    the mode that forbids them to all threads of a process which do not say that they have no part in it.
+    the mode that forbids them to all threads of a process which do not say that they have no part in it. Relaxed, not
+    thread-local: HIP spoils a graph by a thread that waits for an event in any other mode.
     """
     exchange = exchange_capture_mode()
     if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 @lru_cache(maxsize=1)
 def exchange_capture_mode() -> Any:
     """The function that sets a thread's capture mode in the runtime that torch uses; None where there is none."""
-    for library, function in _CAPTURE_MODES["hip" if torch.version.hip else "cuda"]:
+    found = _function("ThreadExchangeStreamCaptureMode", "ThreadExchangeStreamCaptureMode")
+    if found is None and (torch.version.cuda or torch.version.hip):
+        log.warning("ftckpt: the runtime of torch cannot be asked: copies may spoil graphs that training captures")
+    return found
+
+
+_separate: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def separate_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of this process's copies on ``device``, which nobody else is given; it is never destroyed.
+
+    Those of torch are 32, handed out in turn: one of them may come to be a communicator's, whose collectives would
+    wait behind copies, or one that training captures, with our copies in its graph. One of them is it where the
+    runtime cannot be asked.
+    """
+    create, made = _function("StreamCreateWithFlags", "StreamCreate"), ctypes.c_void_p()
+    if device not in _separate and create is not None:
+        with torch.cuda.device(device):
+            if create(ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING)) == 0 and made.value:
+                _separate[device] = torch.cuda.ExternalStream(made.value, device)  # type: ignore[no-untyped-call]
+    if device in _separate:
+        return _separate[device]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _function(of_runtime: str, of_driver: str) -> Any:
+    """One of CUDA's runtime or driver, or of HIP's runtime, by its name without what that begins with, if any."""
+    for library, prefix in _RUNTIMES["hip" if torch.version.hip else "cuda"]:
         with suppress(OSError, AttributeError):
-            return getattr(loaded(library), function)
+            return getattr(loaded(library), prefix + (of_driver if prefix == "cu" else of_runtime))
     return None
 
 

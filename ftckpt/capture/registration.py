@@ -29,8 +29,9 @@ PIECE_BYTES = 64 << 20
 _TURN_SECS = 10.0
 """How long a rank waits for the others of its node: past that one of them is stuck, and the order is a courtesy."""
 _POLL_SECS = 0.02
-_JOIN_SECS = 10.0
-"""How long ``close`` waits for pages to be unpinned."""
+_JOIN_SECS, _JOIN_BYTES_PER_SEC = 10.0, 1 << 30
+"""How long ``close`` waits for pages to be unpinned, and how much longer by their bytes; others have seen pages
+pinned ten times as fast."""
 
 Slot = torch.Tensor
 
@@ -87,7 +88,9 @@ class Registrar:
         self.halt()
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(_JOIN_SECS)
+            self._thread.join(_JOIN_SECS + sum(self._pinned.values()) / _JOIN_BYTES_PER_SEC)
+            if self._thread.is_alive():
+                log.warning("ftckpt: host memory is not unpinned yet; it stays in memory until it is")
 
     def _run(self) -> None:
         """Pin, and unpin at the end; ``mapped`` keeps the memory mapped for as long.

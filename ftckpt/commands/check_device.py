@@ -48,7 +48,8 @@ def look_at_device(
         thorough: of copies in random orders behind that.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if is_here() else torch.device("cpu")
+    # A launcher may have each rank see its own device alone.
+    device = torch.device("cuda", local % torch.cuda.device_count()) if is_here() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     clock = make_clock(device)
@@ -178,13 +179,14 @@ def _overwritten(bench: Bench) -> Finding:
 def _captured(bench: Bench) -> Finding:
     if not bench.clock.on_device:
         return Finding(_AREA, "graph capture", SKIPPED, "no device")
-    wanted, graph = bench.on_host(), torch.cuda.CUDAGraph()
+    wanted, graph, windows = bench.on_host(), torch.cuda.CUDAGraph(), NoWindow()
     work = torch.ones(1024, device=bench.clock.device)
-    bench.synchronize()
-    flight = bench.flight()
-    with torch.cuda.graph(graph):
+    flight = bench.flight(windows)
+    windows.held.wait(FLIGHT_SECS)
+    with torch.cuda.graph(graph):  # which waits for all of the device first
         work.add_(1)
-    bench.wait(flight)
+        flight.hurry.set()
+        bench.wait(flight)
     graph.replay()
     bench.synchronize()
     return _compared("graph capture", bench.differing(wanted), "copies go on beside the capture of a graph")

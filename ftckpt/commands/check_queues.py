@@ -1,4 +1,5 @@
-"""The device once more, with the other setting of CUDA_DEVICE_MAX_CONNECTIONS: of how many queues a driver makes use.
+"""The device once more, with the other setting of CUDA_DEVICE_MAX_CONNECTIONS, on ROCm of GPU_MAX_HW_QUEUES: of how
+many queues a driver makes use.
 
 With one queue (Megatron's setting for tensor parallelism) work starts in the order of the launches, and a copy may
 wait behind a kernel of another stream; with several it may overtake. A driver reads it once, where a process first
@@ -15,12 +16,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from ftckpt.commands.check_thorough import Thorough
 from ftckpt.commands.device_bench import FLIGHT_SECS
 from ftckpt.commands.findings import FAILED, Finding
 from ftckpt.errors import in_words
 
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+QUEUES = "GPU_MAX_HW_QUEUES" if torch.version.hip else "CUDA_DEVICE_MAX_CONNECTIONS"
 _KNOWN = ("device", "collectives beside copies")
 """What says nothing anew: which device it is, and what one process alone cannot do."""
 _AREA, _NAME = "device", "other queues"

@@ -432,6 +432,7 @@ class Checkpointer:
         if self.off or self._closed:
             return
         if self._snapshots is not None:
+            self._snapshots.require_calls()
             self._snapshots.fence()
         self.phase("optimizer")
 

@@ -76,6 +76,14 @@ class Snapshots:
         self._state.take_over(*self._protection.survey(restored))
         self._mark_arrangement()
 
+    def require_calls(self) -> None:
+        """A step of the optimizer that is captured is fenced once, and each replay of it writes below the copies."""
+        if self.capture is not None and self.capture.in_graph:
+            reason = (
+                "the optimizer's step is captured into a graph, whose replays call no fence: capture it without that"
+            )
+            self.execute([self._state.turn_off(reason)])
+
     def fence(self) -> None:
         """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""
         if not self._state.owes_round:

@@ -6,8 +6,9 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,3 +83,42 @@ def test_what_is_not_loaded_stays_so() -> None:
     with pytest.raises(OSError, match="no library libftckpt-none"):
         driver.loaded("libftckpt-none")
     assert driver.loaded("libc.so") is not None
+
+
+STREAMS = """
+int {function}(void **stream, unsigned flags) {{ *stream = (void *)(0x100L * flags + {number}); return {code}; }}
+"""
+
+
+def stream_of(rank: int, size: int, kind: str, loaded: Sequence[Path]) -> list[Any]:
+    """What the copies of two copiers of one device go to."""
+    setattr(torch.version, kind, "1")
+    for path in loaded:
+        ctypes.CDLL(str(path))
+    cuda = cast("Any", torch.cuda)
+    cuda.device, cuda.ExternalStream, cuda.Stream = (
+        nullcontext,
+        lambda pointer, _device: pointer,
+        lambda _device: "one of 32",
+    )
+    return [driver.separate_stream(torch.device("cuda", 0)) for _ in range(2)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["hip", "cuda"])
+@needs_no_other
+def test_copies_have_a_stream_that_nobody_else_is_given(tmp_path: Path, kind: str) -> None:
+    def streams(code: int) -> object:
+        folder = tmp_path / str(code)
+        folder.mkdir()
+        source = STREAMS.format(function=f"{kind}StreamCreateWithFlags", number=7, code=code)
+        of_torch = library(folder / f"libc10_{kind}.so", source)
+        return run_ranks(stream_of, 1, kind, [of_torch], stand_in=False)[0].value
+
+    assert streams(0) == [0x107, 0x107], "made once, and not to wait for the default stream"
+    assert streams(2) == ["one of 32"] * 2, "the runtime refuses"
+
+
+@needs_no_other
+def test_without_a_runtime_copies_have_a_stream_of_torch() -> None:
+    assert run_ranks(stream_of, 1, "cuda", [], stand_in=False)[0].value == ["one of 32"] * 2
