@@ -106,6 +106,7 @@ class RankState:
         self._will: Will | None = None  # of all ranks, None: it was not read at this boundary
         self._last_round: int | None = None  # with which all ranks turned off
         self._said_off = False  # in a round that was not read yet
+        self._gives_up = False
         self._missed = False  # the verdicts of this boundary
         self._verdicts: deque[Verdict] = deque(maxlen=_REMEMBERED)
         self._searched_secs = 0.0
@@ -169,7 +170,7 @@ class RankState:
         """
         # What was restored is of another lineage, and no snapshot of this one.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
-        if self.failures >= self._config.error_limit and own <= self._newest:
+        if self._gives_up or (self.failures >= self._config.error_limit and own <= self._newest):
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
         self.ages.busy = guard.busy
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
@@ -180,7 +181,7 @@ class RankState:
 
     def empty_round(self) -> Round:
         """In the place of ``round_to_post`` where that raises: this rank has nothing and takes nothing."""
-        is_last = self.failures >= self._config.error_limit
+        is_last = self._gives_up or self.failures >= self._config.error_limit
         return Round(self._last_posted + 1, -1, Will.OFF if is_last else Will.SKIP)
 
     def posted(self, round_: Round) -> None:
@@ -228,7 +229,7 @@ class RankState:
         if self._will == Will.OFF:
             # Others may have read it a boundary earlier, and come to nothing collective any more.
             self._last_round = verdicts[-1].number
-            actions.append(self.turn_off("a rank had too many failed snapshots in a row"))
+            actions.append(self.turn_off("a rank had too many failed snapshots in a row, or can take none"))
         return actions
 
     @property
@@ -316,6 +317,13 @@ class RankState:
         """Nothing comes to be protected any more: the slot of the target is free."""
         self.targets.target = None
         return self.marks
+
+    def give_up(self, error: str) -> list[Action]:
+        """This rank takes no more snapshots, and all others learn it with its next round."""
+        if self._gives_up or self.off:
+            return []
+        self._gives_up = True
+        return [Announcement("snapshot_error", {"error": error, "in_a_row": self.failures})]
 
     def fail(self, error: str) -> list[Action]:
         """A snapshot failed."""

@@ -79,10 +79,7 @@ class Snapshots:
     def require_calls(self) -> None:
         """A step of the optimizer that is captured is fenced once, and each replay of it writes below the copies."""
         if self.capture is not None and self.capture.in_graph:
-            reason = (
-                "the optimizer's step is captured into a graph, whose replays call no fence: capture it without that"
-            )
-            self.execute([self._state.turn_off(reason)])
+            self.execute(self._state.give_up("the optimizer's step is captured into a graph; step outside of it"))
 
     def fence(self) -> None:
         """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""

@@ -166,3 +166,26 @@ def test_what_the_script_writes_before_the_fence_is_in_no_snapshot(
     assert bool(errors) == (restored == 2)
     for result in run_ranks(plain.restored, 2, settings):
         assert result.value[:3] == (restored, restored, [float(restored)])
+
+
+def captured(rank: int, world_size: int, settings: dict[str, Any]) -> list[tuple[bool, int]]:
+    """Whether it is off, and the last snapshot, behind each boundary; rank 1 captures its third step."""
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    found = []
+    for iteration in range(1, 6):
+        checkpointer.capture._copier.in_graph = rank == 1 and iteration == 3
+        plain.iterate(checkpointer, state, iteration)
+        found.append((checkpointer.off, checkpointer.begun))
+    checkpointer.close()
+    return found
+
+
+def test_a_step_that_is_captured_turns_it_off_on_all_ranks(settings: dict[str, Any]) -> None:
+    """Its replays call nothing, so that they would write below copies, unseen."""
+    for result in run_ranks(captured, RANKS, settings):
+        # What was complete when the capture began stays; at that boundary none is taken any more.
+        assert result.value == [(False, 1), (False, 2), (True, 2), (True, 2), (True, 2)], result.value
+    assert {event["rank"] for event in jobs.events(settings, "turned_off")} == {0, 1}
+    (why,) = jobs.events(settings, "snapshot_error")
+    assert why["rank"] == 1 and "step outside of it" in why["error"]
