@@ -124,10 +124,9 @@ def build(args: argparse.Namespace, config: Mapping[str, Any]) -> Job:
     model = build_model(args, topology)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     parameters: Any = deepspeed_model.expert_groups(trained) if args.num_experts else trained
-    optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9) if args.optimizer == "sgd" else None
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=optimizer,
+        optimizer=own_optimizer(args, parameters),
         model_parameters=parameters,
         training_data=TextSamples(data, 96) if args.data == "engine" else None,
         mpu=PipelineParallelGrid(topology) if args.tp > 1 and not args.pp else None,
@@ -136,6 +135,11 @@ def build(args: argparse.Namespace, config: Mapping[str, Any]) -> Job:
     if args.load:
         engine.load_checkpoint(str(args.load), args.load_tag, load_optimizer_states=not args.load_weights_only)
     return Job(args, engine, data, batches_of(args, engine, data))
+
+
+def own_optimizer(args: argparse.Namespace, parameters: Any) -> torch.optim.Optimizer | None:
+    """The script's own; None leaves it to the JSON."""
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9) if args.optimizer == "sgd" else None
 
 
 def register(name: str, value: Any) -> None:
@@ -193,7 +197,7 @@ def train_step(job: Job) -> dict[str, Any]:
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
     norm = engine.get_global_grad_norm()
-    scale = getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", 1.0)
+    scale = getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", None) or 1.0
     return {
         "iteration": engine.global_steps,
         "loss": float(loss),

@@ -149,16 +149,18 @@ def build(args: argparse.Namespace) -> Job:
         model = DistributedDataParallel(model)
     elif args.wrap == "fsdp2":
         shard(args, model, device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if args.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, args.lr, momentum=0.9)
-    else:
-        kind = torch.optim.Adam if args.optimizer == "adam" else torch.optim.AdamW
-        optimizer = kind(trained, args.lr, weight_decay=0.01)
+    optimizer = build_optimizer(args, [parameter for parameter in model.parameters() if parameter.requires_grad])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
     scaler = torch.amp.GradScaler(device.type, init_scale=args.loss_scale, enabled=args.precision == "fp16")
     torch.manual_seed(args.seed + dist.get_rank())  # each rank has its own dropout masks
     return Job(args, model, optimizer, scheduler, scaler, TextData(args.seq, args.seed), num_micro, device)
+
+
+def build_optimizer(args: argparse.Namespace, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(parameters, args.lr, momentum=0.9)
+    kind = torch.optim.Adam if args.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, args.lr, weight_decay=0.01)
 
 
 def shard(args: argparse.Namespace, model: nn.Module, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ftckpt.errors import MismatchError, UnsupportedError
+from ftckpt.frameworks import fused_adam
 from ftckpt.frameworks.tensors import LogicalBox, ParameterBoxes, flat, fragments, number_piece
 from ftckpt.model.objects import encode
 from ftckpt.model.training_state import Piece
@@ -93,16 +94,23 @@ def without_state(inner: Any) -> list[torch.Tensor]:
 
 
 def materialise(inner: Any) -> None:
-    """Let torch's Adam, AdamW or SGD create the state that it would create in its first step.
+    """Let torch's Adam, AdamW or SGD, or a FusedAdam, create the state that it would create in its first step.
 
     The arena is laid out and the addresses of copies are fixed before that step.
 
     Raises:
         UnsupportedError: an optimizer that ftckpt does not know.
     """
+    if fused_adam.is_fused_adam(inner):
+        fused_adam.check(inner)
+        for parameter in without_state(inner):
+            fused_adam.initialize(inner, parameter)
+        return
     if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
         name = f"{type(inner).__module__}.{type(inner).__qualname__}"
-        raise UnsupportedError(f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and FusedAdam")
+        raise UnsupportedError(
+            f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and {fused_adam.NAME}"
+        )
     _separate_numbers(inner)
     missing = without_state(inner)
     if missing and isinstance(inner, torch.optim.SGD):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers as live
 from ftckpt.frameworks.launcher import log_once
-from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces, without_state
+from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
 from ftckpt.frameworks.tensors import ParameterBoxes
+from ftckpt.model.text import listed
 from ftckpt.model.training_state import Piece
 
 _SCALED = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
@@ -22,6 +22,9 @@ _SCALED = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
 
 _MASTER = "master_param"
 """Where Transformer Engine's FusedAdam keeps the master of a weight that it was given itself."""
+
+_STEP = "step"
+"""Where FusedAdam counts its steps, in a group that has parameters on this rank."""
 
 _EXPERTS = "is_expert_parallel"
 _KIND = (
@@ -48,6 +51,10 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
         for name in _SCALED:
             if getattr(leaf.config, name, torch.float32) != torch.float32:
                 raise UnsupportedError(f"{name} {getattr(leaf.config, name)}: its scales are not known yet; use fp32")
+        if getattr(leaf.config, "optimizer_cuda_graph", False):  # since 0.18
+            raise UnsupportedError(
+                "optimizer_cuda_graph: a replayed step calls no fence; leave --optimizer-cuda-graph off"
+            )
     return leaves
 
 
@@ -62,7 +69,7 @@ def pieces(leaf: Any, boxes: ParameterBoxes) -> Iterator[Piece]:
     Raises:
         UnsupportedError: state that is neither per element nor a single number, with its parameter.
     """
-    materialise(leaf)
+    live.materialise(leaf.optimizer)
     return stepped_pieces(boxes, _READERS[type(leaf)](leaf), lambda part: _state(leaf.optimizer, part))
 
 
@@ -125,38 +132,15 @@ _READERS: dict[type, Callable[[Any], Iterator[ParameterRange]]] = {
 }
 
 
-def materialise(leaf: Any) -> None:
-    """Let the inner optimizer create the state that it would create in its first step.
-
-    Raises:
-        UnsupportedError: an inner optimizer that ftckpt does not know.
-    """
-    inner = leaf.optimizer
-    name = f"{type(inner).__module__}.{type(inner).__qualname__}"
-    # Its state may be of another type than the parameter, which Megatron's own set-up knows.
-    if name.startswith(("transformer_engine.", "apex.optimizers.")) and name.endswith(".FusedAdam"):
-        missing = without_state(inner)
-        if missing and leaf.config.use_precision_aware_optimizer:
-            for parameter in missing:
-                _initialize(inner, parameter)
-        elif missing:
-            leaf.init_state_fn(inner, leaf.config)
-    else:
-        live.materialise(inner)
-
-
-def _initialize(inner: Any, parameter: torch.Tensor) -> None:
-    """As its own first step does. Megatron's function for this leaves out what TE asks for since 2.1."""
-    arguments = []
-    if "store_param_remainders" in inspect.signature(inner.initialize_state).parameters:
-        arguments.append(inner.store_param_remainders and parameter.dtype == torch.bfloat16)
-    inner.initialize_state(parameter, *arguments)
-
-
 def save_hyperparameters(leaf: Any) -> dict[str, Any]:
     """Learning rates, weight decays and a fused optimizer's ``step``, and the loss scaler."""
     scaler = getattr(leaf, "grad_scaler", None)
-    return {"groups": live.save_groups(leaf.optimizer), "scaler": scaler.state_dict() if scaler else None}
+    groups = live.save_groups(leaf.optimizer)
+    for group, live_group in zip(groups, leaf.optimizer.param_groups, strict=True):
+        # Where this rank owns nothing of a group FusedAdam does not count: a number there was loaded, and has stayed.
+        if not live_group["params"]:
+            group.pop(_STEP, None)
+    return {"groups": groups, "scaler": scaler.state_dict() if scaler else None}
 
 
 def load_hyperparameters(leaf: Any, saved: Mapping[str, Any]) -> None:
@@ -189,15 +173,23 @@ def load_reshaped(leaves: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> 
     values of one that was made for the same kind of parameters.
 
     Raises:
-        MismatchError: there is no such group.
+        MismatchError: there is no such group, or groups were stepped a different number of times.
     """
     groups = [group for optimizer in saved for group in optimizer["groups"]]
+    steps = {group[_STEP] for group in groups if _STEP in group}
+    if len(steps) > 1:
+        raise MismatchError(
+            f"groups of parameters were stepped a different number of times ({listed(sorted(map(str, steps)))}), so "
+            "no other layout can take them: start with the layout they were taken in"
+        )
     scalers = [optimizer["scaler"] for optimizer in saved if optimizer["scaler"] is not None]
     for leaf in leaves:
         for group in leaf.optimizer.param_groups:
             values = _same_kind(group, groups)
             # What a group is for follows from the layout that it was built in, and stays.
-            live.load_group(group, {name: value for name, value in values.items() if name not in _KIND})
+            live.load_group(group, {name: value for name, value in values.items() if name not in (*_KIND, _STEP)})
+            if steps and group["params"]:
+                group[_STEP] = max(steps)
         _load_scaler(leaf, scalers[0] if scalers else None)
 
 

@@ -5,11 +5,13 @@
 #   bash tests/probe/run.sh megatron-lm DIR [--scene NAME|all] [--ranks N] [--keep FOLDER] [pretrain_gpt.py flags...]
 #   bash tests/probe/run.sh megatron-deepspeed DIR [the same]
 #   bash tests/probe/run.sh patches DIR [pretrain_gpt.py flags...]
+#   bash tests/probe/run.sh fused-adam DIR [pytest's arguments...]
 #
 # DIR is a checkout: for megatron-lm core_v0.16.1 of Megatron-LM, whose scenes are in tests/probe/scenes.py; for
 # megatron-deepspeed 4efb479d of Megatron-DeepSpeed, with those in tests/probe/megatron_deepspeed.py (try --help in
 # place of DIR); for patches any release of Megatron-LM that has one (patches/apply.sh --list), see
-# tests/probe/patches.sh.
+# tests/probe/patches.sh; for fused-adam Transformer Engine from 2.1 on or Apex from 23.05 on, whose Python runs over
+# kernels in torch in tests/multiproc/test_fused_adam.py.
 
 set -euo pipefail
 NAME=probe
@@ -18,9 +20,18 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../../launch/environment.sh"
 
 probe=${1:-}
 case $probe in
-megatron-lm | megatron-deepspeed | patches) shift ;;
-*) fail "usage: $0 megatron-lm|megatron-deepspeed|patches DIR [flags]" ;;
+megatron-lm | megatron-deepspeed | patches | fused-adam) shift ;;
+*) fail "usage: $0 megatron-lm|megatron-deepspeed|patches|fused-adam DIR [flags]" ;;
 esac
+if [ "$probe" = fused-adam ]; then
+    [ -d "${1:-}" ] || fail "usage: $0 $probe DIR [pytest's arguments]; DIR holds a checkout"
+    FUSED_ADAM=$(cd "$1" && pwd)
+    export FUSED_ADAM
+    shift
+    prepare "$ALL_EXTRAS"
+    cd "$ROOT"
+    exec "$PYTHON" -m pytest -m "" tests/multiproc/test_fused_adam.py "$@"
+fi
 case "${1:-}" in
 -h | --help) ;;
 *) [ -f "${1:-}/pretrain_gpt.py" ] || fail "usage: $0 $probe DIR [flags]; DIR holds a checkout" ;;

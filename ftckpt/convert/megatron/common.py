@@ -113,6 +113,11 @@ def hyperparameters(objects: Mapping[str, Any]) -> Hyperparameters:
             if identity not in seen:
                 seen.add(identity)
                 hyper.groups.append({name: value for name, value in group.items() if name != "params"})
+    # A rank that has no parameters of a group counts no steps for it; Megatron steps all groups together.
+    counted = [group["step"] for group in hyper.groups if group.get("step") is not None]
+    if len(hyper.steps) == 1:
+        for group in hyper.groups:
+            group["step"] = counted[0]
     return hyper
 
 

@@ -5,13 +5,16 @@ delayed scaling keeps, under which attributes, when they are made, reduced and u
 gives; FusedAdam's state. FP8 values are those of torch's types; sums are torch's own. What differs between releases
 says so.
 
-``install`` puts it in the place of the package and loads Megatron anew, in a process made for one test.
+``install`` puts it in the place of the package and loads Megatron anew, in a process made for one test. Given a
+checkout, its optimizers, and ``GroupedLinear`` where ``experts`` asks for it, are the real Python over kernels in
+torch (``real.py``).
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,12 +29,12 @@ def at_least(minor: int) -> bool:
     return int(release.partition(".")[2]) >= minor
 
 
-def install(of_release: str) -> None:
+def install(of_release: str, checkout: Path | None = None, experts: bool = False) -> None:
     """From here on this process has Transformer Engine, and Megatron is imported by its next user."""
     global release
     release = of_release
     from ftckpt.standin.megatron import install_megatron
-    from tests.support.te import fp8, modules, optimizers
+    from tests.support.te import fp8, kernels, modules, optimizers
 
     tree = {
         "": {"__version__": f"{of_release}.0"},
@@ -51,22 +54,36 @@ def install(of_release: str) -> None:
         "pytorch.router": dict.fromkeys(
             ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
         ),
-        "pytorch.optimizers": _names(
-            optimizers, "FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_scale", "multi_tensor_l2norm"
-        ),
+        "pytorch.optimizers": {
+            **_names(optimizers, "FusedAdam", "FusedSGD", "multi_tensor_applier"),
+            **_names(kernels, "multi_tensor_scale", "multi_tensor_l2norm"),
+        },
     }
+    for path, contents in tree.items():
+        put(f"transformer_engine.{path}".rstrip("."), contents)
+    if checkout is not None:
+        from tests.support.te import real
+
+        real.load_optimizers(checkout)
+        if experts:
+            pytorch: Any = sys.modules["transformer_engine.pytorch"]
+            pytorch.GroupedLinear = real.grouped_linear(checkout)
+    forget_megatron()
+    install_megatron()  # once more, for the modules that are imported now
+
+
+def forget_megatron() -> None:
+    """It decides by what is installed when it is imported."""
     for name in [name for name in sys.modules if name.startswith(("megatron", "ftckpt.megatron", "train_gpt"))]:
         del sys.modules[name]
-    for path, contents in tree.items():
-        _put(f"transformer_engine.{path}".rstrip("."), contents)
-    install_megatron()  # once more, for the modules that are imported now
 
 
 def _names(module: ModuleType, *names: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def _put(name: str, contents: dict[str, Any]) -> None:
+def put(name: str, contents: dict[str, Any]) -> None:
+    """A package that has ``contents``."""
     module = ModuleType(name)
     module.__path__ = []
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)

@@ -163,7 +163,36 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """Only its name: experts are multiplied elsewhere."""
+    """A weight for each expert, each a parameter of its own; the rows of all experts lie one after another."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool = True,
+        params_dtype: torch.dtype = torch.float32,
+        tp_size: int = 1,
+        **_more: Any,
+    ) -> None:
+        super().__init__()
+        assert tp_size == 1 and not bias, "the stand-in has no tensor parallelism, and no bias"
+        self.num_gemms, self.use_bias = num_gemms, bias
+        for number in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+            with torch.no_grad():
+                init_method(weight)
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(
+        self, tokens: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        self.prepare_forward(self.num_gemms)
+        assert not self.fp8, "the stand-in multiplies experts in full precision"
+        of_each = enumerate(tokens.split(m_splits))
+        return torch.cat([F.linear(rows, getattr(self, f"weight{number}")) for number, rows in of_each])
 
 
 class DotProductAttention(TransformerEngineBaseModule):

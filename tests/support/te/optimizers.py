@@ -1,10 +1,12 @@
-"""FusedAdam with masters of its own (``pytorch/optimizers/fused_adam.py``), and what Megatron sums gradients with."""
+"""FusedAdam with masters of its own (``pytorch/optimizers/fused_adam.py``), and what calls kernels."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from tests.support.te import kernels
 
 FusedSGD = torch.optim.SGD
 
@@ -63,6 +65,8 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None, grad_scaler: Any = None) -> None:
         for group in self.param_groups:
+            if not group["params"]:
+                continue  # nor is a step counted
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
                 remainders = self.store_param_remainders and param.dtype == torch.bfloat16
@@ -70,52 +74,20 @@ class FusedAdam(torch.optim.Optimizer):
                     self.initialize_state(param, remainders)
                 grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
                 if grad is not None:
-                    self._step_one(group, param, grad.float(), remainders)
+                    self._step_one(group, param, grad, remainders)
 
     def _step_one(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, remainders: bool) -> None:
         state = self.state[param]
-        if remainders:
-            master = join(param, state["master_param"])
-        elif self.master_weights and param.dtype != torch.float32:
-            master = state["master_param"]
-        else:
-            master = param  # a master beside it stays what it was made as
-        first, second, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], group["betas"]
-        first.mul_(beta1).add_(grad, alpha=1 - beta1)
-        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        slope = first / (1 - beta1 ** group["step"])
-        update = slope / ((second / (1 - beta2 ** group["step"])).sqrt() + group["eps"])
-        master.sub_(group["lr"] * (update + group["weight_decay"] * master))
-        if remainders:
-            high, low = split(master)
-            param.copy_(high)
-            state["master_param"].copy_(low)
-        elif master is not param:
-            param.copy_(master)
+        lists = [[grad], [param], [state["exp_avg"]], [state["exp_avg_sq"]]]
+        # Of an fp32 parameter a master beside it stays what it was made as.
+        if self.master_weights and param.dtype != torch.float32:
+            lists.append([state["master_param"]])
+        operation = kernels.multi_tensor_adam_param_remainder if remainders else kernels.multi_tensor_adam
+        settings = (group["eps"], group["step"], self.adam_w_mode, 1, group["weight_decay"])
+        multi_tensor_applier(operation, None, lists, group["lr"], *group["betas"], *settings)
 
 
-def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 master: a remainder below zero says that the weight was rounded up."""
-    high = weight.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
-    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
-
-
-def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    bits = master.view(torch.int32)
-    low = (bits & 0xFFFF).to(torch.int16)
-    high = (bits >> 16) + (low < 0).to(torch.int32)
-    return high.to(torch.int16).view(torch.bfloat16), low
-
-
-def multi_tensor_applier(operation: Any, overflow: torch.Tensor, lists: Any, *args: Any) -> Any:
-    return operation(2048 * 32, overflow, lists, *args)
-
-
-def multi_tensor_scale(_chunk: int, overflow: torch.Tensor, lists: Any, scale: float) -> None:
-    for source, destination in zip(*lists, strict=True):
-        destination.copy_(source * scale)
-
-
-def multi_tensor_l2norm(_chunk: int, overflow: torch.Tensor, lists: Any, *_per_tensor: Any) -> Any:
-    norms = [torch.linalg.vector_norm(tensor.float()) for tensor in lists[0]]
-    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+def multi_tensor_applier(operation: Any, overflow: Any, lists: Any, *args: Any) -> Any:
+    """Kernels see what this rank has of a DTensor."""
+    mine = [[getattr(tensor, "_local_tensor", tensor) for tensor in tensors] for tensors in lists]
+    return operation(2048 * 32, overflow, mine, *args)

@@ -1,0 +1,187 @@
+"""FusedAdam of Transformer Engine and of Apex under real Megatron-core, DeepSpeed and plain torch.
+
+By default over stand-ins of both; ``bash tests/probe/run.sh fused-adam DIR`` runs the same with the real Python of a
+checkout, over kernels in torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from ftckpt.errors import UnsupportedError
+from tests.support import ds_jobs, fused, jobs
+from tests.support.ds_jobs import BF16, fp16, zero
+from tests.support.errors import a_rank_raises
+from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
+
+pytestmark = pytest.mark.multiproc
+
+REMAINDERS = {"use_precision_aware_optimizer": True}
+LIBRARIES = {library.name: library for library in fused.libraries()}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Arguments of train_gpt, fields of OptimizerConfig, ranks, and the iteration behind which the job stops."""
+
+    argv: tuple[str, ...] = ()
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    stop: int = 3
+    te_alone: bool = False
+
+
+SCENES = {
+    "distributed": Scene(),
+    "distributed-fp32": Scene(("--precision", "fp32")),
+    # Scaled too high: the first iterations step nothing, so that no group has a number when the job stops.
+    "distributed-fp16": Scene(("--precision", "fp16", "--loss-scale", str(2.0**22)), stop=1),
+    "remainders": Scene(optimizer=REMAINDERS, te_alone=True),
+    "whole-masters": Scene(optimizer={**REMAINDERS, "store_param_remainders": False}, te_alone=True),
+    "float16": Scene(("--no-distributed-optimizer",)),
+    "float16-scaled": Scene(("--no-distributed-optimizer", "--precision", "fp16"), ranks=1),
+    "fp32": Scene(("--no-distributed-optimizer", "--precision", "fp32"), ranks=1),
+    "experts": Scene(("--num-experts", "4", "--ep", "2")),
+    "stages": Scene(("--pp", "2", "--untie"), {"decoupled_lr": 5e-4}),
+}
+CASES = [
+    (library, scene) for library in LIBRARIES for scene in SCENES if library == "te" or not SCENES[scene].te_alone
+]
+QUICK = [("te", "distributed-fp16"), ("te", "remainders"), ("apex", "distributed"), ("apex", "float16")]
+
+
+def cases(every: list[Any], quick: list[Any]) -> list[Any]:
+    """Of a checkout all."""
+    return by_default(every, [case for case in quick if case in every]) if len(LIBRARIES) > 1 else every
+
+
+@pytest.mark.parametrize("library, scene", cases(CASES, QUICK))
+def test_megatron_goes_on_bit_for_bit(library: str, scene: str, settings: dict[str, Any]) -> None:
+    shown = SCENES[scene]
+    setup = fused.Setup(LIBRARIES[library], shown.optimizer)
+    run = jobs.Run(shown.argv, 6, settings)
+
+    def outcomes(run: jobs.Run) -> list[jobs.Outcome]:
+        return [found.value for found in run_ranks(fused.train, shown.ranks, run, setup, timeout_secs=200.0)]
+
+    whole = outcomes(replace(run, settings=None))
+    outcomes(replace(run, until=shown.stop, end="keep"))
+    assert jobs.assert_continues(whole, outcomes(run)) == shown.stop
+    assert not jobs.events(settings, "snapshot_error")
+
+
+def counted(rank: int, world_size: int, setup: fused.Setup, run: jobs.Run) -> set[Any]:
+    """The steps that groups have when ``run`` has restored and trained."""
+    import sys
+
+    fused.train(rank, world_size, run, setup)
+    return fused.steps([leaf.optimizer for leaf in sys.modules["ftckpt.megatron"].door.state._leaves])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_another_layout_goes_on_at_the_same_step(library: str, settings: dict[str, Any]) -> None:
+    """The embedding has a learning rate, and so a group, of its own: of two replicas the second owns it.
+
+    The first has an empty group, whose steps nobody counts: once that has a number, it stays.
+    """
+    setup = fused.Setup(LIBRARIES[library], {"decoupled_lr": 5e-4})
+    run = jobs.Run(["--layers", "2"], 0, settings, end="keep")
+    for ranks, argv, until in ((2, [], 3), (1, [], 4), (2, [], 6), (2, ["--pp", "2"], 7)):
+        this = replace(run, argv=[*run.argv, *argv], until=until)
+        found = [result.value for result in run_ranks(counted, ranks, setup, this, timeout_secs=200.0)]
+        assert found == [{until}] * ranks
+
+
+@pytest.mark.parametrize(
+    "name, value, remedy",
+    [
+        ("exp_avg_dtype", "bfloat16", "exp_avg_dtype torch.bfloat16"),
+        ("exp_avg_sq_dtype", "float16", "exp_avg_sq_dtype torch.float16"),
+        ("main_params_dtype", "float16", "main_params_dtype torch.float16"),
+        ("optimizer_cuda_graph", True, "--optimizer-cuda-graph"),
+    ],
+    ids=["exp-avg", "exp-avg-sq", "masters", "cuda-graph"],
+)
+def test_state_that_megatron_does_not_show_is_refused_by_its_setting(name: str, value: Any, remedy: str) -> None:
+    with a_rank_raises(UnsupportedError, remedy):
+        run_ranks(described, 1, fused.Setup(next(iter(LIBRARIES.values())), {}), name, value)
+
+
+def described(rank: int, world_size: int, setup: fused.Setup, name: str, value: Any) -> None:
+    import torch
+
+    setup = replace(setup, optimizer=REMAINDERS if setup.library.name == "te" else {})
+    train_gpt = fused.prepare(setup)
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY]))
+    for leaf in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
+        setattr(leaf.config, name, getattr(torch, value) if isinstance(value, str) else value)
+    from ftckpt.megatron.state import MegatronState
+
+    MegatronState(job.model, job.optimizer, job.scheduler, {})
+
+
+def untested(**config: Any) -> dict[str, Any]:
+    return {"optimizer": "none", "zero_allow_untested_optimizer": True, "scheduler": "none", **config}
+
+
+DEEPSPEED = {
+    "fp32": ds_jobs.Shape(2, config=untested()),
+    "bf16": ds_jobs.Shape(2, config=untested(**BF16)),
+    "fp16": ds_jobs.Shape(2, config=untested(**fp16(10))),
+    "zero1": ds_jobs.Shape(2, config=untested(**BF16, **zero(1))),
+    "zero2": ds_jobs.Shape(2, ["--freeze"], untested(**BF16, **zero(2))),
+    "zero2-fp16": ds_jobs.Shape(2, config=untested(**fp16(19), **zero(2))),
+    "zero3": ds_jobs.Shape(2, config=untested(**BF16, **zero(3))),
+}
+DEEPSPEED_CASES = [(library, shape) for library in LIBRARIES for shape in DEEPSPEED]
+
+
+@pytest.mark.parametrize("library, shape", cases(DEEPSPEED_CASES, [("te", "zero2"), ("apex", "zero2-fp16")]))
+def test_deepspeed_goes_on_bit_for_bit(library: str, shape: str, settings: dict[str, Any]) -> None:
+    run = ds_jobs.Run(DEEPSPEED[shape], 6, settings)
+    train = functools.partial(fused.train_with_deepspeed, library=LIBRARIES[library], options={})
+
+    def outcomes(run: ds_jobs.Run) -> list[jobs.Outcome]:
+        results = run_ranks(train, run.shape.ranks, run, timeout_secs=200.0, stand_in=False)
+        return [result.value for result in results]
+
+    whole = outcomes(replace(run, settings=None))
+    outcomes(replace(run, until=3, end="keep"))
+    assert jobs.assert_continues(whole, outcomes(run)) == 3
+    assert not jobs.events(settings, "snapshot_error")
+
+
+MASTERS = {"master_weights": True}
+PLAIN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "one": (("--wrap", "none", "--precision", "fp32"), {"adam_w_mode": False, "weight_decay": 0.1}),
+    "ddp": ((), {}),
+    "ddp-bf16": (("--precision", "bf16", "--freeze"), {}),
+    "ddp-fp16": (("--precision", "fp16", "--loss-scale", "262144"), {}),
+    "ddp-masters": (("--precision", "bf16"), MASTERS),
+    "ddp-remainders": (("--precision", "bf16"), {**MASTERS, "store_param_remainders": True}),
+    "fsdp2": (("--wrap", "fsdp2"), {}),
+    "fsdp2-masters": (("--wrap", "fsdp2", "--precision", "bf16"), MASTERS),
+}
+"""Arguments of train_plain, and of the optimizer."""
+# Apex knows neither masters of its own nor DTensors.
+PLAIN_CASES = [(library, case) for library in LIBRARIES for case in list(PLAIN)[: 8 if library == "te" else 4]]
+
+
+@pytest.mark.parametrize("library, case", cases(PLAIN_CASES, [("te", "fsdp2-masters"), ("apex", "ddp-bf16")]))
+def test_plain_torch_goes_on_bit_for_bit(library: str, case: str, settings: dict[str, Any]) -> None:
+    argv, options = PLAIN[case]
+    run = jobs.Run(argv, 6, settings)
+    train = functools.partial(fused.train_plain, library=LIBRARIES[library], options=options)
+
+    def outcomes(run: jobs.Run) -> list[jobs.Outcome]:
+        return [result.value for result in run_ranks(train, 2, run, timeout_secs=200.0, stand_in=False)]
+
+    whole = outcomes(replace(run, settings=None))
+    outcomes(replace(run, until=3, end="keep"))
+    assert jobs.assert_continues(whole, outcomes(run)) == 3
+    assert not jobs.events(settings, "snapshot_error")
