@@ -53,7 +53,7 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
                 raise UnsupportedError(f"{name} {getattr(leaf.config, name)}: its scales are not known yet; use fp32")
         if getattr(leaf.config, "optimizer_cuda_graph", False):  # since 0.18
             raise UnsupportedError(
-                "optimizer_cuda_graph: a replayed step calls no fence; leave --optimizer-cuda-graph off"
+                "a step that a CUDA graph replays calls no fence; leave out --optimizer-cuda-graph"
             )
     return leaves
 

@@ -15,7 +15,6 @@ import pytest
 from ftckpt.errors import UnsupportedError
 from tests.support import ds_jobs, fused, jobs
 from tests.support.ds_jobs import BF16, fp16, zero
-from tests.support.errors import a_rank_raises
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -40,7 +39,7 @@ SCENES = {
     "distributed": Scene(),
     "distributed-fp32": Scene(("--precision", "fp32")),
     # Scaled too high: the first iterations step nothing, so that no group has a number when the job stops.
-    "distributed-fp16": Scene(("--precision", "fp16", "--loss-scale", str(2.0**22)), stop=1),
+    "distributed-fp16": Scene(("--precision", "fp16", "--loss-scale", str(2.0**19)), stop=1),
     "remainders": Scene(optimizer=REMAINDERS, te_alone=True),
     "whole-masters": Scene(optimizer={**REMAINDERS, "store_param_remainders": False}, te_alone=True),
     "float16": Scene(("--no-distributed-optimizer",)),
@@ -52,7 +51,7 @@ SCENES = {
 CASES = [
     (library, scene) for library in LIBRARIES for scene in SCENES if library == "te" or not SCENES[scene].te_alone
 ]
-QUICK = [("te", "distributed-fp16"), ("te", "remainders"), ("apex", "distributed"), ("apex", "float16")]
+QUICK = [("te", "distributed-fp16"), ("apex", "float16")]
 
 
 def cases(every: list[Any], quick: list[Any]) -> list[Any]:
@@ -83,7 +82,7 @@ def counted(rank: int, world_size: int, setup: fused.Setup, run: jobs.Run) -> se
     return fused.steps([leaf.optimizer for leaf in sys.modules["ftckpt.megatron"].door.state._leaves])
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", cases(list(LIBRARIES), ["te"]))
 def test_another_layout_goes_on_at_the_same_step(library: str, settings: dict[str, Any]) -> None:
     """The embedding has a learning rate, and so a group, of its own: of two replicas the second owns it.
 
@@ -97,32 +96,38 @@ def test_another_layout_goes_on_at_the_same_step(library: str, settings: dict[st
         assert found == [{until}] * ranks
 
 
-@pytest.mark.parametrize(
-    "name, value, remedy",
-    [
-        ("exp_avg_dtype", "bfloat16", "exp_avg_dtype torch.bfloat16"),
-        ("exp_avg_sq_dtype", "float16", "exp_avg_sq_dtype torch.float16"),
-        ("main_params_dtype", "float16", "main_params_dtype torch.float16"),
-        ("optimizer_cuda_graph", True, "--optimizer-cuda-graph"),
-    ],
-    ids=["exp-avg", "exp-avg-sq", "masters", "cuda-graph"],
-)
-def test_state_that_megatron_does_not_show_is_refused_by_its_setting(name: str, value: Any, remedy: str) -> None:
-    with a_rank_raises(UnsupportedError, remedy):
-        run_ranks(described, 1, fused.Setup(next(iter(LIBRARIES.values())), {}), name, value)
+def test_state_that_megatron_does_not_show_is_refused_by_its_setting() -> None:
+    library = next(iter(LIBRARIES.values()))
+    assert run_ranks(refusals, 1, library)[0].value == [
+        "exp_avg_dtype torch.bfloat16: its scales are not known yet; use fp32",
+        "exp_avg_sq_dtype torch.float16: its scales are not known yet; use fp32",
+        "main_params_dtype torch.float16: its scales are not known yet; use fp32",
+        "a step that a CUDA graph replays calls no fence; leave out --optimizer-cuda-graph",
+    ]
 
 
-def described(rank: int, world_size: int, setup: fused.Setup, name: str, value: Any) -> None:
+def refusals(rank: int, world_size: int, library: fused.Library) -> list[str]:
     import torch
 
-    setup = replace(setup, optimizer=REMAINDERS if setup.library.name == "te" else {})
-    train_gpt = fused.prepare(setup)
+    train_gpt = fused.prepare(fused.Setup(library, REMAINDERS if library.name == "te" else {}))
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY]))
-    for leaf in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
-        setattr(leaf.config, name, getattr(torch, value) if isinstance(value, str) else value)
     from ftckpt.megatron.state import MegatronState
 
-    MegatronState(job.model, job.optimizer, job.scheduler, {})
+    said = []
+    for name, value in (
+        ("exp_avg_dtype", torch.bfloat16),
+        ("exp_avg_sq_dtype", torch.float16),
+        ("main_params_dtype", torch.float16),
+        ("optimizer_cuda_graph", True),
+    ):
+        config = job.optimizer.chained_optimizers[0].config
+        before = getattr(config, name, False)
+        setattr(config, name, value)
+        with pytest.raises(UnsupportedError) as refused:
+            MegatronState(job.model, job.optimizer, job.scheduler, {})
+        said.append(str(refused.value))
+        setattr(config, name, before)
+    return said
 
 
 def untested(**config: Any) -> dict[str, Any]:
@@ -141,7 +146,7 @@ DEEPSPEED = {
 DEEPSPEED_CASES = [(library, shape) for library in LIBRARIES for shape in DEEPSPEED]
 
 
-@pytest.mark.parametrize("library, shape", cases(DEEPSPEED_CASES, [("te", "zero2"), ("apex", "zero2-fp16")]))
+@pytest.mark.parametrize("library, shape", cases(DEEPSPEED_CASES, [("apex", "zero2-fp16")]))
 def test_deepspeed_goes_on_bit_for_bit(library: str, shape: str, settings: dict[str, Any]) -> None:
     run = ds_jobs.Run(DEEPSPEED[shape], 6, settings)
     train = functools.partial(fused.train_with_deepspeed, library=LIBRARIES[library], options={})
@@ -172,7 +177,7 @@ PLAIN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 PLAIN_CASES = [(library, case) for library in LIBRARIES for case in list(PLAIN)[: 8 if library == "te" else 4]]
 
 
-@pytest.mark.parametrize("library, case", cases(PLAIN_CASES, [("te", "fsdp2-masters"), ("apex", "ddp-bf16")]))
+@pytest.mark.parametrize("library, case", cases(PLAIN_CASES, [("te", "fsdp2-masters")]))
 def test_plain_torch_goes_on_bit_for_bit(library: str, case: str, settings: dict[str, Any]) -> None:
     argv, options = PLAIN[case]
     run = jobs.Run(argv, 6, settings)

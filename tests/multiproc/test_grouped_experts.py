@@ -50,6 +50,7 @@ def train(rank: int, world_size: int, run: jobs.Run, library: fused.Library) -> 
     return jobs.train(rank, world_size, run)
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_bit_for_bit(settings: dict[str, Any]) -> None:
     run = jobs.Run([*EXPERTS, "--ep", "2"], 6, settings)
 

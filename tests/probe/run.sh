@@ -5,13 +5,13 @@
 #   bash tests/probe/run.sh megatron-lm DIR [--scene NAME|all] [--ranks N] [--keep FOLDER] [pretrain_gpt.py flags...]
 #   bash tests/probe/run.sh megatron-deepspeed DIR [the same]
 #   bash tests/probe/run.sh patches DIR [pretrain_gpt.py flags...]
-#   bash tests/probe/run.sh fused-adam DIR [pytest's arguments...]
+#   bash tests/probe/run.sh fused-adam|grouped-experts DIR [pytest's arguments...]
 #
 # DIR is a checkout: for megatron-lm core_v0.16.1 of Megatron-LM, whose scenes are in tests/probe/scenes.py; for
 # megatron-deepspeed 4efb479d of Megatron-DeepSpeed, with those in tests/probe/megatron_deepspeed.py (try --help in
 # place of DIR); for patches any release of Megatron-LM that has one (patches/apply.sh --list), see
-# tests/probe/patches.sh; for fused-adam Transformer Engine from 2.1 on or Apex from 23.05 on, whose Python runs over
-# kernels in torch in tests/multiproc/test_fused_adam.py.
+# tests/probe/patches.sh. The last two run tests of tests/multiproc with the real Python of a library, over kernels in
+# torch: for fused-adam of Transformer Engine from 2.1 on or of Apex from 23.05 on, for grouped-experts of the former.
 
 set -euo pipefail
 NAME=probe
@@ -20,17 +20,17 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../../launch/environment.sh"
 
 probe=${1:-}
 case $probe in
-megatron-lm | megatron-deepspeed | patches | fused-adam) shift ;;
-*) fail "usage: $0 megatron-lm|megatron-deepspeed|patches|fused-adam DIR [flags]" ;;
+megatron-lm | megatron-deepspeed | patches | fused-adam | grouped-experts) shift ;;
+*) fail "usage: $0 megatron-lm|megatron-deepspeed|patches|fused-adam|grouped-experts DIR [flags]" ;;
 esac
-if [ "$probe" = fused-adam ]; then
+if [ "$probe" = fused-adam ] || [ "$probe" = grouped-experts ]; then
     [ -d "${1:-}" ] || fail "usage: $0 $probe DIR [pytest's arguments]; DIR holds a checkout"
-    FUSED_ADAM=$(cd "$1" && pwd)
-    export FUSED_ADAM
+    FTCKPT_TEST_CHECKOUT=$(cd "$1" && pwd)
+    export FTCKPT_TEST_CHECKOUT
     shift
     prepare "$ALL_EXTRAS"
     cd "$ROOT"
-    exec "$PYTHON" -m pytest -m "" tests/multiproc/test_fused_adam.py "$@"
+    exec "$PYTHON" -m pytest -m "" "tests/multiproc/test_${probe/-/_}.py" "$@"
 fi
 case "${1:-}" in
 -h | --help) ;;

@@ -1,6 +1,6 @@
 """Jobs whose optimizer is FusedAdam of Transformer Engine or of Apex: a stand-in or, from a checkout, the real one.
 
-``FUSED_ADAM`` in the environment names the checkout.
+``FTCKPT_TEST_CHECKOUT`` in the environment names the checkout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ftckpt.config import Config
 from tests.support import apex, ds_jobs, jobs, te
 from tests.support.adapters.plain import TINY
 
-CHECKOUT = "FUSED_ADAM"
+CHECKOUT = "FTCKPT_TEST_CHECKOUT"
 _TE = "transformer_engine/pytorch/optimizers"
 
 

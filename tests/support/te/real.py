@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -65,7 +67,7 @@ def load_package(name: str, folder: Path) -> None:
 def grouped_linear(checkout: Path) -> type:
     """The real ``GroupedLinear``, with all of the package that it imports, for computing without FP8."""
     sys.dont_write_bytecode = True
-    with _aside(_COMPILED, "transformer_engine", *_ABSENT):
+    with _aside(_COMPILED, "transformer_engine", *_ABSENT), _on_cpu():
         for name in _ABSENT:
             te.put(name, {})
             sys.modules[name].__getattr__ = _anything  # type: ignore[method-assign]
@@ -103,6 +105,32 @@ def _aside(*packages: str) -> Iterator[None]:
         sys.modules.update(before)
 
 
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Modules that are imported in it take their input where it is."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = (
+            importlib.machinery.PathFinder.find_spec(name, path) if name.startswith("transformer_engine.") else None
+        )
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Loader(name, spec.origin)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, _name: str) -> Any:
+        return self.source_to_code(self.get_data(self.path).replace(b".is_cuda", b".is_cpu"), self.path)
+
+
 class _Anything:
     """Decorators give back what they are given."""
 
@@ -112,8 +140,8 @@ class _Anything:
     def __getattr__(self, name: str) -> Any:
         return _anything(name)
 
-    def __int__(self) -> int:
-        return 0
+    def __index__(self) -> int:
+        return 1
 
     def __getitem__(self, _key: Any) -> Any:
         return self
