@@ -86,7 +86,7 @@ def counted(rank: int, world_size: int, setup: fused.Setup, run: jobs.Run) -> se
 def test_another_layout_goes_on_at_the_same_step(library: str, settings: dict[str, Any]) -> None:
     """The embedding has a learning rate, and so a group, of its own: of two replicas the second owns it.
 
-    The first has an empty group, whose steps nobody counts: once that has a number, it stays.
+    The first has an empty group, whose steps nobody counts.
     """
     setup = fused.Setup(LIBRARIES[library], {"decoupled_lr": 5e-4})
     run = jobs.Run(["--layers", "2"], 0, settings, end="keep")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ftckpt.convert.megatron.common import hyperparameters
-from ftckpt.errors import UnsupportedError
+from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers
 from tests.support import apex
 from tests.support.errors import raises
@@ -54,6 +55,24 @@ def test_what_keeps_more_than_its_state_is_refused_by_the_setting(setting: str) 
     optimizer = kind([torch.nn.Parameter(torch.ones(2))], **{setting: values.get(setting, torch.bfloat16)})
     with raises(UnsupportedError, setting):
         optimizers.materialise(optimizer)
+
+
+def leaf(*groups: dict[str, Any]) -> Any:
+    return SimpleNamespace(optimizer=SimpleNamespace(param_groups=list(groups)))
+
+
+def test_another_layout_takes_the_steps_that_are_counted() -> None:
+    """Loading Megatron's own checkpoint leaves a number in a group that this rank has nothing of, and it stays."""
+    megatron = pytest.importorskip("ftckpt.megatron.optimizers")
+    saved = megatron.save_hyperparameters(
+        leaf({"params": [], "wd_mult": 1.0, "step": 4}, {"params": [1], "wd_mult": 0.0, "step": 7})
+    )
+    groups: list[dict[str, Any]] = [{"params": [1], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
+    megatron.load_reshaped([leaf(*groups)], [saved])
+    assert groups == [{"params": [1], "wd_mult": 1.0, "step": 7}, {"params": [], "wd_mult": 0.0}]
+    other = {"groups": [{"wd_mult": 1.0, "step": 6}], "scaler": None}
+    with raises(MismatchError, "stepped a different number of times (6, 7)"):
+        megatron.load_reshaped([leaf(*groups)], [saved, other])
 
 
 def test_a_group_that_a_rank_has_nothing_of_is_converted_with_the_steps_of_the_others() -> None:
