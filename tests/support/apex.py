@@ -68,6 +68,7 @@ def install(checkout: Path | None = None) -> None:
     te.put("apex.multi_tensor_apply", {"multi_tensor_applier": multi_tensor_applier})
     te.put("apex.optimizers", {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD})
     if checkout is not None:
+        torch.cuda.IntTensor = torch.IntTensor  # type: ignore[assignment, misc]  # older ones ask for a flag so
         real.load_package("apex.multi_tensor_apply", checkout / "apex/multi_tensor_apply")
         # One file: others of this package want names of old releases of torch.
         package: Any = sys.modules["apex.optimizers"]
