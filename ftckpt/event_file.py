@@ -28,6 +28,7 @@ class EventFile:
         self._path = path
         self._heading = heading
         self._limit_bytes = max(limit_bytes // 2, _LEAST_BYTES) if limit_bytes else 0
+        self._bytes = 0
         self._open()
 
     def write(self, line: bytes) -> None:
@@ -44,8 +45,10 @@ class EventFile:
         self._file.close()
 
     def _append(self, line: bytes) -> None:
-        self._file.write(line)
-        self._bytes += len(line)
+        left = memoryview(line)
+        while left:  # the end of a disk may be in the middle of a line
+            written = self._file.write(left) or 0
+            left, self._bytes = left[written:], self._bytes + written
 
     def _is_in_place(self) -> bool:
         """Whether the file is still the one that it was; else another process of this name, one that hangs, say, has
@@ -63,6 +66,14 @@ class EventFile:
         # Unbuffered: a line is there as soon as it was written, whatever becomes of this process.
         self._file = open(self._path, "ab", buffering=0)
         self._bytes = os.fstat(self._file.fileno()).st_size
+        if self._bytes and not self._ends_whole():
+            self._append(b"\n")
+
+    def _ends_whole(self) -> bool:
+        """Whether no line was left half written, by a disk that was full."""
+        with open(self._path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
 
     def _begin_anew(self) -> None:
         older = self._path.with_name(self._path.name + OLDER)

@@ -116,8 +116,9 @@ class BackgroundWriter:
             self._closing = True
         self._wake.set()
         atexit.unregister(self.close)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_SECS)
+        if threading.current_thread() is self._thread:  # which cannot write, and ends
+            return
+        self._thread.join(_CLOSE_SECS)
         if self._thread.is_alive():
             left = self._lost + self._num_waiting
             log.warning("ftckpt: %d events did not come to %s, which does not answer", left, self._where)

@@ -47,6 +47,7 @@ class Capture:
         self._tensors = [piece.tensor for piece in pieces]
         self._counts: Counts = array("q")
         self._fenced = False
+        self._found: str | None = None  # by the fence
         copies = chunk_copies(arena.image, parts)
         self._stepped = copies[: arena.image.num_stepped_chunks]
         self._volatile = copies[arena.image.num_stepped_chunks :]
@@ -160,7 +161,7 @@ class Capture:
         sources = self._tensors if kept is None else kept.in_place_of(self._tensors)
         self._copier.take(sources, self._volatile, self._slots[slot])
         # Before the first copy starts: a write behind this line may be in some bytes and not in others.
-        self._counts, self._fenced = self._writes.read(), False
+        self._counts, self._fenced, self._found = self._writes.read(), False, None
         self._flight = self._start(slot, snapshot, base, hashed)
         return slot
 
@@ -179,7 +180,9 @@ class Capture:
             return 0.0
         begin = time.perf_counter()
         torn = None if flight.ended else self._torn()
-        # Behind the look: what torch counts from here on are the optimizer's own writes.
+        # Behind the look: what torch counts from here on are the optimizer's own writes. In this order: who seals in
+        # this very instant goes by what was found.
+        self._found = torn
         self._fenced = True
         if torn is not None and not flight.ended:
             self._drop(torn)
@@ -276,7 +279,9 @@ class Capture:
     def _torn(self) -> str | None:
         """Who wrote to stepped state before the fence, where none stands: it may be below a copy."""
         key = self._writes.written(self._counts)
-        if not key or self._fenced:  # in this order: what was read before the fence counts
+        if self._fenced:  # in this order: what was read before the fence counts
+            return self._found
+        if not key:
             return None
         return f"{key} was written before the fence; call fence() of the checkpointer before the script writes to it"
 

@@ -373,7 +373,7 @@ def covered_slots(sources: Sources) -> dict[SnapshotId, list[tuple[GuardedArena,
 def take_back(slots: Iterable[tuple[GuardedArena, CheckedSlot]]) -> None:
     """What is COVERED in ``slots`` is only CHECKED again."""
     for arena, one in slots:
-        arena.checks.store_checked(one.slot, one.check.seal_id, one.hashes, one.check.gap_secs)
+        arena.checks.uncover(one.slot)
 
 
 def uncover(sources: Sources, duty: Duty) -> None:

@@ -141,6 +141,10 @@ class Checks:
         self._covered.put_fields(slot, _U64.pack(sequence))
         self._covered.seal(slot, snapshot)
 
+    def uncover(self, slot: int) -> None:
+        """COVERED is CHECKED again, which may have the only checksums that were ever taken: it is not touched."""
+        self._covered.give_up(slot, EMPTY)
+
     def clear(self, slot: int) -> None:
         """NONE: what was known of ``slot`` is given up."""
         # In the order of ``store_checked``: a COVERED never stands there without its CHECKED.

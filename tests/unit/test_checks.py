@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ import xxhash
 
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.smp.cover import take_back
 from ftckpt.store.checks import Check, Checks, CheckState, checks_bytes
+from ftckpt.store.record import Stores
 from tests.support.errors import raises
 from tests.support.waiting import until
 
@@ -113,6 +116,28 @@ def test_what_is_covered_must_be_what_was_checked(arena_dir: Path) -> None:
         check(checks, 1, NEW, 3)
     assert_tells(checks.read(1), CheckState.CHECKED, NEW, 3)
     checks.close()
+
+
+def test_what_was_checked_is_there_at_every_store_that_takes_covered_back(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the trainer takes no checksums there are no others: what is hashed anew might be wrong by then."""
+    checks = new_checks(arena_dir)
+    prepare_both(checks)
+    reader = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+    store, seen = Stores.store, list[bool]()
+
+    def told(self: Stores, offset: int, data: bytes | memoryview) -> None:
+        store(self, offset, data)
+        found = reader.read(0)
+        seen.append(found is not None and found.chunk_hashes.tolist() == hashes_of(1).tolist())
+
+    monkeypatch.setattr(Stores, "store", told)
+    take_back([(SimpleNamespace(checks=checks), SimpleNamespace(slot=0))])  # type: ignore[list-item]
+    assert seen and all(seen)
+    assert_tells(reader.read(0), CheckState.CHECKED, OLD, 1)
+    for file in (checks, reader):
+        file.close()
 
 
 def test_a_reader_beside_the_writer_never_sees_a_mixture(arena_dir: Path) -> None:

@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ftckpt import event_writer
 from ftckpt.commands.event_log import EventLog
+from ftckpt.event_file import EventFile
 from ftckpt.events import ADVICE, EVENTS, Events, reference
 from tests.support.waiting import until
 
@@ -184,7 +186,25 @@ def test_a_full_disk_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCa
     for _ in range(3):
         events.emit("snapshot", iteration=1)
         until(lambda: not events.kept, secs=5.0)
-    assert caplog.text.count("no more events") == 1
+    assert caplog.text.count("no more events") == 1 and "does not answer" not in caplog.text
+
+
+def test_a_line_that_was_left_half_written_takes_no_other_with_it(tmp_path: Path) -> None:
+    (tmp_path / "rank0.jsonl").write_text('{"event": "snap')
+    events = Events(tmp_path, 0)
+    events.emit("joined")
+    events.close()
+    log = EventLog(tmp_path)
+    assert [line["event"] for _, line in log.lines(log.rank_files[0])] == ["joined"] and log.num_broken == 1
+
+
+def test_a_file_that_takes_a_part_of_a_line_is_given_the_rest(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "rank0.jsonl", lambda lost: b"", 0)
+    whole = file._file
+    file._file = SimpleNamespace(write=lambda data: whole.write(data[:3]), close=whole.close)  # type: ignore[assignment]
+    file.write(b"a line\n")
+    file.close()
+    assert (tmp_path / "rank0.jsonl").read_bytes() == b"a line\n"
 
 
 class Pipe:

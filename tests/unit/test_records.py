@@ -171,7 +171,7 @@ CHECKS = Kind(
         "covered": changing_checks(lambda file: file.store_covered(1, (OTHER, 20))),
         "both": changing_checks(lambda file: check(file, 0, NEW, covered=True)),
         "clear": changing_checks(lambda file: file.clear(0)),
-        "covered is taken back": changing_checks(lambda file: check(file, 0, OLD, gap=0.5)),
+        "covered is taken back": changing_checks(lambda file: file.uncover(0)),
     },
 )
 

@@ -7,19 +7,24 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture.capture import Capture
+from ftckpt.capture.chunks import CopyPart
 from ftckpt.capture.copier import Flight, HostCopier
+from ftckpt.capture.writes import Counts
 from ftckpt.errors import CaptureError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.training_state import Piece
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import node_directory
 from tests.support.errors import raises
+from tests.support.waiting import until
 
 IDS = st.builds(SnapshotId, st.binary(min_size=16, max_size=16), st.integers(0, (1 << 63) - 1))
 OLD, NEW = b"o" * 16, b"n" * 16
@@ -133,6 +138,48 @@ def test_copies_that_have_failed_are_over_behind_the_fence(tmp_path: Path) -> No
         with raises(CaptureError, "iteration 4 dropped", "copy failed"):
             capture.fence(10.0)
         assert not capture.busy
+    finally:
+        capture.close()
+        arena.close()
+
+
+def test_a_seal_in_the_instant_of_the_fence_goes_by_what_the_fence_has_found(tmp_path: Path) -> None:
+    """A write without a fence: the thread that seals looks before the fence is there, and decides behind."""
+    flights, looked = list[Flight](), threading.Event()
+
+    def end() -> None:
+        flights[0].end()
+
+    sealing = threading.Thread(target=end)
+
+    class Waiting(HostCopier):
+        def start(self, tensors: object, flight: Flight, windows: object) -> None:
+            flights.append(flight)
+
+    live, fragment = torch.zeros(10), Fragment.whole("w", "F32", (10,), Box((0,), (10,)))
+    manifest = Manifest({"dp": 0}, {"dp": 1}, (fragment,), (), 1 << 16, 4096)
+    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=2)
+    capture = Capture(arena, [Piece(fragment, live)], [CopyPart(0, 0, fragment)], Waiting())
+    written = capture._writes.written
+
+    def written_then(before: Counts) -> str:
+        key = written(before)
+        if threading.current_thread() is sealing:
+            looked.set()
+            until(lambda: capture._fenced)
+        else:
+            sealing.start()
+            assert looked.wait(10.0)
+        return key
+
+    capture._writes.written = written_then  # type: ignore[method-assign]
+    try:
+        capture.begin(SnapshotId(NEW, 4), [], {})
+        live.fill_(1.0)
+        with raises(CaptureError, "iteration 4 dropped"):
+            capture.fence(10.0)
+        sealing.join(10.0)
+        assert arena.find(SnapshotId(NEW, 4)) is None and capture.newest is None
     finally:
         capture.close()
         arena.close()
