@@ -203,6 +203,12 @@ class Config:
     affinity: str = declare(
         "auto", "cores of ftckpt's threads: auto (those of the device's NUMA node), none, or a list such as 0-3,8"
     )
+    pin: str = declare(
+        "on",
+        "whether slots are registered with the device's driver, beside training; else copies go through a pinned "
+        "buffer, slower: for drivers to which much registered memory does harm, as AMD says of ROCm",
+        choices=("on", "off"),
+    )
     versions: str = declare(
         "examine",
         "a release of Megatron or DeepSpeed that ftckpt was not tested with: its hooks and snapshots are examined in "
@@ -357,7 +363,7 @@ class Config:
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> Config:
         """Build from a JSON section, where ``layouts`` may be a list, ``network_gbps`` a number and
-        ``persist_at_end`` a truth value; unknown names are errors that name the closest valid one."""
+        ``persist_at_end`` and ``pin`` a truth value; unknown names are errors that name the closest valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"ftckpt: expected a mapping of settings, got {type(section).__name__}")
         known = [setting.name for setting in fields(cls)]
@@ -370,8 +376,9 @@ class Config:
         gbps = section.get("network_gbps")
         if isinstance(gbps, (int, float)) and not isinstance(gbps, bool):
             section = {**section, "network_gbps": f"{gbps:.9f}".rstrip("0").rstrip(".")}
-        if isinstance(at_end := section.get("persist_at_end"), bool):
-            section = {**section, "persist_at_end": "on" if at_end else "off"}
+        switches = [one.name for one in fields(cls) if one.metadata["choices"] == ("on", "off")]
+        given = {name: "on" if section[name] else "off" for name in switches if isinstance(section.get(name), bool)}
+        section = {**section, **given}
         sizes = [one for one in fields(cls) if one.metadata["unit_bytes"] and isinstance(section.get(one.name), str)]
         section = {**section, **{one.name: convert(flag_of(one.name), section[one.name], one) for one in sizes}}
         return cls(**section)

@@ -216,15 +216,16 @@ def make_copier(
     locality: Locality = Locality(),  # noqa: B008 - frozen
     turns: Path | None = None,
     tell_far: FarPages | None = None,
+    pins: bool = True,
 ) -> Copier:
     """The copier for the clock's device; without an ``own_stream`` copies queue behind training's work.
 
-    ``turns`` and ``tell_far`` are a Registrar's.
+    ``turns``, ``tell_far`` and ``pins`` are a Registrar's.
     """
     if isinstance(clock, DeviceClock):
         from ftckpt.capture.device_copier import DeviceCopier
 
-        registrar = Registrar(clock.device, locality, turns, tell_far)
+        registrar = Registrar(clock.device, locality, turns, tell_far, pins)
         return DeviceCopier(clock, budget, own_stream, registrar, locality.cores)
     return HostCopier(budget, locality.cores)
 

@@ -40,15 +40,20 @@ FarPages = Callable[[int, Mapping[int, int]], None]
 
 
 class Registrar:
-    """Pins slots on a thread of its own. ``turns`` is the lock file by which the ranks of a node take turns."""
+    """Pins slots on a thread of its own. ``turns`` is the lock file by which the ranks of a node take turns.
+
+    Where it does not pin, by ``pins``, it maps their pages alone.
+    """
 
     def __init__(
-        self, device: torch.device, locality: Locality, turns: Path | None, tell_far: FarPages | None
-    ) -> None:
+        self, device: torch.device, locality: Locality, turns: Path | None, tell_far: FarPages | None,
+        pins: bool = True,
+    ) -> None:  # fmt: skip
         self._device = device
         self._locality = locality
         self._turns = turns
         self._tell_far = tell_far
+        self._pins = pins
         self._pinned: dict[int, int] = {}
         """Address of a slot → how many of its bytes, from the first on, are pinned."""
         self._jobs: queue.Queue[Sequence[Slot] | None] = queue.Queue()
@@ -108,7 +113,7 @@ class Registrar:
                     touch(slot, self._closing.is_set)
                     self._look(slot)
                 self._settled.wait()
-                for slot in slots:
+                for slot in slots if self._pins else ():
                     if not self._pin(slot, addresses):
                         break
                 self._jobs.task_done()

@@ -221,7 +221,7 @@ class Shard:
         pacer, own_stream = self._pacer, self._config.schedule != "thread"
         copier = make_copier(
             pacer.clock, pacer.budget, own_stream, locality=self._locality, turns=self._arenas.path / PINNING_NAME,
-            tell_far=self._tell_far,
+            tell_far=self._tell_far, pins=self._config.pin == "on",
         )  # fmt: skip
         self._assignment = assignment
         try:

@@ -24,7 +24,7 @@ from ftckpt.windows.bubbles import Always
 from ftckpt.windows.clock import DeviceClock
 from ftckpt.windows.node_budget import NoBudget
 from tests.support.device_snapshots import Snapshots
-from tests.support.device_states import CPU, Blocked, Landings, live_state, plan, prepared, shared_slot
+from tests.support.device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, install, pages_present
 from tests.support.waiting import until
 
@@ -136,6 +136,20 @@ def registrar_with(turns: Path, slots: list[torch.Tensor]) -> Registrar:
     registrar.add(slots)
     registrar.begin()
     return registrar
+
+
+def test_where_nothing_is_to_be_pinned_copies_are_staged(fake: FakeDevice) -> None:
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE)
+    slot, registrar = shared_slot(size), Registrar(CPU, Locality(), None, None, pins=False)
+    with closing(DeviceCopier(DeviceClock(CPU), NoBudget(), True, registrar)) as copier:
+        copier.prepare([slot])
+        assert copier.pin_now(SECS), "dealt with"
+        seen = Landings(copies, slot)
+        copier.start(tensors, seen.flight, Always())
+        seen.wait()
+        assert not fake.pinned
+    assert_holds(slot, copies, tensors)
 
 
 def test_one_rank_of_a_node_registers_at_a_time(fake: FakeDevice, tmp_path: Path) -> None:
