@@ -34,7 +34,8 @@ from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage
 from ftckpt.smp.footprint import yield_disks
-from tests.support.swift import BUCKET, swift
+from tests.support.s3_server import BUCKET
+from tests.support.swift import swift
 
 FILES = 4
 AT_ONCE = (1, 2, 4)

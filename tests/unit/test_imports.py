@@ -195,6 +195,38 @@ def test_what_is_read_from_checkpoints_of_others_runs_no_code() -> None:
         assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
 
 
+def names_bound_in(tree: ast.Module) -> set[str]:
+    """By a module, and by its functions."""
+    bound = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+    return bound
+
+
+def test_names_that_one_file_imports_of_another_are_there() -> None:
+    """In benchmarks, too, most of which no test runs."""
+    folders = ("ftckpt", "benchmarks", "launch", "tests")
+    trees = {path: ast.parse(path.read_text()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    bound, wrong = {path: names_bound_in(tree) for path, tree in trees.items()}, []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            base = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else [""]
+            if base[0] not in folders or base == ["ftckpt"]:  # it loads lazily
+                continue
+            assert isinstance(node, ast.ImportFrom)
+            place = ROOT.joinpath(*base)
+            names = bound.get(place.with_suffix(".py")) or bound.get(place / "__init__.py") or set()
+            for name in (alias.name for alias in node.names):
+                if name not in names and place / f"{name}.py" not in bound and not (place / name).is_dir():
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {name}")
+    assert not wrong, wrong
+
+
 def python(code: str) -> str:
     """Output of a fresh interpreter."""
     run = subprocess.run(
