@@ -269,16 +269,11 @@ class _Reader:
 
     def restarts(self, attempts: Sequence[Attempt], losses: Sequence[tuple[int, float]]) -> Iterator[Recovery]:
         """One between each two attempts, but where a job that had ended well was launched again."""
-        logged = pieces(losses)
-        for number, (old, new) in enumerate(pairwise(attempts), 1):
+        logged, pairs = pieces(losses), list(pairwise(attempts))
+        for number, (old, new) in enumerate(pairs, 1):
             back = new.start or 0
-            # Where the log goes back to right behind the restored snapshot, what lies beyond it was trained in vain.
-            finished = old.last_iteration
-            for place in range(1, len(logged)):
-                if logged[place][0][0] == back + 1:
-                    finished = max(finished, int(logged[place - 1][-1][0]))
-                    del logged[:place]
-                    break
+            later = [before.last_iteration for before, after in pairs[number:] if (after.start or 0) == back]
+            finished = _take_finished(logged, back, old.last_iteration, later)
             if old.ended_well:
                 continue
             yield self._restart(f"restart {number}", old, new, max(0, finished - back))
@@ -419,6 +414,27 @@ class _RankFile:
             # Boundaries between snapshots leave no event: only the end tells how far a rank came.
             if line["iteration"] >= 0:
                 self._attempt.last_iteration = max(self._attempt.last_iteration, whole_number(line["iteration"]))
+
+
+def _take_finished(logged: list[list[tuple[float, float]]], back: int, last: int, later: Sequence[int]) -> int:
+    """The last iteration that an attempt finished which restarted behind ``back``; what was logged until then goes.
+
+    Where the log goes back to right behind the restored snapshot, what lies beyond it was trained in vain. Nothing
+    was where the log goes on: then the place is that of a ``later`` attempt which restarted behind the same snapshot
+    and had come nearer to where it goes back.
+
+    Args:
+        last: what events say.
+        later: the same of attempts after this one that restarted behind ``back``, too.
+    """
+    for place in range(1, len(logged)):
+        if logged[place][0][0] == back + 1:
+            end = int(logged[place - 1][-1][0])
+            if any(last < other <= end for other in later):
+                return last
+            del logged[:place]
+            return max(last, end)
+    return last
 
 
 def _fault_note(line: Line) -> FaultNote:

@@ -56,6 +56,16 @@ def test_a_noted_fault_is_timed_by_its_note_and_by_when_processes_were_gone(logs
     assert restart.total_secs == pytest.approx(111.1 - 104.0)
 
 
+def test_two_restarts_from_one_snapshot_lose_each_its_own(logs: RunLogs) -> None:
+    """The first is struck before anything is logged beyond the snapshot, the second much later."""
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    logs.attempt("bb", (11, 12), 110.0, 3, 9)
+    logs.attempt("cc", (21, 22), 120.0, 3, 5)
+    logs.attempt("dd", (31, 32), 130.0, 3, 5)
+    logs.losses(*range(1, 11), *range(4, 7), *range(4, 6))
+    assert [restart.iterations_lost for restart in read_history(logs.run).restarts] == [0, 7, 3]
+
+
 def test_a_fault_that_nobody_noted_is_dated_by_the_first_rank_that_fell_silent(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 3, protects=False)
     logs.write("rank0", {"event": "fence", "time": 104.2, "rank": 0, "pid": 1, "blocked_secs": 0.0})
