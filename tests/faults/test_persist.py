@@ -31,7 +31,7 @@ from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
 from ftckpt.restore import shelf, straight
 from ftckpt.restore import stored as stored_shards
-from ftckpt.restore.stored import ShardFetch
+from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_STATE_NAME, clean_job, end_smp
 from ftckpt.store.landings import Landing
@@ -566,16 +566,20 @@ def test_what_a_restart_reads_nobody_removes(persisting: dict[str, Any], left: P
 
 
 def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
-    fetch = ShardFetch.run
+    bring, tried = StraightFetch.bring, list[bool]()
 
-    def run(self: ShardFetch) -> Any:
+    def retire_and_bring(self: StraightFetch) -> Any:
         if rank == 0:
             there = [one.snapshot for one in stored(settings)]
-            retention.retire(self._storage, {there[0]}, (), there[-1].iteration, lambda: True)
-        return fetch(self)
+            storage = open_storage(settings["persist"])
+            retention.retire(storage, {there[0]}, (), there[-1].iteration, lambda: True)
+            tried.append(True)
+        return bring(self)
 
-    ShardFetch.run = run  # type: ignore[method-assign]
-    return restored(rank, world_size, settings)
+    StraightFetch.bring = retire_and_bring  # type: ignore[method-assign]
+    was = restored(rank, world_size, settings)
+    assert tried == [True] * (rank == 0), "the restart reads another way"
+    return was
 
 
 def test_what_proves_bad_beside_what_was_brought_is_brought_too(persisting: dict[str, Any]) -> None:
