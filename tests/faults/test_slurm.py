@@ -83,8 +83,9 @@ def test_frontier(lab: SlurmLab) -> None:
 
     lab.call("scontrol", "requeue", job.number)
     until(lambda: lab.state(job.number) == "PENDING", lab.logs)
+    left = job.memory(*NODES)  # before it begins again
     saved = job.saved()
-    assert saved >= before + 28 and not job.memory(*NODES)
+    assert saved >= before + 28 and not left, f"{left}{lab.out()[-3000:]}"
     assert int(job.says(r"4 ranks: iteration (\d+) from [^\n]*storage")[1]) == saved
     job.trains_beyond(saved + 10)
 

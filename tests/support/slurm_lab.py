@@ -8,6 +8,7 @@ with it (``proctrack/cgroup``), as on most clusters.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ _CONF = """\
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={first_job}
 SlurmUser=root
 AuthType=auth/munge
 CredType=cred/munge
@@ -157,7 +159,9 @@ class SlurmLab:
             f"NodeName={node} NodeHostName={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=64 RealMemory=2000 "
             "Gres=gpu:8 State=UNKNOWN\n" for node, node_port in zip(NODES, node_ports, strict=True)
         ]  # fmt: skip
-        conf = _CONF.format(host=host, port=port, root=self.root, grace=GRACE_SECS)
+        # Control groups are named by node and job: a cluster beside this one would end what is named the same.
+        first_job = 1 + secrets.randbelow(1 << 25)
+        conf = _CONF.format(host=host, port=port, first_job=first_job, root=self.root, grace=GRACE_SECS)
         head, partition, rest = conf.partition("PartitionName")
         (self.root / "slurm.conf").write_text(head + "".join(lines) + partition + rest)
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
