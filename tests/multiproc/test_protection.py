@@ -451,7 +451,7 @@ def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(
     (table,) = [event for event in told(plan) if event["event"] == "protection"]
     sums = table["memory_per_node"]
     limited = {**plan.settings, "slots": 0, "memory_limit": (sums["sum"] - sums["parity"] // 4) / 2**30}
-    with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: memory_limit: .*--ftckpt-protect"):
+    with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: --ftckpt-memory-limit: .*--ftckpt-protect"):
         run_ranks(train, 6, replace(plan, settings=limited))
     before = len(told(plan))
     run_ranks(train, 6, replace(plan, protected=2, settings={**limited, "protect": "auto"}))
@@ -459,7 +459,7 @@ def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(
     assert [event["modes"] for event in again if event["event"] == "protection"][-1] == ["replica", "peer"]
     assert [event["slots"] for event in again if event["event"] == "fewer_slots"] == [3]
     (less,) = [event["reason"] for event in again if event["event"] == "protection_lessened"]
-    assert "memory_limit: node n" in less and "given up: node" in less
+    assert "--ftckpt-memory-limit: node n" in less and "given up: node" in less
     assert any(event["event"] == "protected" for event in again)
 
 

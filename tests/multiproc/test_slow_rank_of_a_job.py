@@ -13,6 +13,8 @@ from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
+SLEEP_SECS = 0.05
+
 
 def slowed(rank: int, world_size: int, run: jobs.Run) -> Any:
     """Rank 2 sleeps in each forward step. Ranks are compared all 10 iterations."""
@@ -25,7 +27,7 @@ def slowed(rank: int, world_size: int, run: jobs.Run) -> Any:
     forward = GPTModel.forward
 
     def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.05 * (rank == 2))
+        time.sleep(SLEEP_SECS * (rank == 2))
         return forward(self, *args, **kwargs)
 
     GPTModel.forward = late
@@ -41,6 +43,7 @@ def test_a_slow_rank_of_a_pipeline_is_named(settings: dict[str, Any]) -> None:
     found = [event for event in jobs.events(settings, "slow_ranks") if event["rank"] == 0]
     assert found and all([one["rank"] for one in event["ranks"]] == [2] for event in found)
     (slow,) = found[-1]["ranks"]
-    assert slow["node"] == "n1" and slow["compute_secs"] > slow["median_secs"] + 0.1, "some micro-batches"
+    # Two micro-batches; what else the other stage computes takes as long as that of the first, or not.
+    assert slow["node"] == "n1" and slow["compute_secs"] > 2 * SLEEP_SECS > slow["median_secs"]
     logs = [result.value[1] for result in results]
     assert "rank 2 on n1" in logs[0] and "rank 2 on n1" not in logs[1], "one rank tells it"
