@@ -20,6 +20,7 @@ from ftckpt.smp.hangs import HangPlace
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
 from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
 
+_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # malloc.h; larger blocks go back to the system when they are freed
 _LOG_BYTES = 256 << 10
 _MESSAGE_CHARS = 4000
 _WARNINGS, _WARNING_CHARS = 8, 400
@@ -199,6 +200,9 @@ def yield_disks() -> None:
 def bound_process(own_session: bool) -> None:
     """Behind training on every core, bounded memory, as many descriptors as allowed."""
     yield_to_training(own_session)
+    with suppress(AttributeError):  # of another C library
+        # Without this glibc learns from each large block that is freed to keep the next one.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
     threading.stack_size(_STACK_BYTES)  # by default 8 MiB each, and RLIMIT_DATA counts them
     for limit, wanted in ((resource.RLIMIT_DATA, DATA_LIMIT_BYTES), (resource.RLIMIT_NOFILE, None)):
         _, hard = resource.getrlimit(limit)
