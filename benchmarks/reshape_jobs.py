@@ -40,11 +40,12 @@ def megatron(argv: Sequence[str]) -> Job:
     import torch
     import train_gpt
 
-    from ftckpt.megatron.optimizers import leaf_optimizers, materialise
+    from ftckpt.frameworks.optimizers import materialise
+    from ftckpt.megatron.optimizers import leaf_optimizers
 
     job = train_gpt.build(train_gpt.parse_args([*argv, "--iterations", "9"]))
     for leaf in leaf_optimizers(job.optimizer):
-        materialise(leaf)
+        materialise(leaf.optimizer)
         for place, state in enumerate(leaf.optimizer.state.values()):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.numel() > 1:

@@ -383,7 +383,7 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, c
         restart = Restart(group, Topology(rank, tuple(members), {}), arena_root, Events(None, rank))
         try:
             restart.void_newer(decision)
-            return restart.capacities(decision)
+            return restart.capacities()
         finally:
             restart.close()
 
