@@ -211,8 +211,8 @@ EVENTS: dict[str, EventKind] = {
         in_memory="iteration", reason="how that is known",
     ),
     "undone": _loud(
-        "a node was away while storage counted; what it has in memory is of a history that was undone, and given up",
-        arenas="names of its arenas", loaded="iteration that counted",
+        "a node was away, or a rank died, while the job went back; what memory has of that never happened and is given up",
+        arenas="names of its arenas", loaded="iteration that counted, of storage",
     ),
     "went_back": _loud(
         "the job goes back before an iteration that the operator has named, and undoes what is newer",

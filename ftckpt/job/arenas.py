@@ -19,13 +19,14 @@ from ftckpt.group import Group, gather_all, together
 from ftckpt.job.addresses import whereabouts
 from ftckpt.job.outlook import Outlook, absent_slots, foresee_arena
 from ftckpt.job.slot_supply import SlotSupply
-from ftckpt.model.loaded import NOTHING
+from ftckpt.model.loaded import NOTHING, Checkpoint, went_back
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.modes import ways_to_need_less
-from ftckpt.store.arena import Arena, clear_arena
+from ftckpt.restore.voiding import undo_arena
+from ftckpt.store.arena import Arena, clear_arena, open_control
 from ftckpt.store.directory import (
     WORD_NAME,
     arena_path,
@@ -68,6 +69,7 @@ class NodeArenas:
         self._protects = protects
         self.cores: Cores = None
         """Where threads run that allocate slots: a tmpfs takes memory of the NUMA node whose core asks for it."""
+        self._limit: int | None = None  # the iteration before which this attempt has gone back
         self.origin = NOTHING
         """What of storage the snapshots go on from that are going to be taken."""
         self._config = config
@@ -190,6 +192,21 @@ class NodeArenas:
         finally:
             old.close()
         return self.open(manifest, whole, use)
+
+    def go_back(self, iteration: int) -> None:
+        """The script has loaded an older state: what this rank's arenas have of ``iteration`` and behind it is void,
+        old ones' too, and the origin tells the next start that it never happened, wherever else it lies."""
+        # Further than before, or not so far: nothing was taken in between.
+        self._limit = iteration if self._limit is None else min(iteration, self._limit)
+        origin = went_back(self.origin, self._limit)
+        paths = [path for path in (*self._old, self._own) if path is not None and path.exists()]
+        # In this order: what an SMP has read of a slot that holds its snapshot to the end is of the origin before it.
+        for undo in (partial(undo_arena, newest=iteration - 1), partial(_mark_origin, origin=origin)):
+            for path in paths:
+                try:
+                    undo(path)
+                except (FtckptError, OSError) as error:  # one mark is enough
+                    self._events.emit("arena_problem", path=str(path), problems=[str(error)])
 
     def remove_old(self) -> None:
         """A snapshot in the new arenas is as safe as those in the old ones were: nobody needs these.
@@ -518,6 +535,11 @@ def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Pat
 
 def _shard_at(path: Path) -> str:
     return path.name.rpartition(".")[0]
+
+
+def _mark_origin(path: Path, origin: Checkpoint) -> None:
+    with open_control(path, writable=True) as control:
+        control.mark_origin(origin)
 
 
 def _void_others(arena: Arena, keep: SnapshotId | None) -> None:

@@ -269,13 +269,14 @@ class Checkpointer:
         self._rank.attempt.trains()
         if self._examination is not None:
             self._examination.bounded()
+        # Off, too: what was taken before is there, and the next start would go on from it.
+        if self._state.undoes(iteration) and not self._closed:
+            snapshots.go_back(iteration)
+            return
         if self.off or self._closed:
             self._let_go()
             self._tell_counts()
             self.phase("start")  # a sign of life: what trains without snapshots is no hang
-            return
-        if self._state.undoes(iteration):
-            snapshots.go_back(iteration)
             return
         if not self._fenced:  # by a script that calls none: at the latest here, where the next snapshot begins
             self._fence()

@@ -134,11 +134,16 @@ class RankState:
         """Whether training went back: ``iteration`` ends a second time."""
         return iteration <= self.iteration
 
-    def went_back(self, iteration: int) -> TurnOff:
-        """Training goes on from before the last snapshot: nothing of this lineage may be combined with it."""
+    def went_back(self, iteration: int) -> list[Action]:
+        """Training goes on from before the last snapshot: nothing of this lineage may be combined with it. It may go
+        back further, off as it is."""
+        reason = f"iteration {iteration} after {self.iteration}: training went back; restart the job"
         self.targets.forget()
         self.flushes.forget()
-        return self.turn_off(f"iteration {iteration} after {self.iteration}: training went back; restart the job")
+        self.iteration = iteration - 1  # what is left is no newer
+        if self.whole is not None and self.whole.iteration >= iteration:
+            self.whole = None
+        return [] if self.off else [self.turn_off(reason)]
 
     def boundary(self, iteration: int) -> bool:
         """Training is at the boundary of ``iteration``; whether a snapshot is due."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 
@@ -13,7 +14,9 @@ class Checkpoint:
     that it is gone at a later start is somebody's will, and not the loss of a node that had it. ``generation``
     tells the origin of what is in memory from older ones, which a node may have that was away for a while: from 1 on
     where there is any. ``undone``: storage has counted since, so that what is of an older generation never happened.
-    ``before``: the iteration before which the job has gone back (``restore_before``), 0 for none.
+    ``before``: the iteration before which the operator has had the job go back (``restore_before``), 0 for none.
+    ``returned``: the generation that began when the job last went back, whoever made it, to before the iteration
+    ``limit``: of older generations nothing from there on ever happened; 0 where it never has.
     """
 
     iteration: int = -1
@@ -21,6 +24,8 @@ class Checkpoint:
     generation: int = field(default=0, compare=False)
     undone: int = field(default=0, compare=False)
     before: int = field(default=0, compare=False)
+    returned: int = field(default=0, compare=False)
+    limit: int = field(default=0, compare=False)
     lasting: bool = field(default=True, compare=False)
 
     @property
@@ -69,21 +74,50 @@ def next_origin(loaded: Checkpoint, origin: Checkpoint, storage_counts: bool, be
     That is what was loaded from storage when their history began, or the newest that a later start has found there:
     what is older than it, or is named and is not it, is a rollback.
     """
-    found, following = loaded if loaded.is_one and loaded.lasting else NOTHING, origin.generation + 1
+    found = loaded if loaded.is_one and loaded.lasting else NOTHING
+    # A number that an earlier start has gone back before is no going back, and none takes the last one back.
+    back = went_back(origin, before) if before not in (0, origin.before) else origin
+    following, returned, limit = origin.generation + 1, back.returned, back.limit
     if storage_counts:
-        return replace(found, generation=following, undone=following, before=before)
+        return replace(
+            found, generation=following, undone=following, before=before, returned=returned, limit=limit
+        )  # fmt: skip
     newest = origin if found == origin or found.iteration <= origin.iteration else found
-    if newest is origin and before == origin.before:
+    if newest is origin and before == origin.before and origin.generation:
         return origin
-    return replace(newest, generation=following, undone=origin.undone, before=before)
+    return replace(
+        newest, generation=following, undone=origin.undone, before=before, returned=returned, limit=limit
+    )  # fmt: skip
 
 
-def is_undone(origin: Checkpoint, newest: Checkpoint) -> bool:
-    """Whether snapshots of ``origin`` are of a history that was undone, where others have the ``newest`` origin."""
-    return 0 < origin.generation < newest.undone
+def went_back(origin: Checkpoint, iteration: int) -> Checkpoint:
+    """The origin of what is left, and of what follows, where a job goes back to before ``iteration``."""
+    following = origin.generation + 1
+    return replace(origin, generation=following, returned=following, limit=max(0, iteration))
 
 
-def missed_return(origin: Checkpoint, newest: Checkpoint) -> bool:
-    """Whether others have gone back before an iteration, ``newest.before``, since ``origin``: snapshots of that one
-    which are not before it never happened."""
-    return origin.generation < newest.generation and newest.before not in (0, origin.before)
+def counts_until(origin: Checkpoint, newest: Checkpoint) -> int | None:
+    """The last iteration of which a snapshot of ``origin`` counts where others have the ``newest`` origin; -1: of
+    none, None: of all.
+
+    Where no origin was marked nobody can tell: what is there counts.
+    """
+    if 0 < origin.generation < newest.undone:
+        return -1
+    return newest.limit - 1 if 0 < origin.generation < newest.returned else None
+
+
+def is_undone(origin: Checkpoint, newest: Checkpoint, iteration: int) -> bool:
+    """Whether the snapshot of ``iteration`` with this ``origin`` never happened: see ``counts_until``."""
+    last = counts_until(origin, newest)
+    return last is not None and iteration > last
+
+
+def newest_of(origins: Iterable[Checkpoint]) -> Checkpoint:
+    """What one node knows counts for all: others were away, or were killed before they had marked it."""
+    return max(origins, key=lambda one: one.generation, default=NOTHING)
+
+
+def earliest_of(origins: Iterable[Checkpoint]) -> Checkpoint:
+    """The origin of a snapshot whose parts have these: it is no newer than any of them."""
+    return min((one for one in origins if one.generation), key=lambda one: one.generation, default=NOTHING)

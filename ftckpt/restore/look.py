@@ -7,17 +7,18 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.errors import ArenaError, ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_each
-from ftckpt.model.loaded import Checkpoint, is_undone, missed_return
+from ftckpt.model.loaded import Checkpoint, counts_until
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.restore import prefetch
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.search import part_of_inventory
 from ftckpt.restore.shelf import Look, Shelf, ShelfLook
-from ftckpt.restore.voiding import remove_protection, void_arena
+from ftckpt.restore.voiding import remove_protection, undo_arena
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
@@ -75,29 +76,23 @@ def look(group: Group, topology: Topology, arenas: OpenArenas, shelf_look: Shelf
 
 
 def drop_undone(arenas: OpenArenas, events: Events, newest: Checkpoint) -> None:
-    """A node that was away while storage counted has snapshots of a history that was undone, and parity and
-    packages of them: they would bring it back."""
-    undone = [
-        arena
-        for arena in _readable(arenas)
-        if is_undone(arena.control.origin(), newest)
-        and any(arena.control.record(slot).sealed for slot in range(arena.control.slots))
-    ]
-    if undone:
-        events.emit("undone", arenas=[arena.path.name for arena in undone], loaded=newest.iteration)
-        remove_protection(arenas.node_dir, -1)
-    for arena in undone:
-        void_arena(arena.path, -1)
-    behind = [
-        arena
-        for arena in _readable(arenas)
-        if missed_return(arena.control.origin(), newest)
-        and any(snapshot.iteration >= newest.before for snapshot in arena.snapshots())
-    ]
-    if behind:
-        remove_protection(arenas.node_dir, newest.before - 1)
-    for arena in behind:
-        void_arena(arena.path, newest.before - 1)
+    """What a node that was away has of a history that was undone goes, with its parity and packages, which would bring
+    it back; as what a rank has that died before it went back as others did."""
+    undone: list[tuple[Arena, int]] = []
+    counts: set[SnapshotId] = set()
+    for arena in _readable(arenas):
+        snapshots, last = set(arena.snapshots()), counts_until(arena.control.origin(), newest)
+        never = {one for one in snapshots if last is not None and one.iteration > last}
+        counts |= snapshots - never
+        if last is not None and never:
+            undone.append((arena, last))
+    if not undone:
+        return
+    events.emit("undone", arenas=[arena.path.name for arena, _ in undone], loaded=newest.iteration)
+    remove_protection(arenas.node_dir, min(last for _, last in undone), counts)
+    for arena, last in undone:
+        with suppress(ArenaError):
+            undo_arena(arena.path, last)
 
 
 def _readable(arenas: OpenArenas) -> Iterator[Arena]:

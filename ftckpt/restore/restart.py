@@ -18,7 +18,7 @@ from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import objects
 from ftckpt.model.failures import LastAttempt
 from ftckpt.model.layouts import layout_name
-from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
+from ftckpt.model.loaded import NOTHING, Checkpoint, counts_until, newest_of, next_origin, rollback
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
@@ -63,7 +63,7 @@ class Restart:
         self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
         self._is_touched = False  # the live state, by what is coming
         self._offered = NO_SHELF  # what counts on storage
-        self._bad: set[SnapshotId] = set()
+        self._bad: set[SnapshotId] = set()  # or undone: on storage no start is to take it
         self.on_storage = -1
         """The newest iteration on storage up to the one that training goes on from, -1 for none; from ``load`` on, or
         from ``choose`` where nothing is loaded."""
@@ -106,9 +106,11 @@ class Restart:
         loaded, whole, newest = seen.loaded, seen.whole, seen.newest
         self._shelf, self._reports = seen.shelf, seen.reports
         # A node that was away, or a start that was killed while it marked, has left older ones.
-        origin = max(seen.origins, key=lambda one: one.generation, default=NOTHING)
+        origin = newest_of(seen.origins)
         shelf = seen.shelf.without_undone(origin)
-        if any(is_undone(one, origin) or missed_return(one, origin) for one in seen.origins):
+        # There, too: memory, which knows of it, may be lost until the job has come as far again.
+        self._bad.update({one.snapshot for one in seen.shelf.snapshots} - {one.snapshot for one in shelf.snapshots})
+        if any(counts_until(one, origin) is not None for one in seen.origins):
             leads = self._topology.is_node_leader
             together(self._group, lambda: drop_undone(self._arenas, self._events, origin) if leads else None)
             self._reports = None  # something of it may have gone
@@ -287,15 +289,15 @@ class Restart:
                 raise
 
     def _go_on_from(self, iteration: int) -> None:
-        """What has proven bad on storage is void there: whoever asks how far the job has come would take it for its
-        last, and what comes there next would wait until training has passed it."""
+        """What has proven bad on storage, or was undone, is void there: whoever asks how far the job has come would
+        take it for its last, and what comes there next would wait until training has passed it."""
         there = (one.snapshot.iteration for one in self._offered.snapshots)
         self.on_storage = max((one for one in there if one <= iteration), default=-1)
         if self._bad and self._group.rank == 0 and self._offered.storage is not None:
             try:
                 retention.void(self._offered.storage, list(self._bad))
             except StorageError as error:
-                self._events.emit("storage_fails", error=f"bad snapshots are not marked as void: {error}")
+                self._events.emit("storage_fails", error=f"what counts no more is not marked as void: {error}")
 
     def _decided_anew(self) -> Decision:
         """Another decision than the one that was coming."""

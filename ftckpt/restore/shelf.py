@@ -64,8 +64,9 @@ class Shelf:
         return [one.origin for one in self.snapshots]
 
     def without_undone(self, origin: Checkpoint) -> Shelf:
-        """Without snapshots of a history that an operator has undone since."""
-        return replace(self, snapshots=tuple(one for one in self.snapshots if not is_undone(one.origin, origin)))
+        """Without snapshots of a history that was undone since."""
+        left = (one for one in self.snapshots if not is_undone(one.origin, origin, one.snapshot.iteration))
+        return replace(self, snapshots=tuple(left))
 
     def before(self, iteration: int) -> Shelf:
         """Without snapshots of this iteration and behind it."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ftckpt.errors import StorageError, in_words
 from ftckpt.events import Events
-from ftckpt.model.loaded import is_undone
+from ftckpt.model.loaded import is_undone, newest_of
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.failures import tell_trained
@@ -177,7 +177,7 @@ class FinalFlush:
         arenas = self._arenas.all
         if not arenas:
             return None
-        origin, void = arenas[0].mapped.control.origin(), retention.voided(storage)
+        origin, void = newest_of(one.mapped.control.origin() for one in arenas), retention.voided(storage)
         for iteration in commit.committed(storage):
             name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
             try:
@@ -186,7 +186,7 @@ class FinalFlush:
                 if not error.lasting:
                     raise  # it may be the newest
                 continue  # one that is damaged is nothing to rely on
-            is_left = there.snapshot in void or is_undone(there.origin, origin)
+            is_left = there.snapshot in void or is_undone(there.origin, origin, iteration)
             if there.job == self.orders.job and not is_left:
                 return there.snapshot
         return None

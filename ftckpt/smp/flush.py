@@ -372,7 +372,8 @@ class Flush:
         left = {
             # As in memory: going on from an older one voids what is newer.
             one for one, began in there.items()
-            if one in void or (one > current and one.lineage != current.lineage) or is_undone(began, origin)
+            if one in void or (one > current and one.lineage != current.lineage)
+            or is_undone(began, origin, one.iteration)
         } - {current}  # fmt: skip
         counted = [one.iteration for one in there.keys() - left]
         stay = retention.kept(counted, self._orders.keep, self._orders.keep_every) | {current.iteration}

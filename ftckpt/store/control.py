@@ -2,7 +2,7 @@
 
 A record file (``record``) with one record per slot: fields are the sequence, the bytes of objects in use and their
 checksum, words the checksums of the chunks. Its text is the shard's name, its first number the bytes of a chunk.
-Behind the header lie six marks. What a kill or a flip leaves is argued in ``record``.
+Behind the header lie seven marks. What a kill or a flip leaves is argued in ``record``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ftckpt.errors import ArenaError, ConfigError, CorruptError
 from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.manifest import MAX_CHUNKS
-from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.store import record
 from ftckpt.store.image import SlotImage
 from ftckpt.store.record import MARK_BYTES, Format, Header, Mark, Records, Stores
@@ -26,12 +26,10 @@ MAX_SLOTS = 64
 """``checks`` has fixed places for as many leases and COVERED records."""
 MAX_SHARD_BYTES = 256
 """Room for the shard's name; that of a directory may have 200."""
-FORMAT = Format("control block", b"FTCKPTCB", 2, fixed_bytes=6 * MARK_BYTES)
+FORMAT = Format("control block", b"FTCKPTCB", 3, fixed_bytes=7 * MARK_BYTES)
 
-_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN, _FLUSH = (
-    record.HEADER_BYTES + MARK_BYTES * place for place in range(6)
-)
-_PLACES = (_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN, _FLUSH)
+_PLACES = tuple(record.HEADER_BYTES + MARK_BYTES * place for place in range(7))
+_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN, _FLUSH, _RETURN = _PLACES
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, behind the first 8 bytes
 _U64 = struct.Struct("<Q")
@@ -204,6 +202,8 @@ class ControlBlock:
 
     def mark_origin(self, loaded: Checkpoint) -> None:
         """Remember what of storage the snapshots go on from."""
+        # First: a kill between the two leaves what went back already, of which the slots are void before.
+        self._marks[_RETURN].write(SnapshotId(bytes(LINEAGE_BYTES), loaded.limit), loaded.returned)
         began = SnapshotId(_TWO_U64.pack(loaded.undone, loaded.before), max(0, loaded.iteration))
         self._marks[_ORIGIN].write(began, 2 * loaded.generation + loaded.named)
 
@@ -242,9 +242,11 @@ class ControlBlock:
         if began is None:
             return NOTHING
         undone, before = _TWO_U64.unpack(began.lineage)
+        back, returned = self._marks[_RETURN].read() or (None, 0)
         return Checkpoint(
-            began.iteration or NOTHING.iteration, bool(numbers % 2), numbers // 2, undone, before=before
-        )
+            began.iteration or NOTHING.iteration, bool(numbers % 2), numbers // 2, undone,
+            before=before, returned=returned, limit=back.iteration if back is not None else 0,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the buffer."""

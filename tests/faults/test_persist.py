@@ -555,6 +555,33 @@ def test_a_job_goes_back_before_an_iteration_and_nothing_brings_back_what_it_und
     assert not {"void", "readers"} & {path.name for path in Path(persisting["persist"]).iterdir()}
 
 
+def persisted_then_back(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
+    """The script goes back to before the last snapshot that is on storage; returns the iterations of those."""
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    number, persisted = checkpointer.restore() or 0, list[int]()
+    while len(persisted) < 2:
+        number += 1
+        assert number < 5000, "nothing came to storage"
+        plain.iterate(checkpointer, state, number)
+        if checkpointer.persisted is not None and checkpointer.persisted.iteration not in persisted:
+            persisted.append(checkpointer.persisted.iteration)
+        time.sleep(ITERATION_SECS)
+    plain.iterate(checkpointer, state, persisted[0] + 1, offset=100.0)
+    assert checkpointer.off
+    checkpointer.close(remove=False)
+    return persisted
+
+
+def test_what_a_script_went_back_from_does_not_come_back_from_storage(persisting: dict[str, Any]) -> None:
+    persisting |= {"protect": "none", "persist_keep": 0}
+    before, undone = run_ranks(persisted_then_back, 2, persisting)[0].value
+    assert {one.snapshot.iteration for one in stored(persisting)} >= {before, undone}
+    for what in ("the origin of memory", "storage, where memory is gone"):
+        results = [result.value for result in run_ranks(restored, 2, persisting)]
+        assert results == [what_was(before)] * 2, what
+        clean_job(Path(persisting["arena"]), "test")
+
+
 def test_what_a_restart_reads_nobody_removes(persisting: dict[str, Any], left: Path) -> None:
     """The SMPs of the attempt before it live yet, and one of them retires what is too old for it."""
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)

@@ -404,7 +404,7 @@ class Rank:
 
     def _go_back(self, job: Job, iteration: int) -> None:
         job.went_back = True
-        self._execute([self.state.went_back(iteration)])
+        self._execute(self.state.went_back(iteration))
         self.slots = {s: None if held and held.iteration >= iteration else held for s, held in self.slots.items()}
 
 

@@ -172,6 +172,8 @@ def test_what_was_undone_does_not_come_back_from_storage() -> None:
     newest = max(shelf.origins, key=lambda origin: origin.generation)
     assert shelf.without_undone(newest).snapshots == (after,) and shelf.without_undone(newest).newest == 50
     assert shelf.without_undone(Checkpoint()).newest == 90
+    assert shelf.without_undone(Checkpoint(generation=2, returned=2, limit=90)).newest == 50
+    assert shelf.without_undone(Checkpoint(generation=2, returned=2, limit=91)).newest == 90
 
 
 def tuning(mtbf_secs: float = 1e6) -> Flushes:

@@ -350,7 +350,9 @@ def test_what_was_undone_before_an_iteration_does_not_come_back_with_a_node(aren
     with closing(Arena.open(job.path(0), writable=True)) as arena:
         arena.control.void(slot_of(arena, 260))
         arena.control.mark_whole(SnapshotId(LINEAGE, 240))
-        arena.control.mark_origin(Checkpoint(generation=1, before=251))
+        arena.control.mark_origin(Checkpoint(generation=2, before=251, returned=2, limit=251))
+    with closing(Arena.open(job.path(1), writable=True)) as arena:
+        arena.control.mark_origin(Checkpoint(generation=1))
     starts = restart(job.topology, job.node_dir, before=251)
     assert {start.decision and start.decision.snapshot.iteration for start in starts} == {240}
 
