@@ -211,7 +211,7 @@ EVENTS: dict[str, EventKind] = {
         in_memory="iteration", reason="how that is known",
     ),
     "undone": _loud(
-        "a node was away, or a rank died, while the job went back; what memory has of that never happened and is given up",
+        "a node was away, or a rank died, while the job went back; what it has of that past is given up",
         arenas="names of its arenas", loaded="iteration that counted, of storage",
     ),
     "went_back": _loud(

@@ -10,6 +10,7 @@ from typing import Any
 
 from ftckpt.errors import ArenaError
 from ftckpt.model import codec
+from ftckpt.model.loaded import NOTHING
 from ftckpt.restore.slot_file import SlotFile
 from ftckpt.store.arena import Arena
 from ftckpt.store.package import mirror_dir
@@ -72,6 +73,8 @@ class OpenArenas:
 
     def __init__(self, node_dir: Path, borrowed: Mapping[str, Arena] = MappingProxyType({})) -> None:
         self.node_dir = node_dir
+        self.origin = NOTHING
+        """Of what is rebuilt here: the newest of all nodes, by which what is left of snapshots counts."""
         self._borrowed = borrowed
         self._arenas: dict[str, Arena] = {}
         self._files: dict[SlotAt, SlotFile] = {}

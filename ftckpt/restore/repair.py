@@ -144,11 +144,11 @@ class Repairer:
         packages = self._fetch_packages()
         # As the other arenas of the job have; 2, the least there can be, where none could be read.
         num_slots = max((report.num_slots for report in self._inventory.arenas), default=0) or 2
-        keep = worth_keeping(self._inventory, self._site.topology, self._snapshot)
+        keep, arenas = worth_keeping(self._inventory, self._site.topology, self._snapshot), self._site.arenas
         for shard, fix in self._rebuild.fixes.items():
             if self._builders[shard] == self._group.rank:
                 package = packages.get(shard)
-                self._builds[shard] = Build(self._site.arenas.node_dir, fix, package, num_slots, keep)
+                self._builds[shard] = Build(arenas.node_dir, fix, package, num_slots, keep, origin=arenas.origin)
         self._site.arenas.close()  # files may be freed or replaced from here on, by any rank of the node
         self._have_room(keep)
         for opened in gather_all(self._group, self._open_builds, dict[str, SlotAt]):

@@ -24,12 +24,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from ftckpt.errors import FtckptError, LostError
 from ftckpt.events import Events
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, together
+from ftckpt.model.loaded import Checkpoint, newest_of
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import meeting
 from ftckpt.persist.meeting import RescueReport, RescueRequest, Survivor
 from ftckpt.persist.storage import open_storage
 from ftckpt.restore.locations import OpenArenas
+from ftckpt.restore.look import origin_of
 from ftckpt.restore.search import Search
 from ftckpt.store.locks import JobLock
 
@@ -46,6 +48,8 @@ def rescue(group: Group, topology: Topology, node_dir: Path, events: Events) -> 
         MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
     """
     with closing(OpenArenas(node_dir)) as arenas:
+        # What SMPs bring to storage is to be of the past that it comes from, rebuilt or not.
+        arenas.origin = newest_of(gather_all(group, lambda: origin_of(arenas), Checkpoint))
         search = Search(group, topology, events, arenas, reshapes=True, slots=_SLOTS)
         decision = search.run()
     if decision is None:

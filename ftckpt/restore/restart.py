@@ -114,6 +114,7 @@ class Restart:
             leads = self._topology.is_node_leader
             together(self._group, lambda: drop_undone(self._arenas, self._events, origin) if leads else None)
             self._reports = None  # something of it may have gone
+        self._arenas.origin = origin
         limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
         shelf = shelf.before(limit) if limit else shelf
         self._offered = shelf

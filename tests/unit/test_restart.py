@@ -357,6 +357,24 @@ def test_what_was_undone_before_an_iteration_does_not_come_back_with_a_node(aren
     assert {start.decision and start.decision.snapshot.iteration for start in starts} == {240}
 
 
+def test_what_is_rebuilt_is_of_the_past_that_the_job_is_in(arena_root: Path) -> None:
+    """An earlier start went back to before 100; a node is lost, and each start behind that has the number, too."""
+    job = Job(arena_root, ("a", "b"), PEER)
+    build(job, (500,), (500,))
+    for rank in range(2):
+        with closing(Arena.open(job.path(rank), writable=True)) as arena:
+            arena.control.mark_origin(Checkpoint(generation=3, before=100, returned=3, limit=100))
+            arena.control.mark_whole(SnapshotId(LINEAGE, 500))
+    shutil.rmtree(job.node_dir("b"))
+    for _ in range(2):
+        starts = restart(job.topology, job.node_dir, before=100)
+        assert {start.decision and start.decision.snapshot.iteration for start in starts} == {500}
+        with closing(Arena.open(job.path(1))) as arena:
+            origin = arena.control.origin()
+        assert (origin.generation, origin.returned, origin.limit) == (3, 3, 100)
+    assert list_packages(job.node_dir("a")), "what protects it stays"
+
+
 def test_what_the_operator_goes_back_from_need_not_be_whole(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
     trained(job, NOTHING, 250)
