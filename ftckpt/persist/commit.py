@@ -25,6 +25,7 @@ import xxhash
 from ftckpt.errors import StorageError
 from ftckpt.model import codec
 from ftckpt.model.failures import FailureRecord
+from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.persist.storage import Bytes, Storage
 
@@ -73,15 +74,21 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class DoneMark:
-    """What one node says of its part: the files, all durable, and whatever the manifest needs of it, as JSON."""
+    """What one node says of its part: the files, all durable, and whatever the manifest needs of it, as JSON.
+
+    ``origin``: of the snapshot, as the node knew it before it read the first byte: where the job has gone back since,
+    the snapshot that is committed is of the past before. None is known where an earlier version wrote the mark.
+    """
 
     node: str
     files: tuple[CheckpointFile, ...]
     parts: Mapping[str, Any]
+    origin: Checkpoint = NOTHING
 
     def encode(self) -> bytes:
         files = [[file.name, file.nbytes, file.checksum] for file in self.files]
-        return json.dumps({"node": self.node, "files": files, "parts": dict(self.parts)}, sort_keys=True).encode()
+        value = {"node": self.node, "files": files, "parts": dict(self.parts), "origin": codec.to_json(self.origin)}
+        return json.dumps(value, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> DoneMark:
@@ -91,7 +98,8 @@ class DoneMark:
             files = tuple(
                 CheckpointFile(str(name), int(nbytes), str(checksum)) for name, nbytes, checksum in value["files"]
             )
-            return cls(str(value["node"]), files, dict(value["parts"]))
+            origin = codec.from_json(value["origin"], Checkpoint) if "origin" in value else NOTHING
+            return cls(str(value["node"]), files, dict(value["parts"]), origin)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise StorageError(f"{where}: is no mark of a node: {error}", lasting=True) from None
 
@@ -119,9 +127,9 @@ class PendingCheckpoint:
         self._files.append(file)
         return file
 
-    def done(self, parts: Mapping[str, Any]) -> None:
+    def done(self, parts: Mapping[str, Any], origin: Checkpoint = NOTHING) -> None:
         """All that this node has to write is durable; ``parts`` are JSON values for the manifest."""
-        mark = DoneMark(self._node, tuple(self._files), parts)
+        mark = DoneMark(self._node, tuple(self._files), parts, origin)
         self._storage.put(f"{self._marks}{self._node}", mark.encode())
 
     def own_mark(self) -> DoneMark | None:

@@ -163,7 +163,8 @@ class Restart:
                 "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
             )
         leads = self._storage and self._group.rank == 0
-        undone = together(self._group, lambda: self._shelf.void_from(limit) if leads else [])
+        owner, job = self._group.name, self._job
+        undone = together(self._group, lambda: self._shelf.void_from(limit, owner, job) if leads else [])
         iteration = decision.snapshot.iteration if decision is not None else max(0, loaded.iteration)
         self._events.emit(
             "went_back", iteration=iteration, before=limit, on_storage=[one.iteration for one in undone]

@@ -77,9 +77,9 @@ class Shelf:
         left = tuple(one for one in self.snapshots if one.snapshot != snapshot)
         return replace(self, snapshots=left, bad=(*self.bad, snapshot.iteration))
 
-    def void_from(self, iteration: int) -> list[SnapshotId]:
+    def void_from(self, iteration: int, owner: str, job: str = "") -> list[SnapshotId]:
         """No later start takes what storage has of this iteration and behind it; returns what that is. Called by one
-        rank.
+        rank, for the run ``owner`` of ``job``.
 
         Raises:
             StorageError: storage fails, or cannot be seen.
@@ -88,6 +88,12 @@ class Shelf:
             text = f"restore_before: storage cannot be seen, and what is newer there not be undone: {self.problem}"
             raise StorageError(text, lasting=True)
         storage, undone = self.storage, list[SnapshotId]()
+        # First: an SMP of an earlier run may be about to commit what is undone here, which cannot be seen yet. What
+        # is known of failures stays: this run tells of its own when it trains.
+        failures = self.last.record if self.last is not None else None
+        ask(lambda: commit.claim(storage, owner, job, failures))
+        if self.reader:  # to a claim all readers are killed ones
+            ask(lambda: retention.hold(storage, self.reader))
         for number in ask(lambda: commit.committed(storage)):
             if number >= iteration:
                 try:

@@ -21,7 +21,7 @@ import numpy as np
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
-from ftckpt.model.loaded import Checkpoint, is_undone
+from ftckpt.model.loaded import Checkpoint, earliest_of, is_undone, newest_of
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
@@ -207,7 +207,7 @@ class Flush:
         is_all = promised is not None and {arena.shard for arena in self._arenas.all} <= promised.parts.keys()
         if is_all and not self._patiently(lambda: pending.lacks(promised)):
             return
-        begun, slots = time.monotonic(), self._checked()
+        begun, (origin, slots) = time.monotonic(), self._checked()
         try:
             with ExitStack() as leases:
                 for arena, checked in slots:
@@ -218,18 +218,21 @@ class Flush:
             if promised is None:
                 self._withdraw(storage, pending)
             raise
-        self._patiently(lambda: pending.done({name: one.to_json() for name, one in self._written.items()}))
+        parts = {name: one.to_json() for name, one in self._written.items()}
+        self._patiently(lambda: pending.done(parts, origin))
         nbytes, secs = sum(one.nbytes for one in self._written.values()), round(time.monotonic() - begun, 3)
         self._events.emit("flushed", iteration=self.snapshot.iteration, bytes=nbytes, secs=secs)
 
-    def _checked(self) -> list[tuple[GuardedArena, CheckedSlot]]:
-        """Waits until every arena of the node holds the snapshot with its checksums."""
+    def _checked(self) -> tuple[Checkpoint, list[tuple[GuardedArena, CheckedSlot]]]:
+        """Waits until all arenas of the node hold the snapshot with its checksums; its origin, and where it lies."""
         while True:
-            arenas = self._arenas.all
+            # First: a job that goes back voids slots, then marks. Slots that hold the snapshot to the end of the
+            # reading were not void when this was read.
+            origin, arenas = earliest_of(self._origins()), self._arenas.all
             slots = [(arena, arena.find(self.snapshot)) for arena in arenas]
             ready = [(arena, one) for arena, one in slots if one is not None]
             if self._arenas.complete and len(ready) == len(slots):
-                return ready
+                return origin, ready
             self._pause(_POLL_SECS)
 
     def _put_all(self, pending: PendingCheckpoint, slots: Sequence[tuple[GuardedArena, CheckedSlot]]) -> None:
@@ -329,7 +332,7 @@ class Flush:
         parts = [(str(name), entry) for mark in own.values() for name, entry in mark.parts.items()]
         shards = {name: StoredShard.from_json(entry) for name, entry in parts}
         arena = self._arenas.all[0].mapped
-        layout, origin = arena.manifest.layout, arena.control.origin()
+        layout, origin = arena.manifest.layout, earliest_of(mark.origin for mark in own.values())
         if lacking := set(shard_names(layout, axes_of(arena.manifest.shard))) - shards.keys():
             # A node that holds more since another was lost has not yet said so anew.
             self._tell(f"no node has written {', '.join(sorted(lacking)[:3])} yet")
@@ -339,6 +342,8 @@ class Flush:
             raise _Halted
         # Right before: the job may go on elsewhere by now. What a run finds in its place is of a past it has left.
         is_owner = self._owns(storage)
+        if is_undone(origin, newest_of(self._origins()), self.snapshot.iteration):
+            raise ArenaError("the job has gone back to before it")
         if is_owner and not self._gives_way(storage, path):
             return False
         if not pending.commit(stored.encode(), own, replaces=is_owner):
@@ -385,6 +390,9 @@ class Flush:
             gone = retention.retire(storage, surplus, left, current.iteration, lambda: self._owns(storage))
             for one in gone:
                 self._events.emit("removed", iteration=one.iteration, path=self._orders.where)
+
+    def _origins(self) -> Iterator[Checkpoint]:
+        return (arena.mapped.control.origin() for arena in self._arenas.all)
 
     def _whole(self, storage: Storage) -> Iterator[StoredSnapshot]:
         """Checkpoints that can be read: others are nobody's to remove."""

@@ -19,6 +19,7 @@ from ftckpt.config import Config
 from ftckpt.errors import StorageError
 from ftckpt.group import Group
 from ftckpt.job.node_smp import NodeSmp
+from ftckpt.model.loaded import NOTHING, Checkpoint, next_origin
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import commit, retention
@@ -27,6 +28,7 @@ from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
+from ftckpt.restore.shelf import Shelf
 from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
 from ftckpt.smp.arenas import GuardedArenas
@@ -380,6 +382,62 @@ def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch
     go_on.set()
     stopped.join(20)
     assert committed(FileStorage(job.where)) == []
+
+
+def went_back_on(job: Job, nodes: Sequence[Node], monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
+    """A new attempt goes back before iteration 7 on ``nodes`` when all have written their part of it, and before one
+    commits it; returns the origin that they have."""
+    first, go_on, marks = Checkpoint(generation=1, undone=1), threading.Event(), PendingCheckpoint.marks
+
+    def late(pending: PendingCheckpoint) -> dict[str, commit.DoneMark]:
+        go_on.wait(20)
+        return marks(pending)
+
+    monkeypatch.setattr(PendingCheckpoint, "marks", late)
+    for arena in [arena for node in job.nodes for arena in node.arenas]:
+        arena.control.mark_origin(first)
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    until(lambda: all(smp.events.of("flushed") for smp in job.smps))
+    back = next_origin(NOTHING, first, storage_counts=False, before=7)
+    for arena in [arena for node in nodes for arena in node.arenas]:
+        arena.control.void(0)
+        arena.control.mark_origin(back)
+    go_on.set()
+    return back
+
+
+def test_what_a_job_goes_back_from_while_it_is_on_its_way_is_not_committed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went_back_on(job, job.nodes, monkeypatch)
+    until(lambda: job.smps[0].events.of("not_flushed"))
+    assert "the job has gone back to before it" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    assert committed(FileStorage(job.where)) == []
+
+
+def test_what_was_read_before_another_node_went_back_is_of_the_past_before(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether this node commits before it is told, or has forgotten what it had then: a later start can tell."""
+    arena = job.nodes[0].arenas[0]
+    back = went_back_on(job, job.nodes[1:], monkeypatch)
+    until(lambda: committed(FileStorage(job.where)) == [7])
+    arena.control.mark_origin(back)
+    data = FileStorage(job.where).read(f"{folder_of(7)}/manifest.json")
+    stored = StoredSnapshot.decode(data, "")
+    assert stored.origin.generation == 1 and not Shelf(None, (stored,)).without_undone(back).snapshots
+
+
+def test_a_mark_of_an_earlier_version_has_no_origin() -> None:
+    old = b'{"node": "a", "files": [], "parts": {}}'
+    assert commit.DoneMark.decode(old, "").origin == NOTHING
+    mark = commit.DoneMark("a", (), {}, Checkpoint(4, generation=3, returned=2, limit=90))
+    read = commit.DoneMark.decode(mark.encode(), "")
+    assert read == mark and (read.origin.returned, read.origin.limit) == (2, 90)
+    with raises(StorageError, "is no mark of a node"):
+        commit.DoneMark.decode(old.replace(b"}}", b'}, "origin": 3}'), "")
 
 
 def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(

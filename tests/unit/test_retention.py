@@ -13,9 +13,11 @@ import pytest
 from test_commit import NEW, OLD, Unconditional, write
 
 from ftckpt.errors import StorageError
+from ftckpt.model.failures import FailureRecord
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import retention
-from ftckpt.persist.commit import claim, committed, folder_of
+from ftckpt.persist.commit import claim, committed, folder_of, require_owner
+from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, unpin, voided
@@ -126,7 +128,20 @@ def test_a_second_lineage_of_the_iteration_keeps_its_files(storage: Storage) -> 
 
 def test_what_cannot_be_seen_cannot_be_undone() -> None:
     with raises(StorageError, "restore_before: storage cannot be seen", "it is away"):
-        Shelf(problem="it is away").void_from(5)
+        Shelf(problem="it is away").void_from(5, "next")
+
+
+def test_who_undoes_what_is_there_has_the_place_to_himself(storage: Storage) -> None:
+    """An SMP of the attempt before may be about to commit; what is known of failures, and who reads, stays."""
+    record = FailureRecord("job", 3, "earlier", ("a",), (), 5.0)
+    claim(storage, "earlier", "job", record)
+    hold(storage, "reads")
+    Shelf(storage, reader="reads", last=last_attempt(storage, "job")).void_from(5, "next", "job")
+    with raises(StorageError, "another run of job 'job' writes here since"):
+        require_owner(storage, "earlier", began=5.0)
+    assert require_owner(storage, "next") and readers(storage) == ["reads"]
+    last = last_attempt(storage, "job")
+    assert last is not None and last.record == record
 
 
 # --- at the same moment ---
