@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ftckpt.errors import ArenaError
+from ftckpt.errors import ArenaError, FtckptError
 from ftckpt.model import codec
-from ftckpt.model.loaded import NOTHING
+from ftckpt.model.loaded import NOTHING, Checkpoint, newest_of
 from ftckpt.restore.slot_file import SlotFile
-from ftckpt.store.arena import Arena
+from ftckpt.store.arena import Arena, open_control
+from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
 
@@ -131,3 +133,12 @@ class OpenArenas:
         self._files.clear()
         self._arenas.clear()
         self._parity.clear()
+
+
+def origin_of(node_dir: Path) -> Checkpoint:
+    """The newest that arenas of this node have."""
+    origins: list[Checkpoint] = []
+    for path in list_arenas(node_dir):
+        with suppress(FtckptError), open_control(path) as control:  # what is wrong with it the inventory tells
+            origins.append(control.origin())
+    return newest_of(origins)

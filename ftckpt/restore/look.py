@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ftckpt.errors import ArenaError, ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_each
-from ftckpt.model.loaded import Checkpoint, counts_until, newest_of
+from ftckpt.model.loaded import Checkpoint, counts_until
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.restore import prefetch
@@ -93,11 +93,6 @@ def drop_undone(arenas: OpenArenas, events: Events, newest: Checkpoint) -> None:
     for arena, last in undone:
         with suppress(ArenaError):
             undo_arena(arena.path, last)
-
-
-def origin_of(arenas: OpenArenas) -> Checkpoint:
-    """The newest that arenas of this node have."""
-    return newest_of(arena.control.origin() for arena in _readable(arenas))
 
 
 def _readable(arenas: OpenArenas) -> Iterator[Arena]:

@@ -30,8 +30,7 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import meeting
 from ftckpt.persist.meeting import RescueReport, RescueRequest, Survivor
 from ftckpt.persist.storage import open_storage
-from ftckpt.restore.locations import OpenArenas
-from ftckpt.restore.look import origin_of
+from ftckpt.restore.locations import OpenArenas, origin_of
 from ftckpt.restore.search import Search
 from ftckpt.store.locks import JobLock
 
@@ -49,7 +48,7 @@ def rescue(group: Group, topology: Topology, node_dir: Path, events: Events) -> 
     """
     with closing(OpenArenas(node_dir)) as arenas:
         # What SMPs bring to storage is to be of the past that it comes from, rebuilt or not.
-        arenas.origin = newest_of(gather_all(group, lambda: origin_of(arenas), Checkpoint))
+        arenas.origin = newest_of(gather_all(group, lambda: origin_of(node_dir), Checkpoint))
         search = Search(group, topology, events, arenas, reshapes=True, slots=_SLOTS)
         decision = search.run()
     if decision is None:

@@ -27,7 +27,7 @@ from ftckpt.restore.choice import Decision
 from ftckpt.restore.chosen import ChosenSlots, Needs
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute
-from ftckpt.restore.locations import OpenArenas
+from ftckpt.restore.locations import OpenArenas, origin_of
 from ftckpt.restore.look import drop_undone, look
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Coming, Search, pass_over
@@ -101,7 +101,10 @@ class Restart:
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        shelf_look = ShelfLook(self._group, self._storage, self._events, before, self._job)
+        shelf_look = ShelfLook(
+            self._group, self._storage, self._events, before, self._job,
+            origin=lambda: origin_of(self._node_dir),
+        )  # fmt: skip
         seen = look(self._group, self._topology, self._arenas, shelf_look, loaded)
         loaded, whole, newest = seen.loaded, seen.whole, seen.newest
         self._shelf, self._reports = seen.shelf, seen.reports
@@ -163,8 +166,9 @@ class Restart:
                 "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
             )
         leads = self._storage and self._group.rank == 0
-        owner, job = self._group.name, self._job
-        undone = together(self._group, lambda: self._shelf.void_from(limit, owner, job) if leads else [])
+        undone = together(
+            self._group, lambda: self._shelf.void_from(limit, self._group.name, self._job) if leads else []
+        )
         iteration = decision.snapshot.iteration if decision is not None else max(0, loaded.iteration)
         self._events.emit(
             "went_back", iteration=iteration, before=limit, on_storage=[one.iteration for one in undone]

@@ -12,7 +12,7 @@ from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.model import codec
 from ftckpt.model.failures import LastAttempt
-from ftckpt.model.loaded import Checkpoint, is_undone
+from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.failures import last_attempt
@@ -123,8 +123,11 @@ class Look(NamedTuple):
 class ShelfLook:
     """How ranks look at storage, one for all of them: ``see`` on each, ``join`` with what all have seen."""
 
-    def __init__(self, group: Group, where: str, events: Events, before: int = 0, job: str = "") -> None:
-        self._group, self._events = group, events
+    def __init__(
+        self, group: Group, where: str, events: Events, before: int = 0, job: str = "", *,
+        origin: Callable[[], Checkpoint] = lambda: NOTHING,
+    ) -> None:  # fmt: skip
+        self._group, self._events, self._origin = group, events, origin
         self._where, self._before, self._job = where, before, job
         self._storage: Storage | None = None
         self._told = b""
@@ -146,7 +149,8 @@ class ShelfLook:
         if self._storage is not None and self._group.rank == 0:
             _require_own(self._storage)
             _hold(self._storage, self._reader, self._events)
-            found = *_read(self._storage, self._events, self._before), self._last_attempt(self._storage)
+            texts, problem = _read(self._storage, self._events, self._before, self._origin())
+            found = texts, problem, self._last_attempt(self._storage)
             self._told = codec.encode(found)
         return Look(away, len(self._told))
 
@@ -200,8 +204,13 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
         events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
 
 
-def _read(storage: Storage, events: Events, before: int) -> tuple[list[str], str]:
-    """The newest manifests that count, those before an iteration among them, and why there may be more."""
+def _read(
+    storage: Storage, events: Events, before: int, origin: Checkpoint = NOTHING
+) -> tuple[list[str], str]:  # fmt: skip
+    """The newest manifests that count, those before an iteration among them, and why there may be more.
+
+    What never happened, as far as ``origin`` says, is among them, but in the place of none that counts.
+    """
     texts, problem = list[str](), ""
     try:
         void = ask(lambda: retention.voided(storage))
@@ -222,6 +231,8 @@ def _read(storage: Storage, events: Events, before: int) -> tuple[list[str], str
                 if stored.snapshot in void:
                     continue
                 texts.append(stored.encode().decode())
+                if is_undone(stored.origin, origin, iteration):
+                    continue
             wanted = [wanted[0] - 1, wanted[1] - is_older]
     except StorageError as error:
         events.emit("storage_fails", error=str(error))

@@ -6,6 +6,7 @@ import itertools
 import time
 
 import pytest
+from test_commit import Unconditional
 
 from ftckpt.config import Config
 from ftckpt.job import last_flush
@@ -17,10 +18,12 @@ from ftckpt.job.targets import Guard
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.tiers import Tier
+from ftckpt.persist.commit import manifest_of
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore.shelf import Shelf
+from ftckpt.restore.shelf import Shelf, _read
 from ftckpt.store.pulse import FlushState
 from ftckpt.windows.cost import Wish
+from tests.support.smp_nodes import Seen
 
 LINEAGE = b"l" * 16
 READY = FlushGuard(ready=True, sealed=True, state=FlushState.WORKING)
@@ -174,6 +177,18 @@ def test_what_was_undone_does_not_come_back_from_storage() -> None:
     assert shelf.without_undone(Checkpoint()).newest == 90
     assert shelf.without_undone(Checkpoint(generation=2, returned=2, limit=90)).newest == 50
     assert shelf.without_undone(Checkpoint(generation=2, returned=2, limit=91)).newest == 90
+
+
+def test_what_never_happened_takes_the_place_of_nothing_that_counts() -> None:
+    """However often it came to storage: a script went back from all of it, and what is there of before counts."""
+    storage = Unconditional("memory:///")
+    for iteration in range(1, 31):
+        stored = StoredSnapshot(at(iteration), "job", {}, {}, Checkpoint(generation=1))
+        storage.put(manifest_of(iteration), stored.encode())
+    back = Checkpoint(generation=2, returned=2, limit=6)
+    there = [StoredSnapshot.decode(text.encode(), "") for text in _read(storage, Seen(), 0, back)[0]]
+    assert Shelf(None, tuple(there)).without_undone(back).newest == 5
+    assert [one.snapshot.iteration for one in there] == list(range(30, 0, -1)), "and all of it is going to be void"
 
 
 def tuning(mtbf_secs: float = 1e6) -> Flushes:
