@@ -541,6 +541,7 @@ def test_a_job_goes_back_before_an_iteration_and_nothing_brings_back_what_it_und
     for _ in range(2):  # the flag stays in the script
         results = [result.value for result in run_ranks(restored, 4, back)]
         assert results == [what_was(wanted.iteration)] * 4
+        assert undone in retention.voided(open_storage(persisting["persist"])), "memory may be lost at any time"
     assert [event["iteration"] for event in jobs.events(persisting, "went_back")] == [wanted.iteration] * 4
     assert main(["list", persisting["persist"]]) == 0
     assert [f"{undone.iteration}: " in line for line in capsys.readouterr().out.splitlines() if "void" in line] == [
