@@ -118,7 +118,7 @@ class EngineSession:
     def _leave_data(self) -> None:
         self._data.remove()
 
-    def _restore(self, named: bool = False) -> tuple[Checkpointer, int | None]:
+    def _restore(self, named: bool = False, undoes: Checkpointer | None = None) -> tuple[Checkpointer, int | None]:
         """A new checkpointer, and the iteration that it has restored, if one is newer than the engine's state."""
         data, script, before = self._data, self._script, int(self._engine.global_steps)
         objects = {**self._objects, _DATA: data, _SCRIPT: script}
@@ -126,14 +126,14 @@ class EngineSession:
         checkpointer = self._start.checkpointer(state)
         data.set_rng, data.log = state.set_rng, checkpointer.events.announce
         script.log = checkpointer.events.announce
-        restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True)
+        restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True, undoes=undoes)
         # Where the script has loaded the same iteration from storage it knows of it.
         script.restored(restored if restored != before else None)
         return checkpointer, restored
 
-    def _begin_anew(self, named: bool = False) -> None:
-        """Go on with a checkpointer that knows nothing of the one before."""
-        checkpointer, self._from_memory = self._restore(named)
+    def _begin_anew(self, named: bool = False, undoes: Checkpointer | None = None) -> None:
+        """Go on with a checkpointer that knows nothing of the one before, unless it ``undoes`` that."""
+        checkpointer, self._from_memory = self._restore(named, undoes)
         door.checkpointer = self._hooks.checkpointer = checkpointer
 
     def _follow(self) -> None:
@@ -210,13 +210,15 @@ class EngineSession:
         return result
 
     def _begin_at_storage(self, loaded: int) -> None:
-        """Training was taken back, or elsewhere: what is in memory must not come back at the next restart."""
-        events = self._hooks.checkpointer.events
+        """Training was taken back, or elsewhere: what memory and storage have must not come back, now or at the next
+        restart."""
+        left = self._hooks.checkpointer
+        events = left.events
         events.emit("loaded_in_training", iteration=loaded)
         events.announce(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
         # In an error handler too: the user goes back on all ranks.
-        self._hooks.checkpointer.close(remove=True, done=False)
-        self._begin_anew()
+        left.close(remove=True, done=False)
+        self._begin_anew(undoes=left)
 
     def _forget_restored(self) -> None:
         """What a load does not overwrite is as before the snapshot was restored, in case that storage counts."""

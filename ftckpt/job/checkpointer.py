@@ -181,7 +181,8 @@ class Checkpointer:
             self._pacer.expect(kinds, lengths)
 
     def restore(
-        self, newer_than: int = -1, rollback: bool = False, lasting: bool = True, *, may_load: bool = False
+        self, newer_than: int = -1, rollback: bool = False, lasting: bool = True, *, may_load: bool = False,
+        undoes: Checkpointer | None = None,
     ) -> int | None:  # fmt: skip
         """Bring back the newest whole snapshot; returns its iteration, or None if state is to stay as it is.
 
@@ -196,6 +197,8 @@ class Checkpointer:
                 rollback.
             may_load: the script may load a checkpoint behind this, which counts where snapshots prove to be lost:
                 slots are verified before anything is written.
+            undoes: what was closed as not done because the script has loaded ``newer_than`` in training, or went to
+                the beginning: that counts, and no later start brings back what memory and storage have.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
@@ -208,9 +211,11 @@ class Checkpointer:
                 "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
             )
         unproven = not may_load or self.config.on_lost != "storage"
+        generation = max(1, undoes._rank.arenas.origin.generation) if undoes is not None else 0
+        loaded = Checkpoint(newer_than, rollback, generation, lasting=lasting)
         try:
             with no_collections():
-                return self._restore(Checkpoint(newer_than, rollback, lasting=lasting), unproven)
+                return self._restore(loaded, unproven)
         except BaseException as error:
             if isinstance(error, StorageError) and not error.lasting:
                 self._rank.attempt.take_back()
@@ -342,7 +347,9 @@ class Checkpointer:
         handled, as in a ``finally``, and ``remove=True`` otherwise. A second call does nothing.
 
         With the arenas removed the job is ``done``: no further attempt of its launcher trains anything, whatever
-        becomes of this one. So what must be done at the end, and may fail, comes before.
+        becomes of this one. So what must be done at the end, and may fail, comes before. Otherwise training goes on
+        from another state, which undoes what memory has: none of it comes to storage, but for what a framework's own
+        checkpoint lacks yet.
 
         Raises:
             StorageError: under ``on_error: raise``, where the last snapshot did not come to storage; the arenas stay.
@@ -352,7 +359,7 @@ class Checkpointer:
         in_error = sys.exc_info()[0] is not None
         remove = not in_error if remove is None else remove
         failure: StorageError | None = None
-        if remove and self._snapshots is not None and self._rank.storage.wants_last:
+        if remove and self._snapshots is not None and self._rank.storage.wants_any(done):
             failure = self._persist_last(done)
             # Otherwise it stays for the next attempt, or for 'ftckpt save'.
             remove = failure is None and not self.group.lost
@@ -393,7 +400,7 @@ class Checkpointer:
             except FtckptError as error:  # told already; all ranks go on together to what is left
                 self.events.emit("close_incomplete", error=str(error))
             with self.section("save"):
-                return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank))
+                return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank, done))
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
         return None

@@ -44,6 +44,10 @@ class RankStorage:
         """Whether the last snapshot of the job is to come there."""
         return bool(self._config.persist) and self._config.persist_at_end == "on"
 
+    def wants_any(self, done: bool) -> bool:
+        """Whether anything may have to be brought where memory goes, because the job is ``done`` or undoes it."""
+        return self.wants_last and (done or bool(taken_over(self._config.persist)))
+
     def prepare(self) -> None:
         """Make the place ready. Raises StorageError where it cannot be used, and trying again is of no use."""
         try:
@@ -52,9 +56,9 @@ class RankStorage:
             if error.lasting:
                 raise StorageError(f"--ftckpt-persist: {error}", lasting=True) from None
 
-    def bring_last(self, rank: RankEnd) -> StorageError | None:
+    def bring_last(self, rank: RankEnd, done: bool = True) -> StorageError | None:
         """Bring the last snapshot, which is taken where it is missing and can be; what went wrong, where that is to
-        be an error.
+        be an error. Of a job that is not ``done`` the last one is undone: a later start would find it.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -63,16 +67,16 @@ class RankStorage:
         last = self._take_missing(ending, rank) or ending.newest
         # Megatron would have saved that one, too.
         bring = [ending.going if taken_over(self._config.persist) else None]
-        if last is not None and last.iteration > ending.saved:
+        if done and last is not None and last.iteration > ending.saved:
             bring.append(last)
         timeout_secs = self._config.persist_timeout_secs
         # All of them, whichever fails.
-        done = {
+        came = {
             one: flush_last(self._group, self._events, one, self._mark, self._observe, timeout_secs=timeout_secs)
             for one in dict.fromkeys(bring)
             if one is not None and one not in ending.persisted
         }
-        lacking = [one for one, is_there in done.items() if not is_there]
+        lacking = [one for one, is_there in came.items() if not is_there]
         if not lacking or self._config.on_error != "raise":
             return None
         text = f"the last snapshot did not come to storage, memory keeps it: {self._problem_at_end(lacking[-1])}"

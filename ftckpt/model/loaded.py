@@ -17,6 +17,8 @@ class Checkpoint:
     ``before``: the iteration before which the operator has had the job go back (``restore_before``), 0 for none.
     ``returned``: the generation that began when the job last went back, whoever made it, to before the iteration
     ``limit``: of older generations nothing from there on ever happened; 0 where it never has.
+
+    One that was loaded in training, over what the job had, tells the ``generation`` of that.
     """
 
     iteration: int = -1
@@ -57,6 +59,8 @@ def rollback(loaded: Checkpoint, origin: Checkpoint) -> str:
     Args:
         origin: of the snapshots in memory, see ``next_origin``.
     """
+    if loaded.generation:
+        return "it was loaded in training"
     # A storage that was not mounted, or is empty, undoes nothing.
     if not loaded.is_one:
         return ""
@@ -77,7 +81,9 @@ def next_origin(loaded: Checkpoint, origin: Checkpoint, storage_counts: bool, be
     found = loaded if loaded.is_one and loaded.lasting else NOTHING
     # A number that an earlier start has gone back before is no going back, and none takes the last one back.
     back = went_back(origin, before) if before not in (0, origin.before) else origin
-    following, returned, limit = origin.generation + 1, back.returned, back.limit
+    returned, limit = back.returned, back.limit
+    # What was loaded in training undoes snapshots that may lie nowhere any more, but are on their way to storage.
+    following = max(origin.generation, loaded.generation) + 1
     if storage_counts:
         return replace(
             found, generation=following, undone=following, before=before, returned=returned, limit=limit

@@ -143,9 +143,10 @@ class Restart:
         """The iteration before which the job goes back now; 0 where it does not.
 
         An earlier start with the same number has done so already: the snapshots since then remember it. Where there
-        is nothing yet, nothing is to be undone, and later starts go on, too.
+        is nothing yet, nothing is to be undone, and later starts go on, too. What was loaded in training is behind
+        that start.
         """
-        if not before or max(newest, loaded.iteration) < 0:
+        if not before or loaded.generation or max(newest, loaded.iteration) < 0:
             return 0
         if before == origin.before:
             text = f"restore_before {before}: an earlier start went back, this one goes on; to go back once more"

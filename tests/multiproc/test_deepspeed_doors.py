@@ -391,10 +391,10 @@ def loaded_in_training(rank: int, world_size: int, arena: str, folder: str, dies
     return steps
 
 
-def started_again(rank: int, world_size: int, arena: str) -> int:
+def started_again(rank: int, world_size: int, arena: str, storage: str = "") -> int:
     import ftckpt.deepspeed  # noqa: F401 - the door
 
-    engine = initialize(section(arena))
+    engine = initialize(section(arena, persist=storage))
     return int(engine.global_steps)
 
 
@@ -411,6 +411,43 @@ def test_what_was_taken_back_does_not_come_back(arena_root: Path, tmp_path: Path
     args = (loaded_in_training, 2, str(arena_root), str(tmp_path), True)
     assert [r.exitcode for r in run_ranks(*args, stand_in=False, expect_failures=True)] == [-9, -9]
     assert results(started_again, 2, str(arena_root)) == [4, 4]
+
+
+def loaded_beside_storage(rank: int, world_size: int, arena: str, folder: str) -> list[int]:
+    """Goes back from what is on storage to an iteration, then to the beginning, and dies behind it."""
+    import time
+
+    import ftckpt.deepspeed
+    from tests.support import plain
+
+    storage = {"persist": f"{folder}/storage", "persist_interval": 2}
+    engine = initialize(section(arena, events=f"{folder}/events", schedule="sync", protect="none", **storage))
+    engine.save_checkpoint(f"{folder}/begin")
+    train_step(engine)
+    engine.save_checkpoint(f"{folder}/saved")
+    steps: list[int] = []
+    for where in ("saved", "begin"):
+        deadline = time.monotonic() + 60.0
+        while engine.global_steps < 2 or ((active := ftckpt.deepspeed.active()) and active.persisted is None):
+            train_step(engine)
+            time.sleep(0.05)
+            assert time.monotonic() < deadline
+        engine.load_checkpoint(f"{folder}/{where}")
+        steps.append(engine.global_steps)
+    train_step(engine)
+    train_step(engine)
+    Path(folder, "steps").write_text(str([*steps, engine.global_steps]))
+    plain.die()
+    return steps
+
+
+def test_what_is_on_storage_does_not_undo_a_load_in_training(arena_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "storage").mkdir()
+    args = (loaded_beside_storage, 1, str(arena_root), str(tmp_path))
+    run_ranks(*args, stand_in=False, expect_failures=True)
+    assert (tmp_path / "steps").read_text() == "[1, 0, 2]"
+    assert [event["iteration"] for event in jobs.events({"events": tmp_path / "events"}, "persisted")][-1] > 2
+    assert results(started_again, 1, str(arena_root), str(tmp_path / "storage")) == [2]
 
 
 def annealed(rank: int, world_size: int, arena: str, folder: str, ends: tuple[int, int]) -> list[Any]:

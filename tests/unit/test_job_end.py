@@ -10,8 +10,10 @@ import torch
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.config import Config
 from ftckpt.events import Events
+from ftckpt.job import rank_storage
 from ftckpt.job.actions import Take
 from ftckpt.job.last_snapshot import End, JobEnd, RankEnd
+from ftckpt.job.rank_storage import RankStorage
 from ftckpt.job.session import RankState
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
@@ -143,3 +145,31 @@ def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_o
     assert take.snapshot == at(10) and take.keep == frozenset(have(8, 5) if full else have(8, 7, 5))
     assert [mark.target for mark in marks] == ([None] if full else []), "the SMP stops before its slot is written"
     assert capture.done == ["begin", "fence", "settle"]
+
+
+@pytest.mark.parametrize(
+    ("persist", "done", "brought"),
+    [
+        ("/there", True, [9]),
+        ("/there", False, []),
+        ("deepspeed:/there", True, [7, 9]),
+        ("deepspeed:/there", False, [7]),
+    ],
+)
+def test_what_training_has_left_comes_to_storage_only_where_a_checkpoint_lacks_it(
+    persist: str, done: bool, brought: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's checkpoint of 7 waits for what memory has of it."""
+    came: list[int] = []
+
+    def flush(group: object, events: object, last: SnapshotId, *_: object, timeout_secs: float) -> bool:
+        came.append(last.iteration)
+        return True
+
+    monkeypatch.setattr(rank_storage, "flush_last", flush)
+    monkeypatch.setattr(rank_storage.codec, "gather", lambda group, mine, kind: [mine])
+    storage = RankStorage(Config(persist=persist), *(None,) * 4)  # type: ignore[arg-type]
+    rank = SimpleNamespace(find=lambda: End(sealed=have(7, 9), going=at(7)))
+    assert storage.wants_any(done) == bool(brought), "otherwise training does not wait"
+    assert storage.bring_last(rank, done) is None  # type: ignore[arg-type]
+    assert came == brought

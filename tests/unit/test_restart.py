@@ -300,6 +300,21 @@ def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Pat
     assert first.origin == Checkpoint(storage)
 
 
+@pytest.mark.parametrize("iteration", [0, 100, 250, 260])
+@pytest.mark.parametrize("before", [0, 251])
+def test_what_was_loaded_in_training_counts_whatever_memory_has(
+    arena_root: Path, iteration: int, before: int
+) -> None:
+    """Of an iteration that was named at the start too, and where the job has gone back before another one then."""
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, Checkpoint(100, generation=3), 249, 250)
+    starts = restart(job.topology, job.node_dir, loaded=Checkpoint(iteration, generation=5), before=before)
+    assert {start.decision for start in starts} == {None} and iterations(job) == [[]] * 2
+    assert {(start.origin.generation, start.origin.undone, start.origin.before) for start in starts} == {
+        (6, 6, before)
+    }, "what is on its way to storage may be of generation 5"
+
+
 def test_an_origin_that_changes_is_of_the_next_generation(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
     trained(job, Checkpoint(200, generation=3), 250)
