@@ -236,7 +236,7 @@ class Checkpointer:
         self._snapshots = Snapshots(rank, shard, self._pacer, kept)
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration
-        self._snapshots.begin(now.lineage, now.snapshot, now.in_memory)
+        self._snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
         rank.attempt.keep()
         shard.supply()
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()

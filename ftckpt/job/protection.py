@@ -190,10 +190,13 @@ class Protection:
     def _smp_lives(pulse: Pulse) -> bool:
         return pulse.smp_alive(_SMP_SILENT_SECS)
 
-    def survey(self, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
+    def survey(
+        self, restored: SnapshotId | None, rebuilt: bool = False
+    ) -> tuple[SnapshotId | None, SnapshotId | None]:
         """What of an earlier attempt's snapshots all ranks hold in their arenas: the protected one, and ``restored``.
 
-        What was restored does not lie in these arenas where they are those of another layout.
+        What was restored does not lie in these arenas where they are those of another layout. Where some of it was
+        ``rebuilt``, its parity may be lost, too: marks that others have made of it say nothing any more.
         """
         ranks = self._held
 
@@ -201,7 +204,7 @@ class Protection:
             return snapshot if all(snapshot in rank.sealed for rank in ranks) else None
 
         # Marks may differ by a verdict that some ranks had not read yet; one is proof enough, and the newest counts.
-        named = filter(None, {everywhere(rank.protected) for rank in ranks})
+        named = filter(None, {everywhere(rank.protected) for rank in ranks} - {restored if rebuilt else None})
         return max(named, key=lambda snapshot: snapshot.iteration, default=None), everywhere(restored)
 
     def arrange(self, arena: Arena, coming_bytes: int, slots: int) -> None:

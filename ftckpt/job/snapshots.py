@@ -63,8 +63,11 @@ class Snapshots:
         """Where this rank's snapshots lie; None as ``capture``."""
         return self.capture.arena if self.capture is not None else None
 
-    def begin(self, lineage: bytes, restored: SnapshotId | None, in_memory: bool) -> None:
-        """Snapshots have ``lineage`` from now on, and training goes on from ``restored``."""
+    def begin(
+        self, lineage: bytes, restored: SnapshotId | None, in_memory: bool, rebuilt: bool = False
+    ) -> None:  # fmt: skip
+        """Snapshots have ``lineage`` from now on, and training goes on from ``restored``, of which this start may
+        have ``rebuilt`` a part."""
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
         if self.arena is None or not self._has_smp:
             self._protection.show(self._arenas.path)
@@ -73,7 +76,7 @@ class Snapshots:
                     "on_hang abort does nothing: SMPs watch, and none runs where nothing is protected"
                 )
             return
-        self._state.take_over(*self._protection.survey(restored))
+        self._state.take_over(*self._protection.survey(restored, rebuilt))
         self._mark_arrangement()
 
     def require_calls(self) -> None:

@@ -36,7 +36,7 @@ class Preparation(NamedTuple):
 
 class LoadResult(NamedTuple):
     """The lineage of what follows, what the training state holds now, where it came from in words and in short,
-    whether that lies in memory, and ``cast`` as of ``Restart``."""
+    whether that lies in memory, ``cast`` as of ``Restart``, and whether any of it had to be rebuilt."""
 
     lineage: bytes
     snapshot: SnapshotId | None
@@ -44,6 +44,7 @@ class LoadResult(NamedTuple):
     source: str | None = None
     in_memory: bool = False
     cast: frozenset[str] = frozenset()
+    rebuilt: bool = False
 
 
 def meet(rank: RankParts) -> Preparation:
@@ -117,7 +118,7 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
         shard.capacities = restart.capacities()
         snapshot, source = decision.snapshot, restart.source
         where = f"iteration {snapshot.iteration} from {source}{checkpoint.beside(config.job)}"
-        return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast)
+        return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast, bool(restart.usage))
     finally:
         restart.close()
         _tell_prefetched(rank)

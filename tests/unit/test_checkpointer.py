@@ -13,6 +13,7 @@ import pytest
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError, StorageError
 from ftckpt.events import Events
+from ftckpt.job import start
 from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
 from ftckpt.job.attempt import AttemptRecord, AttemptSight
@@ -20,12 +21,14 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.flushes import NO_FLUSH
 from ftckpt.job.garbage import imports_that_stay
 from ftckpt.job.numbers import RankNumbers
-from ftckpt.job.protection import Protection
+from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
+from ftckpt.model.loaded import NOTHING
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.parity.modes import Modes
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse
 from ftckpt.windows.cost import Wish
@@ -141,7 +144,9 @@ class Lessened:
         self.on = self.protects = True
         self.marks: list[TargetMarks] = []
 
-    def survey(self, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
+    def survey(
+        self, restored: SnapshotId | None, rebuilt: bool = False
+    ) -> tuple[SnapshotId | None, SnapshotId | None]:
         return SnapshotId(LINEAGE, 4), restored
 
     def arrange(self, arena: object, coming_bytes: int, slots: int) -> None:
@@ -165,6 +170,31 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
         snapshots.begin(LINEAGE, SnapshotId(LINEAGE, 5), True)
     assert protection.marks == [TargetMarks(None, None)], "nor does a mark of an earlier attempt stay in the arena"
     assert state.targets.protected is None and not state.targets.interval
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
+    rebuilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that has come anew has no parity yet, whatever the marks of others say."""
+    snapshot, state = SnapshotId(LINEAGE, 5), RankState(Config(), protects=True)
+    found: Any = SimpleNamespace(
+        choose=lambda *_: SimpleNamespace(snapshot=snapshot), void_newer=lambda _: LINEAGE, load=lambda one, *_: one,
+        usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, origin=NOTHING, source="", why="",
+        capacities=lambda: None, cast=frozenset(), on_storage=-1, close=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(start, "Restart", lambda *_, **__: found)
+    monkeypatch.setattr(start, "_expect_failures", lambda *_: None)
+    protection: Any = Protection.__new__(Protection)
+    protection._held = [_ArenaRemains(mark, (snapshot,)) for mark in (snapshot, None)]
+    protection.modes, protection._arena = Modes(node=True), None
+    rank = rank_of(state=state, protection=protection, storage=SimpleNamespace(snapshots=""))
+    rank.group, rank.arenas, rank.training_state = None, SimpleNamespace(path=Path()), SimpleNamespace(reshapes=False)
+    loaded = start.load(rank, SimpleNamespace(), None, NOTHING, True)  # type: ignore[arg-type]
+    Snapshots(rank, SimpleNamespace(capture=SimpleNamespace(arena=object())), None, None).begin(  # type: ignore[arg-type]
+        loaded.lineage, loaded.snapshot, loaded.in_memory, loaded.rebuilt
+    )
+    assert (state.targets.protected, state.targets.target) == (None if rebuilt else snapshot, snapshot)
 
 
 def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:

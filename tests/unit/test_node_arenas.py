@@ -221,6 +221,8 @@ def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -
     protection = Protection.__new__(Protection)
     protection._held = [_ArenaRemains(mark, tuple(held)) for mark in (held[1], held[2], None)]
     assert protection.survey(held[0]) == (held[1], held[0])
+    assert protection.survey(held[1]) == (held[1], held[1])
+    assert protection.survey(held[1], rebuilt=True) == (held[2], held[1]), "of an older one nothing was lost"
 
 
 def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, peaks: dict[str, int]) -> None:
