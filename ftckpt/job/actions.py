@@ -31,6 +31,11 @@ class OldArenaRemoval:
 
 
 @dataclass(frozen=True)
+class Arrange:
+    """Arenas were laid out anew while ranks lost each other: all arrange together who protects what lies in them."""
+
+
+@dataclass(frozen=True)
 class TurnOff:
     """No more snapshots in this process."""
 
@@ -63,4 +68,4 @@ class Skip:
     reason: str
 
 
-Action = WholeMark | TargetMarks | OldArenaRemoval | TurnOff | Announcement
+Action = WholeMark | TargetMarks | OldArenaRemoval | Arrange | TurnOff | Announcement

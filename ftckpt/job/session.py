@@ -14,7 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Action, Announcement, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
+from ftckpt.job.actions import (
+    Action,
+    Announcement,
+    Arrange,
+    OldArenaRemoval,
+    Skip,
+    Take,
+    TargetMarks,
+    TurnOff,
+    WholeMark,
+)
 from ftckpt.job.ages import Ages
 from ftckpt.job.agreement import NO_TIMES, Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
@@ -45,13 +55,16 @@ _REMEMBERED = 64
 class Standing(NamedTuple):
     """What a rank knows when ranks have lost each other; these of all ranks make them alike again.
 
-    ``number``: of snapshots that were due so far. ``begun``, ``wrong``: what came of proofs. ``verdicts``: the newest
-    that it has read.
+    ``number``: of snapshots that were due so far. ``begun``, ``wrong``: what came of proofs. ``layouts``: how often
+    arenas were laid out anew, as far as it knows, ``arranged``: up to which of these it has arranged protection.
+    ``verdicts``: the newest that it has read.
     """
 
     number: int
     begun: bool
     wrong: bool
+    layouts: int
+    arranged: int
     verdicts: tuple[Verdict, ...]
 
     @property
@@ -64,8 +77,8 @@ class Standing(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Standing:
-        number, begun, wrong, rows = json.loads(data)
-        return cls(number, begun, wrong, tuple(Verdict.from_row(row) for row in rows))
+        number, begun, wrong, layouts, arranged, rows = json.loads(data)
+        return cls(number, begun, wrong, layouts, arranged, tuple(Verdict.from_row(row) for row in rows))
 
 
 class RankState:
@@ -114,6 +127,7 @@ class RankState:
         self._num_searched = 0  # boundaries
         self._whole_here_secs: float | None = None  # when a snapshot was whole in the arenas as they are laid out
         self._old_arenas = True
+        self._layouts = self._arranged = 0
         self._named: tuple[SnapshotId | None, ...] = ()
         self._keep: frozenset[SnapshotId] = frozenset()
 
@@ -276,9 +290,17 @@ class RankState:
         self.proofs.learn(self.interval.number, stepped, not changed)
         self._wrong = changed and not new_arenas
         if new_arenas:
-            self.targets.forget()
-            self.flushes.forget()
-            self._old_arenas, self._whole_here_secs = True, None
+            self._layouts += 1
+            self._in_new_arenas()
+
+    def arranged(self) -> None:
+        """Who protects what lies in the arenas as they are laid out now is arranged on this rank."""
+        self._arranged = self._layouts
+
+    def _in_new_arenas(self) -> None:
+        self.targets.forget()
+        self.flushes.forget()
+        self._old_arenas, self._whole_here_secs = True, None
 
     def not_protected(self) -> list[Action]:
         """Nothing can be protected in the arenas as they are laid out now."""
@@ -363,7 +385,8 @@ class RankState:
     @property
     def standing(self) -> Standing:
         """What this rank knows, for ``reunite`` of all ranks."""
-        return Standing(self.interval.number, self.proofs.begun, self._wrong, tuple(self._verdicts))
+        layouts = self._layouts, self._arranged
+        return Standing(self.interval.number, self.proofs.begun, self._wrong, *layouts, tuple(self._verdicts))
 
     def reunite(self, standings: Sequence[Standing], iteration: int, now_secs: float) -> list[Action]:
         """All ranks have found each other at the boundary of ``iteration``, at which none takes a snapshot.
@@ -382,7 +405,18 @@ class RankState:
         self.proofs.restart(iteration, self.interval.number, any(standing.begun for standing in standings))
         self._wrong = any(standing.wrong for standing in standings)
         searched = Announcement("ranks_reunited", {"iteration": iteration, "secs": self._searched_secs})
-        return [searched, *self.learn([known[number] for number in sorted(known) if number > read], now_secs)]
+        actions = self._end_layout(standings)
+        missed = [known[number] for number in sorted(known) if number > read]
+        return [searched, *actions, *self.learn(missed, now_secs)]
+
+    def _end_layout(self, standings: Sequence[Standing]) -> list[Action]:
+        """Where ranks lost each other behind the last step to new arenas some have not learnt of them, and nothing is
+        protected there. Once one rank has, all have made theirs."""
+        self._layouts = max(standing.layouts for standing in standings)
+        if all(standing.arranged == self._layouts for standing in standings):
+            return []
+        self._in_new_arenas()
+        return [Arrange(), *([WholeMark(self.whole)] if self.whole is not None else [])]
 
     def turn_off(self, reason: str) -> TurnOff:
         """This rank takes, posts and reads nothing from now on."""

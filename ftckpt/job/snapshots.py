@@ -14,6 +14,7 @@ from ftckpt.errors import CaptureError, FtckptError, SilentCorruptionError, Stor
 from ftckpt.job.actions import (
     Action,
     Announcement,
+    Arrange,
     OldArenaRemoval,
     Skip,
     Take,
@@ -269,15 +270,15 @@ class Snapshots:
 
     def _protect_anew(self) -> None:
         """The arenas were laid out anew: what cannot be protected in them is not, and training goes on."""
-        if self.arena is None or not self._has_smp:
-            return
-        try:
-            self._protection.arrange(self.arena, self._arenas.coming_bytes, self._arenas.slots)
-        except FtckptError as error:
-            self._events.emit("not_protected", error=str(error))
-            self.execute(self._state.not_protected())
-        else:
-            self._mark_arrangement()
+        if self.arena is not None and self._has_smp:
+            try:
+                self._protection.arrange(self.arena, self._arenas.coming_bytes, self._arenas.slots)
+            except FtckptError as error:
+                self._events.emit("not_protected", error=str(error))
+                self.execute(self._state.not_protected())
+            else:
+                self._mark_arrangement()
+        self._state.arranged()
 
     def _mark_arrangement(self) -> None:
         """Marks go to the arena as it is laid out. No mode may be left where no replica set spans nodes: what no
@@ -311,6 +312,10 @@ class Snapshots:
                 self._protection.mark(action)
             case OldArenaRemoval():
                 self._arenas.remove_old()
+            case Arrange():
+                if self.arena is not None:
+                    self.arena.control.mark_origin(self._arenas.origin)
+                self._protect_anew()
             case Announcement(event, fields, text):
                 self._events.emit(event, **fields)
                 if text:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ftckpt.capture.capture import writable_slots
 from ftckpt.config import Config
-from ftckpt.job.actions import OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
+from ftckpt.job.actions import Arrange, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.agreement import Agreement, AgreementError, Will
 from ftckpt.job.reunion import Reunion
 from ftckpt.job.session import RankState, Standing
@@ -390,6 +390,9 @@ class Rank:
                     self.marks = decision
                 case OldArenaRemoval():
                     self.old.clear()
+                case Arrange():
+                    self.marks = self.state.marks
+                    self.state.arranged()
                 case TurnOff(reason):
                     assert self.state.off
                     self._drop()
@@ -540,6 +543,7 @@ class Job:
             rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
                 rank.lay_out_anew()
+                rank.state.arranged()
         return True
 
     def check(self) -> None:
