@@ -32,8 +32,8 @@ class Fate:
     they run on when the snapshot is dropped. ``impatient``: it waits for nobody's post. ``begin_fails``: its
     snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its node's SMP does, ``covers`` the
     target, does and ``rests`` behind it, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer
-    does. ``breaks``: where its connections do: before a ``post``, before a ``read``, in a ``proof``, or as all
-    ``connect`` anew. ``store``: it ``answers``, or is ``slow``.
+    does. ``breaks``: where its connections do: before a ``post``, before a ``read``, in a ``proof``, in the last step
+    to a new ``layout``, or as all ``connect`` anew. ``store``: it ``answers``, or is ``slow``.
     """
 
     copies: str = "sealed"
@@ -289,7 +289,8 @@ class Rank:
         self.waits = PROOF
         yield
         self.waits = ""
-        if not job.prove(number) or self.fate.breaks == "proof":
+        came = job.prove(number)
+        if not came or self.fate.breaks == "proof" or state.standing.arranged < job.knows.state.standing.layouts:
             self._lose()
 
     def _lose(self) -> None:
@@ -403,7 +404,7 @@ class Rank:
         whole = self.state.whole
         self.old = {whole} if whole is not None else set()
         self.slots, self.covered = dict.fromkeys(range(self.num_slots)), set()
-        self.marks = self.state.marks
+        self.marks = TargetMarks(None, None)
 
     def _go_back(self, job: Job, iteration: int) -> None:
         job.went_back = True
@@ -465,8 +466,8 @@ class Job:
 
     @property
     def knows(self) -> Rank:
-        """A rank that has read as many verdicts as any."""
-        return max(self.ranks, key=lambda rank: rank.read)
+        """A rank that has read as many verdicts as any, and knows how arenas are laid out."""
+        return max(self.ranks, key=lambda rank: (rank.read, rank.state.standing.layouts))
 
     def iterate(self, fates: Sequence[Fate], choose: Callable[[int], int], stop_after: int = 1 << 30) -> None:
         """All ranks go through the next iteration, in an order that ``choose(number of ranks)`` decides step by step.
@@ -540,10 +541,12 @@ class Job:
         for rank in self.ranks:
             if rank.fate.breaks == "proof":
                 continue  # it comes here itself, and is lost
-            rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
+            if not new_arenas or rank.fate.breaks != "layout":  # that one is lost, too, with its arena made
+                rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
                 rank.lay_out_anew()
-                rank.state.arranged()
+                if all(other.fate.breaks != "layout" for other in self.ranks):
+                    rank.state.arranged()
         return True
 
     def check(self) -> None:
@@ -556,6 +559,8 @@ class Job:
                 s for s in (knows.whole, knows.targets.protected, knows.targets.target) if s and s not in rank.sealed
             ]
             assert not lost, f"rank {rank.index} has lost {[s.iteration for s in lost]}"
+            if rank.state.standing.layouts < knows.standing.layouts:
+                continue  # lost in a new layout: nothing that it keeps is there
             own = rank.state.keep - rank.sealed
             assert not own or rank.read < self.knows.read, f"rank {rank.index} has overwritten its own {own}"
 

@@ -14,7 +14,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError, StorageError
 from ftckpt.events import Events
 from ftckpt.job import start
-from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
+from ftckpt.job.actions import Arrange, OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
 from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.job.checkpointer import Checkpointer
@@ -25,7 +25,7 @@ from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
-from ftckpt.model.loaded import NOTHING
+from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes
@@ -170,6 +170,20 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
         snapshots.begin(LINEAGE, SnapshotId(LINEAGE, 5), True)
     assert protection.marks == [TargetMarks(None, None)], "nor does a mark of an earlier attempt stay in the arena"
     assert state.targets.protected is None and not state.targets.interval
+
+
+def test_a_layout_in_which_ranks_were_lost_is_ended_behind_their_reunion() -> None:
+    """Its last step may have failed here: the arena does not say yet what its snapshots go on from."""
+    told: list[object] = []
+    arena = SimpleNamespace(control=SimpleNamespace(mark_origin=told.append))
+    protection = SimpleNamespace(arrange=lambda *given: told.append(given), protects=True, mark=told.append)
+    arenas = SimpleNamespace(origin=Checkpoint(3), coming_bytes=1, slots=4)
+    state = RankState(Config(), protects=True)
+    state.proved(stepped=True, changed=True, new_arenas=True)
+    snapshots = snapshots_of(SimpleNamespace(arena=arena), protection=protection, arenas=arenas, state=state)
+    snapshots.execute([Arrange()])
+    assert told == [Checkpoint(3), (arena, 1, 4), TargetMarks(None, None)]
+    assert state.standing.arranged == state.standing.layouts == 1
 
 
 @pytest.mark.parametrize("rebuilt", [False, True])

@@ -62,7 +62,7 @@ TROUBLES = [
     *(Fate(stretch=stretch, steps=False) for stretch in (1, 2, 3)),
     Fate(begin_fails=True),
     Fate(begin_fails=True, impatient=True),
-    *(Fate(breaks=where) for where in ("post", "read", "proof", "connect")),
+    *(Fate(breaks=where) for where in ("post", "read", "proof", "layout", "connect")),
     *(Fate(breaks=where, store="slow") for where in ("", "read", "connect")),
     Fate(breaks="post", impatient=True),
 ]
@@ -244,6 +244,19 @@ def test_what_one_rank_alone_has_read_all_know_when_they_are_together_again() ->
         for rank in ranks.ranks:
             rank.decision = None
     assert {rank.state.whole for rank in ranks.ranks} == {known[0]}
+
+
+def test_ranks_that_have_lost_each_other_in_a_new_layout_protect_there() -> None:
+    """The last step to it fails on one of them: that one does not know what the others know."""
+    ranks = job(3, replica_check_interval=1)
+    train(ranks, 6)
+    ranks.changed_replicas = True
+    ranks.iterate([CALM, Fate(breaks="layout"), CALM], in_order)
+    ranks.changed_replicas = False
+    assert [rank.state.standing.layouts for rank in ranks.ranks] == [1, 0, 1]
+    train(ranks, 30)
+    assert {rank.state.targets.protected for rank in ranks.ranks} == {ranks.knows.state.targets.protected}
+    progresses(ranks)
 
 
 def test_a_rank_that_turns_off_while_ranks_are_lost_is_not_looked_for() -> None:
