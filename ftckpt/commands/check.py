@@ -49,7 +49,7 @@ def add_check(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--one-setting", action="store_true",
-        help="with CUDA_DEVICE_MAX_CONNECTIONS as it is set (default: with 1 and without, in turn)",
+        help="with CUDA_DEVICE_MAX_CONNECTIONS (ROCm: GPU_MAX_HW_QUEUES) as it is set (default: 1 and without)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", help="of these orders, as a thorough check has told it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")

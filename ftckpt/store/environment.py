@@ -132,6 +132,7 @@ def _private_mount(arena_root: Path, root: Path) -> Hazard | None:
 
 def _disk(arena_root: Path, root: Path) -> Hazard | None:
     kind = mount_of(existing(arena_root), root / "proc").kind
+    # Where mounts cannot be read nobody knows the kind.
     if kind in MEMORY_FILE_SYSTEMS or not (root / "proc/self/mountinfo").exists():
         return None
     return Hazard(
