@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt.capture.device_copier import DeviceCopier
+from ftckpt.commands.check_busy_device import LOOKS
 from ftckpt.commands.check_queues import QUEUES
 from ftckpt.commands.check_thorough import NOT_THOROUGH, Thorough, look_thoroughly
 from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, NoWindow, bench_on
@@ -60,7 +61,7 @@ def look_at_device(
     yield Finding(_AREA, "device", PASSED if clock.on_device else SKIPPED, text)
     looks: tuple[tuple[str, Callable[[Bench], Finding]], ...] = (
         ("registration", _registered), ("exact copies", _exact), ("fence", _fenced), ("late windows", _late),
-        ("copies while written", _overwritten), ("graph capture", _captured), ("rate", _rate),
+        ("copies while written", _overwritten), *LOOKS, ("graph capture", _captured), ("rate", _rate),
         ("compute beside copies", _beside), ("collectives beside copies", partial(_beside_collectives, ranks)),
     )  # fmt: skip
     with bench_on(arena, clock, mib << 20) as bench:

@@ -29,11 +29,17 @@ class Bench:
     def __init__(self, clock: Clock, copier: Copier, slot: torch.Tensor, state: list[torch.Tensor]) -> None:
         self.clock, self.copier, self.slot, self.state = clock, copier, slot, state
         self.copies = _plan(state)
+        self.volatile = self.copies[-1:]
+        """Of these, what can be taken at a boundary."""
         self.slot_bytes = slot.numel()
 
-    def flight(self, windows: Windows | None = None) -> Flight:
-        """Begun at this moment."""
-        flight = Flight(self.copies, self.slot, lambda chunk: None, lambda: None, self.clock.mark())
+    def flight(
+        self, windows: Windows | None = None, copies: Sequence[ChunkCopy] | None = None,
+        taken: Sequence[ChunkCopy] = (),
+    ) -> Flight:  # fmt: skip
+        """Begun at this moment, of all ``copies`` unless they are given."""
+        copies = self.copies if copies is None else copies
+        flight = Flight(copies, self.slot, lambda chunk: None, lambda: None, self.clock.mark(), taken=taken)
         self.copier.start(self.state, flight, windows or Always())
         return flight
 
@@ -44,11 +50,11 @@ class Bench:
         if flight.error is not None:
             raise flight.error
 
-    def differing(self, wanted: Sequence[torch.Tensor]) -> int:
+    def differing(self, wanted: Sequence[torch.Tensor], copies: Sequence[ChunkCopy] | None = None) -> int:
         """Bytes of the slot that are not those of ``wanted``, host tensors; it is empty for the next flight."""
         differing = sum(
             int((self.slot[s.offset : s.offset + s.nbytes] != bytes_of(wanted[s.piece], s)).sum())
-            for copy in self.copies
+            for copy in (self.copies if copies is None else copies)
             for s in copy.segments
         )
         self.slot.zero_()
@@ -94,7 +100,7 @@ def bench_on(arena: Path, clock: Clock, nbytes: int) -> Iterator[Bench]:
         try:
             bench = Bench(clock, copier, slot, state)
             copier.prepare([slot])
-            copier.warm_up(state, bench.copies, [])
+            copier.warm_up(state, bench.copies, bench.volatile)
             yield bench
         finally:
             copier.close()

@@ -37,9 +37,7 @@ def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "found.json"
     assert main(["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]) == 0
     found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
-    assert {found[name]["state"] for name in ("arena", "room", "locks", "exact copies", "fence", "late windows")} == {
-        PASSED
-    }
+    assert {found[name]["state"] for name in ("arena", "room", "locks", "exact copies", "seal", "parity")} == {PASSED}
     assert found["ranks"]["state"] == SKIPPED and "torchrun" in found["ranks"]["text"]
     assert found["memory rate"]["figures"]["bytes_per_sec"] > 0
     assert all(one["remedy"] for one in found.values() if one["state"] in (WARNED, FAILED))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftckpt.commands.check_busy_device import cycles_per_sec
 from tests.support.fake_device import PAGE
 
 # Asked while tests are collected: later the CPU stand-in may answer for torch.cuda.
@@ -36,16 +37,8 @@ def sleep(cycles: int) -> None:
 
 
 def cycles_for(secs: float) -> int:
-    """For ``sleep``; how long a cycle is differs from device to device."""
-    cycles, millis = 1_000_000, 0.0
-    for _ in range(2):  # the first loads the kernel
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        sleep(cycles)
-        end.record()
-        end.synchronize()
-        millis = begin.elapsed_time(end)
-    return int(cycles * secs * 1e3 / millis)
+    """For ``sleep``."""
+    return int(cycles_per_sec() * secs)
 
 
 def delay(stream: Any, secs: float) -> None:
