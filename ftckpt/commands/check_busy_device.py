@@ -10,6 +10,7 @@ from functools import lru_cache, reduce
 import torch
 
 from ftckpt.capture.chunks import ChunkCopy, Segment
+from ftckpt.commands.check_queues import QUEUES
 from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, bytes_of
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
 from ftckpt.windows.bubbles import Always, Turn
@@ -158,8 +159,8 @@ def _beside_a_kernel(bench: Bench) -> Finding:
     bench.synchronize()
     text = f"a snapshot took {secs * 1e3:.0f} ms beside a kernel of {busy_secs * 1e3:.0f} ms on another stream"
     if waited:
-        how = "it waited for that, and may hold up what waits for other ranks: look for the cause before you train"
-        return Finding(_AREA, name, WARNED, text, f"{how}; CUDA_DEVICE_MAX_CONNECTIONS above 1 may be it")
+        how = "it waited for that kernel, and so does a fence for a collective of other ranks"
+        return Finding(_AREA, name, WARNED, text, f"{how}: try a larger {QUEUES}, or none")
     return Finding(_AREA, name, PASSED, text)
 
 

@@ -1,4 +1,18 @@
-"""What a script has loaded from storage, and whether that undoes what is in memory: a rollback by the operator."""
+"""What a script has loaded from storage, and whether that undoes what is in memory: a rollback by the operator.
+
+Snapshots carry the origin of their history. A job's origins, and up to which iteration snapshots count of a node that
+was away since then:
+
+    what happens                             origin of what follows      away since 1     2        3
+    nothing is there: training begins        generation 1, undone 1
+    a start finds 50 on storage, 60 in       generation 2, iteration 50           all
+      memory: 60 counts, it is newer
+    the script goes back to 40               generation 3, returned 3,            40      40
+                                               limit 41
+    an operator names 20 on storage          generation 4, undone 4,              none    none     none
+                                               iteration 20
+    restarts with the same command line      the same: memory counts              none    none     none
+"""
 
 from __future__ import annotations
 

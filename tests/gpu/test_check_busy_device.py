@@ -13,6 +13,7 @@ from ftckpt.capture import device_copier
 from ftckpt.capture.copier import Finisher
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.commands import check_busy_device, device_bench
+from ftckpt.commands.check_queues import QUEUES
 from ftckpt.commands.device_bench import Bench, bench_on
 from ftckpt.commands.findings import FAILED, PASSED, WARNED, Finding, attempt
 from ftckpt.windows.clock import DeviceClock, HostClock
@@ -142,7 +143,7 @@ def test_a_snapshot_that_waits_for_another_stream_is_told(
 
     monkeypatch.setattr(DeviceCopier, "start", start)
     found = look(bench, "busy streams")
-    assert found.state == WARNED and "MAX_CONNECTIONS" in found.remedy
+    assert found.state == WARNED and QUEUES in found.remedy
 
 
 def test_a_host_that_waits_for_the_device_is_told(fake: FakeDevice, arena_root: Path) -> None:
