@@ -18,7 +18,7 @@ from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
-from ftckpt.model.replicas import Holdings, Recheck, Sharing, find_sharing, private_key
+from ftckpt.model.replicas import Holdings, Recheck, Sharing, find_sharing, private_key, without_small
 from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
@@ -86,7 +86,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         stepped, derived = _divided(described, broken)
         look = Look(gather_sharing(group, described, broken), stepped)
         summaries = gather_bytes(group, look.summary)
-    sets = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
+    sets = without_small(look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries))
     weights = None if capacities is None else bounded_capacities(capacities)
     # Without capacities shares are equal, whatever protection costs each rank.
     shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)

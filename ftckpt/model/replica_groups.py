@@ -63,7 +63,7 @@ def find_groups(entries: Array, num_ranks: int) -> Groups:
     low = (np.uint64(1) << bits) - np.uint64(1)
     # Two sets of ranks with one sum: as likely as two equal random numbers of 64 bits.
     sums = _sums(entries, starts, low, _words(num_ranks))
-    names = np.unique(sums[usable])
+    names = distinct(sums[usable])
     group_of_hash = np.full(len(starts), DIFFERING, np.int32)
     group_of_hash[usable] = np.searchsorted(names, sums[usable])
     del sums
@@ -75,6 +75,13 @@ def find_groups(entries: Array, num_ranks: int) -> Groups:
     first[group_of_hash[backwards]] = backwards
     members = tuple((entries[starts[run] : stops[run]] & low).astype(np.int32) for run in first.tolist())
     return Groups(members, lengths, entries[starts] >> bits, group_of_hash)
+
+
+def distinct(values: Array) -> Array:
+    """Each of ``values`` once, ascending. ``np.unique`` imports ``numpy.ma`` when it is first called, which takes
+    longer than all that a start does with replicas."""
+    ordered = np.sort(values)
+    return np.concatenate([ordered[:1], ordered[1:][ordered[1:] != ordered[:-1]]])
 
 
 def _rank_bits(num_ranks: int) -> np.uint64:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import xxhash
 
 from ftckpt.model.fragment import Fragment
-from ftckpt.model.replica_groups import DIFFERING, PRIVATE, Groups, find_groups, pack
+from ftckpt.model.replica_groups import DIFFERING, PRIVATE, Groups, distinct, find_groups, pack
 from ftckpt.model.shares import Array, Run
 
 CUT_BYTES = 64
@@ -35,6 +35,31 @@ class ReplicaSets:
     group_of: Array
     again: Recheck
     odd: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+WHOLE_SHARE = 128
+"""What several ranks hold is dealt where it is more than one part in so many of what some of them holds alone."""
+
+
+def without_small(sets: ReplicaSets) -> ReplicaSets:
+    """Small runs are left to each of their ranks, as what it holds alone; the same on all ranks.
+
+    To deal them spares a rank next to nothing of its copies. A restart would want a few bytes of every other shard,
+    each in a chunk that must be read as a whole, on other nodes too: of Adam's counts of steps under FSDP, of norms
+    under tensor parallelism.
+    """
+    if not sets.runs:
+        return sets
+    begins = np.cumsum([0, *(len(run.members) for run in sets.runs[:-1])])
+    alone = np.minimum.reduceat(sets.private[np.concatenate([run.members for run in sets.runs])], begins)
+    nbytes = np.array([run.nbytes for run in sets.runs])
+    small = np.flatnonzero((nbytes > 0) & (nbytes <= alone // WHOLE_SHARE))
+    private, runs = sets.private.copy(), list(sets.runs)
+    for number in small.tolist():
+        private[runs[number].members] += runs[number].nbytes
+        runs[number] = replace(runs[number], nbytes=0)
+    group_of = np.where(np.isin(sets.group_of, small), PRIVATE, sets.group_of)
+    return replace(sets, runs=tuple(runs), private=private, group_of=group_of)
 
 
 def identity(fragment: Fragment) -> bytes:
@@ -68,7 +93,7 @@ class Holdings:
         The digest is of ``hashes``, or what ``digest`` gives for the indices of the group's fragments.
         """
         words = [np.array([self.nbytes[self.group_of < 0].sum()], np.uint64)]
-        for group in np.unique(self.group_of[self.order]).tolist():
+        for group in distinct(self.group_of[self.order]).tolist():
             index = self.of(group)
             hashes = self.hashes[index].tobytes()
             value = xxhash.xxh3_64_intdigest(hashes) if digest is None else digest(index.tolist())

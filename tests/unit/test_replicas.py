@@ -21,6 +21,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.replica_groups import DIFFERING, PRIVATE
 from ftckpt.model.replicas import (
     CUT_BYTES,
+    WHOLE_SHARE,
     Gather,
     ReplicaSets,
     disagreement,
@@ -30,6 +31,7 @@ from ftckpt.model.replicas import (
     replica_sets,
     run_indices,
     run_share,
+    without_small,
 )
 from ftckpt.model.shares import bounded_capacities, choose, deal, loads
 from ftckpt.model.topology import RankPlace, Topology, layouts_differ
@@ -185,6 +187,36 @@ def test_every_element_is_copied_exactly_once(job: Job, capacities: list[int] | 
     for key, runs in copied.items():
         edges = [wholes[key].start, *itertools.chain(*sorted(runs)), wholes[key].stop]
         assert edges[0::2] == edges[1::2]
+
+
+@given(jobs())
+def test_what_is_next_to_nothing_is_copied_by_each_holder(job: Job) -> None:
+    """Alone or with others: all bytes are copied, each part of its name by a rank once, and all ranks know alike."""
+    held, _, differing = job
+    views = {rank: without_small(sets) for rank, sets in sets_of(held, differing).items()}
+    known = sum(run.nbytes for run in views[0].runs) + int(views[0].private.sum())
+    copied = 0
+    for rank, parts in shares(held, views).items():
+        assert views[rank].private.tolist() == views[0].private.tolist()
+        assert [run.nbytes for run in views[rank].runs] == [run.nbytes for run in views[0].runs]
+        assert len({part.name for _, part in parts}) == len(parts)
+        copied += sum(part.nbytes for _, part in parts)
+    assert copied == known
+
+
+@pytest.mark.parametrize(("alone", "dealt"), [(WHOLE_SHARE * 8, False), (WHOLE_SHARE * 8 - 4, True), (0, True)])
+def test_a_run_is_dealt_where_it_spares_a_rank_something(alone: int, dealt: bool) -> None:
+    """By the rank that holds least alone; what differs is that rank's alone in any case."""
+    step = Fragment.whole("step/w", "F32", (2,), Box((0,), (2,)))
+    own = [
+        Fragment.whole(f"own/{rank}", "F32", (nbytes // 4,), Box((0,), (nbytes // 4,)))
+        for rank, nbytes in enumerate((1 << 20, alone))
+    ]
+    held = {rank: [step, own[rank]] for rank in (0, 1)}
+    views = {rank: without_small(sets) for rank, sets in sets_of(held).items()}
+    parts = shares(held, views)
+    assert all(step in [part for _, part in parts[rank]] for rank in (0, 1)) != dealt
+    assert all(view.again.needed for view in views.values()), "that they hold the same is proven all the same"
 
 
 @given(jobs())
