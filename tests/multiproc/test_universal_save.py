@@ -27,6 +27,7 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
+from ftckpt.store.arena import Arena
 from tests.support.jobs import TINY
 from tests.support.pool import run_ranks, spawn_ranks
 
@@ -132,6 +133,13 @@ def refusal(action: Callable[[], Any]) -> str:
     return ""
 
 
+def flip(arena: Arena, damages: bool) -> None:
+    """A bit in each slot; a second time, back again."""
+    for slot in range(arena.control.slots) if damages else ():
+        with arena.slot(slot) as view:
+            view[arena.image.offsets[0]] ^= 1
+
+
 def saved(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """Everything that one job can show."""
     small()
@@ -158,11 +166,9 @@ def saved(rank: int, world_size: int, root: str) -> dict[str, Any]:
     checkpointer.group.barrier()
     capture = checkpointer._shard.capture if checkpointer._shard is not None else None
     assert capture is not None
-    if rank == 3:
-        for slot in range(capture.arena.control.slots):
-            with capture.arena.slot(slot) as view:
-                view[capture.arena.image.offsets[0]] ^= 1
+    flip(capture.arena, rank == 3)
     told["damaged"] = refusal(lambda: checkpointer.save_universal(Path(root, "damaged")))
+    flip(capture.arena, rank == 3)
     checkpointer.close(remove=False)
     return told
 
