@@ -112,10 +112,10 @@ class JobShape:
         """Ranks → bytes of state that all of them hold alike."""
         sets: dict[tuple[int, ...], int] = {}
         size, copies = self.tp * self.cp * self.dp, self.holders.copies
+        if copies == 1:  # numbers that all hold alike are next to nothing beside what each holds alone
+            return sets
         if self.holders.counts_bytes:
             sets[tuple(range(self.ranks))] = self.holders.counts_bytes
-        if copies == 1:
-            return sets
         dense, experts = self.params - self.expert_params, self.expert_params
         for stage in (range(size * pp, size * (pp + 1)) for pp in range(self.pp)):
             if copies:

@@ -192,8 +192,8 @@ def _check_useful(node: bool, replica: str, peer: bool, ranks_of: Counter[str], 
         )
     if replica and not spans_nodes:
         raise ConfigError(
-            f"--ftckpt-protect: {replica} needs state that ranks on different nodes hold alike, here there is none; "
-            "use peer, which guards what one node alone holds"
+            f"--ftckpt-protect: {replica} needs state that ranks on different nodes hold alike, here there is none, "
+            "or next to nothing; use peer, which guards what one node alone holds"
         )
     if peer and len(ranks_of) < 2:
         raise ConfigError("--ftckpt-protect: peer needs two nodes or more, here all ranks are on one; use node")
