@@ -320,6 +320,10 @@ class Config:
         for name in ("arena", "events", "metrics_dir", "secret_file", "persist"):
             object.__setattr__(self, name, absolute(getattr(self, name)))
         check_persist(self.persist, self.persist_format)
+        if not self.persist and self.persist_interval != Config.persist_interval:
+            raise ConfigError(
+                "--ftckpt-persist-interval: nothing comes to storage without --ftckpt-persist, which names it"
+            )
         if program_of(self.persist) == DEEPSPEED:
             _check_follows_script(self)
         if self.persist_compress == "zstd":
@@ -411,6 +415,8 @@ class Config:
             # A flag in the place of the value: the value was forgotten. ``--flag=--value`` says that it is meant.
             if text is None or (text.startswith("--") and not has_value):
                 raise ConfigError(f"{flag}: needs a value")
+            if not text and not setting.default:  # of a variable that a script has not set, mostly
+                raise ConfigError(f"{flag}: the value is empty; leave it out where none is meant")
             settings[setting.name] = convert(flag, text, setting)
         if settings and not settings.get("enabled"):
             raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags mean nothing without it")

@@ -30,9 +30,12 @@ from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.store import ends
 from ftckpt.store.outcome import agent_of, launcher_run
 
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_DRAWN = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+"""As ``uuid.uuid4`` makes them."""
 # Present in every process that torchrun, mpirun, srun or a hand-written launcher has started.
 _LAUNCHER_VARS = (
-    "TORCHELASTIC_RUN_ID",
+    _RUN_ID,
     "RANK",
     "LOCAL_RANK",
     "OMPI_COMM_WORLD_RANK",
@@ -53,9 +56,9 @@ def job_name(configured: str | None, env: Mapping[str, str]) -> str:
     What the user says comes first: ``configured`` (a flag, the JSON section), then FTCKPT_JOB. Otherwise the
     launchers are asked: torchrun for its run id (``--rdzv-id``; its default ``none`` is no name), then Slurm, which
     makes ``slurm-<SLURM_JOB_ID>``, then torchrun's static rendezvous, whose place is the same in each attempt and on
-    each node (``_static_name``). A process that no launcher has started belongs to ``default``. ``--standalone``
-    draws a new run id at each start of torchrun: a job that shall find its snapshots after torchrun itself has
-    ended needs a name from the user.
+    each node (``_static_name``). A process that no launcher has started belongs to ``default``. On a single node
+    torchrun draws a run id at each start: a job that shall find its snapshots after torchrun itself has ended needs a
+    name from the user (see ``is_drawn``).
 
     :raises ConfigError: a name has other characters than ``[A-Za-z0-9._-]`` or is too long, or a launcher is at work
         and gives none.
@@ -64,7 +67,7 @@ def job_name(configured: str | None, env: Mapping[str, str]) -> str:
         return _checked(configured, "the configured job name")
     if env.get("FTCKPT_JOB"):
         return _checked(env["FTCKPT_JOB"], "FTCKPT_JOB")
-    run_id = env.get("TORCHELASTIC_RUN_ID", "")
+    run_id = _run_id(env)
     if run_id and run_id != "none":
         return _checked(run_id, "torchrun's run id (--rdzv-id)")
     slurm_job = env.get("SLURM_JOB_ID", "")
@@ -77,6 +80,27 @@ def job_name(configured: str | None, env: Mapping[str, str]) -> str:
             "this job has no name: give torchrun --rdzv-id NAME, configure ftckpt's job name, or set FTCKPT_JOB"
         )
     return "default"
+
+
+def is_drawn(job: str, env: Mapping[str, str]) -> bool:
+    """Whether torchrun has drawn this name: it draws another one when it is started again."""
+    return job == env.get(_RUN_ID) and _DRAWN.fullmatch(job) is not None and not _asked_id(env)
+
+
+def _run_id(env: Mapping[str, str]) -> str:
+    """As the user gave it: where all is on one node torchrun puts one that it draws in the place of that."""
+    run_id = env.get(_RUN_ID, "")
+    return (_asked_id(env) if _DRAWN.fullmatch(run_id) else "") or run_id
+
+
+def _asked_id(env: Mapping[str, str]) -> str:
+    """The run id on torchrun's command line, or in its environment."""
+    agent = agent_of(env)
+    if agent is None:
+        return ""
+    words = [word.replace("--rdzv_id", "--rdzv-id", 1) for word in agent.command]
+    asked = option("--rdzv-id", words) or agent.env.get("PET_RDZV_ID", "")
+    return "" if asked == "none" else asked
 
 
 def node_name(configured: str | None, env: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from operator import index
 from pathlib import Path
 
 from ftckpt.capture.capture import Capture
@@ -260,7 +261,7 @@ class Checkpointer:
         """The boundary of ``iteration``: optimizer, scheduler and counters have advanced, no batch is drawn.
 
         Raises:
-            ConfigError: ``restore`` was not called.
+            ConfigError: ``restore`` was not called, or ``iteration`` is no whole number.
             UnsupportedError: in the first iterations: the framework's release does not fit.
             SilentCorruptionError: only under ``on_corruption: abort``, on all ranks.
             FtckptError: only under ``on_error: raise``; where a snapshot did not come to storage, on all ranks at the
@@ -269,6 +270,12 @@ class Checkpointer:
         snapshots = self._snapshots
         if snapshots is None:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
+        try:
+            iteration = index(iteration)
+        except TypeError:
+            raise ConfigError(
+                f"step(): the iteration is {iteration!r}: give the number of the one that has ended"
+            ) from None
         self._protection.is_set_up = True
         self._boundary = iteration
         self._rank.attempt.trains()

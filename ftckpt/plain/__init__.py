@@ -82,12 +82,14 @@ def attach(
 
     Raises:
         UnsupportedError: FSDP1, or state that ftckpt cannot map.
-        ConfigError: no name of the job, no process group, an object without state, or layouts.
+        ConfigError: no name of the job, no process group, an argument of another kind, an object without state, or
+            layouts.
         LaunchError: under torchrun, which keeps one store for all attempts, the process group is of torch's own call.
     """
     if config is None or not config.enabled:
         return None
     _check(config)
+    _check_kinds(model, optimizer, objects)
     from ftckpt.plain.geometry import place_rank, unwrap
     from ftckpt.plain.hooks import follow
     from ftckpt.plain.state import PlainState
@@ -111,6 +113,19 @@ def _check(config: Config) -> None:
     from ftckpt.frameworks.rendezvous import check_isolated
 
     check_isolated("call ftckpt.plain.init_process_group(config, ...) in place of torch's own")
+
+
+def _check_kinds(model: Any, optimizer: Any, objects: Any) -> None:
+    from torch import nn, optim
+
+    wanted = {
+        "model": (model, nn.Module, "a torch.nn.Module"),
+        "optimizer": (optimizer, optim.Optimizer, "a torch.optim.Optimizer"),
+        "objects": ({} if objects is None else objects, Mapping, "a mapping of names to objects"),
+    }
+    for name, (given, kind, text) in wanted.items():
+        if not isinstance(given, kind):
+            raise ConfigError(f"attach: {name} is of type {type(given).__name__}: give {text}")
 
 
 def remove() -> None:

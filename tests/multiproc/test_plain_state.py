@@ -197,10 +197,21 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     from torch.distributed.tensor import DTensor, Partial
     from torch.nn.parallel import DistributedDataParallel
 
+    import ftckpt
+    import ftckpt.plain
     from ftckpt.errors import FtckptError
     from ftckpt.plain.state import PlainState
 
     said: dict[str, str] = {}
+    model, config = Odd(), ftckpt.Config(enabled=True, job="refused", node="n")
+    optimizer = torch.optim.Adam(model.first.parameters())
+    for name, given in {
+        "swapped": (optimizer, model), "no optimizer": (model, None), "listed": (model, optimizer, None, [model]),
+    }.items():  # fmt: skip
+        try:
+            ftckpt.plain.attach(*given, config=config)
+        except FtckptError as error:
+            said[name] = str(error)
 
     def refused(name: str, model: nn.Module, optimizer: Any = None, **more: Any) -> None:
         optimizer = optimizer or torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
@@ -232,6 +243,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 def test_what_cannot_be_mapped_is_refused_by_name() -> None:
     for result in run_ranks(refusals, 1, stand_in=False):
         said = result.value
+        assert said["swapped"] == "attach: model is of type Adam: give a torch.nn.Module"
+        assert said["no optimizer"] == "attach: optimizer is of type NoneType: give a torch.optim.Optimizer"
+        assert said["listed"] == "attach: objects is of type list: give a mapping of names to objects"
         assert said["nothing"] == "accepted"
         assert "FSDP1" in said["fsdp1"] and "fully_shard" in said["fsdp1"]
         assert "RMSprop is not known" in said["optimizer"]

@@ -222,6 +222,14 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
     assert beats == ["fence", "start"]
 
 
+@pytest.mark.parametrize("iteration", [2.0, "2", None])
+def test_an_iteration_that_is_no_number_is_refused_before_anything_knows_of_it(iteration: Any) -> None:
+    checkpointer = checkpointer_of()
+    with raises(ConfigError, "step()", repr(iteration)):
+        checkpointer.step(iteration)
+    assert checkpointer._boundary == 2
+
+
 def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
     protection = Protection.__new__(Protection)
     checkpointer = checkpointer_of(SimpleNamespace(pause=lambda: None), protection=protection)

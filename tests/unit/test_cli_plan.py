@@ -216,7 +216,9 @@ def test_hsdp_holds_each_part_on_a_rank_of_each_group(capsys: pytest.CaptureFixt
 
 
 def test_fewer_counts_of_steps_than_ranks_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    value = planned(capsys, "--dp 2048 --gpus-per-node 128 --params 8m --fsdp --protect replica --chunk-mib 1")
+    value = planned(
+        capsys, "--dp 2048 --gpus-per-node 128 --params 8m --fsdp --fsdp-replicas 2 --protect replica --chunk-mib 1"
+    )
     assert value["memory_per_node"]["in_slots"] > 0 and value["ranks"] == 2048
 
 

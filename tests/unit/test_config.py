@@ -81,6 +81,8 @@ def configs(draw: st.DrawFn) -> Config:
             values[setting.name] = draw(strategy)
     if not str(values.get("persist", "")).startswith("/"):
         values.pop("persist_format", None)
+    if not values.get("persist"):
+        values.pop("persist_interval", None)
     return Config(enabled=True, **values)
 
 
@@ -342,7 +344,6 @@ def test_chunk_sizes(mib: float, nbytes: int) -> None:
         ("affinity", "8,0-3"),
         ("timeline_interval", 0),
         ("interval", "auto"),
-        ("persist_interval", "auto"),
         ("mtbf", "process=40h,node=2.5h,job=500h"),
     ],
 )
@@ -350,6 +351,16 @@ def test_accepted_values(name: str, value: Any) -> None:
     assert getattr(Config.from_mapping({name: value}), name) == value
     flag = f"--ftckpt-{name.replace('_', '-')}={value}"
     assert getattr(Config.from_flags(["--ftckpt", flag])[0], name) == value
+
+
+def test_what_would_do_nothing_is_refused() -> None:
+    assert Config.from_flags(["--ftckpt", "--ftckpt-persist=/a", "--ftckpt-persist-interval=auto"])[0].persist == "/a"
+    with raises(ConfigError, "--ftckpt-persist-interval", "without --ftckpt-persist"):
+        Config.from_flags(["--ftckpt", "--ftckpt-persist-interval", "10"])
+    for flag in ("job", "persist"):
+        for words in ([f"--ftckpt-{flag}", ""], [f"--ftckpt-{flag}="]):
+            with raises(ConfigError, f"--ftckpt-{flag}", "the value is empty"):
+                Config.from_flags(["--ftckpt", *words])
 
 
 def test_an_unknown_setting_names_the_closest() -> None:

@@ -20,7 +20,7 @@ import ftckpt.plain
 from ftckpt.config import Config, is_name
 from ftckpt.errors import ConfigError, LaunchError
 from ftckpt.frameworks import launcher, rendezvous
-from ftckpt.frameworks.launcher import job_name, node_name
+from ftckpt.frameworks.launcher import is_drawn, job_name, node_name
 from ftckpt.store.outcome import Agent
 
 TORCH = importlib.import_module("torch.distributed.rendezvous")
@@ -98,6 +98,29 @@ def test_a_place_that_is_drawn_anew_names_no_job(
     agent(*words, "train.py", **env)
     with pytest.raises(ConfigError, match=r"--rdzv-id .*FTCKPT_JOB"):
         job_name(None, STATIC)
+
+
+DRAWN = "1e3a516a-1471-4c0b-9f7e-0a1b2c3d4e5f"
+
+
+@pytest.mark.parametrize("words", [["--rdzv-id", "k1"], ["--rdzv_id=k1", "--standalone"]])
+def test_an_id_that_torchrun_has_replaced_names_the_job(agent: Callable[..., None], words: list[str]) -> None:
+    """Where all is on one node it draws one, whatever it was given."""
+    agent(*words, "train.py")
+    env = {"TORCHELASTIC_RUN_ID": DRAWN}
+    assert job_name(None, env) == "k1" and not is_drawn("k1", env)
+    assert job_name(None, {"TORCHELASTIC_RUN_ID": "k2"}) == "k2", "it has not"
+    agent("train.py", PET_RDZV_ID="k3")
+    assert job_name(None, env) == "k3"
+
+
+def test_a_name_that_torchrun_has_drawn_is_known(agent: Callable[..., None]) -> None:
+    env = {"TORCHELASTIC_RUN_ID": DRAWN}
+    agent("--standalone", "train.py")
+    assert job_name(None, env) == DRAWN and is_drawn(DRAWN, env)
+    assert not is_drawn("mine", env) and not is_drawn("k2", {"TORCHELASTIC_RUN_ID": "k2"})
+    agent("--rdzv-backend", "c10d", "--rdzv-id", DRAWN, "train.py")
+    assert not is_drawn(DRAWN, env), "somebody's scheduler names jobs so"
 
 
 @pytest.mark.parametrize("bad", ["a/b", "a b", "..", ".", "x" * 65, "ü", "a\n", "--"])
