@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
@@ -73,6 +73,18 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(inner, torch.nn.Module):
             return model
         model = inner
+
+
+def settle_shards(model: torch.nn.Module) -> None:
+    """Let FSDP2 do at once what it else does in its first forward.
+
+    It may then move a shard that is smaller than others: into memory with room for what fills it up. Of what torch
+    promises only gathering comes to that, so this is collective.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
 
 
 def follows_buffers(model: torch.nn.Module) -> bool:

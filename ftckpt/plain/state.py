@@ -27,7 +27,7 @@ from ftckpt.frameworks.torch_state import (
 )
 from ftckpt.model.training_state import Description
 from ftckpt.plain.buckets import buckets_of
-from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, places, unwrap
+from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, places, settle_shards, unwrap
 
 _memory = attrgetter(LOCAL)
 _writes = attrgetter("_version")
@@ -56,6 +56,7 @@ class PlainState:
         objects: Mapping[str, Stateful],
     ) -> None:
         self.model = unwrap(model)
+        settle_shards(self.model)  # before what may fail on one rank alone: the others would wait for it
         self.is_fenced = False
         self._optimizer = optimizer
         self._objects = {f"objects: {name}": value for name, value in objects.items()}

@@ -359,6 +359,26 @@ def test_weights_that_were_gathered_before_a_restore_are_gathered_anew() -> None
     assert ran == fresh
 
 
+def moved_by_a_forward(rank: int, world_size: int) -> list[str]:
+    """Tensors that lie elsewhere after the first forward of a model whose weights came in place of others."""
+    from ftckpt.plain.geometry import local
+    from ftckpt.plain.state import PlainState
+
+    model = sharded_by_rows(world_size)
+    for module in (model.first, model.second):
+        module.weight = nn.Parameter(module.weight.detach().clone())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    pieces = PlainState(model, optimizer, None, {}).describe().stepped
+    model(torch.ones(1, 6)).sum().backward()
+    now = {local(parameter).data_ptr() for parameter in model.parameters()}
+    return [piece.fragment.key for piece in pieces if piece.tensor.data_ptr() not in now]
+
+
+def test_the_first_forward_moves_no_shard() -> None:
+    for result in run_ranks(moved_by_a_forward, 3, stand_in=False):
+        assert result.value == []
+
+
 def without_process_group(rank: int, world_size: int) -> str:
     import ftckpt.plain
     from ftckpt.config import Config
