@@ -6,8 +6,11 @@ merged; a setting given in both must have the same value in both.
 
 from __future__ import annotations
 
+import base64
+import importlib
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,10 +115,19 @@ def foreseen(words: Sequence[str]) -> Config:
 def of(config: Any) -> Any:
     """The section of a DeepSpeed configuration: a mapping, a path, or base64 of JSON."""
     if not isinstance(config, dict):
-        from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-
         try:
-            config = load_ds_config(config)
+            config = _read(config)
         except (ValueError, OSError):
             return None
-    return config.get(NAME)
+    return config.get(NAME) if isinstance(config, dict) else None
+
+
+def _read(config: Any) -> Any:
+    """Releases of DeepSpeed have this in different places, and some in none that could be called."""
+    hjson = importlib.import_module("hjson")  # which DeepSpeed brings, and which has no types
+
+    if not isinstance(config, str):
+        raise ValueError(f"a {type(config).__name__} is no configuration")
+    if os.path.exists(config):
+        return hjson.loads(Path(config).read_text())
+    return hjson.loads(base64.urlsafe_b64decode(config).decode())

@@ -161,9 +161,10 @@ def set_counters(engine: Any, values: Mapping[str, int]) -> None:
 
 
 def _dynamic_scalers(optimizer: Any) -> Iterator[Any]:
-    # ZeRO's wrappers have a loss scaler; those of fp16 keep the same fields in a configuration.
-    for name in ("loss_scaler", "loss_scale_config"):
-        scaler = getattr(optimizer, name, None)
+    # ZeRO's wrappers have a loss scaler; those of fp16 keep the same fields in a configuration, and up to DeepSpeed
+    # 0.17 in themselves.
+    kept = [getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
+    for scaler in (*kept, optimizer if hasattr(optimizer, "cur_iter") else None):
         if getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
             yield scaler
 

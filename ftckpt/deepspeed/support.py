@@ -93,6 +93,7 @@ REFUSALS = (
         "zero_optimization.offload_optimizer.super_offload",
         lambda engine: bool(_offload("offload_optimizer", "super_offload")(engine)),
         "remove it",
+        "0.18.9",
     ),
     UnsupportedField(
         "zero_optimization.offload_optimizer.ratio below 1",

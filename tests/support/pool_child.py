@@ -91,9 +91,6 @@ def _prepare(rank: int, settings: Settings) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # FSDP2 asks streams for events, which torch 2.6 has given those of GPUs alone.
-    for missing in {"record_event", "wait_event"}.difference(dir(torch.cpu.Stream)):
-        setattr(torch.cpu.Stream, missing, lambda *_: None)
     if settings.stand_in:
         from ftckpt import standin
 
