@@ -7,7 +7,7 @@ them), takes others from there (a checkout as ``megatron-core-0.19.1``), and wri
 have passed.
 
 Pythons (found as ``python3.12``) and releases of torch have environments of their own, of up to 6 GB,
-as ``launch/environment.sh`` makes them; each that passes writes its line.
+as ``launch/environment.sh`` makes them; each that passes comes into the table.
 """
 
 from __future__ import annotations
@@ -35,8 +35,13 @@ FRAMEWORKS = {"megatron-core": "megatron", "DeepSpeed": "deepspeed"}
 RELEASES = [(program, release) for program, releases in TESTED.items() for release in releases]
 MARKS = "<!-- versions -->\n", "<!-- end of versions -->\n"
 passed: dict[tuple[str, str], int] = {}
-ENVIRONMENTS = (("3.10", "2.13.0"), ("3.12", "2.13.0"), ("3.13", "2.13.0"))
+ENVIRONMENTS = (
+    ("3.10", "2.6.0"), ("3.11", "2.7.1"), ("3.12", "2.8.0"), ("3.10", "2.9.1"), ("3.11", "2.10.0"),
+    ("3.12", "2.11.0"), ("3.10", "2.13.0"), ("3.12", "2.13.0"), ("3.13", "2.13.0"), ("3.11", "2.14.1"),
+)  # fmt: skip
 """Python and torch, beside those of this environment, which CI runs."""
+FSDP2_ON_GPUS_ALONE = ("2.6.0",)
+"""There plain torch goes through the suite under DDP."""
 ENVIRONMENT_MARKS = "<!-- environments -->\n", "<!-- end of environments -->\n"
 PREPARE = """
 NAME=versions
@@ -58,14 +63,26 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def line(environment: tuple[str, str]) -> str:
-    python, torch = environment
-    with_ = (ROOT / "launch/constraints.txt").read_text().split()
-    return f"| {python} | {torch} | {', '.join(one.replace('==', ' ') for one in with_)} |\n"
+def ran_with(torch: str) -> str:
+    """What environments have beside torch, and what could not run there."""
+    named = (ROOT / "launch/constraints.txt").read_text().replace("==", " ").split("\n")
+    instead = ["DDP, since torch 2.6 has FSDP2 on GPUs alone"] if torch in FSDP2_ON_GPUS_ALONE else []
+    return ", ".join([*filter(None, named), *instead])
 
 
 def environments(those: Iterable[tuple[str, str]]) -> str:
-    return "| Python | torch | with |\n|---|---|---|\n" + "".join(map(line, those))
+    """A line for each Python, with the releases of torch that ran with the same on it."""
+    releases: dict[tuple[str, str], list[str]] = {}
+    for python, torch in sorted(those, key=lambda one: int(one[0].partition(".")[2])):
+        releases.setdefault((python, ran_with(torch)), []).append(torch)
+    lines = [f"| {python} | {', '.join(of_it)} | {with_} |\n" for (python, with_), of_it in releases.items()]
+    return "| Python | torch | with |\n|---|---|---|\n" + "".join(lines)
+
+
+def written_environments() -> set[tuple[str, str]]:
+    """Those in the README that ran with what they would run with now."""
+    lines = re.findall(r"\| (3\.\d+) \| (.+) \| (.+) \|", between(ENVIRONMENT_MARKS))
+    return {(python, one) for python, of_it, with_ in lines for one in of_it.split(", ") if with_ == ran_with(one)}
 
 
 def between(marks: tuple[str, str]) -> str:
@@ -178,13 +195,20 @@ def prepared(python: str, torch: str, folder: Path) -> Path:
     return folder / "bin/python"
 
 
+def chosen(torch: str) -> list[str]:
+    """What pytest is told to take of the suite."""
+    if torch in FSDP2_ON_GPUS_ALONE:
+        return ["-k", "tp2pp2 or pp2dp2 or zero3 and not four or plain-ddp and not fp16"]
+    return ["-m", "not slow"]
+
+
 def passes(interpreter: Path, python: str, torch: str) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("PYTEST_XDIST_WORKER", None)
     shown = subprocess.run([interpreter, "-c", SHOW], env=env, capture_output=True, text=True, check=True)
     assert shown.stdout.partition("+")[0].split() == [python, torch]
     run = subprocess.run(
-        [interpreter, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not slow", CONFORMANCE],
+        [interpreter, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *chosen(torch), CONFORMANCE],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=880, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:]
@@ -202,6 +226,6 @@ def test_environment(python: str, torch: str, store: Path) -> None:
     finally:
         if "FTCKPT_RELEASES" not in os.environ:
             shutil.rmtree(folder, ignore_errors=True)
-    lines = between(ENVIRONMENT_MARKS).splitlines(keepends=True)
-    named = (python, torch)
-    write(ENVIRONMENT_MARKS, environments(one for one in ENVIRONMENTS if one == named or line(one) in lines))
+    passed_before = written_environments()
+    those = (one for one in ENVIRONMENTS if one == (python, torch) or one in passed_before)
+    write(ENVIRONMENT_MARKS, environments(those))
