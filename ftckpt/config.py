@@ -320,10 +320,7 @@ class Config:
         for name in ("arena", "events", "metrics_dir", "secret_file", "persist"):
             object.__setattr__(self, name, absolute(getattr(self, name)))
         check_persist(self.persist, self.persist_format)
-        if not self.persist and self.persist_interval != Config.persist_interval:
-            raise ConfigError(
-                "--ftckpt-persist-interval: nothing comes to storage without --ftckpt-persist, which names it"
-            )
+        _check_storage_is_named(self)
         if program_of(self.persist) == DEEPSPEED:
             _check_follows_script(self)
         if self.persist_compress == "zstd":
@@ -438,6 +435,13 @@ class Config:
             flag = flag_of(setting.name)
             words.append(flag if value is True else f"{flag}={value}")
         return words
+
+
+def _check_storage_is_named(config: Config) -> None:
+    if not config.persist and config.persist_interval != Config.persist_interval:
+        raise ConfigError(
+            "--ftckpt-persist-interval: nothing comes to storage without --ftckpt-persist, which names it"
+        )
 
 
 def check_protect(protect: str) -> tuple[str, ...]:
