@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ftckpt.errors import ConfigError, Writing, settings_are_written
 from ftckpt.persist_setting import DEEPSPEED, PERSIST_FORMATS, absolute, check_persist, check_scheme, program_of
-from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind_of, reader_of
+from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind_of, read_size, reader_of
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -288,6 +288,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
+            object.__setattr__(self, setting.name, read_size(setting, getattr(self, setting.name)))
             check_value(setting, getattr(self, setting.name))
         # One slot would lose the whole snapshot with the first byte of the next one.
         if self.slots == 1:
@@ -301,10 +302,7 @@ class Config:
         if self.restore_before >= 1 << 63:
             raise ConfigError(f"--ftckpt-restore-before: {self.restore_before} is too large for an iteration")
         check_mtbf(self.mtbf)
-        for name in ("job", "node", "rack"):
-            value = getattr(self, name)
-            if value and not is_name(value):
-                raise ConfigError(f"{flag_of(name)}: {value!r} is not a name; {NAME_RULE}")
+        _check_names(self)
         if self.affinity not in ("auto", "none") and not _CORES.fullmatch(self.affinity):
             raise ConfigError(
                 f"--ftckpt-affinity: {self.affinity!r} is not auto, none or a list of cores such as 0-3,8"
@@ -380,8 +378,6 @@ class Config:
         switches = [one.name for one in fields(cls) if one.metadata["choices"] == ("on", "off")]
         given = {name: "on" if section[name] else "off" for name in switches if isinstance(section.get(name), bool)}
         section = {**section, **given}
-        sizes = [one for one in fields(cls) if one.metadata["unit_bytes"] and isinstance(section.get(one.name), str)]
-        section = {**section, **{one.name: convert(flag_of(one.name), section[one.name], one) for one in sizes}}
         return cls(**section)
 
     @classmethod
@@ -505,6 +501,13 @@ def check_mtbf(mtbf: str) -> dict[str, float]:
 def _require_installed(package: str, who: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{who} needs {package}, which is not installed: pip install 'ftckpt[{extra}]'")
+
+
+def _check_names(config: Config) -> None:
+    for name in ("job", "node", "rack"):
+        value = getattr(config, name)
+        if value and not is_name(value):
+            raise ConfigError(f"{flag_of(name)}: {value!r} is not a name; {NAME_RULE}")
 
 
 def _check_metrics(config: Config) -> None:

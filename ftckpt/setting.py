@@ -64,6 +64,12 @@ def convert(flag: str, text: str, setting: Field[Any]) -> Any:
         raise ConfigError(f"{flag}: {text!r} is not {_described(setting)}") from None
 
 
+def read_size(setting: Field[Any], value: Any) -> Any:
+    """The value, or the size that it is where it is a text such as ``4GiB``; ConfigError where it is none."""
+    is_text = setting.metadata["unit_bytes"] and isinstance(value, str)
+    return convert(flag_of(setting.name), value, setting) if is_text else value
+
+
 def check_value(setting: Field[Any], value: Any) -> None:
     """Raises ConfigError where the setting does not take it."""
     name, kind, rule = flag_of(setting.name), kind_of(setting), setting.metadata

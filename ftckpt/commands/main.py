@@ -8,9 +8,10 @@ carried out.
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import ftckpt
 from ftckpt.commands.check import add_check
@@ -31,8 +32,21 @@ from ftckpt.errors import ConfigError, FtckptError, Writing, settings_are_writte
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: Any) -> None:
+        # Half an option's name would be taken for another one as soon as that is there, too.
+        super().__init__(**settings, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Raise ConfigError for words that the command does not know."""
+        word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+        close = difflib.get_close_matches(word, self._option_string_actions, n=1) if word.startswith("-") else []
+        self.error(
+            f"{word}: {self.prog.split()[-1]} takes no such argument"
+            + "".join(f"; did you mean {one}?" for one in close)
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         add(commands)
     settings_are_written(Writing.FLAG)
     try:
-        arguments = parser.parse_args(argv)
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            commands.choices[arguments.command].refuse(unknown)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except (FtckptError, OSError) as error:

@@ -26,7 +26,7 @@ from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.storage import open_storage
 from ftckpt.persist_setting import taken_over
-from ftckpt.setting import reader_of
+from ftckpt.setting import convert, reader_of
 from ftckpt.smp.link import NetworkLimit, unknown_limit
 from ftckpt.units import sized
 
@@ -53,7 +53,7 @@ def add_plan(commands: Any) -> None:
         "slots", "peer_group", "peer_losses", "objects_mib", "chunk_mib", "memory_limit", "smp_cores", "smp_gbps",
         "protect_timeout_secs", "persist_gbps", "overhead_budget",
     ):  # fmt: skip
-        reads = reader_of(settings[name])
+        reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
     for name in ("network_gbps", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))

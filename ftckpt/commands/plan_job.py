@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ftckpt.config import Config
@@ -150,16 +150,22 @@ class JobShape:
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """Add what ``job_of`` reads to the parser of a command."""
     for name, text in (
-        ("tp", "TP size"), ("pp", "PP size"), ("vpp", "model chunks per pipeline stage"), ("dp", "DP size"),
-        ("cp", "CP size"), ("ep", "EP size"),
+        ("tp", "TP size"), ("pp", "PP size"), ("vpp", "model chunks per pipeline stage"), ("cp", "CP size"),
+        ("ep", "EP size"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{text} (default: 1)")
+    parser.add_argument("--dp", type=int, help="DP size (default: what fills --nodes, or 1)")
     parser.add_argument("--etp", type=int, help="TP size of experts (default: that of --tp)")
     parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks on a node")
-    parser.add_argument("--params", type=counted, required=True, help="parameters of the model, such as 34b or 34e9")
+    parser.add_argument("--nodes", type=int, metavar="N", help="of the job (default: tp*pp*dp*cp / --gpus-per-node)")
     parser.add_argument(
-        "--expert-params", type=counted, default=0, metavar="P", help="how many of them are in experts"
-    )
+        "--params", type=partial(_count, "--params"), required=True,
+        help="parameters of the model, such as 34b or 34e9",
+    )  # fmt: skip
+    parser.add_argument(
+        "--expert-params", type=partial(_count, "--expert-params"), default=0, metavar="P",
+        help="how many of them are in experts",
+    )  # fmt: skip
     parser.add_argument("--layers", type=int, metavar="N", help="of the model: whether stages divide them is checked")
     parser.add_argument(
         "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP (default: distributed)"
@@ -177,6 +183,13 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes-per-rack", type=int, default=0, metavar="N", help="nodes that share a rack")
 
 
+def _count(flag: str, text: str) -> float:
+    try:
+        return counted(text)
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is no count; give one such as 34b, 750m, 1.5t or 34e9") from None
+
+
 def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     """The job that a command line describes.
 
@@ -184,6 +197,8 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
         ConfigError: one that cannot be; the text names the option and the remedy.
     """
     etp = arguments.tp if arguments.etp is None else arguments.etp
+    _check_sizes({**vars(arguments), "etp": etp})
+    arguments = argparse.Namespace(**{**vars(arguments), "dp": _data_parallel(arguments)})
     _check_layout(arguments, etp)
     ranks = arguments.tp * arguments.pp * arguments.dp * arguments.cp
     per_node = arguments.gpus_per_node
@@ -214,11 +229,29 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     return job
 
 
-def _check_layout(arguments: argparse.Namespace, etp: int) -> None:
-    sizes: dict[str, Any] = {**vars(arguments), "etp": etp}
-    for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "gpus_per_node", "layers", "fsdp_replicas"):
+def _check_sizes(sizes: Mapping[str, Any]) -> None:
+    for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "nodes", "gpus_per_node", "layers", "fsdp_replicas"):
         if sizes[name] is not None and sizes[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: {sizes[name]} is too small; the least is 1")
+
+
+def _data_parallel(arguments: argparse.Namespace) -> int:
+    """As it is given, or as the nodes of the job have room for."""
+    dp: int | None = arguments.dp
+    if arguments.nodes is None:
+        return 1 if dp is None else dp
+    ranks, others = arguments.nodes * arguments.gpus_per_node, arguments.tp * arguments.pp * arguments.cp
+    text = f"--nodes: {arguments.nodes} nodes of {arguments.gpus_per_node} have {ranks} ranks"
+    if ranks % others:
+        raise ConfigError(f"{text}, which tp*pp*cp = {others} does not divide; change one of these sizes")
+    if dp is not None and dp * others != ranks:
+        raise ConfigError(
+            f"{text}, but tp*pp*dp*cp is {dp * others}; give --dp {ranks // others}, or leave --dp or --nodes out"
+        )
+    return int(ranks // others)
+
+
+def _check_layout(arguments: argparse.Namespace, etp: int) -> None:
     pp, vpp, ep, layers = arguments.pp, arguments.vpp, arguments.ep, arguments.layers
     if vpp > 1 and pp == 1:
         raise ConfigError(f"--vpp: {vpp} chunks per stage need a pipeline; give --pp 2 or more, or leave --vpp out")

@@ -260,6 +260,21 @@ def test_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]
     assert captured.out == "" and captured.err.startswith("ftckpt: ") and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "half", "whole"),
+    [
+        (["inspect", "x", "--verif"], "--verif", "--verify"),
+        (["ls", "--aren=/dev/shm"], "--aren", "--arena"),
+        (["plan", "--params", "1b", "--gpus-per-node", "1", "--node-mem", "4"], "--node-mem", "--node-memory"),
+    ],
+)
+def test_half_the_name_of_an_option_is_none(
+    argv: list[str], half: str, whole: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert f"{half}: {argv[0]} takes no such argument; did you mean {whole}?" in capsys.readouterr().err
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])

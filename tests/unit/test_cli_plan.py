@@ -48,6 +48,11 @@ def test_the_plan_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert failures(value)["any two nodes"] == (2016, 2016 - 8 * 28)  # eight groups of eight nodes
 
 
+def test_data_parallel_ranks_fill_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    model = "--tp 8 --pp 8 --gpus-per-node 8 --params 34e9"
+    assert planned(capsys, f"{model} --nodes 64") == planned(capsys, SIZE) == planned(capsys, f"{SIZE} --nodes 64")
+
+
 def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SIZE.split(), "--interval", "5"]) == 0
     text = capsys.readouterr().out
@@ -408,6 +413,23 @@ def test_what_nobody_said_of_the_memory_of_a_node_is_assumed_aloud(capsys: pytes
         ("--dp 8 --gpus-per-node 16 --params 1e9", "--gpus-per-node: 16 is more than the 8 ranks"),
         ("--dp 8 --vpp 2 --gpus-per-node 8 --params 1e9", "--vpp: 2 chunks per stage need a pipeline; give --pp"),
         ("--dp 8 --vpp 0 --gpus-per-node 8 --params 1e9", "--vpp: 0 is too small"),
+        ("--nodes 0 --gpus-per-node 8 --params 1e9", "--nodes: 0 is too small"),
+        (
+            "--nodes 2 --tp 3 --gpus-per-node 8 --params 1e9",
+            "2 nodes of 8 have 16 ranks, which tp*pp*cp = 3 does not",
+        ),
+        ("--nodes 2 --dp 8 --gpus-per-node 8 --params 1e9", "but tp*pp*dp*cp is 8; give --dp 16, or leave --dp or"),
+        (
+            "--node 4 --dp 8 --gpus-per-node 8 --params 1e9",
+            "--node: plan takes no such argument; did you mean --nodes?",
+        ),
+        ("4 --dp 8 --gpus-per-node 8 --params 1e9", "4: plan takes no such argument (see ftckpt plan --help)"),
+        ("--gpus-per-node 8 --params 34x", "--params: '34x' is no count; give one such as 34b, 750m, 1.5t or 34e9"),
+        ("--gpus-per-node 8 --params 1b --expert-params x", "--expert-params: 'x' is no count; give one such as 34b"),
+        (
+            "--gpus-per-node 8 --params 1b --memory-limit 4x",
+            "--memory-limit: '4x' is not a number, or a size such as",
+        ),
         ("--pp 4 --layers 6 --gpus-per-node 4 --params 1e9", "--layers: 6 do not spread evenly over pp*vpp = 4"),
         ("--pp 4 --layers 2 --gpus-per-node 4 --params 1e9 --zero 1", "--layers: 2 do not spread"),
         ("--tp 2 --dp 4 --ep 3 --etp 1 --gpus-per-node 8 --params 1e9 --expert-params 1e8", "ep*etp = 3 does not"),

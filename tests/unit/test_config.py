@@ -170,7 +170,7 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("protect", "replica,copy", "protect: 'replica,copy': replica and copy guard the same bytes"),
         ("chunk_mib", 0, "chunk_mib: 0 is too small; the least is 0.0625"),
         ("chunk_mib", 0.0624, "chunk_mib: 0.0624 is too small"),
-        ("chunk_mib", "16", "chunk_mib: '16' is not a number"),
+        ("chunk_mib", "16 bags", "chunk_mib: '16 bags' is not a number"),
         ("chunk_mib", float("nan"), "chunk_mib: nan"),
         ("schedule", "idle", "schedule: 'idle' is not one of bubble, stream, thread, sync"),
         ("schedule", None, "schedule: None is not a text"),
@@ -412,6 +412,7 @@ def test_a_size_may_have_a_unit(flag: str, text: str, value: float) -> None:
     name = flag.replace("-", "_")
     assert getattr(Config.from_flags(["--ftckpt", f"--ftckpt-{flag}", text])[0], name) == value
     assert getattr(Config.from_mapping({"enabled": True, name: text}), name) == value
+    assert getattr(Config(**{name: text}), name) == value  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -420,3 +421,5 @@ def test_a_size_may_have_a_unit(flag: str, text: str, value: float) -> None:
 def test_a_size_that_is_none_is_told_how_to_be_written(flag: str, text: str) -> None:
     with pytest.raises(ConfigError, match=rf"^--ftckpt-{flag}: '{text}' is not a .*number, or a size such as 4GiB$"):
         Config.from_flags(["--ftckpt", f"--ftckpt-{flag}", text])
+    with pytest.raises(ConfigError, match=rf"^--ftckpt-{flag}: '{text}' is not a .*number, or a size such as 4GiB$"):
+        Config(**{flag.replace("-", "_"): text})  # type: ignore[arg-type]
