@@ -20,6 +20,7 @@ from ftckpt.model.failures import LastAttempt
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, counts_until, newest_of, next_origin, rollback
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.persist import retention
@@ -37,8 +38,31 @@ from ftckpt.restore.threads import threads_of
 from ftckpt.restore.voiding import void
 
 _LINEAGE_BYTES = 16
+_MOST_NAMED = 8
 
 _Brought = tuple[Needs, Traffic, Callable[[], bytes]]
+
+
+class _There(NamedTuple):
+    """The ``newest`` iteration in memory and on storage, -1 for none, and all of which something was seen there."""
+
+    newest: int
+    iterations: tuple[int, ...]
+
+    @classmethod
+    def of(cls, newest: int, reports: Sequence[Inventory] | None, shelf: Shelf) -> _There:
+        in_memory = {slot.snapshot for one in reports or () for arena in one.arenas for slot in arena.slots}
+        found = {snapshot.iteration for snapshot in in_memory | {one.snapshot for one in shelf.snapshots}}
+        return cls(newest, tuple(sorted(found)))
+
+    def nothing_before(self, limit: int) -> str:
+        """What is wrong with going back to before an iteration of which nothing is there that is older."""
+        names = listed([str(one) for one in self.iterations], _MOST_NAMED)
+        have = f", which have iterations {names}" if names else ""
+        return (
+            f"--ftckpt-restore-before: no snapshot before iteration {limit} is whole in memory or on storage{have}; "
+            "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
+        )
 
 
 class Restart:
@@ -118,7 +142,8 @@ class Restart:
             together(self._group, lambda: drop_undone(self._arenas, self._events, origin) if leads else None)
             self._reports = None  # something of it may have gone
         self._arenas.origin = origin
-        limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
+        there = _There.of(max(newest, shelf.newest), seen.reports, shelf)
+        limit = self._limit(before, origin, there.newest, loaded)
         shelf = shelf.before(limit) if limit else shelf
         self._offered = shelf
         reason = rollback(loaded, origin) if not limit or loaded.named else ""
@@ -128,12 +153,12 @@ class Restart:
         if reason and whole >= 0:
             self.why = f"{reason}; memory ({whole}) is given up"
             self._events.emit("rolled_back", loaded=loaded.iteration, in_memory=whole, reason=reason)
-        elif not reason and not limit and 0 <= max(newest, shelf.newest) < loaded.iteration:
+        elif not reason and not limit and 0 <= there.newest < loaded.iteration:
             self._give_up_older(newest, loaded)
         elif not reason:
             decision = self._search(_Wish(on_lost, loaded, reshapes, limit, unproven), shelf)
         if limit:
-            self._undo(limit, decision, loaded, on_lost)
+            self._undo(limit, decision, loaded, there, on_lost)
         self.origin = next_origin(loaded, origin, storage_counts=decision is None, before=before)
         if decision is None:
             self._go_on_from(loaded.iteration)
@@ -159,18 +184,19 @@ class Restart:
             )
         return before
 
-    def _undo(self, limit: int, decision: Decision | None, loaded: Checkpoint, on_lost: str) -> None:
+    def _undo(self, limit: int, decision: Decision | None, loaded: Checkpoint, there: _There, on_lost: str) -> None:
         """No later start takes what is newer, wherever it lies; memory is voided in ``void_newer``."""
         if decision is None and not loaded.is_one and on_lost != "fresh":
-            raise LostError(
-                f"--ftckpt-restore-before: no snapshot before iteration {limit} is whole in memory or on storage; "
-                "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
-            )
+            raise LostError(there.nothing_before(limit))
         leads = self._storage and self._group.rank == 0
         undone = together(
             self._group, lambda: self._shelf.void_from(limit, self._group.name, self._job) if leads else []
         )
         iteration = decision.snapshot.iteration if decision is not None else max(0, loaded.iteration)
+        if there.newest < limit and not undone:
+            text = f"restore_before {limit}: nothing is there of that iteration or behind it, and nothing is undone"
+            self._events.announce(f"{text}; goes on from iteration {iteration}")
+            return
         self._events.emit(
             "went_back", iteration=iteration, before=limit, on_storage=[one.iteration for one in undone]
         )

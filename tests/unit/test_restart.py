@@ -333,6 +333,16 @@ def test_a_job_goes_back_before_an_iteration_once(arena_root: Path) -> None:
     assert {(start.origin.before, start.origin.generation) for start in before} == {(251, 1)}
 
 
+def test_where_nothing_is_behind_it_nothing_was_undone(arena_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, NOTHING, 249, 250)
+    caplog.set_level("INFO", "ftckpt")
+    starts = restart(job.topology, job.node_dir, before=251)
+    assert {start.decision and start.decision.snapshot.iteration for start in starts} == {250}
+    assert not events_of(starts, "went_back") and {start.origin.before for start in starts} == {251}
+    assert "nothing is undone; goes on from iteration 250" in caplog.text
+
+
 def test_the_same_number_goes_back_again_only_behind_a_start_without_it(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
     trained(job, Checkpoint(generation=1, before=251), 250, 270)
@@ -350,7 +360,7 @@ def test_where_nothing_is_before_it_a_start_that_goes_back_is_refused(arena_root
     (start, _) = restart(job.topology, job.node_dir, before=100)
     assert start.decision is None and start.origin.before == 100, "a first start; later ones go on"
     trained(job, NOTHING, 249, 250)
-    with raises(LostError, "--ftckpt-restore-before: no snapshot before iteration 100"):
+    with raises(LostError, "no snapshot before iteration 100", "on storage, which have iterations 249, 250; name"):
         restart(job.topology, job.node_dir, before=100)
     with raises(ConfigError, "--ftckpt-restore-before: 100, but the script has loaded iteration 120"):
         restart(job.topology, job.node_dir, before=100, loaded=Checkpoint(120))
