@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from ftckpt.commands.arena_option import add_arena
+from ftckpt.commands.job_nodes import job_directory, jobs_in
 from ftckpt.store.directory import clean_job
 
 
@@ -18,10 +20,15 @@ def add_clean(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Delete and return the exit status. Raises ArenaError where the job is alive."""
+    """Delete and return the exit status: 1 where there is no such job. Raises ArenaError where the job is alive."""
+    is_there = job_directory(arguments.arena, arguments.job).exists()
     removed = clean_job(arguments.arena, arguments.job)
     for path in removed:
         print(f"removed {path}")
-    if not removed:
+    if not is_there:
+        jobs = ", ".join(jobs_in(arguments.arena)) or "none"
+        text = f"no memory of job {arguments.job!r} under {arguments.arena}; jobs there: {jobs}"
+        print(f"ftckpt: {text}", file=sys.stderr)
+    elif not removed:
         print(f"no arenas of job {arguments.job!r} under {arguments.arena}")
-    return 0
+    return int(not is_there)

@@ -9,7 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ftckpt.commands.arena_option import add_arena
+from ftckpt.commands.job_nodes import job_directory, jobs_in
 from ftckpt.commands.page import aligned
+from ftckpt.config import is_name
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
@@ -30,7 +33,11 @@ _MOST_NAMED = 8
 def add_inspect(commands: Any) -> None:
     """Add the sub-command to the parser of ``ftckpt``."""
     parser = commands.add_parser("inspect", help="show what arenas hold")
-    parser.add_argument("path", type=Path, help="directory of a job, a node or an arena, or a slot file")
+    parser.add_argument(
+        "what", metavar="JOB|PATH",
+        help="name of a job, or a path: of a directory of jobs, a job, a node or an arena, or of a slot file",
+    )  # fmt: skip
+    add_arena(parser)
     parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
     parser.set_defaults(run=run)
 
@@ -57,36 +64,53 @@ class Inspection:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what is there and return the exit status: 1 where something is corrupt. Raises ArenaError."""
-    path: Path = arguments.path
+    path = _path_of(arguments.what, arguments.arena)
     inspection = Inspection()
     if path.is_file() and (path.parent / CONTROL_NAME).exists():
-        _inspect_arena(inspection, path.parent, path.name, arguments.verify)
+        _inspect_arena(inspection, path.parent, _name_of(path.parent), path.name, arguments.verify)
     elif path.is_file():
         _inspect_file(inspection, path)
     else:
-        arenas = list(_arenas_under(path))
+        jobs = [job_directory(path, job) for job in jobs_in(path)]
+        arenas = [arena for under in jobs or [path] for arena in _arenas_under(under)]
         if not arenas:
-            raise ArenaError(f"{path}: no arenas here; name a directory of a job, a node or an arena")
+            raise ArenaError(f"{path}: no arenas here; name a job, or a directory of jobs, a job, a node or an arena")
         for arena in arenas:
-            _inspect_arena(inspection, arena, None, arguments.verify)
+            _inspect_arena(inspection, arena, _name_of(arena, with_job=bool(jobs)), None, arguments.verify)
         for node_dir in sorted({arena.parent for arena in arenas}):
             _inspect_ranks(inspection, node_dir)
     inspection.print()
     return 1 if inspection.corrupt else 0
 
 
+def _path_of(what: str, root: Path) -> Path:
+    """A name is a job's first, as other commands have it. Raises ArenaError where neither is there."""
+    path = job_directory(root, what) if is_name(what) else Path(what)
+    path = path if path.exists() else Path(what)
+    if not path.exists():
+        jobs = ", ".join(jobs_in(root)) or "none"
+        raise ArenaError(f"{what}: neither a path nor a job with memory under {root}; jobs there: {jobs}")
+    return path
+
+
 def _arenas_under(path: Path) -> Iterable[Path]:
+    """Of an arena, a node or a job; directories in which no arena is are of others."""
     if _is_arena(path):
         return [path]
-    return [arena for child in list_arenas(path) for arena in ([child] if _is_arena(child) else list_arenas(child))]
+    children = list_arenas(path)
+    grand = [arenas for arenas in map(list_arenas, children) if any(map(_is_arena, arenas))]
+    return [*filter(_is_arena, children), *(arena for arenas in grand for arena in arenas)]
+
+
+def _name_of(arena: Path, with_job: bool = False) -> str:
+    return "/".join(arena.parts[-3 if with_job else -2 :])
 
 
 def _is_arena(path: Path) -> bool:
     return (path / CONTROL_NAME).exists() or (path / slot_name(0)).exists()
 
 
-def _inspect_arena(inspection: Inspection, path: Path, only: str | None, verify: bool) -> None:
-    name = f"{path.parent.name}/{path.name}"
+def _inspect_arena(inspection: Inspection, path: Path, name: str, only: str | None, verify: bool) -> None:
     try:
         arena = Arena.open(path)
     except (CorruptError, MismatchError) as error:

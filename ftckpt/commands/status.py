@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -69,7 +70,10 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """Print a line for each job."""
+    """Print a line for each job and return the exit status: 1 where there is no place for jobs."""
+    if not arguments.arena.is_dir():
+        print(f"ftckpt: --arena: {arguments.arena} is not a directory; name the one that jobs have", file=sys.stderr)
+        return 1
     states = {job: nodes_here(arguments.arena, job, 1.0) for job in jobs_in(arguments.arena)}
     jobs = [{"job": job, **_summary(state.nodes), **_memory(state.nodes)} for job, state in states.items()]
     if arguments.json:

@@ -83,6 +83,30 @@ def test_inspect_all_nodes_of_a_job(root: Path, capsys: pytest.CaptureFixture[st
     assert shown == {f"{path.parent.name}/{path.name}" for path in paths}
 
 
+def test_inspect_a_job_by_its_name(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = arena_with_snapshot(root)
+    (root / "job").mkdir()
+    monkeypatch.chdir(root)
+    assert main(["inspect", "job", "--arena", str(root)]) == 0
+    assert {row[0] for row in rows(capsys.readouterr().out)[1:]} == {f"n0/{path.name}"}
+    assert main(["inspect", "./job", "--arena", str(root)]) == 2
+    assert main(["inspect", "jib", "--arena", str(root)]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"jib: neither a path nor a job with memory under {root}; jobs there: job\n"
+    )
+
+
+def test_inspect_all_jobs_beside_what_is_not_ours(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, other = arena_with_snapshot(root), root / "others" / "cache" / "deep"
+    other.mkdir(parents=True)
+    assert main(["inspect", str(root)]) == 0
+    assert {row[0] for row in rows(capsys.readouterr().out)[1:]} == {f"ftckpt-job/n0/{path.name}"}
+    shutil.rmtree(root / "ftckpt-job")
+    assert main(["inspect", str(root)]) == 2 and "no arenas here" in capsys.readouterr().err
+
+
 def test_inspect_shows_where_ranks_that_live_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node_dir = arena_with_snapshot(root).parent
     assert main(["inspect", str(root / "ftckpt-job")]) == 0
@@ -189,8 +213,18 @@ def test_clean(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clean", "job", "--arena", str(root)]) == 0
     assert capsys.readouterr().out == f"removed {path}\n"
     assert list(root.iterdir()) == []
-    assert main(["clean", "job", "--arena", str(root)]) == 0
-    assert capsys.readouterr().out == f"no arenas of job 'job' under {root}\n"
+    assert main(["clean", "job", "--arena", str(root)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == f"ftckpt: no memory of job 'job' under {root}; jobs there: none\n"
+    node_directory(root, "job", "n0")
+    assert main(["clean", "job", "--arena", str(root)]) == 0 and not list(root.iterdir())
+
+
+def test_a_place_that_is_not_there_has_no_list_of_jobs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", "--arena", str(root / "none")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"--arena: {root / 'none'} is not a directory" in captured.err
+    assert main(["ls", "--arena", str(root)]) == 0 and "no job has memory" in capsys.readouterr().out
 
 
 def event_logs(directory: Path, iterations: tuple[int, ...]) -> None:
