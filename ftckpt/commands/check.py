@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.commands.arena_option import add_arena
-from ftckpt.commands.check_host import look_at_host
+from ftckpt.commands.check_host import arena_problem, look_at_host
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
 from ftckpt.commands.page import aligned
 from ftckpt.errors import ConfigError
@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--mib {arguments.mib}: name 1 to {1 << 20}")
     if not 0 <= arguments.thorough < math.inf:
         raise ConfigError(f"--thorough {arguments.thorough:g}: name seconds")
+    if arguments.json is not None and int(os.environ.get("RANK", "0")) == 0:
+        _require_writable(arguments.json)
     areas, begin = arguments.only or _AREAS, time.time()
     site: Any = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -83,16 +85,35 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(one.state == FAILED for of_rank in everything.values() for one in of_rank))
 
 
+def _require_writable(path: Path) -> None:
+    """A check takes minutes: its result is not to be lost for a place that cannot take it."""
+    is_new = not path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from None
+    if is_new:  # until there is something to write
+        path.unlink()
+
+
 def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[Finding]:
+    no_arena = arena_problem(arguments.arena)
+    # Of a look that all ranks take together, none is left out on some of them alone.
+    without = [no_arena is not None] if site is None else codec.gather(site.group, no_arena is not None, bool)
     if "host" in areas and (site is None or site.leads):
         yield from look_at_host(arguments.arena, int(arguments.node_gib * 2**30), 1 if site is None else site.local)
-    if "device" in areas:
+    elif no_arena is not None:
+        yield no_arena
+    if "device" in areas and any(without):
+        yield Finding("device", "copies", SKIPPED, "there is no arena to copy to")
+    elif "device" in areas:
         yield from _look_at_device(arguments, site)
     if "network" in areas:
         if site is None:
             yield Finding("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")
         else:
-            yield from site.look(arguments.arena)
+            yield from site.look(None if any(without) else arguments.arena)
 
 
 def _look_at_device(arguments: argparse.Namespace, site: Any) -> Iterator[Finding]:

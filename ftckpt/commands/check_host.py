@@ -8,7 +8,7 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,17 +34,26 @@ def look_at_host(arena: Path, need_bytes: int, ranks: int) -> Iterator[Finding]:
         need_bytes: of a node, as ``ftckpt plan`` says; 0: unknown.
         ranks: of the job on this node.
     """
-    for name, look in (
+    no_arena = arena_problem(arena)
+    in_arena: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("arena", lambda: _file_system(arena)),
         ("room", lambda: _room(arena, need_bytes)),
         ("memory rate", lambda: _rate(arena)),
         ("locks", lambda: _locks(arena)),
+    )
+    if no_arena is not None:
+        yield no_arena
+        in_arena = ()
+    for name, look in (
+        *in_arena,
         ("descriptors", _descriptors),
         ("locked memory", _locked_memory),
         ("cores", lambda: _cores(ranks)),
         ("kernel", _kernel),
     ):
         yield attempt(_AREA, name, look)
+    if no_arena is not None:
+        return
     found = hazards(arena)
     for hazard in found:
         yield Finding(_AREA, hazard.name.replace("_", " "), WARNED, hazard.text, hazard.remedy)
@@ -52,11 +61,22 @@ def look_at_host(arena: Path, need_bytes: int, ranks: int) -> Iterator[Finding]:
         yield Finding(_AREA, "surroundings", PASSED, "nothing is known that would remove snapshots")
 
 
-def _file_system(arena: Path) -> Finding:
+def arena_problem(arena: Path) -> Finding | None:
+    """Why nothing can be looked at there; None: it can."""
+    if not arena.is_dir():
+        remedy = "make it, on a tmpfs, or name another with --arena, and for the job with --ftckpt-arena"
+        return Finding(_AREA, "arena", FAILED, f"{arena} {_is_not(arena)}", remedy)
     if not os.access(arena, os.W_OK | os.X_OK):
-        return Finding(
-            _AREA, "arena", FAILED, f"{arena} cannot be written", "name a tmpfs of your own with --ftckpt-arena"
-        )
+        remedy = "name a tmpfs of your own with --ftckpt-arena"
+        return Finding(_AREA, "arena", FAILED, f"{arena} cannot be written", remedy)
+    return None
+
+
+def _is_not(path: Path) -> str:
+    return "is not a directory" if path.exists() else "does not exist"
+
+
+def _file_system(arena: Path) -> Finding:
     return Finding(_AREA, "arena", PASSED, f"{arena} can be written, on {mount_of(arena, Path('/proc')).kind}")
 
 

@@ -88,10 +88,11 @@ class LaunchedRanks:
             found.setdefault(one.node, rank)
         return found
 
-    def look(self, arena: Path) -> Iterator[Finding]:
-        """Each finding as it comes."""
+    def look(self, arena: Path | None) -> Iterator[Finding]:
+        """Each finding as it comes. ``arena``: None where a rank has none."""
         yield self._clocks()
-        yield self._directory(arena)
+        if arena is not None:
+            yield self._directory(arena)
         if len(self.leaders) == 1:
             yield Finding(_AREA, "SMP pairs", SKIPPED, "one node: nothing is sent")
         else:

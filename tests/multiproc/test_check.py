@@ -56,9 +56,25 @@ def test_what_a_node_needs_and_has_not(arena_root: Path, capsys: pytest.CaptureF
 
 def test_a_place_that_is_none(tmp_path: Path) -> None:
     found = by_name(look_at_host(tmp_path / "none", 0, 1))
-    assert found["arena"].state == FAILED and "cannot be written" in found["arena"].text
-    assert found["locks"].state == FAILED, "and the others are looked at all the same"
-    assert found["kernel"].state == PASSED
+    assert found["arena"].state == FAILED and "none does not exist" in found["arena"].text
+    assert found["kernel"].state == PASSED, "and what does not lie there is looked at all the same"
+    assert not {"room", "memory rate", "locks", "surroundings"} & set(found), "of its parent nothing is said"
+
+
+@pytest.mark.parametrize("only", ["host", "device"])
+def test_a_place_that_is_none_fails_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str) -> None:
+    assert main(["check", "--arena", str(tmp_path / "none"), "--only", only]) == 1
+    out = capsys.readouterr().out
+    assert out.count("does not exist") == 1 and "FAILED host, arena: make it" in out and ", 1 failed," in out
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "none" / "found.json"
+    assert main(["check", "--json", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"--json: {out} cannot be written: No such file or directory" in captured.err
 
 
 def test_what_raises_is_a_failure_of_that_one_thing() -> None:
