@@ -364,11 +364,11 @@ class Config:
         """Build from a JSON section, where ``layouts`` may be a list, ``network_gbps`` a number and
         ``persist_at_end`` and ``pin`` a truth value; unknown names are errors that name the closest valid one."""
         if not isinstance(section, Mapping):
-            raise ConfigError(f"ftckpt: expected a mapping of settings, got {type(section).__name__}")
+            raise ConfigError(f"settings of ftckpt: expected a mapping, got {type(section).__name__}")
         known = [setting.name for setting in fields(cls)]
         for name in section:
             if name not in known:
-                raise ConfigError(f"ftckpt: unknown setting {name!r}; {closest(str(name), known)}")
+                raise ConfigError(f"unknown setting {name!r} of ftckpt; {closest(str(name), known)}")
         layouts = section.get("layouts")
         if isinstance(layouts, (list, tuple)) and all(isinstance(name, str) for name in layouts):
             section = {**section, "layouts": ",".join(layouts)}

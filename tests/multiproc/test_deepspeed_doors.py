@@ -294,8 +294,8 @@ def refused(rank: int, world_size: int, arena: str) -> list[str]:
 def test_wrong_starts_are_refused_on_all_ranks_in_one_line(arena_root: Path) -> None:
     for found in results(refused, 2, str(arena_root)):
         kind, unknown, small, off, version, plain, differ, right, second, again = found
-        assert kind == "ConfigError: ftckpt: expected a mapping of settings, got list"
-        assert unknown == "ConfigError: ftckpt: unknown setting 'intervall'; did you mean interval?"
+        assert kind == "ConfigError: settings of ftckpt: expected a mapping, got list"
+        assert unknown == "ConfigError: unknown setting 'intervall' of ftckpt; did you mean interval?"
         assert small == 'ConfigError: "interval": 0 is too small; the least is 1'
         assert version.startswith("UnsupportedError: ") and "DeepSpeed 9.9.9 was not tested" in version
         assert "0.19.8" in version

@@ -53,10 +53,10 @@ def test_a_section_is_a_config(given: Any, config: Config) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (True, "ftckpt: expected a mapping of settings, got bool"),
-        ([], "ftckpt: expected a mapping of settings, got list"),
-        ("on", "ftckpt: expected a mapping of settings, got str"),
-        ({"enabled": True, "intervall": 2}, "ftckpt: unknown setting 'intervall'; did you mean interval?"),
+        (True, "settings of ftckpt: expected a mapping, got bool"),
+        ([], "settings of ftckpt: expected a mapping, got list"),
+        ("on", "settings of ftckpt: expected a mapping, got str"),
+        ({"enabled": True, "intervall": 2}, "unknown setting 'intervall' of ftckpt; did you mean interval?"),
         ({"enabled": "yes"}, "\"enabled\": 'yes' is not true or false"),
         ({"enabled": True, "interval": "2"}, "\"interval\": '2' is not a whole number"),
         ({"enabled": True, "slots": 1}, '"slots": 1 is too small; the least is 2'),
@@ -290,7 +290,7 @@ def test_a_wrong_section_ends_the_script_in_one_line_before_anything_is_built(tm
     pytest.importorskip("deepspeed")
     ended = run(tmp_path, "SCRIPT", end=WRONG, FTCKPT_DEVICE="cpu")
     assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1] == "ftckpt: ftckpt: unknown setting 'slot'; did you mean slots?"
+    assert ended.stderr.splitlines()[-1] == "ftckpt: unknown setting 'slot' of ftckpt; did you mean slots?"
     assert "Traceback" not in ended.stderr
 
 
