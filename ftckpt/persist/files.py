@@ -59,6 +59,9 @@ class FileStorage(Storage):
         if not self._root.is_dir():
             raise StorageError(f"{where}: is no directory; name one", lasting=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
+            if os.statvfs(self._root).f_flag & os.ST_RDONLY:
+                text = "lies on a read-only file system; mount it to be written, or name another directory"
+                raise StorageError(f"{where}: {text}", lasting=True)
             raise StorageError(f"{where}: may not be written by this user; change its owner or mode", lasting=True)
         self._identity = (status.st_dev, status.st_ino)
 

@@ -421,6 +421,13 @@ def test_places_that_cannot_be_used_are_named_with_the_setting(tmp_path: Path) -
     shutil.rmtree(tmp_path)
 
 
+def test_a_file_system_that_is_read_only_is_said_to_be_so(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "mount") as mount:
+        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+        with raises(StorageError, "--ftckpt-persist", "lies on a read-only file system; mount it"):
+            open_storage(str(mount), "--ftckpt-persist")
+
+
 def test_directories_that_were_made_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, synced = in_files(tmp_path), list[Path]()
     monkeypatch.setattr(files, "sync_directory", synced.append)
