@@ -30,6 +30,7 @@ from ftckpt.convert.storage import PARTIAL, CheckedOnce, Destination, explained,
 from ftckpt.errors import ConvertError, CorruptError, FtckptError
 from ftckpt.model import objects
 from ftckpt.model.fragment import DTYPE_BYTES, Shape
+from ftckpt.model.text import with_article
 
 FORMAT = "ftckpt-universal"
 VERSION = 1
@@ -262,7 +263,7 @@ class UniversalReader(Reader):
         except CorruptError as error:
             raise ConvertError(f"{where}: {error}") from None
         if not isinstance(value, dict):
-            raise ConvertError(f"{where}: holds a {type(value).__name__}, not a mapping")
+            raise ConvertError(f"{where}: holds {with_article(type(value).__name__)}, not a mapping")
         return value
 
 

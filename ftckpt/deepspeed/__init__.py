@@ -25,6 +25,7 @@ from ftckpt.deepspeed import initialize
 from ftckpt.deepspeed.section import configure
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks.launcher import follow_uncaught
+from ftckpt.model.text import with_article
 
 if TYPE_CHECKING:
     from ftckpt.frameworks.torch_state import Stateful
@@ -49,7 +50,7 @@ def register(name: str, value: Stateful) -> None:
         raise ConfigError(f"register: the name {name!r} is taken or empty; names that begin with ftckpt. are ours")
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(value, method, None)):
-            raise ConfigError(f"register: {name!r} is a {type(value).__name__} and has no {method}()")
+            raise ConfigError(f"register: {name!r} is {with_article(type(value).__name__)} and has no {method}()")
     if active() is not None:
         raise ConfigError(f"register: too late for {name!r}; register objects before deepspeed.initialize")
     initialize.objects[name] = value

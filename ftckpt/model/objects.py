@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ftckpt.errors import CorruptError, UnsupportedError
+from ftckpt.model.text import with_article
 
 MAGIC = b"FTOBJ001"
 _TEXTS = frozenset((str,))
@@ -170,7 +171,9 @@ def _encode_bytes(value: Any, blobs: _Blobs) -> Any:
         data = np.ascontiguousarray(value).tobytes()
         described = {"dtype": value.dtype.str, "shape": list(value.shape)}
         return {"$": "array" if is_array else "scalar", **described, **blobs.add(data)}
-    raise _RefusedError(f"a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle")
+    raise _RefusedError(
+        f"{with_article(f'{kind.__module__}.{kind.__qualname__}')}, which cannot be saved without pickle"
+    )
 
 
 def _encode_tensor(value: Any, blobs: _Blobs) -> Any:

@@ -11,6 +11,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
+def with_article(name: str) -> str:
+    """``a Linear``, ``an AdamW``."""
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def human(nbytes: int) -> str:
     """``nbytes`` in the largest unit of which there is one."""
     size = float(nbytes)

@@ -25,6 +25,7 @@ from ftckpt.frameworks.torch_state import (
     save_all,
     save_generators,
 )
+from ftckpt.model.text import with_article
 from ftckpt.model.training_state import Description
 from ftckpt.plain.buckets import buckets_of
 from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, places, settle_shards, unwrap
@@ -68,7 +69,9 @@ class PlainState:
         kept = self._objects if scheduler is None else {**self._objects, "scheduler": scheduler}
         for name, value in kept.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise ConfigError(f"{name} is a {type(value).__name__} without state_dict and load_state_dict")
+                raise ConfigError(
+                    f"{name} is {with_article(type(value).__name__)} without state_dict and load_state_dict"
+                )
         self._live = LiveTensors(self._live_tensors, lambda: Holders((self.model,), (optimizer,)), LOCAL)
         self._extra = ExtraState(self.model)
         self._num_writes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -174,6 +175,7 @@ class Level(IntEnum):
         ({"m": np.ma.array([1, 2], mask=[0, 1])}, r"^objects\.m is a numpy\.ma.*MaskedArray"),
         ({"n": np.bytes_(b"x")}, r"^objects\.n is a numpy\.bytes_"),
         ({"r": np.zeros(2, "i4,f4")}, r"^objects\.r is a numpy\.ndarray"),
+        ({"e": itertools.count()}, r"^objects\.e is an itertools\.count"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ftckpt.convert.foreign import pickles
 from ftckpt.errors import ConvertError
-from ftckpt.model.text import listed
+from ftckpt.model.text import listed, with_article
 
 _TENSORS = {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names"}
 _OPTIMIZER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
@@ -123,7 +123,9 @@ def load_mapping(path: Path) -> dict[str, Any]:
     """A file whose value must be a mapping. Raises ConvertError."""
     value = load_value(path)
     if not isinstance(value, dict):
-        raise ConvertError(f"{path} holds a {type(value).__name__}, not the mapping that DeepSpeed writes")
+        raise ConvertError(
+            f"{path} holds {with_article(type(value).__name__)}, not the mapping that DeepSpeed writes"
+        )
     return value
 
 

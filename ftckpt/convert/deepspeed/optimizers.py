@@ -19,6 +19,7 @@ from ftckpt.convert.deepspeed.files import Files
 from ftckpt.convert.foreign import archives
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Shape
+from ftckpt.model.text import with_article
 
 Shapes = Mapping[str, Shape]
 Values = Mapping[str, tuple[torch.Tensor, bool]]
@@ -232,7 +233,7 @@ def state_values(what: str, value: Any, sizes: Sequence[int]) -> tuple[torch.Ten
         # torch's own optimizers keep a step as float32.
         return torch.tensor([value], dtype=torch.float32), True
     if not isinstance(value, torch.Tensor) or (value.dim() and value.numel() not in sizes):
-        kind = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        kind = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else with_article(type(value).__name__)
         raise ConvertError(f"{what} is {kind}; {sizes[0]} elements or one number were expected")
     return archives.flat(value, what), value.dim() == 0
 

@@ -25,6 +25,7 @@ from ftckpt.convert.language.spec import Spec
 from ftckpt.convert.storage import fingerprint_of
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment, Shape
+from ftckpt.model.text import with_article
 
 _TIED = "tied_modules."
 
@@ -69,7 +70,9 @@ def flat_module(path: Path, module: Mapping[str, Any], prefix: str = "") -> Iter
         elif isinstance(value, Mapping):
             yield from flat_module(path, value, f"{prefix}{name}.")
         elif value is not None and not str(name).endswith("_extra_state"):
-            raise ConvertError(f"{path}: {prefix}{name} of the module is a {type(value).__name__}, not a tensor")
+            raise ConvertError(
+                f"{path}: {prefix}{name} of the module is {with_article(type(value).__name__)}, not a tensor"
+            )
 
 
 def _of_module(
@@ -80,7 +83,7 @@ def _of_module(
     if module is None:
         return
     if not isinstance(module, Mapping):
-        raise ConvertError(f"{path}: module is a {type(module).__name__}, not the tensors of a module")
+        raise ConvertError(f"{path}: module is {with_article(type(module).__name__)}, not the tensors of a module")
     buffers = set(state.get("buffer_names") or ())
     # Under ZeRO 3 a module's tensors are placeholders without elements.
     elsewhere = {**shapes, **(state.get("frozen_param_shapes") or {})} if files.of("partition") else {}
