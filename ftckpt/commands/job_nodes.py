@@ -4,7 +4,7 @@ their SMPs, whose addresses and secret an SMP on this machine has stored."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,8 @@ class NodeState:
     ``told``: its memory was seen, ``inventory`` is what lies there, and ``trainers`` are its ranks as
     ``smp.reports.rank_report`` has them. ``whole``, ``protected``: the newest such snapshot, by its marks. ``smp``:
     the answer of its SMP to ``status``; None: none answers, for the reason ``problem``. Of nodes on this machine,
-    which ``is_here``, alone: ``nbytes`` of memory, ``last``, the last attempt that has trained there.
+    which ``is_here``, alone: ``nbytes`` of memory, ``last``, the last attempt that has trained there, ``needs_smp``,
+    whether the job has an SMP there for as long as it trains.
     """
 
     node: str
@@ -59,6 +60,7 @@ class NodeState:
     problem: str = ""
     last: LastAttempt | None = None
     is_here: bool = False
+    needs_smp: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class JobNodes:
     nodes: tuple[NodeState, ...]
     description: dict[str, Any]
     timeout_secs: float
+
+    @property
+    def protects(self) -> bool:
+        """Whether anything is protected, as far as this machine knows."""
+        return bool(self.description.get("modes", True))
 
     @property
     def inventory(self) -> Inventory:
@@ -94,7 +101,9 @@ class JobNodes:
     def ask_others(self) -> JobNodes:
         """With the nodes of other machines."""
         here = {node.node for node in self.nodes}
-        others = [name for name in self.description.get("nodes", ()) if name not in here]
+        # Where no SMP runs there is nobody to ask, and that says nothing of what lies there.
+        named = self.description.get("nodes", ()) if _needs_smp(self.description) else ()
+        others = [name for name in named if name not in here]
         return replace(self, nodes=(*self.nodes, *_each(self._other, others)))
 
     def _other(self, name: str) -> NodeState:
@@ -148,17 +157,26 @@ def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
     if not names:
         jobs = ", ".join(jobs_in(root)) or "none"
         raise ArenaError(f"no memory of job {job!r} under {root}; jobs there: {jobs}")
-    description: dict[str, Any] = {}
-    for name in names:
-        with suppress(SmpError):  # of another version: its SMP says so itself
-            stored = SmpConfig.load(job_directory(root, job) / name)
-            description = description or dict((stored and stored.description) or {})
+    description = next(filter(None, (_described(job_directory(root, job) / name) for name in names)), {})
     states = _each(lambda name: _look(root, job, name, timeout_secs), names)
     return JobNodes(root, job, tuple(states), description, timeout_secs)
 
 
+def _described(node_dir: Path) -> dict[str, Any]:
+    """What an SMP of that node was told last, or would be told; empty where nothing is known."""
+    with suppress(SmpError):  # of another version: its SMP says so itself
+        stored = SmpConfig.load(node_dir)
+        return dict((stored and stored.description) or {})
+    return {}
+
+
+def _needs_smp(description: Mapping[str, Any]) -> bool:
+    return bool(description.get("modes", True) or description.get("settings", {}).get("persist"))
+
+
 def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
-    node_dir, state = job_directory(root, job) / name, NodeState(name, is_here=True)
+    node_dir = job_directory(root, job) / name
+    state = NodeState(name, is_here=True, needs_smp=_needs_smp(_described(node_dir)))
     try:
         with closing(OpenArenas(node_dir)) as arenas:
             inventory = take_inventory(arenas, name)
@@ -175,7 +193,7 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
     with suppress(OSError, ValueError):
         state = replace(state, last=read_failures(node_dir))
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
-        return replace(state, problem=state.problem or "no SMP runs")
+        return replace(state, problem=state.problem or ("no SMP runs" if state.needs_smp else ""))
     try:
         return replace(state, smp=SmpClient(node_dir, root, job, name, {}).status(timeout_secs))
     except SmpError as error:

@@ -132,8 +132,8 @@ def _smp_of(arguments: argparse.Namespace, node: str, node_dir: Path) -> SmpClie
         if client.status()["configured"]:
             return client
     raise SmpError(
-        f"node {node}: no SMP has been told what lies there: job {arguments.job!r} is neither protected nor has a "
-        "storage, or was killed as it began"
+        f"node {node}: no SMP has been told what lies there: job {arguments.job!r} was killed as it "
+        "began, or another version of ftckpt has written it; its memory stays, and the next start goes on from it"
     )
 
 

@@ -97,9 +97,9 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     """What ``--json`` prints.
 
     ``nodes``: of each whether it ``answers``, or which ``problem`` it has, its ranks, its SMP. ``iteration``: the
-    last boundary that a rank has passed; ``whole``, ``protected``: the newest such snapshot; -1: none. ``restart``:
-    a ``RestartForecast``, ``lost_iterations``, null where nobody knows how far training had come, and ``gone``, the
-    nodes that do not answer, which count as lost.
+    last boundary that a rank has passed; ``whole``, ``protected``: the newest such snapshot; -1: none; ``protects``:
+    whether any is going to be. ``restart``: a ``RestartForecast``, ``lost_iterations``, null where nobody knows how
+    far training had come, and ``gone``, the nodes that do not answer, which count as lost.
 
     Raises:
         ArenaError: the job has no memory on this machine.
@@ -108,7 +108,8 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     storage, stored = _storage(seen)
     summary = _summary(seen.nodes)
     expected = forecast(seen.inventory, stored, seen.protection)
-    if expected.problem and not seen.description and (unseen := unseen_shards(seen.inventory)):
+    is_alone = not any(node.needs_smp for node in seen.nodes) or not seen.description
+    if expected.problem and is_alone and (unseen := unseen_shards(seen.inventory)):
         text = (
             f"no SMP is known here, so what lies on other nodes cannot be seen ({listed(unseen)}): ask on each node"
         )
@@ -119,6 +120,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
         "time": time.time(),
         **summary,
         "nodes": [_node(node) for node in seen.nodes],
+        "protects": seen.protects,
         "slots": sorted({slot.snapshot.iteration for report in seen.inventory.arenas for slot in report.slots}),
         "interval": seen.description.get("settings", {}).get("interval"),
         "storage": storage,
@@ -155,7 +157,8 @@ def in_lines(status: dict[str, Any]) -> Iterator[str]:
 def _facts(status: dict[str, Any]) -> Iterator[str]:
     for name in _MARKS:
         told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
-        yield f"newest {name}: {_in_words(told[0]) if told else 'none'}"
+        none = "none" if name == "whole" or status["protects"] else "none, and none is going to be"
+        yield f"newest {name}: {_in_words(told[0]) if told else none}"
     slow = [
         f"rank {trainer['rank']} on {node['node']}"
         for node in status["nodes"]
@@ -271,6 +274,7 @@ def _node(node: NodeState) -> dict[str, Any]:
         "answers": node.told,
         "problem": node.problem,
         "smp": smp.get("pid"),
+        "needs_smp": node.needs_smp,
         "hangs": smp.get("hangs", 0),
         "trainers": living,
         "iteration": max((trainer["iteration"] for trainer in node.trainers), default=-1),
@@ -296,7 +300,11 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     trainers = node["trainers"]
     slowest = min(trainers, key=lambda trainer: (trainer["iteration"], -trainer["secs"]), default=None)
     where = f"{slowest['section']} {slowest['phase']}".strip() if slowest is not None else "-"
-    smp = str(node["smp"]) if node["smp"] is not None else node["problem"] or "-"
+    smp = (
+        str(node["smp"])
+        if node["smp"] is not None
+        else node["problem"] or ("-" if node["needs_smp"] else "none needed")
+    )
     memory = human(node["bytes"]) if node["bytes"] is not None else "-"
     marks = (_number(node[name]["iteration"]) for name in _MARKS)
     return node["node"], str(len(trainers)), _number(node["iteration"]), where, smp, *marks, memory

@@ -233,7 +233,7 @@ class Checkpointer:
         now = load(rank, shard, described, loaded, unproven)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
         there = now.snapshot if now.in_memory else None
-        shard.lay_out(there, self._protection if rank.has_smp else None, now.cast)
+        shard.lay_out(there, self._protection, now.cast)
         self._snapshots = Snapshots(rank, shard, self._pacer, kept)
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration

@@ -136,11 +136,11 @@ class Protection:
         self._events = events
         places = codec.gather(group, (config.rack, machine()), tuple[str, str])
         self._racks = [rack for rack, _ in places]
-        self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
         nodes = [member.node for member in topology.members]
         self._reasons: set[str] = set()  # why modes were left out, for one event each
         self._gives_up = False  # modes, see ``lessen``
         self.modes = together(group, lambda: self._first_modes(spans_nodes=len(set(nodes)) > 1))
+        self.smp = NodeSmp(config, topology, group, events, [name for _, name in places], runs=self.on)
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
@@ -257,7 +257,9 @@ class Protection:
         assert arrangement is not None and arena is not None, "behind ``join``"
         self._arrangement, self._table, self._reports = None, None, ()  # as large as the job
         packages, holdings = arrangement.packages_on(node), arrangement.holdings
-        self._digest = self.smp.configure(arena.path.parent, reports, holdings, arrangement.groups, packages)
+        self._digest = self.smp.configure(
+            arena.path.parent, reports, holdings, arrangement.groups, packages, modes=self.modes.names
+        )
         if table is not None:
             self._tell_network(table.network[node])
 
@@ -398,8 +400,8 @@ class Protection:
         node, names = self._topology.me.node, self.modes.names
         table = arrangement.report(slots)
         self._events.emit("protection", modes=names, **table.to_json())
-        self._events.announce(f"protection: {', '.join(names)}, {self._often}" if names else "protection: none")
-        for line in table.lines():
+        lines = [f"protection: {', '.join(names)}, {self._often}", *table.lines()] if names else [self._unprotected]
+        for line in lines:
             self._events.announce(line)
         memory = table.memory[node]
         remedies = ways_to_need_less(self._config, slots, bool(names))
@@ -409,6 +411,20 @@ class Protection:
         account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
         self._require_room(account, coming_bytes, node_dir)
         return table
+
+    @property
+    def _unprotected(self) -> str:
+        """What is lost where nothing is protected, in words."""
+        left = (
+            "the newest snapshot on storage"
+            if self._config.persist
+            else "what the script itself has loaded, if anything"
+        )
+        return (
+            "protection: none: processes that die cost nothing, but a node that is lost, or the memory of one rank, "
+            f"takes all snapshots with it, and a restart goes on from {left}; protected is what three ranks or more "
+            "of a node have, or two nodes or more"
+        )
 
     @property
     def _often(self) -> str:

@@ -270,7 +270,7 @@ class Snapshots:
 
     def _protect_anew(self) -> None:
         """The arenas were laid out anew: what cannot be protected in them is not, and training goes on."""
-        if self.arena is not None and self._has_smp:
+        if self.arena is not None:
             try:
                 self._protection.arrange(self.arena, self._arenas.coming_bytes, self._arenas.slots)
             except FtckptError as error:

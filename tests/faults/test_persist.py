@@ -33,8 +33,9 @@ from ftckpt.restore import shelf, straight
 from ftckpt.restore import stored as stored_shards
 from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena
-from ftckpt.store.directory import SMP_STATE_NAME, clean_job, end_smp
+from ftckpt.store.directory import SMP_LOCK_NAME, SMP_STATE_NAME, clean_job, end_smp
 from ftckpt.store.landings import Landing
+from ftckpt.store.locks import holder_of
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
@@ -747,6 +748,27 @@ def test_what_a_job_left_is_saved_where_no_smp_has_run_yet(
     end_smp(node_dir, 20.0)
     (node_dir / SMP_STATE_NAME).unlink()
     assert main(command) == 2 and "node n1: no SMP has been told what lies there" in capsys.readouterr().err
+
+
+def test_what_a_job_left_that_has_no_smp_is_saved_from_memory(
+    persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One or two ranks of one node have nothing protected, and without storage nobody to write."""
+    where = persisting["persist"]
+    persisting |= {"persist": "", "protect": "auto"}
+    run_ranks(train_then_die, 1, persisting, 6, expect_failures=True)
+    node_dir = Path(persisting["arena"]) / "ftckpt-test" / "n0"
+    assert holder_of(node_dir / SMP_LOCK_NAME) is None
+    command = ["save", "test", "--arena", persisting["arena"], "--timeout", "60"]
+    assert main(command) == 2 and "no storage is named" in capsys.readouterr().err
+    assert main([*command[:2], where, *command[2:]]) == 0 and f"iteration 6 is at {where}" in capsys.readouterr().out
+    # What was asked to save it knows of the next attempt, too.
+    run_ranks(train_then_die, 1, persisting, 9, expect_failures=True)
+    assert main([*command[:2], where, *command[2:]]) == 0
+    persisting["persist"] = where
+    assert [one.snapshot.iteration for one in stored(persisting)] == [9, 6]
+    clean_job(Path(persisting["arena"]), "test")
+    assert [result.value for result in run_ranks(restored, 1, persisting)] == [what_was(9)]
 
 
 def test_a_place_that_is_full_at_the_start_is_written_to_when_it_is_not(

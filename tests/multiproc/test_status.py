@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -105,10 +106,15 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--watch 0: name seconds" in capsys.readouterr().err
 
 
-def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], list[str]]:
+def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], list[str], list[str]]:
     """A job that protects and stores nothing, so that no SMP runs."""
+    told: list[str] = []
+    reader = logging.Handler()
+    reader.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ftckpt").addHandler(reader)
+    logging.getLogger("ftckpt").setLevel(logging.INFO)
     model = torch.nn.Linear(4, 4)
-    settings = Config(enabled=True, job="bare", node="a", arena=root, protect="none")
+    settings = Config(enabled=True, job="bare", node="a", arena=root)
     checkpointer = ftckpt.plain.attach(model, torch.optim.SGD(model.parameters(), 0.1), None, {}, settings)
     assert checkpointer is not None
     checkpointer.restore()
@@ -117,17 +123,22 @@ def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], l
     said = job_status(Path(root), "bare", 5.0)
     dist.barrier()
     checkpointer.close()
-    return said, [path.name for path in Path(root).iterdir()]
+    return said, [path.name for path in Path(root).iterdir()], told
 
 
 def test_a_job_without_smps_is_seen(arena_root: Path) -> None:
     ranks = [one.value for one in run_ranks(train_bare, 2, str(arena_root), stand_in=False)]
-    for said, _ in ranks:
+    for said, *_ in ranks:
         (node,) = said["nodes"]
         assert (said["ranks"], said["iteration"], node["smp"]) == (2, 3, None)
         assert {(one["rank"], one["lives"]) for one in node["trainers"]} == {(0, True), (1, True)}
-        assert next(in_lines(said)) == "job bare: 2 ranks train on 1 node(s), past iteration 3"
+        lines = list(in_lines(said))
+        assert lines[0] == "job bare: 2 ranks train on 1 node(s), past iteration 3"
+        assert not node["problem"] and not node["needs_smp"] and not said["protects"]
+        assert "none needed" in lines[2] and "newest protected: none, and none is going to be" in lines
     assert not ranks[0][1], "the leader of the node goes last"
+    (line,) = [line for line in ranks[0][2] if "protection: " in line]
+    assert "a node that is lost, or the memory of one rank, takes all snapshots with it" in line
 
 
 @pytest.fixture
