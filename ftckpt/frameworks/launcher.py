@@ -249,7 +249,7 @@ class _ErrorHook:
         _ErrorHook._is_showing = True
         try:
             if not issubclass(kind, KeyboardInterrupt):
-                ends.tell_here(f"rank {os.environ.get('RANK', '0')}: {kind.__name__}: {error}")
+                ends.tell_here(int(os.environ.get("RANK") or 0), f"{kind.__name__}: {error}")
             if isinstance(error, FtckptError):
                 logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
                 refuse(error)

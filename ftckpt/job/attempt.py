@@ -88,8 +88,8 @@ class AttemptRecord:
         self._runs = tuple(sorted({one.run for one in sights if one.run}))
         members = [*zip(self._topology.members, sights, strict=True)]
         self._found = {member.node: one.last for member, one in members if one.last is not None}
-        told = sorted((end.time, f"node {member.node}: {end.text}") for member, one in members for end in one.ends)
-        self._ends = [text for _, text in told][:_MOST_ENDS]
+        told = sorted(((member.node, end) for member, one in members for end in one.ends), key=lambda of: of[1].order)
+        self._ends = [f"node {node}: {end.text}" for node, end in told[:_MOST_ENDS]]
         # The least: a node that comes and goes has failed in a row while others made snapshots.
         starts = min((one.starts for one in sights if one.starts >= 0), default=0)
         if starts >= MOST_STARTS:
@@ -180,6 +180,7 @@ class AttemptRecord:
         told: list[EndNote] = []
         if self._node_dir is not None:
             try:
+                ends.tell_silent(self._node_dir)  # no SMP may have been there to see it
                 told = ends.read(self._node_dir)
                 last = read_failures(self._node_dir)
             except (OSError, ValueError) as error:

@@ -46,7 +46,7 @@ from ftckpt.store.directory import (
     remove_job_if_empty,
     remove_smp_files,
 )
-from ftckpt.store.ends import EndNote, tell
+from ftckpt.store.ends import EndNote, tell, told_of
 from ftckpt.store.failures import read_failures
 from ftckpt.store.locks import FileLock, holder_of
 from ftckpt.store.memory import may_hang, used_bytes
@@ -210,9 +210,9 @@ class Daemon:
         elif now - self._last_trainer >= self._idle_secs:
             self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")
         pulses = self._ranks()
-        for text in self._deaths.look(pulses):
-            tell(self.node_dir, EndNote(time.time(), text))
-            self.events.emit("ended_without_a_word", text=text)
+        for end in self._deaths.look(pulses, told_of(self.node_dir)):
+            tell(self.node_dir, end)
+            self.events.emit("ended_without_a_word", text=end.text)
         self._look_for_hangs(pulses)
         whole, protected = self._duties.marks()
         self._whole.note(whole, now)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ftckpt.model.text import listed
+from ftckpt.store.ends import EndNote, silent_end
 from ftckpt.store.memory import cgroup_directories
-from ftckpt.store.page import pid_of
 from ftckpt.store.pulse import RankPulse
 
-_MOST_NAMED = 8
+_STRUCK = "the kernel's OOM killer has struck here (memory.events)"
 
 
 class DeathWatch:
@@ -27,8 +27,9 @@ class DeathWatch:
         self._gone: set[int] | None = None  # owners that were
         self._killed = self._oom_kills()
 
-    def look(self, pulses: Sequence[RankPulse]) -> Iterator[str]:
-        """What is to be told, a line, if anything is; ``pulses``: of the node's ranks now."""
+    def look(self, pulses: Sequence[RankPulse], told: Collection[int] = ()) -> Iterator[EndNote]:
+        """What is to be told, if anything is; ``pulses``: of the node's ranks now; ``told``: ranks of whose end
+        something is known."""
         gone = [pulse for pulse in pulses if pulse.lives is False]
         dead = [pulse for pulse in gone if self._gone is not None and pulse.owner not in self._gone]
         # Those of another container, of which nothing is known for now, too: they may be of an earlier attempt.
@@ -36,11 +37,11 @@ class DeathWatch:
         if dead:
             killed = self._oom_kills()
             out_of_memory, self._killed = killed > self._killed, killed
-            first = min(dead, key=lambda pulse: pulse.beat_ns)
-            who = listed([f"{pulse.rank} (pid {pid_of(pulse.owner)})" for pulse in dead], _MOST_NAMED)
-            text = f"rank{'s' if len(dead) > 1 else ''} {who} ended without a word, in {first.section.label}, "
-            text += f"{first.phase or 'before a first phase'}, after iteration {first.iteration}"
-            yield text + ("; the kernel's OOM killer has struck here (memory.events)" if out_of_memory else "")
+            silent = [pulse for pulse in dead if pulse.rank not in told]
+            if silent:
+                yield silent_end(silent, time.time(), f"; {_STRUCK}" if out_of_memory else "")
+            elif out_of_memory:
+                yield EndNote(time.time(), _STRUCK)
 
     def _oom_kills(self) -> int:
         """Since the machine started, in the groups of this process."""

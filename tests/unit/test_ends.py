@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.job.attempt import AttemptRecord
+from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.smp.deaths import DeathWatch
@@ -46,9 +47,9 @@ def test_who_is_gone_is_told_once(tmp_path: Path) -> None:
     watch = DeathWatch(tmp_path, tmp_path)
     assert list(watch.look([ALIVE])) == []
     dead = replace(ALIVE, lives=False)
-    told = list(watch.look([dead]))
-    assert told == ["rank 3 (pid 77) ended without a word, in step, forward, after iteration 11"]
-    assert list(watch.look([dead])) == []
+    (told,) = watch.look([dead])
+    assert told.text == "rank 3 (pid 77) ended without a word, in step, forward, after iteration 11"
+    assert told.ranks == (3,) and list(watch.look([dead])) == []
     # Of an attempt before this SMP, of another container, and one that has left.
     assert list(DeathWatch(tmp_path, tmp_path).look([dead])) == []
     unknown = DeathWatch(tmp_path, tmp_path)
@@ -69,9 +70,71 @@ def test_the_kernel_s_killer_is_named(tmp_path: Path) -> None:
     pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78, section=PulseSection.SAVE, beat_ns=9)]
     assert list(watch.look(pair)) == []
     events.write_text("max 4\noom 3\noom_kill 3\n")
-    (text,) = watch.look([replace(one, lives=False) for one in pair])
-    assert text.startswith("ranks 3 (pid 77), 4 (pid 78) ended without a word, in step, forward")
-    assert text.endswith("; the kernel's OOM killer has struck here (memory.events)")
+    (end,) = watch.look([replace(one, lives=False) for one in pair])
+    assert end.text.startswith("ranks 3 (pid 77), 4 (pid 78) ended without a word, in step, forward")
+    assert end.text.endswith("; the kernel's OOM killer has struck here (memory.events)") and end.ranks == (3, 4)
+
+
+def test_who_has_said_why_it_ended_did_not_end_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/step\n")
+    (tmp_path / "step").mkdir()
+    (events := tmp_path / "step" / "memory.events").write_text("oom_kill 0\n")
+    pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78)]
+    watch, other = DeathWatch(tmp_path, tmp_path), DeathWatch(tmp_path, tmp_path)
+    assert [*watch.look(pair), *other.look(pair)] == []
+    dead = [replace(one, lives=False) for one in pair]
+    (end,) = watch.look(dead, {3})
+    assert end.ranks == (4,) and end.text.startswith("rank 4 (pid 78) ended without a word")
+    assert list(watch.look(dead, {3})) == []
+    events.write_text("oom_kill 1\n")
+    (end,) = other.look(dead, {3, 4})
+    assert end.text == "the kernel's OOM killer has struck here (memory.events)" and not end.ranks
+
+
+def killed_rank(node_dir: Path, place: int) -> None:
+    """A rank that has trained with the memory of ``node_dir`` and was killed."""
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from ftckpt.store.pulse import Pulse
+Pulse.open(Path({str(node_dir)!r}), {place}, {place}).beat(7, "forward")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_loses_another_says_which(tmp_path: Path) -> None:
+    """The launcher ends all others a moment later, and no SMP may be there to see who was the first."""
+    killed_rank(tmp_path, 1)
+    script = SCRIPT.replace("loss is\\nnan", "Connection closed by peer")
+    assert ended_by(script, tmp_path).returncode == 1
+    first, second = ends.read(tmp_path)
+    assert first.text.startswith("rank 1 (pid ") and "ended without a word, in step, forward" in first.text
+    assert second.text == "rank 5: ValueError: Connection closed by peer"
+    killed_rank(tmp_path, 2)
+    ends.tell_silent(tmp_path)
+    assert [end.ranks for end in ends.read(tmp_path)] == [(1,), (2,), (5,)], "the cause is before what it made"
+
+
+def test_causes_of_all_nodes_are_told_first() -> None:
+    """A rank notices at once that it has lost another one, of another node, whose SMP looks now and then."""
+    topology = Topology(0, (RankPlace({"dp": 0}, "n0"), RankPlace({"dp": 1}, "n1")), {"dp": 2})
+    attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
+    lost = EndNote(1.0, "rank 0: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.7]:1", (0,))
+    gone = EndNote(1.4, "rank 1 (pid 7) ended without a word", (1,))
+    own = EndNote(0.9, "rank 1: ValueError: loss is nan", (1,))
+    for others, first in ((gone, "node n1: rank 1 (pid 7)"), (own, "node n1: rank 1: ValueError")):
+        attempt.begin([AttemptSight(-1, "", None, (lost,)), AttemptSight(-1, "", None, (others,))])
+        record = attempt_ends(attempt)
+        assert len(record) == 2 and record[0].startswith(first)
+
+
+def attempt_ends(attempt: AttemptRecord) -> tuple[str, ...]:
+    """What the record has of how the attempt before it ended."""
+    attempt.learn("o", on_storage=None, lost=False, taken_back=False)
+    assert attempt.record is not None
+    return tuple(text.removeprefix("attempt 0: ") for text in attempt.record.ends)
 
 
 SCRIPT = """
