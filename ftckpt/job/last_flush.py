@@ -4,32 +4,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.flushes import FlushGuard
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import listed
 from ftckpt.store.pulse import FlushState
 
 _TURN_SECS = 1.0
 """Ranks compare what their nodes have done so often: none waits for a node that another knows to have failed."""
 _POLL_SECS = 0.02
 _TELL_SECS = 10.0
+_ASK_SECS = 5.0
+_MOST_PROBLEMS = 3
 _UNREADY_SECS = 60.0
 """An SMP that ended is replaced within seconds; one that never knew what to do stays so."""
 
 Mark = Callable[[SnapshotId], None]
 Observe = Callable[[SnapshotId], FlushGuard]
+Ask = Callable[[], str]
+
+
+class _Turn(NamedTuple):
+    """How far a node is, and what keeps it."""
+
+    state: int
+    problem: str
 
 
 def flush_last(
-    group: Group, events: Events, last: SnapshotId, mark: Mark, observe: Observe, *, timeout_secs: float
+    group: Group,
+    events: Events,
+    last: SnapshotId,
+    mark: Mark,
+    observe: Observe,
+    *,
+    ask: Ask,
+    trying: str,
+    timeout_secs: float,
 ) -> bool:
     """Bring ``last``, which all ranks have, to storage; whether it is there. Collective.
 
     Args:
-        mark: tells this node's SMP to begin; ``observe``: what it has done.
+        mark: tells this node's SMP to begin; ``observe``: what it has done; ``ask``: what has kept it, where this
+            rank leads the node; ``trying``: what becomes of it then, for people.
 
     Raises:
         RuntimeError: a rank is gone.
@@ -37,12 +58,17 @@ def flush_last(
     begun = time.monotonic()
     mark(last)
     events.announce(f"iteration {last.iteration} goes to storage before the job ends")
-    state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, observe, begun + timeout_secs)
+    state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, observe, begun + timeout_secs, ask)
     while state == FlushState.WORKING:
-        state = _of_all(codec.gather(group, watch.turn(), int))
-        if time.monotonic() - told > _TELL_SECS:
+        turns = codec.gather(group, _Turn(int(watch.turn()), watch.problem), _Turn)
+        state = _of_all([turn.state for turn in turns])
+        if state == FlushState.WORKING and time.monotonic() - told > _TELL_SECS:
             told = time.monotonic()
-            events.announce(f"iteration {last.iteration} is on its way to storage since {told - begun:.0f} s")
+            problems = sorted({turn.problem for turn in turns} - {""})
+            events.announce(
+                f"iteration {last.iteration} is on its way to storage since {told - begun:.0f} s"
+                + (f": {listed(problems, _MOST_PROBLEMS)}; {trying}" if problems else "")
+            )
     secs = time.monotonic() - begun
     if state == FlushState.DONE:
         events.emit("persisted", iteration=last.iteration, secs=secs)
@@ -55,9 +81,11 @@ def flush_last(
 class _NodeWatch:
     """What this rank's node does for the last snapshot, until a deadline."""
 
-    def __init__(self, last: SnapshotId, observe: Observe, deadline: float) -> None:
-        self._last, self._observe, self._deadline = last, observe, deadline
-        self._ready_secs = time.monotonic()  # when its SMP was last seen to be able to
+    def __init__(self, last: SnapshotId, observe: Observe, deadline: float, ask: Ask) -> None:
+        self._last, self._observe, self._deadline, self._ask = last, observe, deadline, ask
+        self._ready_secs = self._asked = time.monotonic()  # when its SMP was last seen to be able to
+        self.problem = ""
+        """What it met last, where this rank leads the node."""
 
     def turn(self) -> FlushState:
         """How far it is, after a turn at most."""
@@ -72,6 +100,8 @@ class _NodeWatch:
             if not guard.sealed or is_silent or now >= self._deadline:
                 return FlushState.CANNOT
             if now >= end:
+                if now - self._asked > _ASK_SECS:
+                    self._asked, self.problem = now, self._ask()
                 return FlushState.WORKING
             time.sleep(_POLL_SECS)
 

@@ -270,6 +270,12 @@ class NodeSmp:
                 return problem and f"node {self._topology.me.node}: {problem}"
             time.sleep(_POLL_SECS)
 
+    def problem_now(self) -> str:
+        """What keeps the SMP of the node that this rank leads from bringing a snapshot to storage, as far as it has
+        met anything; "" where another rank leads the node."""
+        problem = self._ask_for_problem(self._client) if self._client is not None else ""
+        return problem and f"node {self._topology.me.node}: {problem}"
+
     def _ask_for_problem(self, client: SmpClient) -> str:
         try:
             return str(client.status()["duties"]["storage"]["problem"])

@@ -72,7 +72,16 @@ class RankStorage:
         timeout_secs = self._config.persist_timeout_secs
         # All of them, whichever fails.
         came = {
-            one: flush_last(self._group, self._events, one, self._mark, self._observe, timeout_secs=timeout_secs)
+            one: flush_last(
+                self._group,
+                self._events,
+                one,
+                self._mark,
+                self._observe,
+                ask=self._ask,
+                trying=self._trying,
+                timeout_secs=timeout_secs,
+            )
             for one in dict.fromkeys(bring)
             if one is not None and one not in ending.persisted
         }
@@ -129,6 +138,21 @@ class RankStorage:
 
     def _mark(self, last: SnapshotId) -> None:
         self._protection.mark(replace(self._state.marks, flush=last))
+
+    @property
+    def _trying(self) -> str:
+        config = self._config
+        end = "the job fails and its memory stays"
+        if config.on_error != "raise":
+            end = "memory goes with the job, which --ftckpt-on-error raise keeps"
+        return (
+            f"it is tried again until {config.persist_timeout_secs:g} s are over (--ftckpt-persist-timeout-secs), "
+            f"then {end}; who cannot wait ends the job, whose memory stays then, and brings that to another place by "
+            "ftckpt save JOB DIR"
+        )
+
+    def _ask(self) -> str:
+        return self._protection.smp.problem_now()
 
     def _observe(self, last: SnapshotId) -> FlushGuard:
         self._protection.pause(evaluates=False)  # a sign of life

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from test_commit import Unconditional
@@ -159,12 +162,46 @@ def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.
     monkeypatch.setattr(last_flush, "_UNREADY_SECS", 0.3)
     monkeypatch.setattr(last_flush, "_TURN_SECS", 0.2)
     guard = READY
-    watch = _NodeWatch(at(6), lambda _: guard, time.monotonic() + 60.0)
+    watch = _NodeWatch(at(6), lambda _: guard, time.monotonic() + 60.0, str)
     for _ in range(3):
         assert watch.turn() == FlushState.WORKING, "for as long as it is to, while there is one"
     guard = READY._replace(ready=False)
     assert watch.turn() == FlushState.WORKING, "another may take its place"
     assert watch.turn() == FlushState.CANNOT
+
+
+def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, secs in (("_TURN_SECS", 0.02), ("_TELL_SECS", 0.1), ("_ASK_SECS", 0.0)):
+        monkeypatch.setattr(last_flush, name, secs)
+    monkeypatch.setattr("ftckpt.model.codec.gather", lambda group, mine, kind: [mine, mine._replace(problem="")])
+    told: list[str] = []
+    events: Any = SimpleNamespace(announce=told.append, emit=lambda *_, **__: None)
+    states = iter([FlushState.WORKING] * 40)
+    problems = iter(["", "node n1: no room in /full"])
+
+    def flush(ask: Callable[[], str]) -> bool:
+        def observe(_: SnapshotId) -> FlushGuard:
+            return READY._replace(state=next(states, FlushState.DONE))
+
+        return last_flush.flush_last(
+            cast(Any, None),
+            events,
+            at(6),
+            lambda _: None,
+            observe,
+            ask=ask,
+            trying="it is tried again",
+            timeout_secs=9.0,
+        )
+
+    assert flush(lambda: next(problems, "node n1: no room in /full"))
+    keeps = [line for line in told if "no room in /full" in line]
+    assert keeps and keeps[0].endswith(": node n1: no room in /full; it is tried again"), told
+    told.clear()
+    states = iter([FlushState.WORKING] * 40)
+    assert (
+        flush(str) and not any("tried again" in line for line in told) and any("is on its way" in one for one in told)
+    )
 
 
 def test_what_was_undone_does_not_come_back_from_storage() -> None:

@@ -162,7 +162,7 @@ def test_what_training_has_left_comes_to_storage_only_where_a_checkpoint_lacks_i
     """DeepSpeed's checkpoint of 7 waits for what memory has of it."""
     came: list[int] = []
 
-    def flush(group: object, events: object, last: SnapshotId, *_: object, timeout_secs: float) -> bool:
+    def flush(group: object, events: object, last: SnapshotId, *_: object, **__: object) -> bool:
         came.append(last.iteration)
         return True
 
