@@ -157,7 +157,7 @@ def in_lines(status: dict[str, Any]) -> Iterator[str]:
 def _facts(status: dict[str, Any]) -> Iterator[str]:
     for name in _MARKS:
         told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
-        none = "none" if name == "whole" or status["protects"] else "none, and none is going to be"
+        none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
         yield f"newest {name}: {_in_words(told[0]) if told else none}"
     slow = [
         f"rank {trainer['rank']} on {node['node']}"

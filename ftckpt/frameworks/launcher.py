@@ -206,13 +206,16 @@ def code_if_over() -> int | None:
     if not outcome.over:
         return None
     run.remove_leftovers()
-    is_last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     # Said where it came about; again at the end of all retries, where people look first: by whichever rank comes
     # first, as the others are ended then.
-    speaks = os.environ.get("GROUP_RANK", "0") == "0" and (outcome.code == 0 or is_last)
+    speaks = os.environ.get("GROUP_RANK", "0") == "0" and (outcome.code == 0 or _is_last_attempt(os.environ))
     if speaks and run.repeat():
         _print(outcome.text)
     return outcome.code
+
+
+def _is_last_attempt(env: Mapping[str, str]) -> bool:
+    return env.get("TORCHELASTIC_RESTART_COUNT") == env.get("TORCHELASTIC_MAX_RESTARTS")
 
 
 def go_on() -> None:
@@ -264,9 +267,12 @@ def refuse(error: FtckptError) -> int:
     env = os.environ
     run = launcher_run(env)
     # The ranks of a machine end each other when the first one ends: whichever comes first must speak.
-    is_first = run.end(_REFUSED if error.final else None, str(error))
+    # Known under torchrun alone: another launcher names no attempts.
+    is_last = "TORCHELASTIC_RESTART_COUNT" in env and _is_last_attempt(env)
+    is_first = run.end(_REFUSED if error.final else None, str(error), is_last=is_last)
     speaks = env.get("GROUP_RANK" if run.name else "RANK", "0") == "0" or not error.of_all_ranks
-    if is_first and speaks:
+    # A script without a runner meets it anew in each attempt, and the last one is where people look.
+    if speaks and (is_first or (is_last and run.repeat())):
         _print(str(error))
     return _REFUSED
 

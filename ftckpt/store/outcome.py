@@ -103,17 +103,22 @@ class LauncherRun:
         """A snapshot is whole that this attempt has made."""
         self._change(lambda now: replace(now, starts=0))
 
-    def end(self, code: int | None, text: str, arena: str = "", job: str = "") -> bool:
+    def end(
+        self, code: int | None, text: str, arena: str = "", job: str = "", *, is_last: bool = False
+    ) -> bool:  # fmt: skip
         """What ended this attempt, and with a ``code`` every further one; whether nobody has said so before.
 
-        Where nothing can be stored everybody is the first.
+        Where nothing can be stored everybody is the first. Who is the first in the last attempt says it for its end.
         """
         is_first, self._is_done = True, code == 0
 
         def change(now: RunOutcome) -> RunOutcome:
             nonlocal is_first
             is_first = not now.over and now.text != text
-            return now if now.over else replace(now, code=code, text=text, arena=arena, job=job)
+            if now.over:
+                return now
+            repeated = now.repeated or (is_first and is_last)
+            return replace(now, code=code, text=text, repeated=repeated, arena=arena, job=job)
 
         self._change(change)
         return is_first

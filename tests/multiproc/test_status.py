@@ -135,7 +135,7 @@ def test_a_job_without_smps_is_seen(arena_root: Path) -> None:
         lines = list(in_lines(said))
         assert lines[0] == "job bare: 2 ranks train on 1 node(s), past iteration 3"
         assert not node["problem"] and not node["needs_smp"] and not said["protects"]
-        assert "none needed" in lines[2] and "newest protected: none, and none is going to be" in lines
+        assert "none needed" in lines[2] and "newest protected: none: nothing is protected" in lines
     assert not ranks[0][1], "the leader of the node goes last"
     (line,) = [line for line in ranks[0][2] if "protection: " in line]
     assert "a node that is lost, or the memory of one rank, takes all snapshots with it" in line

@@ -199,6 +199,25 @@ def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert ended.value.code == 0
 
 
+def test_a_script_without_a_runner_says_it_again_in_the_last_attempt(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It meets the same error in each of them: said by the first of its ranks, and where people look first."""
+    monkeypatch.setenv("FTCKPT_RUN", "a")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    for count in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        for _ in range(2):  # ranks
+            launched()
+            assert launcher.refuse(ConfigError("unknown flag")) == 2
+        assert capfd.readouterr().err == "ftckpt: unknown flag\n" * (count != 1)
+    launched().remove()
+    for _ in range(2):
+        launched()
+        launcher.refuse(FtckptError("no room"))
+    assert capfd.readouterr().err == "ftckpt: no room\n", "the last attempt may be the first that fails so"
+
+
 def test_what_a_crash_in_the_end_has_left_goes_at_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
