@@ -214,7 +214,7 @@ EVENTS: dict[str, EventKind] = {
         "a node was away, or a rank died, while the job went back; what it has of that past is given up",
         arenas="names of its arenas", loaded="iteration that counted, of storage",
     ),
-    "went_back": _loud(
+    "went_back": _quiet(
         "the job goes back before an iteration that the operator has named, and undoes what is newer",
         iteration="that is restored; 0: the beginning", before="setting", on_storage="iterations undone there",
     ),
@@ -358,6 +358,21 @@ ADVICE = {
 """What to do about loud events, where they do not say so themselves."""
 
 
+WORDS = {
+    "turned_off": ": no more snapshots in this attempt: {reason}",
+    "snapshot_error": ": a snapshot failed: {error}",
+}
+"""How loud events read that end training's snapshots; others show their fields as JSON."""
+
+
+def _in_words(event: str, fields: Mapping[str, Any]) -> str:
+    """ "" where it has no words, or lacks a field of theirs."""
+    try:
+        return WORDS.get(event, "").format_map(fields)
+    except KeyError:
+        return ""
+
+
 _UNKNOWN = EventKind("")
 
 _SESSION = ("joined", "conditions", "restored", "protection", "plan")
@@ -439,8 +454,9 @@ class Events:
         kind = EVENTS.get(event, _UNKNOWN)
         if kind.loud:
             self.loud[event] += 1
-            text = "; ".join([json.dumps(fields, default=str), *filter(None, [ADVICE.get(event)])])
-            log.warning("ftckpt %s: %s %s", self._name, event, written(text))
+            words = _in_words(event, fields) or f" {json.dumps(fields, default=str)}"
+            text = "; ".join([words, *filter(None, [ADVICE.get(event)])])
+            log.warning("ftckpt %s: %s%s", self._name, event, written(text))
         writer = self._writer
         if writer is None:
             return

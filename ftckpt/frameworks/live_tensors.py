@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, is_, methodcaller, not_
@@ -27,6 +27,14 @@ class Holders(NamedTuple):
     modules: Sequence[torch.nn.Module] = ()
     optimizers: Sequence[Any] = ()
     others: Sequence[torch.Tensor] = ()
+
+
+_Places = Mapping[tuple[str, object], int]
+"""Addresses, by what a tensor is and its name."""
+_ADD_BEFORE = (
+    "the job starts with all that it is going to train: give modules and optimizers all of it before ftckpt is "
+    "attached, what comes later with a learning rate of 0 until then"
+)
 
 
 class LiveTensors:
@@ -65,11 +73,19 @@ class LiveTensors:
         now = self._addresses()
         if now != self._described:
             moved = [key for key in {**self._described, **now} if now.get(key) != self._described.get(key)]
-            what, name = moved[0]
-            raise CaptureError(
-                f"{what} {name} and {len(moved) - 1} more tensors were replaced after training began; {remedy}"
-            )
+            raise CaptureError(self._moved(moved, now, remedy))
         self._look = _Look(self._holders(), self._inside)  # the same memory, held in another way
+
+    def _moved(self, moved: list[tuple[str, object]], now: _Places, remedy: str) -> str:
+        """What has changed, and what to do."""
+        what, name = moved[0]
+        which = f"{what} {name}" + (f" and {len(moved) - 1} more tensors were" if len(moved) > 1 else " was")
+        how = "replaced"
+        if not self._described.keys() & moved:
+            how, remedy = "added", _ADD_BEFORE
+        elif not now.keys() & moved:
+            how = "taken away"
+        return f"{which} {how} after training began; {remedy}"
 
     def _addresses(self) -> dict[tuple[str, object], int]:
         """Of all that has elements: an empty shard has no address to keep."""

@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import termios
@@ -26,7 +27,7 @@ import pytest
 from ftckpt import event_writer
 from ftckpt.commands.event_log import EventLog
 from ftckpt.event_file import EventFile
-from ftckpt.events import ADVICE, EVENTS, Events, reference
+from ftckpt.events import ADVICE, EVENTS, WORDS, Events, reference
 from tests.support.waiting import until
 
 
@@ -79,6 +80,19 @@ def test_loud_events_are_logged_without_a_file(event: str, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "ftckpt"):
         Events(None, 2).emit(event, error="why")
     assert f"rank 2: {event}" in caplog.text and "why" in caplog.text
+
+
+def test_what_ends_snapshots_is_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ftckpt"):
+        events = Events(None, 0)
+        events.emit("snapshot_error", error='a "tensor" {moved}', in_a_row=2)
+        events.emit("turned_off", reason="too many")
+    assert caplog.messages == [
+        'ftckpt rank 0: snapshot_error: a snapshot failed: a "tensor" {moved}',
+        f"ftckpt rank 0: turned_off: no more snapshots in this attempt: too many; {ADVICE['turned_off']}",
+    ]
+    for name, words in WORDS.items():
+        assert EVENTS[name].loud and all(field in EVENTS[name].fields for field in re.findall(r"{(\w+)}", words))
 
 
 def test_quiet_events_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
