@@ -755,6 +755,7 @@ def test_what_a_job_left_that_has_no_smp_is_saved_from_memory(
 ) -> None:
     """One or two ranks of one node have nothing protected, and without storage nobody to write."""
     where = persisting["persist"]
+    del persisting["persist_interval"]
     persisting |= {"persist": "", "protect": "auto"}
     run_ranks(train_then_die, 1, persisting, 6, expect_failures=True)
     node_dir = Path(persisting["arena"]) / "ftckpt-test" / "n0"

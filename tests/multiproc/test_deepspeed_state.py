@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ftckpt.model.replicas import WHOLE_SHARE
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -417,7 +418,8 @@ def test_every_byte_is_copied_by_one_rank_and_derived_weights_by_none(name: str)
     if shape.config:
         assert derived == {key for key, _, _ in wholes if key.startswith("weight/")}
     due = sum(np.prod(size, dtype=int) * item_bytes for key, size, item_bytes in wholes if key not in derived)
-    assert sum(value["copied"] for value in results) == due
+    # What is next to nothing is copied by each of its holders.
+    assert due <= sum(value["copied"] for value in results) <= due + due // WHOLE_SHARE
 
 
 def test_ranks_have_places_and_the_layout_has_sizes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -100,8 +99,9 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert table[1][:-2] == [JOB, "a,", "b,", "c", "0", "-", "6", "-"]
     assert main(["status", "nothing", "--arena", str(job.root)]) == 2
     assert f"no memory of job 'nothing' under {job.root}; jobs there: {JOB}" in capsys.readouterr().err
-    assert main(["ls", "--json", "--arena", str(job.root / "none")]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    assert main(["ls", "--json", "--arena", str(job.root / "none")]) == 1
+    told = capsys.readouterr()
+    assert not told.out and "none is not a directory" in told.err
     assert main(["status", "--watch", "0", "--arena", str(job.root)]) == 2
     assert "--watch 0: name seconds" in capsys.readouterr().err
 
