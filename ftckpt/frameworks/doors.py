@@ -17,15 +17,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, UnsupportedError, written
+from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
 from ftckpt.frameworks.launcher import (
     code_if_over,
     follow_uncaught,
-    is_drawn,
     job_name,
-    log_once,
     log_to_stderr,
     node_name,
+    tell_if_drawn,
 )
 from ftckpt.persist_setting import program_of
 from ftckpt.store.outcome import LauncherRun, launcher_run
@@ -242,11 +241,7 @@ def start(
             f"--ftckpt-persist: {program} does not train here, and saves nothing: name a directory or a URL"
         )
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
-    if is_drawn(config.job, os.environ):
-        log_once(
-            "torchrun has drawn the job's name, %s, for this launch alone: the next one will not find its snapshots, "
-            "which stay in memory; %s", config.job, written("name the job, by --ftckpt-job or by FTCKPT_JOB"),
-        )  # fmt: skip
+    tell_if_drawn(config.job, os.environ)
     read_ahead(config)  # of a script that has told nobody before
     from ftckpt.job.compile_locks import release_orphans
 

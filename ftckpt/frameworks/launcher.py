@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from ftckpt.config import NAME_RULE, add_flags, is_name, node_here
-from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.errors import ConfigError, FtckptError, written
 from ftckpt.store import ends
 from ftckpt.store.outcome import agent_of, launcher_run
 
@@ -85,6 +85,15 @@ def job_name(configured: str | None, env: Mapping[str, str]) -> str:
 def is_drawn(job: str, env: Mapping[str, str]) -> bool:
     """Whether torchrun has drawn this name: it draws another one when it is started again."""
     return job == env.get(_RUN_ID) and _DRAWN.fullmatch(job) is not None and not _asked_id(env)
+
+
+def tell_if_drawn(job: str, env: Mapping[str, str]) -> None:
+    """Say so on the first rank, where nobody would miss the snapshots before they are needed."""
+    if is_drawn(job, env):
+        log_once(
+            "torchrun has drawn the job's name, %s, for this launch alone: the next one will not find its snapshots, "
+            "which stay in memory; %s", job, written("name the job, by --ftckpt-job or by FTCKPT_JOB"),
+        )  # fmt: skip
 
 
 def _run_id(env: Mapping[str, str]) -> str:

@@ -36,16 +36,9 @@ class _Turn(NamedTuple):
 
 
 def flush_last(
-    group: Group,
-    events: Events,
-    last: SnapshotId,
-    mark: Mark,
-    observe: Observe,
-    *,
-    ask: Ask,
-    trying: str,
+    group: Group, events: Events, last: SnapshotId, mark: Mark, observe: Observe, *, ask: Ask, trying: str,
     timeout_secs: float,
-) -> bool:
+) -> bool:  # fmt: skip
     """Bring ``last``, which all ranks have, to storage; whether it is there. Collective.
 
     Args:

@@ -73,15 +73,9 @@ class RankStorage:
         # All of them, whichever fails.
         came = {
             one: flush_last(
-                self._group,
-                self._events,
-                one,
-                self._mark,
-                self._observe,
-                ask=self._ask,
-                trying=self._trying,
+                self._group, self._events, one, self._mark, self._observe, ask=self._ask, trying=self._trying,
                 timeout_secs=timeout_secs,
-            )
+            )  # fmt: skip
             for one in dict.fromkeys(bring)
             if one is not None and one not in ending.persisted
         }

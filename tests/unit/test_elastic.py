@@ -20,7 +20,7 @@ import ftckpt.plain
 from ftckpt.config import Config, is_name
 from ftckpt.errors import ConfigError, LaunchError
 from ftckpt.frameworks import launcher, rendezvous
-from ftckpt.frameworks.launcher import is_drawn, job_name, node_name
+from ftckpt.frameworks.launcher import is_drawn, job_name, node_name, tell_if_drawn
 from ftckpt.store.outcome import Agent
 
 TORCH = importlib.import_module("torch.distributed.rendezvous")
@@ -114,10 +114,16 @@ def test_an_id_that_torchrun_has_replaced_names_the_job(agent: Callable[..., Non
     assert job_name(None, env) == "k3"
 
 
-def test_a_name_that_torchrun_has_drawn_is_known(agent: Callable[..., None]) -> None:
+def test_a_name_that_torchrun_has_drawn_is_told(agent: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(launcher, "log_once", lambda text, *args: told.append(text % args))
     env = {"TORCHELASTIC_RUN_ID": DRAWN}
     agent("--standalone", "train.py")
     assert job_name(None, env) == DRAWN and is_drawn(DRAWN, env)
+    for job in (DRAWN, "mine"):
+        tell_if_drawn(job, env)
+    (line,) = told
+    assert DRAWN in line and "will not find its snapshots" in line and "FTCKPT_JOB" in line
     assert not is_drawn("mine", env) and not is_drawn("k2", {"TORCHELASTIC_RUN_ID": "k2"})
     agent("--rdzv-backend", "c10d", "--rdzv-id", DRAWN, "train.py")
     assert not is_drawn(DRAWN, env), "somebody's scheduler names jobs so"
