@@ -75,10 +75,10 @@ class RankStorage:
             one: flush_last(
                 self._group, self._events, one, self._mark, self._observe, ask=self._ask, trying=self._trying,
                 timeout_secs=timeout_secs,
-            )  # fmt: skip
+            )
             for one in dict.fromkeys(bring)
             if one is not None and one not in ending.persisted
-        }
+        }  # fmt: skip
         lacking = [one for one, is_there in came.items() if not is_there]
         if not lacking or self._config.on_error != "raise":
             return None
