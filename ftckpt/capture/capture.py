@@ -98,6 +98,12 @@ class Capture:
         return self.busy and self._flying is not None
 
     @property
+    def sealed(self) -> bool:
+        """Whether the last snapshot that began has come to be sealed."""
+        flight = self._flight
+        return self._flying is not None and flight is not None and flight.ended and flight.error is None
+
+    @property
     def in_graph(self) -> bool:
         """Whether what training does now is captured into a graph of the device."""
         return self._copier.in_graph

@@ -36,6 +36,7 @@ from ftckpt.model.training_state import TrainingState
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import PulseCount
+from ftckpt.windows.iteration import COMPUTE
 from ftckpt.windows.pacer import Pacer
 
 _POLL_SECS = 0.02
@@ -144,11 +145,20 @@ class Checkpointer:
         return self._rank.arenas.path
 
     def phase(self, kind: str) -> None:
-        """Training comes to a part of the iteration: a kind of ``ftckpt.windows.iteration``. Takes microseconds."""
+        """Training comes to a part of the iteration: a kind of ``ftckpt.windows.iteration``. Takes microseconds, and
+        once per snapshot some hundred.
+
+        Raises:
+            FtckptError: only under ``on_error: raise``.
+        """
         if self._pacer is not None and not self._closed:
             self._protection.beat(self._boundary, kind)
             if not self.off:
                 self._pacer.enter(kind)
+                # Others answer while this rank computes: of what is posted at the fence alone, a boundary that comes
+                # right behind it waits for all of them, hop by hop.
+                if kind in COMPUTE and self._snapshots is not None:
+                    self._snapshots.post_if_sealed()
 
     def beat(self, evaluates: bool = False) -> None:
         """A sign of life, for a script that is busy with something else than training for long. Takes microseconds.

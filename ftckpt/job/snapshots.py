@@ -51,6 +51,7 @@ class Snapshots:
         self._losses = Losses(self._links, self._state, self._events)
         self.kept = kept
         """None where it is not wanted any more."""
+        self._last_fenced = 0  # the number of a snapshot that was due
         self.begun = -1
         """The iteration of the last snapshot that this rank has begun; -1: none."""
 
@@ -87,9 +88,9 @@ class Snapshots:
 
     def fence(self) -> None:
         """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""
-        if not self._state.owes_round:
+        if self._last_fenced == self._state.interval.number:
             return
-        begin = time.perf_counter()
+        self._last_fenced, begin = self._state.interval.number, time.perf_counter()
         # Both: where copies have failed the others must learn it.
         for action in (self._wait_for_copies, self._post):
             try:
@@ -98,6 +99,14 @@ class Snapshots:
                 self.fail(error)
         self._numbers.fenced(secs := time.perf_counter() - begin)
         self._events.emit("fence", blocked_secs=secs)
+
+    def post_if_sealed(self) -> None:
+        """Post what this rank has where the last snapshot is sealed by now; all else is the fence's to find out."""
+        if self._state.owes_round and self.capture is not None and self.capture.sealed:
+            try:
+                self._post()
+            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+                self.fail(error)
 
     def boundary(self, iteration: int, begin: float) -> None:
         """Take the snapshot of ``iteration`` if one is due and all ranks take it. ``begin``: of this boundary, by

@@ -308,6 +308,33 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     assert state.lost and entered == ["given up", "ranks_lost", "fence", "pacer"]
 
 
+def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
+    """Not at the fence alone: where the boundary comes right behind it all ranks would wait for each other."""
+    rounds: list[Any] = []
+    links = SimpleNamespace(agreement=SimpleNamespace(post=rounds.append))
+    pacer = SimpleNamespace(wish=Wish(), compute_secs=float, enter=lambda kind: None)
+    protection = SimpleNamespace(
+        beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH
+    )
+    checkpointer = checkpointer_of(pacer, protection=protection, links=links)
+    capture = SimpleNamespace(sealed=False, flying=True, newest=None, busy=False, fence=lambda secs: None)
+    checkpointer._shard.capture = capture  # type: ignore[union-attr]
+    checkpointer._state.begin(LINEAGE, None, 0.0)
+    checkpointer._state.boundary(1)
+    checkpointer._state.learn([], 0.0)
+    checkpointer.phase("forward")
+    assert not rounds, "its copies are under way"
+    capture.sealed, capture.flying = True, False
+    for kind in ("start", "window"):
+        checkpointer.phase(kind)
+    assert not rounds, "these belong to the boundary, and to who waits for other ranks"
+    for kind in ("backward", "forward"):
+        checkpointer.phase(kind)
+    assert [round_.number for round_ in rounds] == [1]
+    checkpointer._snapshots.fence()  # type: ignore[union-attr]
+    assert len(rounds) == 1, "once per snapshot"
+
+
 def test_what_is_evaluated_or_saved_is_no_time_of_training() -> None:
     paused: list[str] = []
     protection = SimpleNamespace(pause=lambda evaluates: None, section=lambda name: nullcontext())

@@ -143,6 +143,29 @@ def test_copies_that_have_failed_are_over_behind_the_fence(tmp_path: Path) -> No
         arena.close()
 
 
+@pytest.mark.parametrize("error", [None, OSError("copy failed")])
+def test_a_snapshot_counts_as_sealed_once_its_copies_have_ended_well(tmp_path: Path, error: OSError | None) -> None:
+    """Before the fence this is what all ranks are told; of a failure they learn behind the fence that meets it."""
+    flights = list[Flight]()
+
+    class Waiting(HostCopier):
+        def start(self, tensors: object, flight: Flight, windows: object) -> None:
+            flights.append(flight)
+
+    manifest = Manifest({"dp": 0}, {"dp": 1}, (), (), 1 << 16, 4096)
+    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=2)
+    capture = Capture(arena, [], [], Waiting())
+    try:
+        assert not capture.sealed
+        capture.begin(SnapshotId(NEW, 4), [], {})
+        assert not capture.sealed
+        flights[0].end(error)
+        assert capture.sealed == (arena.find(SnapshotId(NEW, 4)) is not None) == (error is None)
+    finally:
+        capture.close()
+        arena.close()
+
+
 def test_a_seal_in_the_instant_of_the_fence_goes_by_what_the_fence_has_found(tmp_path: Path) -> None:
     """A write without a fence: the thread that seals looks before the fence is there, and decides behind."""
     flights, looked = list[Flight](), threading.Event()
