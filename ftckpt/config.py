@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
@@ -12,19 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ftckpt.errors import ConfigError, Writing, settings_are_written
-from ftckpt.persist_setting import DEEPSPEED, PERSIST_FORMATS, absolute, check_persist, check_scheme, program_of
+from ftckpt.persist_setting import PERSIST_FORMATS, absolute, check_scheme
 from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind_of, read_size, reader_of
+from ftckpt.setting_checks import check
 
 MIB = 1 << 20
 GIB = 1 << 30
-_MOST_PORT = 65535
-NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
-_NUMBER = re.compile(r"\d{1,6}(\.\d{1,9})?")
-_LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
-_MTBF = re.compile(r"(process|node|job)=(\d{1,6}(?:\.\d{1,9})?)h")
-_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 
 MOST_REST_SECS = 60.0
 """However little of its cores a node has left for protection, a new target is chosen as often as this."""
@@ -35,16 +26,8 @@ BUSY_SHARE = 0.1
 PAGE_BYTES = 4096
 """What chunks, regions of slots and blocks in files begin on multiples of."""
 
-MODES = ("node", "replica", "copy", "peer")
-"""What guards snapshots; ``parity.modes`` has what each of them is."""
-
 CODES = ("xor", "rs", "mirror")
 """How parity is made."""
-
-
-def is_name(text: str) -> bool:
-    """Whether a job, a node or a rack may be called so: the names become parts of paths and of socket addresses."""
-    return bool(_NAME.fullmatch(text))
 
 
 def node_here(env: Mapping[str, str]) -> tuple[str, str]:
@@ -290,40 +273,11 @@ class Config:
         for setting in fields(self):
             object.__setattr__(self, setting.name, read_size(setting, getattr(self, setting.name)))
             check_value(setting, getattr(self, setting.name))
-        # One slot would lose the whole snapshot with the first byte of the next one.
-        if self.slots == 1:
-            raise ConfigError("--ftckpt-slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
-        if self.smp_cores > 1:
-            raise ConfigError(
-                f"--ftckpt-smp-cores: {self.smp_cores:g} is more than all cores; give a share such as 0.1"
-            )
-        check_protect(self.protect)
-        _check_layouts(self.layouts)
-        if self.restore_before >= 1 << 63:
-            raise ConfigError(f"--ftckpt-restore-before: {self.restore_before} is too large for an iteration")
-        check_mtbf(self.mtbf)
-        _check_names(self)
-        if self.affinity not in ("auto", "none") and not _CORES.fullmatch(self.affinity):
-            raise ConfigError(
-                f"--ftckpt-affinity: {self.affinity!r} is not auto, none or a list of cores such as 0-3,8"
-            )
-        if self.network_gbps != "auto" and not _NUMBER.fullmatch(self.network_gbps):
-            raise ConfigError(
-                f"--ftckpt-network-gbps: {self.network_gbps!r} is not auto or a number such as 2.5; 0: no limit"
-            )
-        if not self.arena:
-            raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
         check_scheme(self.persist)
         # A script may go to another directory, and an SMP has one of its own.
         for name in ("arena", "events", "metrics_dir", "secret_file", "persist"):
             object.__setattr__(self, name, absolute(getattr(self, name)))
-        check_persist(self.persist, self.persist_format)
-        _check_storage_is_named(self)
-        if program_of(self.persist) == DEEPSPEED:
-            _check_follows_script(self)
-        if self.persist_compress == "zstd":
-            _require_installed("zstandard", "--ftckpt-persist-compress: zstd", "storage")
-        _check_metrics(self)
+        check(self)
 
     @property
     def least_interval(self) -> int:
@@ -431,103 +385,6 @@ class Config:
             flag = flag_of(setting.name)
             words.append(flag if value is True else f"{flag}={value}")
         return words
-
-
-def _check_storage_is_named(config: Config) -> None:
-    if not config.persist and config.persist_interval != Config.persist_interval:
-        raise ConfigError(
-            "--ftckpt-persist-interval: nothing comes to storage without --ftckpt-persist, which names it"
-        )
-
-
-def check_protect(protect: str) -> tuple[str, ...]:
-    """The modes that ``protect`` lists; () for none.
-
-    Raises:
-        ConfigError: an unknown mode, one twice, replica beside copy, or auto or none beside others.
-    """
-    modes = tuple(mode.strip() for mode in protect.split(","))
-    known = ("auto", "none", *MODES)
-    for mode in modes:
-        if mode not in known:
-            raise ConfigError(f"--ftckpt-protect: {mode!r} is not one of {', '.join(known)}")
-    if len(set(modes)) < len(modes):
-        raise ConfigError(f"--ftckpt-protect: {protect!r} names a mode twice")
-    if len(modes) > 1 and {"auto", "none"} & set(modes):
-        raise ConfigError(f"--ftckpt-protect: {protect!r}: auto and none stand alone")
-    if {"replica", "copy"} <= set(modes):
-        raise ConfigError(f"--ftckpt-protect: {protect!r}: replica and copy guard the same bytes; choose one")
-    return () if modes == ("none",) else modes
-
-
-def _check_follows_script(config: Config) -> None:
-    """What says otherwise than the script when something is saved is refused."""
-    for wrong, text in (
-        (
-            config.persist_interval != Config.persist_interval,
-            "save_checkpoint says when: no --ftckpt-persist-interval",
-        ),
-        (
-            config.interval == "auto",
-            "--ftckpt-interval auto takes snapshots of other iterations than save_checkpoint is called at",
-        ),
-        (
-            config.persist_at_end == "off",
-            "--ftckpt-persist-at-end off would lose what is on its way when the job ends",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(f"--ftckpt-persist: deepspeed: {text}")
-
-
-def check_mtbf(mtbf: str) -> dict[str, float]:
-    """Hours by the kind of failure, of those that ``mtbf`` names.
-
-    Raises:
-        ConfigError: something else, a kind twice, or no time at all.
-    """
-    hours: dict[str, float] = {}
-    for part in mtbf.split(",") if mtbf else ():
-        match = _MTBF.fullmatch(part.strip())
-        if match is None or match[1] in hours or not float(match[2]):
-            raise ConfigError(
-                f"--ftckpt-mtbf: {part!r} is not a mean time; write process, node or job, each at most once, with "
-                "hours, such as process=40h,node=90h"
-            )
-        hours[match[1]] = float(match[2])
-    return hours
-
-
-def _require_installed(package: str, who: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{who} needs {package}, which is not installed: pip install 'ftckpt[{extra}]'")
-
-
-def _check_names(config: Config) -> None:
-    for name in ("job", "node", "rack"):
-        value = getattr(config, name)
-        if value and not is_name(value):
-            raise ConfigError(f"{flag_of(name)}: {value!r} is not a name; {NAME_RULE}")
-
-
-def _check_metrics(config: Config) -> None:
-    if config.metrics_port or config.metrics_dir:
-        flag = "--ftckpt-metrics-port" if config.metrics_port else "--ftckpt-metrics-dir"
-        _require_installed("prometheus_client", f"{flag}: this", "metrics")
-    if config.metrics_port != "auto" and config.metrics_port > _MOST_PORT:
-        raise ConfigError(f"--ftckpt-metrics-port: {config.metrics_port} is too large; the most is {_MOST_PORT}")
-
-
-def _check_layouts(layouts: str) -> None:
-    if not layouts or _FUNCTION.fullmatch(layouts):
-        return
-    for name in layouts.split(","):
-        axes = re.findall("[a-z]+", name)
-        if not _LAYOUT.fullmatch(name.strip()) or len(set(axes)) < len(axes):
-            raise ConfigError(
-                f"--ftckpt-layouts: {name!r} is not a layout; write axes (tp, pp, vpp, cp, ep, etp, dp), each at "
-                "most once, and sizes, such as tp2pp2 or tp2pp1ep2, with commas between layouts; or module:function"
-            )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

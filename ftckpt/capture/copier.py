@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -26,10 +28,14 @@ Cores = Set[int] | None
 
 
 class Worker:
-    """One daemon thread, on some cores if they are given, that runs jobs one after the other."""
+    """One daemon thread, on some cores if they are given, that runs jobs one after the other.
 
-    def __init__(self, name: str, cores: Cores = None) -> None:
-        self._cores = cores
+    ``yields``: it takes no core from a thread that runs at the moment when a job comes. Ranks with fewer cores than
+    they have threads would otherwise wait in the boundary for the copies of those that have passed it.
+    """
+
+    def __init__(self, name: str, cores: Cores = None, *, yields: bool = False) -> None:
+        self._cores, self._yields = cores, yields
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: a copy that is stuck in a driver must not keep a process that ends.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -74,6 +80,9 @@ class Worker:
 
     def _run(self) -> None:
         pin(self._cores)
+        if self._yields:
+            with suppress(OSError):  # of a policy that may not be left
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while (job := self._jobs.get()) is not None:
             job()
             del job  # and what it holds, such as the memory of a slot
@@ -237,7 +246,7 @@ class Finisher:
     """
 
     def __init__(self, cores: Cores = None) -> None:
-        self._worker = Worker("ftckpt-finish", cores)
+        self._worker = Worker("ftckpt-finish", cores, yields=True)
 
     def chunk(self, flight: Flight, chunk: int, wait: Callable[[], None] | None = None) -> None:
         """After ``wait`` the chunk's bytes are in the slot."""
@@ -272,7 +281,7 @@ class HostCopier:
     def __init__(self, budget: Budget | None = None, cores: Cores = None) -> None:
         self._clock = HostClock()
         self._budget = budget or NoBudget()
-        self._worker = Worker("ftckpt-copy", cores)
+        self._worker = Worker("ftckpt-copy", cores, yields=True)
         self._finisher = Finisher(cores)
         self._at_once: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 

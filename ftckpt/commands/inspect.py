@@ -12,10 +12,10 @@ from typing import Any
 from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.job_nodes import job_directory, jobs_in
 from ftckpt.commands.page import aligned
-from ftckpt.config import is_name
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
+from ftckpt.setting_checks import is_name
 from ftckpt.smp.living import Liveness
 from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.control import SlotRecord

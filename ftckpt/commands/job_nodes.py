@@ -3,6 +3,7 @@ their SMPs, whose addresses and secret an SMP on this machine has stored."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from ftckpt.smp.hangs import Limits
 from ftckpt.smp.living import Liveness
 from ftckpt.smp.reports import rank_report, unpacked
 from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
-from ftckpt.store.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas
+from ftckpt.store.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas, user_name
 from ftckpt.store.failures import read_failures
 from ftckpt.store.locks import holder_of
 from ftckpt.store.memory import used_bytes
@@ -33,6 +34,9 @@ from ftckpt.store.pulse import Pulse
 
 _MOST_AT_ONCE = 32
 """Nodes that are asked at a time; each answers in a moment, or takes the whole of the time to wait."""
+
+_PREFIX = "ftckpt-"
+"""Of the directory of a job."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -141,10 +145,23 @@ def job_directory(root: Path, job: str) -> Path:
 
 
 def jobs_in(root: Path) -> list[str]:
-    """Names of jobs that have memory on this machine."""
-    prefix = "ftckpt-"
-    paths = sorted(root.glob(f"{prefix}*")) if root.is_dir() else []
-    return [path.name.removeprefix(prefix) for path in paths if any(map(_is_node, list_arenas(path)))]
+    """Names of jobs that have memory on this machine, into which this user may look."""
+    paths = [path for path in _job_directories(root) if _is_open(path)]
+    return [path.name.removeprefix(_PREFIX) for path in paths if any(map(_is_node, list_arenas(path)))]
+
+
+def closed_jobs_in(root: Path) -> list[str]:
+    """Names of jobs on this machine into whose memory this user may not look, with their users."""
+    paths = [path for path in _job_directories(root) if not _is_open(path)]
+    return [f"{path.name.removeprefix(_PREFIX)} of {user_name(path.lstat().st_uid)}" for path in paths]
+
+
+def _job_directories(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob(f"{_PREFIX}*") if path.is_dir()) if root.is_dir() else []
+
+
+def _is_open(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.X_OK, effective_ids=True)
 
 
 def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
@@ -153,11 +170,14 @@ def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
     Raises:
         ArenaError: there is none; names the jobs that are there.
     """
-    names = [path.name for path in list_arenas(job_directory(root, job)) if _is_node(path)]
+    job_dir = job_directory(root, job)
+    if job_dir.is_dir() and not _is_open(job_dir):
+        raise ArenaError(f"job {job!r} belongs to {user_name(job_dir.stat().st_uid)}: no other sees what it has")
+    names = [path.name for path in list_arenas(job_dir) if _is_node(path)]
     if not names:
         jobs = ", ".join(jobs_in(root)) or "none"
         raise ArenaError(f"no memory of job {job!r} under {root}; jobs there: {jobs}")
-    description = next(filter(None, (_described(job_directory(root, job) / name) for name in names)), {})
+    description = next(filter(None, (_described(job_dir / name) for name in names)), {})
     states = _each(lambda name: _look(root, job, name, timeout_secs), names)
     return JobNodes(root, job, tuple(states), description, timeout_secs)
 

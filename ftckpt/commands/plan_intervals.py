@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ftckpt.config import MOST_REST_SECS, Config, check_mtbf
+from ftckpt.config import MOST_REST_SECS, Config
 from ftckpt.errors import ConfigError
 from ftckpt.model.failures import FailureRate, FailureRecord, expected, in_words
 from ftckpt.model.tiers import (
@@ -23,6 +23,7 @@ from ftckpt.model.tiers import (
     storage_interval_secs,
     storage_mtbf_secs,
 )
+from ftckpt.setting_checks import check_mtbf
 
 COPY_GBPS = 20.0
 """Assumed rate of copies of a GPU to pinned memory: PCIe 4.0 x16 gives a little more."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.commands.arena_option import add_arena
-from ftckpt.commands.job_nodes import JobNodes, NodeState, jobs_in, nodes_here
+from ftckpt.commands.job_nodes import JobNodes, NodeState, closed_jobs_in, jobs_in, nodes_here
 from ftckpt.commands.page import aligned
 from ftckpt.commands.stored import usable_at
 from ftckpt.errors import ConfigError, FtckptError, StorageError
@@ -90,6 +90,8 @@ def run_ls(arguments: argparse.Namespace) -> int:
             for job in jobs
         ]  # fmt: skip
         print(aligned([columns, *rows], 2))
+    if closed := closed_jobs_in(arguments.arena):
+        print(f"ftckpt: left out, as no other user sees what they have: {listed(closed)}", file=sys.stderr)
     return 0
 
 

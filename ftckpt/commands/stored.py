@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +30,7 @@ def add_list(commands: Any) -> None:
     """Add ``list`` to the parser of ``ftckpt``."""
     parser = commands.add_parser("list", help="show the snapshots on storage, newest first")
     parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=run_list)
 
 
@@ -36,35 +39,67 @@ def add_verify(commands: Any) -> None:
     parser = commands.add_parser("verify", help="read every byte of snapshots on storage; status 1: something is bad")
     parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
     parser.add_argument("--iteration", type=int, metavar="N", help="only this one (default: all)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=run_verify)
 
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
-    storage, bad = open_storage(snapshots_at(arguments.where)), False
+    storage = open_storage(snapshots_at(arguments.where))
+    listing = listing_of(storage)
+    if arguments.json:
+        print(json.dumps(listing, indent=2))
+    else:
+        print("\n".join(_in_lines(listing, arguments.where)))
+    return int(any(one["problem"] for one in listing["snapshots"]))
+
+
+def listing_of(storage: Storage) -> dict[str, Any]:
+    """What ``ftckpt list --json`` prints.
+
+    ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside its ``iteration``. ``void``:
+    no restart takes it. ``pinned_away``: iterations that are pinned and not there. ``failures``: of the job that
+    trained last, null where nothing is known.
+    """
     iterations, pins, void = committed(storage), pinned(storage), voided(storage)
+    snapshots: list[dict[str, Any]] = []
     for iteration in iterations:
         try:
             stored = manifest_of(storage, iteration)
         except StorageError as error:
-            print(f"iteration {iteration}: cannot be used: {error}")
-            bad = True
+            snapshots.append({"iteration": iteration, "problem": str(error)})
             continue
-        size, layout = human(stored.nbytes), layout_name(stored.layout)
-        notes = ", compressed" if any(shard.frames is not None for shard in stored.shards.values()) else ""
-        notes += ", pinned" if iteration in pins else ""
-        notes += f", void ({_VOID})" if stored.snapshot in void else ""
-        print(f"iteration {iteration}: {layout}, {len(stored.shards)} shards, {size}, of job {stored.job}{notes}")
-    for iteration in sorted(pins.difference(iterations)):
-        print(f"iteration {iteration}: pinned, and not there")
-    if not iterations:
-        print(f"{arguments.where}: no snapshot")
+        snapshots.append({
+            "iteration": iteration, "problem": "", "layout": layout_name(stored.layout),
+            "shards": len(stored.shards), "bytes": stored.nbytes, "job": stored.job,
+            "compressed": any(shard.frames is not None for shard in stored.shards.values()),
+            "pinned": iteration in pins, "void": stored.snapshot in void,
+        })  # fmt: skip
+    failures = None
     if (last := last_attempt(storage)) is not None:
         record = last.counted()
-        seen = ", ".join(f"{kind} {record.seen.get(kind, 0)}" for kind in KINDS)
-        hours = record.secs / 3600
-        print(f"job {record.job}: failures before attempt {last.record.number}: {seen}; {hours:.3g} h of training")
-    return int(bad)
+        seen = {kind: record.seen.get(kind, 0) for kind in KINDS}
+        failures = {"job": record.job, "attempt": last.record.number, "seen": seen, "hours": record.secs / 3600}
+    return {"snapshots": snapshots, "pinned_away": sorted(pins.difference(iterations)), "failures": failures}
+
+
+def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
+    for one in listing["snapshots"]:
+        if one["problem"]:
+            yield f"iteration {one['iteration']}: cannot be used: {one['problem']}"
+            continue
+        notes = [name for name in ("compressed", "pinned") if one[name]]
+        notes += [f"void ({_VOID})"] if one["void"] else []
+        size = f"{one['shards']} shards, {human(one['bytes'])}"
+        yield ", ".join([f"iteration {one['iteration']}: {one['layout']}, {size}, of job {one['job']}", *notes])
+    for iteration in listing["pinned_away"]:
+        yield f"iteration {iteration}: pinned, and not there"
+    if not listing["snapshots"]:
+        yield f"{where}: no snapshot"
+    if (failures := listing["failures"]) is not None:
+        seen = ", ".join(f"{kind} {number}" for kind, number in failures["seen"].items())
+        attempt = f"job {failures['job']}: failures before attempt {failures['attempt']}"
+        yield f"{attempt}: {seen}; {failures['hours']:.3g} h of training"
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -74,29 +109,41 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if not wanted:
         which = "" if arguments.iteration is None else f" of iteration {arguments.iteration}"
         raise StorageError(f"{arguments.where}: no snapshot{which}", lasting=True)
-    good, void = [iteration for iteration in wanted if _is_good(storage, iteration)], voided(storage)
+    found: list[dict[str, Any]] = []
+    for iteration in wanted:
+        found.append(one := _verified(storage, iteration))
+        if not arguments.json:  # at once: the next may take minutes
+            print("\n".join(_verdict(one)))
+    void = voided(storage)
+    good = [one["iteration"] for one in found if not one["problems"]]
     usable = [iteration for iteration in good if manifest_of(storage, iteration).snapshot not in void]
-    print(f"a restart would take iteration {usable[0]}" if usable else "a restart could take none of them")
+    if arguments.json:
+        print(json.dumps({"snapshots": found, "restart": usable[0] if usable else -1}, indent=2))
+    else:
+        print(f"a restart would take iteration {usable[0]}" if usable else "a restart could take none of them")
     return int(len(good) < len(wanted))
 
 
-def _is_good(storage: Storage, iteration: int) -> bool:
+def _verified(storage: Storage, iteration: int) -> dict[str, Any]:
+    """Every byte of it was read: its ``problems``, each a text."""
     try:
         stored = manifest_of(storage, iteration)
     except StorageError as error:
-        print(f"iteration {iteration}: bad: {error}")
-        return False
+        return {"iteration": iteration, "problems": [str(error)]}
     progress, done, problems = Progress(f"verifying iteration {iteration}"), 0, list[str]()
     for shard, entry in stored.shards.items():
         if problem := _problem(storage, f"{folder_of(iteration)}/{entry.file}", entry):
             problems.append(f"{shard}: {problem}")
         done += entry.nbytes
         progress(done, stored.nbytes)
-    for problem in problems:
-        print(f"iteration {iteration}: bad: {problem}")
-    if not problems:
-        print(f"iteration {iteration}: good, {len(stored.shards)} shards, {human(stored.nbytes)}")
-    return not problems
+    return {"iteration": iteration, "problems": problems, "shards": len(stored.shards), "bytes": stored.nbytes}
+
+
+def _verdict(verified: dict[str, Any]) -> Iterator[str]:
+    name = f"iteration {verified['iteration']}"
+    if not verified["problems"]:
+        yield f"{name}: good, {verified['shards']} shards, {human(verified['bytes'])}"
+    yield from (f"{name}: bad: {problem}" for problem in verified["problems"])
 
 
 def _problem(storage: Storage, name: str, entry: StoredShard) -> str:

@@ -25,8 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from ftckpt.config import NAME_RULE, add_flags, is_name, node_here
+from ftckpt.config import add_flags, node_here
 from ftckpt.errors import ConfigError, FtckptError, written
+from ftckpt.setting_checks import NAME_RULE, is_name
 from ftckpt.store import ends
 from ftckpt.store.outcome import agent_of, launcher_run
 

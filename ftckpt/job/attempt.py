@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
-from ftckpt.config import Config, check_mtbf
+from ftckpt.config import Config
 from ftckpt.errors import StalledError, StorageError
 from ftckpt.events import Events
 from ftckpt.model.failures import (
@@ -29,6 +29,7 @@ from ftckpt.model.topology import Topology
 from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.place import Place
 from ftckpt.persist.storage import open_storage, patiently
+from ftckpt.setting_checks import check_mtbf
 from ftckpt.store import ends
 from ftckpt.store.ends import EndNote
 from ftckpt.store.failures import note_end, read_failures, still_trains, write_failures

@@ -364,12 +364,12 @@ class Checkpointer:
         handled, as in a ``finally``, and ``remove=True`` otherwise. A second call does nothing.
 
         With the arenas removed the job is ``done``: no further attempt of its launcher trains anything, whatever
-        becomes of this one. So what must be done at the end, and may fail, comes before. Otherwise training goes on
-        from another state, which undoes what memory has: none of it comes to storage, but for what a framework's own
-        checkpoint lacks yet.
+        becomes of this one. So what must be done at the end, and may fail, comes before. They stay where the last
+        snapshot is to be on storage and is not. Not ``done``, training goes on from another state, which undoes what
+        memory has: none of it comes to storage, but for what a framework's own checkpoint lacks yet.
 
         Raises:
-            StorageError: under ``on_error: raise``, where the last snapshot did not come to storage; the arenas stay.
+            StorageError: under ``on_error: raise``, where the last snapshot did not come to storage.
         """
         if self._closed:
             return
@@ -378,8 +378,11 @@ class Checkpointer:
         failure: StorageError | None = None
         if remove and self._snapshots is not None and self._rank.storage.wants_any(done):
             failure = self._persist_last(done)
-            # Otherwise it stays for the next attempt, or for 'ftckpt save'.
-            remove = failure is None and not self.group.lost
+            # What is nowhere else stays for the next attempt, or for 'ftckpt save'; what is undone has no use.
+            remove = not self.group.lost and (failure is None or not done)
+            if failure is not None and self.config.on_error != "raise":
+                self.events.announce(str(failure))
+                failure = None
         elif not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
             if self._state.lost:
@@ -402,7 +405,7 @@ class Checkpointer:
             raise failure
 
     def _persist_last(self, done: bool) -> StorageError | None:
-        """What is not on storage when memory goes is lost; where that is to be an error it is returned."""
+        """What is not on storage when memory goes is lost; returns why it is not there."""
         shard, snapshots = self._shard, self._snapshots
         assert shard is not None and snapshots is not None
         # Not where training goes on from another state, and nowhere before the first boundary of this attempt.
@@ -420,7 +423,7 @@ class Checkpointer:
                 return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank, done))
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
-        return None
+            return StorageError(f"whether the last snapshot came to storage is not known, memory keeps it: {error}")
 
     def _leave(self, arena: Arena | None, done: bool) -> None:
         def agreed() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from ftckpt.events import Events
 from ftckpt.group import Group
@@ -23,9 +23,22 @@ _MOST_PROBLEMS = 3
 _UNREADY_SECS = 60.0
 """An SMP that ended is replaced within seconds; one that never knew what to do stays so."""
 
-Mark = Callable[[SnapshotId], None]
-Observe = Callable[[SnapshotId], FlushGuard]
-Ask = Callable[[], str]
+
+class FlushingNode(Protocol):
+    """This rank's node, which brings a snapshot to storage."""
+
+    @property
+    def trying(self) -> str:
+        """What becomes of one that does not come there, for people."""
+
+    def begin(self, snapshot: SnapshotId, /) -> None:
+        """Its SMP is to bring ``snapshot``, which all ranks have."""
+
+    def observe(self, snapshot: SnapshotId, /) -> FlushGuard:
+        """What it has done."""
+
+    def problem_now(self) -> str:
+        """What has kept it, where this rank leads the node; empty where nothing has."""
 
 
 class _Turn(NamedTuple):
@@ -35,23 +48,16 @@ class _Turn(NamedTuple):
     problem: str
 
 
-def flush_last(
-    group: Group, events: Events, last: SnapshotId, mark: Mark, observe: Observe, *, ask: Ask, trying: str,
-    timeout_secs: float,
-) -> bool:  # fmt: skip
+def flush_last(group: Group, events: Events, last: SnapshotId, node: FlushingNode, timeout_secs: float) -> bool:
     """Bring ``last``, which all ranks have, to storage; whether it is there. Collective.
-
-    Args:
-        mark: tells this node's SMP to begin; ``observe``: what it has done; ``ask``: what has kept it, where this
-            rank leads the node; ``trying``: what becomes of it then, for people.
 
     Raises:
         RuntimeError: a rank is gone.
     """
     begun = time.monotonic()
-    mark(last)
+    node.begin(last)
     events.announce(f"iteration {last.iteration} goes to storage before the job ends")
-    state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, observe, begun + timeout_secs, ask)
+    state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, node, begun + timeout_secs)
     while state == FlushState.WORKING:
         turns = codec.gather(group, _Turn(int(watch.turn()), watch.problem), _Turn)
         state = _of_all([turn.state for turn in turns])
@@ -60,7 +66,7 @@ def flush_last(
             problems = sorted({turn.problem for turn in turns} - {""})
             events.announce(
                 f"iteration {last.iteration} is on its way to storage since {told - begun:.0f} s"
-                + (f": {listed(problems, _MOST_PROBLEMS)}; {trying}" if problems else "")
+                + (f": {listed(problems, _MOST_PROBLEMS)}; {node.trying}" if problems else "")
             )
     secs = time.monotonic() - begun
     if state == FlushState.DONE:
@@ -74,8 +80,8 @@ def flush_last(
 class _NodeWatch:
     """What this rank's node does for the last snapshot, until a deadline."""
 
-    def __init__(self, last: SnapshotId, observe: Observe, deadline: float, ask: Ask) -> None:
-        self._last, self._observe, self._deadline, self._ask = last, observe, deadline, ask
+    def __init__(self, last: SnapshotId, node: FlushingNode, deadline: float) -> None:
+        self._last, self._node, self._deadline = last, node, deadline
         self._ready_secs = self._asked = time.monotonic()  # when its SMP was last seen to be able to
         self.problem = ""
         """What it met last, where this rank leads the node."""
@@ -84,7 +90,7 @@ class _NodeWatch:
         """How far it is, after a turn at most."""
         end = time.monotonic() + _TURN_SECS
         while True:
-            guard, now = self._observe(self._last), time.monotonic()
+            guard, now = self._node.observe(self._last), time.monotonic()
             if guard.state in (FlushState.DONE, FlushState.CANNOT):
                 return guard.state
             if guard.ready:
@@ -94,7 +100,7 @@ class _NodeWatch:
                 return FlushState.CANNOT
             if now >= end:
                 if now - self._asked > _ASK_SECS:
-                    self._asked, self.problem = now, self._ask()
+                    self._asked, self.problem = now, self._node.problem_now()
                 return FlushState.WORKING
             time.sleep(_POLL_SECS)
 

@@ -21,6 +21,7 @@ from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
 from ftckpt.job.smp_setup import SmpSetup
 from ftckpt.model.failures import FailureRecord
+from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
@@ -33,7 +34,7 @@ from ftckpt.smp.footprint import SmpConfig
 from ftckpt.smp.link import NetworkLimit, network_limit
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
-from ftckpt.store.directory import SMP_LOCK_NAME
+from ftckpt.store.directory import FAILURES_NAME, SMP_LOCK_NAME
 from ftckpt.store.environment import hazards
 from ftckpt.store.locks import holder_of
 from ftckpt.store.outcome import launcher_run
@@ -93,10 +94,15 @@ class NodeSmp:
         if not self._leads:
             return
         # One that somebody has started may be where nothing ends it.
-        smp_pid = holder_of(node_dir / SMP_LOCK_NAME)
-        for hazard in hazards(Path(self._config.arena), smp_pid):
+        smp_pid, told = holder_of(node_dir / SMP_LOCK_NAME), (node_dir / FAILURES_NAME).exists()
+        found = hazards(Path(self._config.arena), smp_pid)
+        for hazard in found:
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
-            self._events.announce(f"{hazard.text}; {hazard.remedy}")
+            if not told:
+                self._events.announce(f"{hazard.text}; {hazard.remedy}")
+        if found and told:  # by an earlier attempt, whose memory is there: the log is to show what is new
+            names = listed([hazard.name.replace("_", " ") for hazard in found])
+            self._events.announce(f"what endangers snapshots here is as before ({names}): see ftckpt check")
 
     def offer_secret(self) -> bytes:
         """What this rank gives the others for ``agree_on_secret``: a word that rank 0 has drawn, or what its node's

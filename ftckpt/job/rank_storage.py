@@ -57,8 +57,8 @@ class RankStorage:
                 raise StorageError(f"--ftckpt-persist: {error}", lasting=True) from None
 
     def bring_last(self, rank: RankEnd, done: bool = True) -> StorageError | None:
-        """Bring the last snapshot, which is taken where it is missing and can be; what went wrong, where that is to
-        be an error. Of a job that is not ``done`` the last one is undone: a later start would find it.
+        """Bring the last snapshot, which is taken where it is missing and can be; returns why it did not come, where
+        it did not. Of a job that is not ``done`` the last one is undone: a later start would find it.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -69,21 +69,51 @@ class RankStorage:
         bring = [ending.going if taken_over(self._config.persist) else None]
         if done and last is not None and last.iteration > ending.saved:
             bring.append(last)
-        timeout_secs = self._config.persist_timeout_secs
         # All of them, whichever fails.
         came = {
-            one: flush_last(
-                self._group, self._events, one, self._mark, self._observe, ask=self._ask, trying=self._trying,
-                timeout_secs=timeout_secs,
-            )
+            one: flush_last(self._group, self._events, one, self, self._config.persist_timeout_secs)
             for one in dict.fromkeys(bring)
             if one is not None and one not in ending.persisted
-        }  # fmt: skip
+        }
         lacking = [one for one, is_there in came.items() if not is_there]
-        if not lacking or self._config.on_error != "raise":
+        if not lacking:
             return None
-        text = f"the last snapshot did not come to storage, memory keeps it: {self._problem_at_end(lacking[-1])}"
-        return StorageError(text, lasting=True)
+        return StorageError(
+            f"the last snapshot did not come to storage, memory keeps it ({self._problem_at_end(lacking[-1])}): "
+            f"ftckpt save {self._config.job} DIR brings it to another place, a start under this name goes on from it",
+            lasting=True,
+        )
+
+    @property
+    def trying(self) -> str:
+        """This, and the three below: see ``FlushingNode``."""
+        return (
+            f"it is tried again until {self._config.persist_timeout_secs:g} s are over "
+            "(--ftckpt-persist-timeout-secs), then the job ends and its memory stays; who cannot wait ends the job "
+            f"now, and brings that to another place by ftckpt save {self._config.job} DIR"
+        )
+
+    def begin(self, snapshot: SnapshotId) -> None:
+        self._protection.mark(replace(self._state.marks, flush=snapshot))
+
+    def observe(self, snapshot: SnapshotId) -> FlushGuard:
+        self._protection.pause(evaluates=False)  # a sign of life
+        return self._protection.observe_flush(snapshot)
+
+    def problem_now(self) -> str:
+        return self._protection.smp.problem_now()
+
+    def tell_problem(self, iteration: int) -> None:
+        """This node cannot bring that iteration there: all ranks will raise, and are to know why. They read of it at
+        different times, when none may wait for another, so that this comes before the round which says so."""
+        if self._config.on_error == "raise" and self._told != iteration:
+            self._told = iteration
+            if cause := self._protection.smp.flush_problem():
+                self._notice(iteration).post(cause)
+
+    def problem(self, iteration: int) -> str:
+        """What a node has told of it."""
+        return self._notice(iteration).read() or _NOBODY
 
     def _take_missing(self, ending: JobEnd, rank: RankEnd) -> SnapshotId | None:
         """The snapshot of the last iteration, once all ranks have it; None where none is missing or can be had."""
@@ -106,22 +136,10 @@ class RankStorage:
         )
         return None
 
-    def tell_problem(self, iteration: int) -> None:
-        """This node cannot bring that iteration there: all ranks will raise, and are to know why. They read of it at
-        different times, when none may wait for another, so that this comes before the round which says so."""
-        if self._config.on_error == "raise" and self._told != iteration:
-            self._told = iteration
-            if cause := self._protection.smp.flush_problem():
-                self._notice(iteration).post(cause)
-
-    def problem(self, iteration: int) -> str:
-        """What a node has told of it."""
-        return self._notice(iteration).read() or _NOBODY
-
     def _problem_at_end(self, lacking: SnapshotId) -> str:
         """What the SMPs say of the last flush, that of ``lacking``. Collective; a rank that has lost the others knows
         its own node's reason."""
-        causes = [self._protection.smp.flush_problem(lambda: self._observe(lacking).goes_on)]
+        causes = [self._protection.smp.flush_problem(lambda: self.observe(lacking).goes_on)]
         with suppress(RuntimeError, LaunchError):
             if not self._state.lost:
                 causes = codec.gather(self._group, causes[0], str)
@@ -129,25 +147,3 @@ class RankStorage:
 
     def _notice(self, iteration: int) -> Notice:
         return Notice(f"{self._group.name}/not-persisted/{iteration}")
-
-    def _mark(self, last: SnapshotId) -> None:
-        self._protection.mark(replace(self._state.marks, flush=last))
-
-    @property
-    def _trying(self) -> str:
-        config = self._config
-        end = "the job fails and its memory stays"
-        if config.on_error != "raise":
-            end = "memory goes with the job, which --ftckpt-on-error raise keeps"
-        return (
-            f"it is tried again until {config.persist_timeout_secs:g} s are over (--ftckpt-persist-timeout-secs), "
-            f"then {end}; who cannot wait ends the job, whose memory stays then, and brings that to another place by "
-            "ftckpt save JOB DIR"
-        )
-
-    def _ask(self) -> str:
-        return self._protection.smp.problem_now()
-
-    def _observe(self, last: SnapshotId) -> FlushGuard:
-        self._protection.pause(evaluates=False)  # a sign of life
-        return self._protection.observe_flush(last)

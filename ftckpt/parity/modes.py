@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ftckpt.config import CODES, Config, check_protect
+from ftckpt.config import CODES, Config
 from ftckpt.errors import ConfigError
+from ftckpt.setting_checks import check_protect
 
 MOST_MEMBERS = 8
 """Members of a group where nothing else is asked for: more save memory, fewer survive more losses."""

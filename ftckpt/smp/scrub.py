@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 
-from ftckpt.config import MODES
 from ftckpt.errors import CorruptError, FtckptError, MismatchError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
@@ -18,6 +17,7 @@ from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.modes import PARITY_FILES
 from ftckpt.parity.stripes import stripe, stripe_of_block
 from ftckpt.parity.survive import BlockId, ChunkId, solve
+from ftckpt.setting_checks import MODES
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
 from ftckpt.smp.blocks import make_block
 from ftckpt.smp.cover import Duty, covered_slots, has_package, pull_packages, store_package, take_back

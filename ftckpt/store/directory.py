@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ftckpt.config import is_name
 from ftckpt.errors import ArenaError
 from ftckpt.model.manifest import Manifest
+from ftckpt.setting_checks import is_name
 from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of
 from ftckpt.store.process import Process
 
@@ -300,9 +300,17 @@ def require_own(path: Path) -> None:
         raise ArenaError(f"{path} is not a directory; remove it")
     if status.st_uid != os.geteuid():
         raise ArenaError(
-            f"{path} belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())}; "
+            f"{path} belongs to {user_name(status.st_uid)}, not to {user_name(os.geteuid())}; "
             "give the job another name with --ftckpt-job, or have the owner remove it"
         )
+
+
+def user_name(uid: int) -> str:
+    """For people."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
 
 
 def _is_plain_dir(path: Path) -> bool:
@@ -318,10 +326,3 @@ def _temporaries(node_dir: Path, shard: str) -> list[Path]:
 def _require_name(is_one: bool, name: str, what: str) -> None:
     if not is_one:
         raise ArenaError(f"{what}: {name!r} is not a name; use letters, digits and . _ -")
-
-
-def _user(uid: int) -> str:
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-    except KeyError:
-        return f"uid {uid}"

@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftckpt.config import Config, is_name
+from ftckpt.config import Config
 from ftckpt.model.text import human
+from ftckpt.setting_checks import is_name
 from ftckpt.store.locks import JOB_LOCK_NAME, holder_of
 
 _PREFIX = "ftckpt-"

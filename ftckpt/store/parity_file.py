@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ftckpt.config import MODES, PAGE_BYTES
+from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks, stripes
+from ftckpt.setting_checks import MODES
 from ftckpt.store.damage import HEADER, RECORD, Damage
 from ftckpt.store.directory import fresh_name, list_arenas, remove_half_made
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping

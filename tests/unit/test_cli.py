@@ -227,6 +227,22 @@ def test_a_place_that_is_not_there_has_no_list_of_jobs(root: Path, capsys: pytes
     assert main(["ls", "--arena", str(root)]) == 0 and "no job has memory" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_what_other_users_have_is_named_and_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arena_with_snapshot(root)
+    root.chmod(0o755)
+    try:
+        os.seteuid(65534)
+        assert main(["ls", "--arena", str(root)]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == f"no job has memory under {root}\n"
+        assert captured.err == "ftckpt: left out, as no other user sees what they have: job of root (uid 0)\n"
+        assert main(["status", "job", "--arena", str(root)]) == 2
+        assert "job 'job' belongs to root (uid 0): no other sees" in capsys.readouterr().err
+    finally:
+        os.seteuid(0)
+
+
 def event_logs(directory: Path, iterations: tuple[int, ...]) -> None:
     """Timelines of two ranks, one per stage."""
     directory.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,18 @@ def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFi
     assert older.startswith("iteration 7: ")
     assert main(["verify", str(filled)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iteration 8"
+
+
+def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(filled), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["snapshots"]
+    assert [(one["iteration"], one["layout"], one["shards"], one["void"]) for one in listed] == [
+        (8, "dp4", 4, False), (7, "dp4", 4, False),
+    ]  # fmt: skip
+    flipped(next(filled.glob("iter_0000008/*.safetensors")), 5000)
+    assert main(["verify", str(filled), "--json"]) == 1
+    verified = json.loads(capsys.readouterr().out)
+    assert [bool(one["problems"]) for one in verified["snapshots"]] == [True, False] and verified["restart"] == 7
 
 
 def test_who_saves_beside_something_newer_is_told(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -321,6 +321,15 @@ def test_background_threads_run_on_the_given_cores_and_no_other_thread_does() ->
     assert os.sched_getaffinity(0) == allowed
 
 
+def test_copies_in_host_memory_take_no_core_from_a_rank_that_computes() -> None:
+    own = os.sched_getscheduler(0)
+    with closing(HostCopier()) as copier:
+        assert Watched().start(copier).wait(LONG_SECS)
+        threads = [copier._worker._thread, copier._finisher._worker._thread]
+        assert [os.sched_getscheduler(thread.native_id or 0) for thread in threads] == [os.SCHED_BATCH] * 2
+    assert os.sched_getscheduler(0) == own
+
+
 class Told(NoBudget):
     """Writes down what a copier says to the budget."""
 

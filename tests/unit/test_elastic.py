@@ -17,10 +17,11 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 import ftckpt.plain
-from ftckpt.config import Config, is_name
+from ftckpt.config import Config
 from ftckpt.errors import ConfigError, LaunchError
 from ftckpt.frameworks import launcher, rendezvous
 from ftckpt.frameworks.launcher import is_drawn, job_name, node_name, tell_if_drawn
+from ftckpt.setting_checks import is_name
 from ftckpt.store.outcome import Agent
 
 TORCH = importlib.import_module("torch.distributed.rendezvous")

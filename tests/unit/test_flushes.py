@@ -162,7 +162,8 @@ def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.
     monkeypatch.setattr(last_flush, "_UNREADY_SECS", 0.3)
     monkeypatch.setattr(last_flush, "_TURN_SECS", 0.2)
     guard = READY
-    watch = _NodeWatch(at(6), lambda _: guard, time.monotonic() + 60.0, str)
+    node: Any = SimpleNamespace(observe=lambda _: guard, problem_now=str)
+    watch = _NodeWatch(at(6), node, time.monotonic() + 60.0)
     for _ in range(3):
         assert watch.turn() == FlushState.WORKING, "for as long as it is to, while there is one"
     guard = READY._replace(ready=False)
@@ -179,24 +180,16 @@ def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pyt
     states = iter([FlushState.WORKING] * 40)
     problems = iter(["", "node n1: no room in /full"])
 
-    def flush(ask: Callable[[], str]) -> bool:
+    def flush(problem_now: Callable[[], str]) -> bool:
         def observe(_: SnapshotId) -> FlushGuard:
             return READY._replace(state=next(states, FlushState.DONE))
 
-        return last_flush.flush_last(
-            cast(Any, None),
-            events,
-            at(6),
-            lambda _: None,
-            observe,
-            ask=ask,
-            trying="it is tried again",
-            timeout_secs=9.0,
-        )
+        node = SimpleNamespace(begin=lambda _: None, observe=observe, problem_now=problem_now, trying="tried again")
+        return last_flush.flush_last(cast(Any, None), events, at(6), cast(Any, node), 9.0)
 
     assert flush(lambda: next(problems, "node n1: no room in /full"))
     keeps = [line for line in told if "no room in /full" in line]
-    assert keeps and keeps[0].endswith(": node n1: no room in /full; it is tried again"), told
+    assert keeps and keeps[0].endswith(": node n1: no room in /full; tried again"), told
     told.clear()
     states = iter([FlushState.WORKING] * 40)
     assert (

@@ -22,7 +22,8 @@ from ftckpt.job.node_smp import NodeSmp
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import Holding
 from ftckpt.smp.requests import guard_digest
-from ftckpt.store.directory import SMP_LOCK_NAME
+from ftckpt.store.directory import FAILURES_NAME, SMP_LOCK_NAME
+from ftckpt.store.environment import Hazard
 from tests.support.waiting import until
 
 PLACES = (RankPlace({"dp": 0}, "n0"), RankPlace({"dp": 1}, "n0"))
@@ -228,3 +229,17 @@ def test_where_the_smp_runs_decides_what_endangers_it(tmp_path: Path, monkeypatc
         assert child.stdout is not None and child.stdout.readline() == b"held\n"
         smp.tell_hazards(tmp_path)
     assert asked == [None, child.pid]
+
+
+def test_what_endangers_snapshots_is_told_at_length_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that starts again has a log of its own to read; events have all of it each time."""
+    hazard = Hazard("small_tmpfs", "little room", "more of it")
+    monkeypatch.setattr(node_smp, "hazards", lambda *_: [hazard])
+    emitted, lines = list[str](), list[str]()
+    events = SimpleNamespace(emit=lambda event, **_: emitted.append(event), announce=lines.append)
+    smp = NodeSmp(Config(), Topology(0, PLACES[:1], {"dp": 1}), None, events, ["machine"])  # type: ignore[arg-type]
+    smp.tell_hazards(tmp_path)
+    (tmp_path / FAILURES_NAME).touch()
+    smp.tell_hazards(tmp_path)
+    again = "what endangers snapshots here is as before (small tmpfs): see ftckpt check"
+    assert emitted == ["environment"] * 2 and lines == ["little room; more of it", again]

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.config import MODES
 from ftckpt.errors import ConfigError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section
@@ -29,6 +28,7 @@ from ftckpt.parity.groups import (
 )
 from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
 from ftckpt.parity.modes import TRAITS, Modes, possible_modes, resolve_modes
+from ftckpt.setting_checks import MODES
 from ftckpt.store.image import SlotImage
 
 CHUNK = 4096
