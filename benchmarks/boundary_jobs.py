@@ -27,6 +27,8 @@ SIZE = ["--hidden", "8", "--heads", "2", "--seq", "8", "--micro-batch", "1", "--
 OUTERMOST = "ftckpt.job.checkpointer:Checkpointer"
 CALLS = ("step", "fence")
 """What a snapshot takes of training: the boundary, and the fence."""
+ROUND = "ftckpt.job.snapshots:Snapshots.post_if_known"
+"""The same, once per snapshot, in one of the places where training says where it is."""
 PLACES = ("phase", "beat")
 """What training says of where it is, as often as its schedule has places."""
 PARTS: dict[str, Sequence[str]] = {
@@ -103,6 +105,7 @@ class Meter:
         self.calls: list[tuple[str, float, float]] = []
         """Name, processor time and time of each outermost call since the last ``take``."""
         self.parts: dict[str, float] = {}
+        self._rounds: list[tuple[float, float]] = []
         self._inside: list[float] = []
         self._depth = 0
         self._thread = threading.get_ident()
@@ -119,6 +122,17 @@ class Meter:
                 self._depth = 0
                 spent = time.thread_time() - begin, time.perf_counter() - wall
                 self.calls.append((original.__name__, *spent))
+
+        return timed
+
+    def round(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            wall, begin = time.perf_counter(), time.thread_time()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._rounds.append((time.thread_time() - begin, time.perf_counter() - wall))
 
         return timed
 
@@ -143,8 +157,9 @@ class Meter:
     def take(self) -> tuple[float, float, float]:
         """Since the last call of this, processor time and time of what a snapshot takes; processor time of places."""
         calls, self.calls = self.calls, []
-        own = [(cpu, wall) for name, cpu, wall in calls if name in CALLS]
-        places = sum(cpu for name, cpu, _ in calls if name in PLACES)
+        rounds, self._rounds = self._rounds, []
+        own = [*rounds, *((cpu, wall) for name, cpu, wall in calls if name in CALLS)]
+        places = sum(cpu for name, cpu, _ in calls if name in PLACES) - sum(cpu for cpu, _ in rounds)
         return sum(cpu for cpu, _ in own), sum(wall for _, wall in own), places
 
 
@@ -243,6 +258,7 @@ def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any],
     meter = Meter()
     for name in (*CALLS, *PLACES):
         _replace(f"{OUTERMOST}.{name}", meter.outermost)
+    _replace(ROUND, meter.round)
     framework = FRAMEWORKS[case.framework]
     training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
     described = training.checkpointer.training_state.describe()

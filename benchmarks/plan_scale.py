@@ -32,7 +32,7 @@ from ftckpt.capture.redundancy import NO_REDUNDANCY, SharePlan, burden, lay_out
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import shard_name
 from ftckpt.model.replica_groups import Groups, find_groups, pack
-from ftckpt.model.replicas import ReplicaSets, identity, replica_sets
+from ftckpt.model.replicas import ReplicaSets, identity, replica_sets, without_small
 from ftckpt.model.shares import Array, Shares, bounded_capacities, choose, loads
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4), 512: (8, 8, 8), 4096: (8, 16, 32), 16384: (8, 16, 128)}
@@ -184,6 +184,7 @@ def compute(exchange: Exchange, capacities: Sequence[int]) -> tuple[ReplicaSets,
     job = exchange.job
     exchange.start()
     sets = replica_sets(exchange.gather, OWN, job.ranks, exchange.own, lambda indices: [7] * len(indices))
+    sets = without_small(sets)
     shares = choose(*burden(sets, NO_REDUNDANCY), bounded_capacities(capacities))
     layout = lay_out(exchange.own, sets, OWN, SharePlan(shares.cuts, job.shards, CHUNK_BYTES, NO_REDUNDANCY))
     exchange.stop()

@@ -168,7 +168,10 @@ for ((start = 0; start <= RESTARTS; start++)); do
         say "the launcher has left its processes behind"
         code=1
     fi
-    ((code)) || exit 0
+    if ((!code)); then
+        ! is_left || save # by a job whose last snapshot storage did not take
+        exit 0
+    fi
     end_group
     # Whether a rank has ended the job for good.
     answer=$("$PYTHON" -m ftckpt.commands.main ended 2>/dev/null) || true

@@ -103,9 +103,14 @@ save_memory() {
     ((code != 124)) || say "the save did not come to an end within $SAVE_SECS s"
 }
 
-# save_here: the same for this node, where the job names storage and a rank has got so far as to have any memory.
+# is_left: the job names storage, and has memory on this node: a rank has got so far, and storage has not taken all.
+is_left() {
+    [ -n "$PERSISTS" ] && compgen -G "$ARENA/ftckpt-$JOB/*/*/" >/dev/null
+}
+
+# save_here: brings what memory this node has to storage.
 save_here() {
-    [ -n "$PERSISTS" ] && compgen -G "$ARENA/ftckpt-$JOB/*/*/" >/dev/null || return 0
+    is_left || return 0
     save_command "$SAVE_SECS"
     save_memory
 }

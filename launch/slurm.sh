@@ -174,7 +174,9 @@ run_steps() {
         wait "$SRUN" || code=$?
         SRUN=
         if ((!code)); then
-            # While the job runs: what a job that has ended well leaves in memory it leaves on purpose.
+            # Of a job whose last snapshot storage did not take, or one that leaves memory on purpose: it is saved, and
+            # stays there.
+            ! is_left_on "${TRAINING[0]}" || save "$(time_left)"
             ((!${#GUARDED[@]})) || { kill -TERM "${GUARDED[@]}" && wait "${GUARDED[@]}"; } 2>/dev/null || true
             forget
             return 0
@@ -238,6 +240,11 @@ save() {
     [ -n "$PERSISTS" ] || return 0
     save_command "$1"
     on_all "$(($1 + 15))" "${TRAINING[@]}" -- "${SAVE[@]}"
+}
+
+# is_left_on NODE: the job names storage, and has memory there.
+is_left_on() {
+    [ -n "$PERSISTS" ] && on_node "$1" bash -c "compgen -G '$ARENA/ftckpt-$JOB/*/*/' >/dev/null" </dev/null
 }
 
 # time_left: prints the seconds that a save may take where Slurm does not end the allocation yet.

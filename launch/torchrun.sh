@@ -166,5 +166,5 @@ env "${SETTINGS[@]}" "${COMMAND[@]}" </dev/null &
 set +m
 code=0
 wait "$!" || code=$?
-((!code)) || save_here # torchrun has given up, and a container ends with it
+save_here # torchrun has given up, or storage did not take the last snapshot; and a container ends with this
 exit "$code"

@@ -17,6 +17,7 @@ from ftckpt.capture.chunks import CopyPart, Segment
 from ftckpt.errors import ConfigError
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Section, parity_fragment
+from ftckpt.model.replica_groups import WHOLE
 from ftckpt.model.replicas import ReplicaSets, own_parts, run_indices, run_share
 from ftckpt.model.shares import Array, Run
 from ftckpt.parity.groups import SLOT_MODES, Member, ParityGroup, replica_partition, slot_group, slot_group_name
@@ -120,8 +121,9 @@ class SharePlan:
 def lay_out(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, job: SharePlan) -> SlotParts:
     """The parts of ``fragments`` that ``rank`` copies, in sections.
 
-    Private are, in the order of ``fragments``, those of its own and shares of runs that nobody protects. Then
-    follow, each by the names of their groups, protected shares, copies of others' shares, and parity of them.
+    Private are, in the order of ``fragments``, those of its own and shares of runs that nobody protects; behind them,
+    side by side, what others copy, too: who wants it of another shard reads few chunks there. Then follow, each by
+    the names of their groups, protected shares, copies of others' shares, and parity of them.
     """
     shards = job.shards
     private = own_parts(fragments, sets, shards[rank])
@@ -142,7 +144,8 @@ def lay_out(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, job: Sh
         replicas = Replicas(fragments, shares, [shards[other] for other in members.tolist()], job)
         for section, parts in replicas.sections(shards[rank]):
             rest[section.kind].append((section, parts))
-    private.sort(key=lambda pair: pair[0])
+    groups = sets.group_of.tolist()
+    private.sort(key=lambda pair: (groups[pair[0]] == WHOLE, pair[0]))
     sections = [(Section("private", len(private)), _parts(fragments, private))] if private else []
     for pairs in rest.values():
         sections += sorted(pairs, key=lambda pair: pair[0].group)

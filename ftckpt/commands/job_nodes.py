@@ -30,6 +30,7 @@ from ftckpt.store.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, lis
 from ftckpt.store.failures import read_failures
 from ftckpt.store.locks import holder_of
 from ftckpt.store.memory import used_bytes
+from ftckpt.store.outcome import RUNS_PREFIX
 from ftckpt.store.pulse import Pulse
 
 _MOST_AT_ONCE = 32
@@ -152,12 +153,17 @@ def jobs_in(root: Path) -> list[str]:
 
 def closed_jobs_in(root: Path) -> list[str]:
     """Names of jobs on this machine into whose memory this user may not look, with their users."""
-    paths = [path for path in _job_directories(root) if not _is_open(path)]
-    return [f"{path.name.removeprefix(_PREFIX)} of {user_name(path.lstat().st_uid)}" for path in paths]
+    closed: list[str] = []
+    for path in _job_directories(root):
+        with suppress(OSError):  # a job that ends meanwhile
+            if not _is_open(path) and path.is_dir():
+                closed.append(f"{path.name.removeprefix(_PREFIX)} of {user_name(path.lstat().st_uid)}")
+    return closed
 
 
 def _job_directories(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if path.is_dir()) if root.is_dir() else []
+    paths = sorted(root.glob(f"{_PREFIX}*")) if root.is_dir() else []
+    return [path for path in paths if path.is_dir() and not path.name.startswith(RUNS_PREFIX)]
 
 
 def _is_open(path: Path) -> bool:

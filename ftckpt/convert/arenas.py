@@ -76,7 +76,9 @@ def without_doubles(entries: Sequence[ShardFragment], content: Callable[[ShardFr
     by_fragment: dict[Fragment, list[ShardFragment]] = {}
     for entry in entries:
         by_fragment.setdefault(entry.fragment, []).append(entry)
-    doubles = (entry for same in by_fragment.values() if len(same) > 1 for entry in same)
+    doubles = [entry for same in by_fragment.values() if len(same) > 1 for entry in same]
+    # As they lie: a chunk that was read, or unpacked, is at hand for all that it has of them.
+    doubles.sort(key=lambda entry: (entry.shard, entry.index))
     differing = disagreement((entry.fragment, entry.shard, content(entry)) for entry in doubles)
     if differing is not None:
         fragment, one, other = differing

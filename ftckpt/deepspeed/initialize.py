@@ -25,7 +25,7 @@ objects: dict[str, Any] = {}
 """The script's own, by name."""
 _runner = False
 _is_attached_later = False
-_at_end: Callable[[], None] | None = None
+_at_end: Callable[[], bool] | None = None
 
 
 class _ImportWatch(importlib.abc.MetaPathFinder):
@@ -103,8 +103,9 @@ def leave() -> None:
     _end(remove=False)
 
 
-def at_end(function: Callable[[], None] | None) -> None:
-    """What is to be called when training has ended well, behind all else: for the engine that is followed now."""
+def at_end(function: Callable[[], bool] | None) -> None:
+    """What is to be called when training has ended well, see ``Checkpointer.close``: for the engine that is followed
+    now."""
     global _at_end
     _at_end = function
 
@@ -116,9 +117,7 @@ def _end(remove: bool) -> None:
         try:
             door.leave()
         finally:
-            checkpointer.close(remove=remove)
-        if remove and last is not None:
-            last()
+            checkpointer.close(remove=remove, make_up=last if remove else None)
 
 
 def remove() -> None:

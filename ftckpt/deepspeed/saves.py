@@ -67,8 +67,9 @@ class Saves:
             return self._by_deepspeed(original, given)
         return True
 
-    def end(self) -> None:
-        """Behind the end of training: what was left and has not come DeepSpeed saves, if it still can. Collective."""
+    def end(self) -> bool:
+        """Behind the end of training: what was left and has not come DeepSpeed saves, if it still can; whether it
+        has, just now. Collective."""
         if not self._is_called:
             log_once(
                 "--ftckpt-persist: deepspeed: save_checkpoint was never called: no checkpoint of DeepSpeed's lies "
@@ -77,15 +78,17 @@ class Saves:
             )
         if self._takeover.left < 0 or not torch.distributed.is_initialized():
             self._tell(self._takeover.left)
-            return
+            return False
         left, engine = self._takeover.left, self._engine
         lacks = torch.tensor(
             [engine.global_rank == 0 and self._takeover.lacks()], dtype=torch.int, device=engine.device
         )
         torch.distributed.all_reduce(lacks, op=torch.distributed.ReduceOp.MAX)
-        if lacks.item() and engine.global_steps == left:
+        saves = bool(lacks.item()) and engine.global_steps == left
+        if saves:
             self._by_deepspeed(engine.save_checkpoint, self._given)
         self._tell(left)
+        return saves
 
     def _tell(self, left: int) -> None:
         if left >= 0 and self._takeover.lacks():

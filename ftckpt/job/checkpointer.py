@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import index
 from pathlib import Path
@@ -25,6 +25,7 @@ from ftckpt.group import Group
 from ftckpt.job.garbage import no_collections
 from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.rank_parts import RankParts
+from ftckpt.job.rank_storage import save_command
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.shard import Shard
 from ftckpt.job.snapshots import Snapshots
@@ -149,7 +150,7 @@ class Checkpointer:
         once per snapshot some hundred.
 
         Raises:
-            FtckptError: only under ``on_error: raise``.
+            Exception: only under ``on_error: raise``: what kept a snapshot from being agreed on.
         """
         if self._pacer is not None and not self._closed:
             self._protection.beat(self._boundary, kind)
@@ -158,7 +159,7 @@ class Checkpointer:
                 # Others answer while this rank computes: of what is posted at the fence alone, a boundary that comes
                 # right behind it waits for all of them, hop by hop.
                 if kind in COMPUTE and self._snapshots is not None:
-                    self._snapshots.post_if_sealed()
+                    self._snapshots.post_if_known()
 
     def beat(self, evaluates: bool = False) -> None:
         """A sign of life, for a script that is busy with something else than training for long. Takes microseconds.
@@ -357,7 +358,9 @@ class Checkpointer:
         with self.section("save"):
             return save.run(path, max_file_bytes, precision)
 
-    def close(self, remove: bool | None = None, done: bool = True) -> None:
+    def close(
+        self, remove: bool | None = None, done: bool = True, make_up: Callable[[], bool] | None = None
+    ) -> None:  # fmt: skip
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
 
         They stay with ``remove=False`` and no other rank is waited for; that is the default while an exception is
@@ -368,6 +371,9 @@ class Checkpointer:
         snapshot is to be on storage and is not. Not ``done``, training goes on from another state, which undoes what
         memory has: none of it comes to storage, but for what a framework's own checkpoint lacks yet.
 
+        ``make_up``: called where all ranks end well, before memory goes; whether a framework has saved the newest
+        state by itself there, as that was not on storage.
+
         Raises:
             StorageError: under ``on_error: raise``, where the last snapshot did not come to storage.
         """
@@ -376,14 +382,9 @@ class Checkpointer:
         in_error = sys.exc_info()[0] is not None
         remove = not in_error if remove is None else remove
         failure: StorageError | None = None
-        if remove and self._snapshots is not None and self._rank.storage.wants_any(done):
-            failure = self._persist_last(done)
-            # What is nowhere else stays for the next attempt, or for 'ftckpt save'; what is undone has no use.
-            remove = not self.group.lost and (failure is None or not done)
-            if failure is not None and self.config.on_error != "raise":
-                self.events.announce(str(failure))
-                failure = None
-        elif not remove:
+        if remove:
+            remove, failure = self._bring_home(done, make_up)
+        else:
             self._fence()  # nothing more is trained: the last snapshot is good
             if self._state.lost:
                 self._rank.links.stop("a rank has ended")
@@ -404,8 +405,26 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
-    def _persist_last(self, done: bool) -> StorageError | None:
-        """What is not on storage when memory goes is lost; returns why it is not there."""
+    def _bring_home(self, done: bool, make_up: Callable[[], bool] | None) -> tuple[bool, StorageError | None]:
+        """What is not on storage when memory goes is lost: whether it may go, and what is to be raised."""
+        wants = self._snapshots is not None and self._rank.storage.wants_any(done)
+        problem, raises = self._persist_last(done) if wants else "", self.config.on_error == "raise"
+        if make_up is not None and make_up():  # always: it may have more to say
+            problem = ""
+        if not problem:
+            return not (wants and self.group.lost), None
+        text = f"the last snapshot did not come to storage: {problem}"
+        if not done and not raises:  # what is undone is of no use to a restart
+            self.events.announce(f"{text}; training goes on from another state, and memory has that alone")
+            return not self.group.lost, None
+        text += f"; memory keeps it: {save_command(self.config)}, or a start under this name, which goes on from it"
+        if raises:
+            return False, StorageError(text, lasting=True)
+        self.events.announce(text)
+        return False, None
+
+    def _persist_last(self, done: bool) -> str:
+        """Why the last snapshot is not on storage; empty where it is."""
         shard, snapshots = self._shard, self._snapshots
         assert shard is not None and snapshots is not None
         # Not where training goes on from another state, and nowhere before the first boundary of this attempt.
@@ -423,7 +442,7 @@ class Checkpointer:
                 return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank, done))
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
-            return StorageError(f"whether the last snapshot came to storage is not known, memory keeps it: {error}")
+            return f"whether it is there is not known ({error})"
 
     def _leave(self, arena: Arena | None, done: bool) -> None:
         def agreed() -> None:

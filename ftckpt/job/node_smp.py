@@ -21,7 +21,6 @@ from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
 from ftckpt.job.smp_setup import SmpSetup
 from ftckpt.model.failures import FailureRecord
-from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
@@ -95,14 +94,10 @@ class NodeSmp:
             return
         # One that somebody has started may be where nothing ends it.
         smp_pid, told = holder_of(node_dir / SMP_LOCK_NAME), (node_dir / FAILURES_NAME).exists()
-        found = hazards(Path(self._config.arena), smp_pid)
-        for hazard in found:
+        for hazard in hazards(Path(self._config.arena), smp_pid):
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
-            if not told:
-                self._events.announce(f"{hazard.text}; {hazard.remedy}")
-        if found and told:  # by an earlier attempt, whose memory is there: the log is to show what is new
-            names = listed([hazard.name.replace("_", " ") for hazard in found])
-            self._events.announce(f"what endangers snapshots here is as before ({names}): see ftckpt check")
+            # Where an earlier attempt has trained its log has all of it, and this one's is to show what is new.
+            self._events.announce(f"{hazard.text}; {'ftckpt check says what to do' if told else hazard.remedy}")
 
     def offer_secret(self) -> bytes:
         """What this rank gives the others for ``agree_on_secret``: a word that rank 0 has drawn, or what its node's

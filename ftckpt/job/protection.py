@@ -244,7 +244,7 @@ class Protection:
         holdings = [rank.holding for rank in ranks]
         in_slots = slot_groups(holdings)
         # Resolved again: only the arenas tell whether replica sets do span nodes.
-        self.modes = self._resolve(spans_nodes=bool(in_slots))
+        self.modes = self._resolve(spans_nodes=bool(in_slots), lessens=True)
         self._arrangement = Arrangement.of(holdings, in_slots, self.modes)
         self._reports = [rank.smp for rank in ranks]
         if self._topology.is_node_leader:  # memory is the node's
@@ -376,14 +376,20 @@ class Protection:
         require_slots(self._config, modes)
         return modes
 
-    def _resolve(self, spans_nodes: bool) -> Modes:
-        """Where layouts are listed the job may have fewer nodes than ``protect`` was written for: it goes on."""
+    def _resolve(self, spans_nodes: bool, lessens: bool = False) -> Modes:
+        """Where layouts are listed the job may have fewer nodes than ``protect`` was written for: it goes on.
+
+        ``lessens``: it goes on too where one of several modes cannot be had. Replicas may drift apart in training,
+        and then nothing of a slot is any other rank's; what else was asked for stays.
+        """
         config, members = self._config, self._topology.members
         places = [(member.shard, member.node, rack) for member, rack in zip(members, self._racks, strict=True)]
         code, losses, group = config.peer_code, config.peer_losses, config.peer_group
         peer: dict[str, Any] = {"peer_code": code, "peer_losses": losses, "peer_group": group}
-        if config.layouts:
+        if config.layouts or lessens:
             modes, left_out = possible_modes(config.protect, places, spans_nodes, **peer)
+            if left_out and not (modes.names or config.layouts):
+                raise ConfigError(left_out[0])
             self._tell_less(left_out)
         else:
             modes = resolve_modes(config.protect, places, spans_nodes, **peer)

@@ -20,6 +20,13 @@ from ftckpt.notice import Notice
 from ftckpt.persist.place import Place, prepare
 from ftckpt.persist_setting import taken_over
 
+
+def save_command(config: Config) -> str:
+    """What brings a job's memory to another place, for people."""
+    arena = "" if config.arena == Config.arena else f" --arena {config.arena}"
+    return f"ftckpt save {config.job} DIR{arena}, on every node at once"
+
+
 _NOBODY = "no SMP says why: persist_timeout_secs are over"
 
 
@@ -56,9 +63,9 @@ class RankStorage:
             if error.lasting:
                 raise StorageError(f"--ftckpt-persist: {error}", lasting=True) from None
 
-    def bring_last(self, rank: RankEnd, done: bool = True) -> StorageError | None:
-        """Bring the last snapshot, which is taken where it is missing and can be; returns why it did not come, where
-        it did not. Of a job that is not ``done`` the last one is undone: a later start would find it.
+    def bring_last(self, rank: RankEnd, done: bool = True) -> str:
+        """Bring the last snapshot, which is taken where it is missing and can be; returns why it did not come, empty
+        where it did. Of a job that is not ``done`` the last one is undone: a later start would find it.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -75,22 +82,17 @@ class RankStorage:
             for one in dict.fromkeys(bring)
             if one is not None and one not in ending.persisted
         }
-        lacking = [one for one, is_there in came.items() if not is_there]
-        if not lacking:
-            return None
-        return StorageError(
-            f"the last snapshot did not come to storage, memory keeps it ({self._problem_at_end(lacking[-1])}): "
-            f"ftckpt save {self._config.job} DIR brings it to another place, a start under this name goes on from it",
-            lasting=True,
-        )
+        # What is older than a framework's own checkpoint no restart would take.
+        lacking = [one for one, is_there in came.items() if not is_there and one.iteration > ending.saved]
+        return self._problem_at_end(lacking[-1]) if lacking else ""
 
     @property
     def trying(self) -> str:
         """This, and the three below: see ``FlushingNode``."""
         return (
             f"it is tried again until {self._config.persist_timeout_secs:g} s are over "
-            "(--ftckpt-persist-timeout-secs), then the job ends and its memory stays; who cannot wait ends the job "
-            f"now, and brings that to another place by ftckpt save {self._config.job} DIR"
+            "(--ftckpt-persist-timeout-secs); who cannot wait ends the job, whose memory stays then, and brings that "
+            f"to another place by {save_command(self._config)}"
         )
 
     def begin(self, snapshot: SnapshotId) -> None:

@@ -326,6 +326,8 @@ class RankState:
             return None
         if self._will != Will.GO:
             return Skip("a rank is not ready")
+        if self._gives_up:  # behind the round of this boundary: nothing that the others take now becomes whole
+            return Skip("this rank takes no more snapshots")
         if self._wrong:
             return Skip("ranks must copy other things than they do, and one was late in laying out anew")
         if not has_room:

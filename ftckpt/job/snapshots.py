@@ -31,6 +31,10 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import PulseCount
 from ftckpt.windows.pacer import Pacer
 
+_LOOK_SECS = 0.01
+"""Between the first two looks at what the SMP is at, each pause twice the one before it: a long pipeline comes to
+hundreds of places in an iteration."""
+
 
 class Snapshots:
     """Of one rank, from the load of its state on. Every method is called by the training thread.
@@ -52,6 +56,7 @@ class Snapshots:
         self.kept = kept
         """None where it is not wanted any more."""
         self._last_fenced = 0  # the number of a snapshot that was due
+        self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         self.begun = -1
         """The iteration of the last snapshot that this rank has begun; -1: none."""
 
@@ -90,7 +95,7 @@ class Snapshots:
         """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""
         if self._last_fenced == self._state.interval.number:
             return
-        self._last_fenced, begin = self._state.interval.number, time.perf_counter()
+        begin = time.perf_counter()
         # Both: where copies have failed the others must learn it.
         for action in (self._wait_for_copies, self._post):
             try:
@@ -100,13 +105,20 @@ class Snapshots:
         self._numbers.fenced(secs := time.perf_counter() - begin)
         self._events.emit("fence", blocked_secs=secs)
 
-    def post_if_sealed(self) -> None:
-        """Post what this rank has where the last snapshot is sealed by now; all else is the fence's to find out."""
-        if self._state.owes_round and self.capture is not None and self.capture.sealed:
-            try:
-                self._post()
-            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
-                self.fail(error)
+    def post_if_known(self) -> None:
+        """Post what this rank has where the fence would have nothing to add; all else it finds out. Looks seldom."""
+        if not self._state.owes_round or self.capture is None or not self.capture.sealed:
+            return
+        if (now_secs := time.monotonic()) < self._look_again_secs:
+            return
+        self._look_again_secs, self._pause_secs = now_secs + self._pause_secs, 2 * self._pause_secs
+        try:
+            round_ = self._round()
+            # Protection that is under way may be done by the fence: all would learn of it a snapshot later.
+            if round_.cover != Coverage.WORKING:
+                self._send(round_)
+        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+            self.fail(error)
 
     def boundary(self, iteration: int, begin: float) -> None:
         """Take the snapshot of ``iteration`` if one is due and all ranks take it. ``begin``: of this boundary, by
@@ -181,6 +193,7 @@ class Snapshots:
 
     def _snapshot(self, iteration: int, begin: float) -> None:
         """Take the snapshot of ``iteration`` if all ranks do."""
+        self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         problem: Exception | None = None
         try:
             self._agree()
@@ -237,10 +250,13 @@ class Snapshots:
                 round_ = self._state.empty_round() if flies else self._round()
             except Exception as error:  # noqa: BLE001 - told below, when the others have a round to go on with
                 round_, problem = self._state.empty_round(), error
-            self._links.agreement.post(round_)  # where it raises, the round is still owed
-            self._state.posted(round_)
+            self._send(round_)
             if problem is not None:
                 self.fail(problem)
+
+    def _send(self, round_: Round) -> None:
+        self._links.agreement.post(round_)  # where it raises, the round is still owed
+        self._state.posted(round_)
 
     def _round(self) -> Round:
         capture, now_secs = self.capture, time.monotonic()
@@ -300,6 +316,7 @@ class Snapshots:
     def _wait_for_copies(self) -> None:
         if self.capture is not None:
             self.capture.fence(self._config.fence_timeout_secs)
+        self._last_fenced = self._state.interval.number  # only here: what has failed otherwise is tried again
 
     def _note_loss(self, error: Exception) -> bool:
         """Whether ranks have lost each other."""

@@ -8,8 +8,9 @@ import numpy as np
 
 from ftckpt.model.shares import Array
 
-PRIVATE, DIFFERING = -1, -2
-"""In place of a group: only this rank holds the fragment; its holders do not agree on the bits."""
+PRIVATE, DIFFERING, WHOLE = -1, -2, -3
+"""In place of a group: only this rank holds the fragment; its holders do not agree on the bits; each of them copies
+all of it."""
 
 _BLOCK = 1 << 18
 """Entries that are looked at together: temporary arrays stay small beside the entries themselves."""

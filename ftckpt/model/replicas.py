@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from ftckpt.model.fragment import Fragment
-from ftckpt.model.replica_groups import DIFFERING, PRIVATE, Groups, distinct, find_groups, pack
+from ftckpt.model.replica_groups import DIFFERING, PRIVATE, WHOLE, Groups, distinct, find_groups, pack
 from ftckpt.model.shares import Array, Run
 
 CUT_BYTES = 64
@@ -24,8 +24,9 @@ class ReplicaSets:
     """The replica sets of the job, and where this rank's fragments belong.
 
     ``runs`` are the same on all ranks, in the same order, without fragments whose holders differ.
-    ``private[rank]``, int64, are bytes that only this rank copies: fragments of its own and differing ones.
-    ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or ``PRIVATE`` or ``DIFFERING``.
+    ``private[rank]``, int64, are bytes that this rank copies by itself: fragments of its own, differing ones, and
+    those that each holder copies. ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or
+    ``PRIVATE``, ``DIFFERING`` or ``WHOLE``.
     ``again`` tells later whether all holders still agree. ``odd[i]``, where this rank's fragment ``i`` differs: ranks
     that hold other bits of it than more than half of its holders do.
     """
@@ -42,7 +43,7 @@ WHOLE_SHARE = 128
 
 
 def without_small(sets: ReplicaSets) -> ReplicaSets:
-    """Small runs are left to each of their ranks, as what it holds alone; the same on all ranks.
+    """Small runs are left to each of their ranks, ``WHOLE``; the same on all ranks.
 
     To deal them spares a rank next to nothing of its copies. A restart would want a few bytes of every other shard,
     each in a chunk that must be read as a whole, on other nodes too: of Adam's counts of steps under FSDP, of norms
@@ -58,7 +59,7 @@ def without_small(sets: ReplicaSets) -> ReplicaSets:
     for number in small.tolist():
         private[runs[number].members] += runs[number].nbytes
         runs[number] = replace(runs[number], nbytes=0)
-    group_of = np.where(np.isin(sets.group_of, small), PRIVATE, sets.group_of)
+    group_of = np.where(np.isin(sets.group_of, small), WHOLE, sets.group_of)
     return replace(sets, runs=tuple(runs), private=private, group_of=group_of)
 
 
@@ -234,7 +235,7 @@ def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> l
     for index, group in enumerate(sets.group_of.tolist()):
         if group == DIFFERING:
             parts.append((index, fragments[index].with_key(private_key(fragments[index].key, shard))))
-        elif group == PRIVATE and fragments[index].numel > 0:
+        elif group in (PRIVATE, WHOLE) and fragments[index].numel > 0:
             parts.append((index, fragments[index]))
     return parts
 

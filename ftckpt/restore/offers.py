@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -74,27 +74,31 @@ FEW = 32
 
 @dataclass
 class TensorOffers:
-    """Offers of one tensor, in the order in which they were added. All are added before any is looked for."""
+    """Offers of one tensor, in the order in which they were added. All are added before any is looked for.
+
+    ``once``: of one fragment in several tables the first counts alone, for whoever looks.
+    """
 
     tensor: TensorId
+    once: bool = False
     _few: list[Offer] = field(default_factory=list)
-    _sources: list[Array] = field(default_factory=list)
-    _rows: list[Array] = field(default_factory=list)
+    _alone: list[tuple[Array, Array]] = field(default_factory=list)
+    _tables: list[tuple[Array, Array]] = field(default_factory=list)
 
     def add(self, sources: Array, rows: Array) -> None:
-        """``rows``, shape (offers, columns), as ``row_of`` gives them, and the source of each."""
-        self._sources.append(sources)
-        self._rows.append(rows)
+        """``rows`` of tables, shape (offers, columns), as ``row_of`` gives them, and the source of each."""
+        self._tables.append((sources, rows))
 
     def add_one(self, offer: Offer) -> None:
         """For few: they are made arrays of once they are many."""
         self._few.append(offer)
         if len(self._few) > FEW:
-            self._flush()
+            self._alone.append(_as_table(self._few))
+            self._few.clear()
 
     def touching(self, need: Fragment) -> list[Offer]:
         """Those that may hold an element of ``need``; no other offer does."""
-        if len(self._few) + sum(map(len, self._sources)) <= FEW:
+        if len(self._few) + sum(len(sources) for sources, _ in (*self._tables, *self._alone)) <= FEW:
             return [self._offer(source, row) for source, row in self._listed if _meet(row, need)]
         low, high = bounds(np.array([row_of(need, 0)], np.int64))
         near = np.flatnonzero(((self._bounds[0] < high) & (self._bounds[1] > low)).all(axis=1))
@@ -103,24 +107,30 @@ class TensorOffers:
 
     @cached_property
     def _listed(self) -> list[tuple[int, Sequence[int]]]:
-        tables = zip(self._sources, self._rows, strict=True)
-        listed = [pair for sources, rows in tables for pair in zip(sources.tolist(), rows.tolist(), strict=True)]
-        return [*listed, *((offer.source, row_of(offer.fragment, offer.offset)) for offer in self._few)]
+        shared = [pair for table in self._tables for pair in _pairs(*table)]
+        if self.once:
+            first: dict[tuple[int, ...], tuple[int, Sequence[int]]] = {}
+            for source, row in shared:
+                first.setdefault(tuple(row[1:]), (source, row))  # what a fragment is, wherever it lies
+            shared = list(first.values())
+        alone = [pair for table in self._alone for pair in _pairs(*table)]
+        return [*shared, *alone, *((offer.source, row_of(offer.fragment, offer.offset)) for offer in self._few)]
 
     @cached_property
     def _table(self) -> tuple[Array, Array]:
-        self._flush()
-        return np.concatenate(self._sources), np.concatenate(self._rows)
+        tables = list(self._tables)
+        if self.once and tables:
+            sources, rows = map(np.concatenate, zip(*tables, strict=True))
+            firsts = _first_of_each(rows[:, 1:])
+            tables = [(sources[firsts], rows[firsts])]
+        tables += self._alone
+        if self._few:
+            tables.append(_as_table(self._few))
+        return np.concatenate([sources for sources, _ in tables]), np.concatenate([rows for _, rows in tables])
 
     @cached_property
     def _bounds(self) -> tuple[Array, Array]:
         return bounds(self._table[1])
-
-    def _flush(self) -> None:
-        if self._few:
-            rows = np.array([row_of(offer.fragment, offer.offset) for offer in self._few], np.int64)
-            self.add(np.array([offer.source for offer in self._few], np.int64), rows)
-            self._few.clear()
 
     def _offer(self, source: int, row: Sequence[int]) -> Offer:
         key, dtype, shape = self.tensor
@@ -129,10 +139,30 @@ class TensorOffers:
         return Offer(source, Fragment(key, dtype, shape, place, start, stop), offset)
 
 
-class Index:
-    """Offers by key and type; made once, used by any number of plans."""
+def _pairs(sources: Array, rows: Array) -> Iterator[tuple[int, Sequence[int]]]:
+    return zip(sources.tolist(), rows.tolist(), strict=True)
 
-    def __init__(self, offers: Iterable[Offer] = ()) -> None:
+
+def _as_table(offers: Sequence[Offer]) -> tuple[Array, Array]:
+    rows = np.array([row_of(offer.fragment, offer.offset) for offer in offers], np.int64)
+    return np.array([offer.source for offer in offers], np.int64), rows
+
+
+def _first_of_each(rows: Array) -> Array:
+    """The indices, ascending, of the first of each of the different rows."""
+    if (rows == rows[0]).all():
+        return np.zeros(1, np.int64)
+    order = np.lexsort(rows.T)  # which leaves equal ones in their order
+    is_new = np.ones(len(rows), bool)
+    is_new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
+    return np.sort(order[is_new])
+
+
+class Index:
+    """Offers by key and type; made once, used by any number of plans. ``once``: as of ``TensorOffers``."""
+
+    def __init__(self, offers: Iterable[Offer] = (), *, once: bool = False) -> None:
+        self._once = once
         self._by_key: dict[tuple[str, str], dict[Shape, TensorOffers]] = {}
         for offer in offers:
             self.add(offer)
@@ -185,7 +215,7 @@ class Index:
     def _of(self, tensor: TensorId) -> TensorOffers:
         shapes = self._by_key.setdefault((tensor.key, tensor.dtype), {})
         if tensor.shape not in shapes:
-            shapes[tensor.shape] = TensorOffers(tensor)
+            shapes[tensor.shape] = TensorOffers(tensor, self._once)
         return shapes[tensor.shape]
 
 
@@ -355,14 +385,15 @@ def index_for(pieces: Iterable[Piece], slots: Sequence[SlotContents], own: str |
     """What the snapshot offers of ``pieces``; an offer's source is the index of one of ``slots``.
 
     What the shard ``own`` holds for itself stands there under its private keys. Without ``own``, what any shard holds
-    for itself stands there under the model's.
+    for itself stands there under the model's, and of what several hold that of the first, so that all ranks take the
+    same.
 
     Raises:
         CorruptError: a table that cannot be read.
     """
     keys = {piece.fragment.key for piece in pieces}
     keys |= {other for key in keys if (other := _same_bits(key)) is not None}
-    index = Index()
+    index = Index(once=own is None)
     index.add_tables(
         ((place, slot.table) for place, slot in enumerate(slots)), lambda key: key if key in keys else None
     )
@@ -383,7 +414,7 @@ def whole_in(
     """Of ``pieces`` those that the shard which this rank continues has just as they are, and the others.
 
     The first as ``needs_of`` names them, with the offset of each one's first byte. No source is cheaper, so that they
-    need no plan; in the layout that wrote the slot they are all but replicas. ``image`` is that of the slot ``own``.
+    need no plan; in the layout that wrote the slot they are all but what was dealt. ``image`` is that of ``own``.
     """
     private = dict(own.private)
     shared = {

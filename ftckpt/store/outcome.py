@@ -34,6 +34,8 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OF_PROCESS = re.compile(r"([0-9a-f]+)-([0-9]+)-([0-9a-f]+)")
 _SUFFIX = ".run"
+RUNS_PREFIX = "ftckpt-runs-"
+"""Of the name of a directory, which a number follows: no job is called so."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _machine() -> str:
 
 def _folder() -> Path:
     """Not with the arenas: of a run whose settings are wrong nobody knows where those are."""
-    return Path(tempfile.gettempdir()) / f"ftckpt-runs-{os.geteuid()}"
+    return Path(tempfile.gettempdir()) / f"{RUNS_PREFIX}{os.geteuid()}"
 
 
 def _path(name: str) -> Path:

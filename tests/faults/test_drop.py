@@ -14,6 +14,7 @@ from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.faults import Fault
 from tests.support.pool import run_ranks
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -168,12 +169,16 @@ def test_what_the_script_writes_before_the_fence_is_in_no_snapshot(
         assert result.value[:3] == (restored, restored, [float(restored)])
 
 
-def captured(rank: int, world_size: int, settings: dict[str, Any]) -> list[tuple[bool, int]]:
-    """Whether it is off, and the last snapshot, behind each boundary; rank 1 captures its third step."""
+def captured(rank: int, world_size: int, settings: dict[str, Any], computes: bool) -> list[tuple[bool, int]]:
+    """Whether it is off, and the last snapshot, behind each boundary; rank 1 captures its third step. Where it
+    ``computes`` what it has was posted before."""
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
     found = []
     for iteration in range(1, 6):
+        if computes and iteration == 3:
+            until(lambda: checkpointer.capture.sealed)
+            checkpointer.phase("forward")
         checkpointer.capture._copier.in_graph = rank == 1 and iteration == 3
         plain.iterate(checkpointer, state, iteration)
         found.append((checkpointer.off, checkpointer.begun))
@@ -181,11 +186,14 @@ def captured(rank: int, world_size: int, settings: dict[str, Any]) -> list[tuple
     return found
 
 
-def test_a_step_that_is_captured_turns_it_off_on_all_ranks(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_step_that_is_captured_turns_it_off_on_all_ranks(computes: bool, settings: dict[str, Any]) -> None:
     """Its replays call nothing, so that they would write below copies, unseen."""
-    for result in run_ranks(captured, RANKS, settings):
-        # What was complete when the capture began stays; at that boundary none is taken any more.
-        assert result.value == [(False, 1), (False, 2), (True, 2), (True, 2), (True, 2)], result.value
+    for rank, result in enumerate(run_ranks(captured, RANKS, settings, computes)):
+        # What was complete when the capture began stays; that rank takes none any more.
+        last = 3 if computes and rank != 1 else 2
+        ends = [(not computes, last), (True, last), (True, last)]
+        assert result.value == [(False, 1), (False, 2), *ends], result.value
     assert {event["rank"] for event in jobs.events(settings, "turned_off")} == {0, 1}
     (why,) = jobs.events(settings, "snapshot_error")
     assert why["rank"] == 1 and "step outside of it" in why["error"]

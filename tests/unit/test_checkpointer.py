@@ -311,10 +311,11 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
 def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     """Not at the fence alone: where the boundary comes right behind it all ranks would wait for each other."""
     rounds: list[Any] = []
+    guard = Guard()
     links = SimpleNamespace(agreement=SimpleNamespace(post=rounds.append))
     pacer = SimpleNamespace(wish=Wish(), compute_secs=float, enter=lambda kind: None)
     protection = SimpleNamespace(
-        beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH
+        beat=lambda *_: None, observe=lambda target: guard, observe_flush=lambda flush: NO_FLUSH
     )
     checkpointer = checkpointer_of(pacer, protection=protection, links=links)
     capture = SimpleNamespace(sealed=False, flying=True, newest=None, busy=False, fence=lambda secs: None)
@@ -322,12 +323,19 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     checkpointer._state.begin(LINEAGE, None, 0.0)
     checkpointer._state.boundary(1)
     checkpointer._state.learn([], 0.0)
+    checkpointer._snapshots._pause_secs = 0.0  # type: ignore[union-attr]
     checkpointer.phase("forward")
     assert not rounds, "its copies are under way"
     capture.sealed, capture.flying = True, False
     for kind in ("start", "window"):
         checkpointer.phase(kind)
     assert not rounds, "these belong to the boundary, and to who waits for other ranks"
+    checkpointer._state.targets.interval, checkpointer._state.targets.target = 1, SnapshotId(LINEAGE, 0)
+    checkpointer._state.targets.timeout_secs = 1e12
+    guard = Guard(alive=True, configured=True, sealed=True)
+    checkpointer.phase("forward")
+    assert not rounds, "what is being protected may be protected at the fence"
+    guard = guard._replace(covered=True)
     for kind in ("backward", "forward"):
         checkpointer.phase(kind)
     assert [round_.number for round_ in rounds] == [1]
@@ -361,3 +369,25 @@ def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(starts: list[in
             attempt.begin(sights)
     else:
         attempt.begin(sights)
+
+
+def protection_of(**settings: Any) -> Protection:
+    """Of three ranks on two nodes, as far as its modes go."""
+    protection = Protection.__new__(Protection)
+    protection._config, protection._racks, protection._gives_up = Config(**settings), [""] * 3, False
+    protection._topology = Topology(0, tuple(RankPlace({"dp": n}, f"n{n % 2}") for n in range(3)), {"dp": 3})
+    protection._reasons = set()
+    protection._events = SimpleNamespace(emit=lambda event, reason: None)  # type: ignore[assignment]
+    return protection
+
+
+def test_where_replicas_have_drifted_apart_what_else_protects_stays() -> None:
+    """Nothing of a slot is any other rank's then: memory is whole, and who restarts must come back to it."""
+    both = protection_of(protect="replica,peer")
+    assert both._resolve(spans_nodes=True).names == ("replica", "peer")
+    assert both._resolve(spans_nodes=False, lessens=True).names == ("peer",)
+    assert ["replica" in reason for reason in both._reasons] == [True]
+    with raises(ConfigError, "protect", "replica needs state", "use peer"):
+        protection_of(protect="replica")._resolve(spans_nodes=False, lessens=True)
+    with raises(ConfigError, "protect", "replica needs state"):
+        both._resolve(spans_nodes=False)

@@ -23,7 +23,10 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-BASE = {"ftckpt", "errors", "event_file", "event_writer", "events", "units", "setting", "persist_setting", "config"}
+BASE = {
+    "ftckpt", "errors", "event_file", "event_writer", "events", "units", "setting", "persist_setting",
+    "setting_checks", "config",
+}  # fmt: skip
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -34,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "units": set(),
     "setting": {"errors", "units"},
     "persist_setting": {"errors"},
-    "config": {"errors", "units", "setting", "persist_setting"},
+    "setting_checks": {"errors", "setting", "persist_setting", "config"},
+    "config": {"errors", "units", "setting", "persist_setting", "setting_checks"},
     "notice": set(),
     "connections": {"errors"},
     "group": {"errors", "notice", "connections", "model.codec"},

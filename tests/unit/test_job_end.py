@@ -171,5 +171,5 @@ def test_what_training_has_left_comes_to_storage_only_where_a_checkpoint_lacks_i
     storage = RankStorage(Config(persist=persist), *(None,) * 4)  # type: ignore[arg-type]
     rank = SimpleNamespace(find=lambda: End(sealed=have(7, 9), going=at(7)))
     assert storage.wants_any(done) == bool(brought), "otherwise training does not wait"
-    assert storage.bring_last(rank, done) is None  # type: ignore[arg-type]
+    assert not storage.bring_last(rank, done)  # type: ignore[arg-type]
     assert came == brought

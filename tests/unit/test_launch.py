@@ -236,7 +236,8 @@ def test_what_memory_has_is_saved_where_the_launcher_ends(
         assert running.wait(30) == (143 if stops else 0 if how == "done" else given_up)
     saves = [call.argv[call.argv.index("save") :] for call in standins.calls("python3") if "save" in call.argv]
     expected = ["save", "mine", "--at-end", "--arena", str(arena), "--timeout", "20"]
-    assert saves == ([expected] if stops or how == "restarts used" else [])
+    # Done, too: of a job whose last snapshot storage did not take memory is all that is left.
+    assert saves == ([expected] if stops or how in ("restarts used", "done") else [])
 
 
 def test_a_launcher_leaves_the_save_to_another_container(standins: Standins) -> None:

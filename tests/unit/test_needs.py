@@ -22,6 +22,7 @@ from ftckpt.restore.offers import (
     needs_of,
     whole_in,
 )
+from ftckpt.restore.plan import plan
 from ftckpt.store.image import SlotImage
 from tests.support.errors import raises
 
@@ -64,6 +65,16 @@ def test_private_keys_are_the_models_where_nobody_continues_the_shard_and_local_
     same = index_for(pieces, slots, "dp1")
     assert not same.shapes("buffer/b@dp0", "F32") and not same.shapes("buffer/b", "F32")
     assert keys(pieces, same, slots[1]) == ["buffer/b@dp1", "local/s@dp1", "master/1"]
+
+
+def test_ranks_of_another_layout_take_one_version_of_what_shards_hold_alike() -> None:
+    """A shard goes on with its own, bit for bit; a stranger's next one must not come from elsewhere."""
+    norm = fragment("weight/norm", 4)
+    slots = [contents(dp, [norm], []) for dp in (0, 1)]
+    for own, sources in ((None, [0, 0]), ("dp1", [0, 1])):
+        index = index_for([piece("weight/norm", 4)], slots, own)
+        reads = [plan(index, [norm], cost=lambda source, near=near: source != near)[0] for near in (0, 1)]
+        assert [read.offer.source for read in reads] == sources
 
 
 def test_a_message_of_slots_is_read_as_it_was_written() -> None:

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ftckpt.capture.redundancy import SharePlan, lay_out
 from ftckpt.errors import ConfigError
 from ftckpt.model import replicas
 from ftckpt.model.codec import decode, encode
@@ -217,6 +218,17 @@ def test_a_run_is_dealt_where_it_spares_a_rank_something(alone: int, dealt: bool
     parts = shares(held, views)
     assert all(step in [part for _, part in parts[rank]] for rank in (0, 1)) != dealt
     assert all(view.again.needed for view in views.values()), "that they hold the same is proven all the same"
+
+
+def test_what_each_holder_copies_lies_side_by_side_behind_what_is_its_own() -> None:
+    """Amid the rank's own, one of them in each chunk, whoever wants those of another shard would read all of it."""
+    step = [Fragment.whole(f"step/{number}", "F32", (1,), Box((0,), (1,))) for number in range(2)]
+    own = [Fragment.whole(f"own/{number}", "F32", (1 << 10,), Box((0,), (1 << 10,))) for number in range(4)]
+    held = {rank: [own[2 * rank], step[0], own[2 * rank + 1], step[1]] for rank in (0, 1)}
+    views = {rank: without_small(sets) for rank, sets in sets_of(held).items()}
+    for rank, view in views.items():
+        laid = lay_out(held[rank], view, rank, SharePlan((), ["dp0", "dp1"], 4096))
+        assert [part.fragment for part in laid.parts] == [own[2 * rank], own[2 * rank + 1], *step]
 
 
 @given(jobs())

@@ -103,7 +103,7 @@ def test_any_partition_fills_any_other(data: st.DataObject) -> None:
         index = Index(offers)
     if data.draw(st.booleans()):
         of = [[have for have in offers if have.source == source] for source in range(100)]
-        index = Index()
+        index = Index(once=data.draw(st.booleans()))
         index.add_tables(
             (
                 (n, encode_table([o.fragment for o in all_of], [o.offset for o in all_of]))
@@ -260,6 +260,23 @@ def test_sources_that_cost_the_same_are_read_alike_and_in_turn() -> None:
         sources = [read.offer.source for read in reads]
         assert sources[0] == turn
         assert all(sources.count(source) == 2 for source in range(4))
+
+
+@pytest.mark.parametrize("few", [0, 32])
+def test_of_what_several_shards_hold_alike_all_ranks_take_that_of_the_first(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have drifted apart since the last proof: one version is as good as another, two are not."""
+    monkeypatch.setattr(indexing, "FEW", few)
+    halves = whole()._replace(stop=4), whole()._replace(start=4)
+    held = [[halves[0]], [halves[1], whole("v")], [halves[0], whole("v")], [halves[1], whole("v")]]
+    index = Index(once=True)
+    index.add_tables(((n, encode_table(have, [0] * len(have))) for n, have in enumerate(held)), lambda key: key)
+    for source in range(4):  # proven alike before anything is read: the nearest does
+        index.add(Offer(source, whole("u"), 0))
+    for turn in range(4):
+        reads = plan(index, [whole(), whole("v"), whole("u")], cost=lambda source: -source, turn=turn)
+        assert {(read.need, read.offer.source) for read in reads} == {(0, 0), (0, 1), (1, 1), (2, 3)}
 
 
 def test_another_dtype_or_shape_is_no_source() -> None:

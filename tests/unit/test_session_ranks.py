@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Take
-from ftckpt.job.agreement import Will
+from ftckpt.job.actions import Skip, Take
+from ftckpt.job.agreement import Verdict, Will
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 from tests.support.ranks import CALM, Fate, Job
 
@@ -306,6 +307,23 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow() -> N
         else:
             state.learn((), 0.0)
     assert state.off and num_posted == 4
+
+
+def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
+    """Others take what they have agreed on; it never becomes whole, and all are off with the next round."""
+    state = RankState(Config(replica_check_interval=0))
+    state.begin(b"1" * 16, None, 0.0)
+    state.boundary(1)
+    state.learn((), 0.0)
+    assert isinstance(state.take(has_room=True), Take)
+    one = SnapshotId(b"1" * 16, 1)
+    state.posted(state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0))
+    state.give_up("its step is captured")
+    state.boundary(2)
+    state.learn([Verdict(1, 1, will=Will.GO)], 0.0)
+    assert isinstance(state.take(has_room=True), Skip)
+    last = state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0)
+    assert (last.newest, last.will) == (1, Will.OFF)
 
 
 def test_what_the_smp_says_of_busy_cores_is_told_with_the_ages() -> None:

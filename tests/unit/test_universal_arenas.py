@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from ftckpt.convert.arenas import ArenaReader, recognises
+from ftckpt.convert.arenas import ArenaReader, ShardFragment, recognises, without_doubles
 from ftckpt.convert.formats import ReadOptions, open_reader
 from ftckpt.errors import ConvertError
 from ftckpt.model import objects
@@ -347,3 +347,17 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     check(source, 5)
     source.close()
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == files
+
+
+def test_what_several_shards_have_is_compared_as_it_lies() -> None:
+    """A chunk that had to be unpacked is at hand for the next one, however many shards there are."""
+    fragments = [Fragment.whole(key, "F32", (1,), Box((0,), (1,))) for key in ("a", "b")]
+    entries = [ShardFragment(f"dp{n}", index, one) for index, one in enumerate(fragments) for n in range(3)]
+    read: list[tuple[str, int]] = []
+
+    def content(entry: ShardFragment) -> int:
+        read.append((entry.shard, entry.index))
+        return entry.index
+
+    assert [one.shard for one in without_doubles(entries, content)] == ["dp0", "dp0"]
+    assert read == sorted(read) and len(read) == 6
