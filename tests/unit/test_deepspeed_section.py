@@ -166,7 +166,7 @@ import ftckpt.deepspeed
 import deepspeed
 from ftckpt.deepspeed import initialize
 class Broken:
-    def close(self, remove):
+    def close(self, remove, make_up):
         raise OSError("disk")
 wrapped = deepspeed.initialize
 initialize.door.checkpointer = Broken()

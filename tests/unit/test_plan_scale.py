@@ -16,13 +16,16 @@ GENEROUS_SECS = 8.0
 
 
 def due(job: plan_scale.SyntheticJob) -> float:
-    """The first rank's share by arithmetic: bytes of each fragment over the number of ranks that hold it."""
+    """The first rank's share by arithmetic: bytes of each fragment over the number of ranks that hold it.
+
+    Next to nothing beside what each holds alone are norms under the distributed optimizer: each copies all of those.
+    """
     tp, pp, dp = job.shape
     total = 0.0
     for fragment in job.fragments(0, 0):
         matrix = fragment.global_shape[1] > 1
         holders = {"non-distributed": dp, "distributed": 1, "expert pairs": 2 if matrix else dp}[job.optimizer]
-        holders *= 1 if matrix else tp
+        holders *= 1 if matrix or job.optimizer == "distributed" else tp
         holders *= 2 if "embedding" in fragment.key else 1
         total += fragment.nbytes / holders
     assert pp > 1
