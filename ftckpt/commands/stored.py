@@ -46,7 +46,7 @@ def add_verify(commands: Any) -> None:
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
     storage = open_storage(snapshots_at(arguments.where))
-    listing = listing_of(storage)
+    listing = _listing(storage)
     if arguments.json:
         print(json.dumps(listing, indent=2))
     else:
@@ -54,7 +54,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     return int(any(one["problem"] for one in listing["snapshots"]))
 
 
-def listing_of(storage: Storage) -> dict[str, Any]:
+def _listing(storage: Storage) -> dict[str, Any]:
     """What ``ftckpt list --json`` prints.
 
     ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside its ``iteration``. ``void``:

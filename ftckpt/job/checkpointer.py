@@ -409,8 +409,9 @@ class Checkpointer:
         """What is not on storage when memory goes is lost: whether it may go, and what is to be raised."""
         wants = self._snapshots is not None and self._rank.storage.wants_any(done)
         problem, raises = self._persist_last(done) if wants else "", self.config.on_error == "raise"
-        if make_up is not None and make_up():  # always: it may have more to say
-            problem = ""
+        if make_up is not None:  # whatever came: it may have more to say
+            with self.section("save"):  # the SMP still watches
+                problem = "" if make_up() else problem
         if not problem:
             return not (wants and self.group.lost), None
         text = f"the last snapshot did not come to storage: {problem}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -391,3 +392,26 @@ def test_where_replicas_have_drifted_apart_what_else_protects_stays() -> None:
         protection_of(protect="replica")._resolve(spans_nodes=False, lessens=True)
     with raises(ConfigError, "protect", "replica needs state"):
         both._resolve(spans_nodes=False)
+
+
+@pytest.mark.parametrize(("makes_up", "stays"), [(True, False), (False, True)])
+def test_what_a_framework_makes_up_for_at_the_end_is_no_hang_and_needs_no_memory(makes_up: bool, stays: bool) -> None:
+    """Its own save of a large state takes longer than an iteration, and SMPs watch until memory goes."""
+    sections = list[str]()
+
+    @contextmanager
+    def section(name: str) -> Iterator[None]:
+        sections.append(name)
+        yield
+        sections.pop()
+
+    def make_up() -> bool:
+        assert sections == ["save"]
+        return makes_up
+
+    storage = SimpleNamespace(wants_any=lambda done: True)
+    checkpointer = checkpointer_of(storage=storage, protection=SimpleNamespace(section=section))
+    checkpointer.group = SimpleNamespace(lost=False)  # type: ignore[assignment]
+    checkpointer._persist_last = lambda done: "no room"  # type: ignore[method-assign]
+    removes, failure = checkpointer._bring_home(True, make_up)
+    assert (removes, failure) == (not stays, None) and not sections
