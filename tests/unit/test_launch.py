@@ -644,6 +644,23 @@ def test_what_memory_has_is_saved_before_it_is_emptied(standins: Standins, scrip
     assert "--at-end" in saves[0].argv, "the job may not want it"
 
 
+@pytest.mark.parametrize("script", BATCH)
+@pytest.mark.parametrize("is_left", [True, False])
+def test_memory_that_a_job_leaves_at_a_good_end_is_saved_and_stays(
+    standins: Standins, script: str, is_left: bool
+) -> None:
+    """Storage did not take its last snapshot, or it leaves memory on purpose."""
+    arena = standins.here / "arena"
+    (arena / "ftckpt-mine" / ("n1/shard.0" if is_left else "n1")).mkdir(parents=True)
+    standins.codes(0)
+    flags = ["--job", "mine", str(standins.script), f"--ftckpt-arena={arena}", "--ftckpt-persist", "/storage"]
+    env = {**standins.slurm("n1", "n2"), "SLURMD_NODENAME": "n1"}
+    assert standins.launch(script, *flags, env=env).returncode == 0
+    saves = [name for name in ("python3", "srun") for call in standins.calls(name) if "save" in call.argv]
+    assert saves == (["python3", "srun"] if is_left else []), "on this node, and on the other"
+    assert not standins.cleaned()
+
+
 def smp_step(call: Call) -> list[str]:
     """What the step of an SMP is told; empty for another call."""
     at = [index for index, word in enumerate(call.argv) if word.endswith("/launch/smp_step.sh")]
