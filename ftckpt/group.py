@@ -39,8 +39,10 @@ _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.5, 10.0
 _CALM_RANKS = 200
 """Up to so many ranks ask their store as often; those of a larger job so much less that it has no more to do."""
 
-_FRAME_DATA_BYTES = 1016
-"""A gather of no more takes one round of messages, of any more two: what a rank tells of its arena fits."""
+_FRAME_HEAD_BYTES = 8
+_LEAST_FRAME_BYTES, _MOST_FRAME_BYTES, _FRAMES_BYTES = 1 << 10, 16 << 10, 64 << 10
+"""A gather of no more than a frame takes one round of messages, of any more two. What a rank tells of its arena fits
+into the least; a job of few ranks, whose frames of ``_FRAMES_BYTES`` in all take no time, has larger ones."""
 
 _immortal: list[Any] = []
 """Groups, and tensors that a thread of torch may have, for as long as the process lives, even without interpreter. A
@@ -81,6 +83,7 @@ class Group:
     def __init__(self, timeout_secs: float, partners: int | None = None) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self._frame_bytes = min(_MOST_FRAME_BYTES, max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // self.size))
         self._timeout_secs = timeout_secs
         self._first_look_secs, self._longest_look_secs = look_secs(self.size)
         others = self.size - 1 if partners is None else partners
@@ -164,16 +167,18 @@ class Group:
 
     def _gather(self, data: Bytes, timeout_secs: float) -> list[bytes]:
         # An all-gather takes as many bytes of each rank: the length, and the begin, which mostly is all of it.
-        begin, end = memoryview(data).cast("B")[:_FRAME_DATA_BYTES], memoryview(data).cast("B")[_FRAME_DATA_BYTES:]
-        frames = self._all_gather(len(data).to_bytes(8, "little") + begin, _FRAME_DATA_BYTES + 8, timeout_secs)
-        sizes = [int.from_bytes(frame[:8], "little") for frame in frames]
-        begins = [frame[8 : 8 + size] for frame, size in zip(frames, sizes, strict=True)]
-        longest = max(sizes) - _FRAME_DATA_BYTES
+        room = self._frame_bytes - _FRAME_HEAD_BYTES
+        begin, end = memoryview(data).cast("B")[:room], memoryview(data).cast("B")[room:]
+        head = len(data).to_bytes(_FRAME_HEAD_BYTES, "little")
+        frames = self._all_gather(head + begin, self._frame_bytes, timeout_secs)
+        sizes = [int.from_bytes(frame[:_FRAME_HEAD_BYTES], "little") for frame in frames]
+        begins = [frame[_FRAME_HEAD_BYTES:][:size] for frame, size in zip(frames, sizes, strict=True)]
+        longest = max(sizes) - room
         # Known to all ranks alike: none of them posts a second collective.
         if longest <= 0:
             return begins
         ends = self._all_gather(end, longest, timeout_secs)
-        lengths = (max(0, size - _FRAME_DATA_BYTES) for size in sizes)
+        lengths = (max(0, size - room) for size in sizes)
         return [first + rest[:length] for first, rest, length in zip(begins, ends, lengths, strict=True)]
 
     def _all_gather(self, data: Bytes, nbytes: int, timeout_secs: float) -> list[bytes]:

@@ -365,10 +365,10 @@ class Restart:
                 state.load_objects(objects.decode(encoded()))
             else:
                 state.load_reshaped([objects.decode(one) for one in firsts], decision.snapshot.iteration)
+            if self._coming is not None:  # see ``void_newer``
+                self._void_node(decision)
 
         together(self._group, finish)
-        if self._coming is not None:  # see ``void_newer``
-            together(self._group, lambda: self._void_node(decision))
         # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
         self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))
