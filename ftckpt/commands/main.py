@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -65,7 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             commands.choices[arguments.command].refuse(unknown)
         run: Callable[[argparse.Namespace], int] = arguments.run
-        return run(arguments)
+        status = run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads has what it wanted, as ``head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        return 128 + signal.SIGPIPE
     except (FtckptError, OSError) as error:
         # One line, whatever the text: it ends up in logs of launchers.
         print(f"ftckpt: {' '.join(str(error).split())}", file=sys.stderr)

@@ -133,7 +133,7 @@ def _as_json(
     alike = [{"ranks": ranks, "bytes": nbytes, "sets": times} for (ranks, nbytes), times in sorted(sets.items())]
     value = {
         "ranks": job.ranks, "nodes": job.nodes, "protect": ",".join(planned.modes.names) or "none",
-        "slots": planned.slots,
+        "left_out": planned.left_out, "slots": planned.slots,
         "state": {
             "bytes": job.state_bytes, "private_bytes": job.private_bytes,
             "copied_bytes": planned.arrangement.copied_bytes,
@@ -159,6 +159,8 @@ def _lines(
         yield verdict.line()
     job, names = planned.arrangement.job, ",".join(planned.modes.names) or "none"
     yield f"{job.ranks} ranks on {job.nodes} nodes, protect {names}, {planned.slots} slots per arena"
+    for text in planned.left_out:
+        yield f"left out: {text}"
     yield f"{job.holders.option}: {_held(job)}"
     yield from planned.table.lines()
     if planned.modes.names:

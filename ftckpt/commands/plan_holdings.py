@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from ftckpt.commands.plan_job import JobShape
 from ftckpt.config import Config
-from ftckpt.errors import MemoryBudgetError
+from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.model.shares import equal_cuts
 from ftckpt.parity.groups import (
     Member,
@@ -25,7 +26,7 @@ from ftckpt.parity.groups import (
     slot_groups,
 )
 from ftckpt.parity.holding import Holding, HoldingSection
-from ftckpt.parity.modes import Modes, lessened, require_slots, resolve_modes, ways_to_need_less
+from ftckpt.parity.modes import Modes, lessened, possible_modes, require_slots, resolve_modes, ways_to_need_less
 from ftckpt.parity.stripes import blocks_bytes
 from ftckpt.parity.table import Memory, ProtectionTable, memory_table, network_table, protection_table
 from ftckpt.store.ledger import require_limit
@@ -50,6 +51,10 @@ def build(job: JobShape, modes: Modes) -> list[Holding]:
     """The holdings of a job under these modes, rank by rank."""
     parts = [_Parts(job.private_bytes) for _ in range(job.ranks)]
     for ranks, nbytes in job.replica_sets.items():
+        if ranks in job.small_sets:
+            for rank in ranks:
+                parts[rank].private += nbytes
+            continue
         # Between elements, of which there may be fewer than ranks.
         cuts = (equal_cuts(nbytes // _ELEMENT_BYTES, len(ranks)) * _ELEMENT_BYTES).tolist()
         share = {rank: cuts[place + 1] - cuts[place] for place, rank in enumerate(ranks)}
@@ -180,26 +185,33 @@ class StartPlan:
     table: ProtectionTable
     is_short: bool
     """Whether snapshots are left out while one is being protected, for want of a slot."""
+    left_out: tuple[str, ...] = ()
+    """Of what ``protect`` asks for, in words: what this job cannot have."""
 
     @property
     def modes(self) -> Modes:
         return self.arrangement.modes
 
 
-def resolved(job: JobShape, config: Config) -> Modes:
-    """Those that ``config`` means for a job.
+def resolved(job: JobShape, config: Config) -> tuple[Modes, tuple[str, ...]]:
+    """Those that ``config`` means for a job, and a text for each thing that a start leaves out.
 
     Raises:
         ConfigError: modes or slots that a start refuses.
     """
     places = [(job.shards[rank], job.node(rank), job.rack(rank)) for rank in range(job.ranks)]
-    spans = any(job.node(ranks[0]) != job.node(rank) for ranks in job.replica_sets for rank in ranks)
-    modes = resolve_modes(
-        config.protect, places, spans, peer_code=config.peer_code, peer_losses=config.peer_losses,
-        peer_group=config.peer_group,
-    )  # fmt: skip
+    asked: dict[str, Any] = {
+        "peer_code": config.peer_code, "peer_losses": config.peer_losses, "peer_group": config.peer_group
+    }  # fmt: skip
+    # As a start, which refuses what cannot work before it knows what ranks hold, and leaves out the rest behind that.
+    resolve_modes(config.protect, places, job.nodes > 1, **asked)
+    dealt = (ranks for ranks in job.replica_sets if ranks not in job.small_sets)
+    spans = any(job.node(ranks[0]) != job.node(rank) for ranks in dealt for rank in ranks)
+    modes, left_out = possible_modes(config.protect, places, spans, **asked)
+    if left_out and not modes.names:
+        raise ConfigError(left_out[0])
     require_slots(config, modes)
-    return modes
+    return modes, left_out
 
 
 def plan(job: JobShape, config: Config, node_bytes: int = 0) -> StartPlan:
@@ -211,7 +223,8 @@ def plan(job: JobShape, config: Config, node_bytes: int = 0) -> StartPlan:
         ConfigError: as ``resolved``.
         MemoryBudgetError: more than ``memory_limit`` with as few slots and modes as can be.
     """
-    arrangement = ProtectionPlan(job, resolved(job, config))
+    modes, left_out = resolved(job, config)
+    arrangement = ProtectionPlan(job, modes)
     slots, least = (config.num_slots(bool(arrangement.modes.names), short) for short in (False, True))
     table = arrangement.table(slots)
     while True:
@@ -229,7 +242,8 @@ def plan(job: JobShape, config: Config, node_bytes: int = 0) -> StartPlan:
                 raise
         else:
             if not node_bytes or memory.sum <= node_bytes or slots == least:
-                return StartPlan(arrangement, slots, table, bool(arrangement.modes.names) and slots < _enough(config))
+                is_short = bool(arrangement.modes.names) and slots < _enough(config)
+                return StartPlan(arrangement, slots, table, is_short, left_out)
         if slots != least:
             slots, table = least, table.with_slots(slots, least)
         elif fewer is not None:
@@ -255,7 +269,7 @@ def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, Protection
         if wanted == names:
             continue
         protect = ",".join(wanted)
-        arrangement = ProtectionPlan(job, resolved(job, replace(config, protect=protect, slots=0)))
+        arrangement = ProtectionPlan(job, resolved(job, replace(config, protect=protect, slots=0))[0])
         least = config.slots or config.least_slots(bool(arrangement.modes.names))
         yield f"--ftckpt-protect {protect}", arrangement, arrangement.fullest(least)
         yield from _with_slots((f"--ftckpt-protect {protect}",), arrangement, config)

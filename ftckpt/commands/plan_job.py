@@ -14,6 +14,7 @@ from typing import Any
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.model.manifest import MAX_CHUNKS, shard_name
+from ftckpt.model.replicas import WHOLE_SHARE
 from ftckpt.units import counted
 
 # A holding per rank is made up in memory: a mistyped size is to be an error, not a machine without memory.
@@ -131,6 +132,20 @@ class JobShape:
                     ranks = tuple(members)
                     sets[ranks] = sets.get(ranks, 0) + self.holders.bytes_per_param * params
         return sets
+
+    @cached_property
+    def small_sets(self) -> frozenset[tuple[int, ...]]:
+        """Replica sets of which each rank copies all, see ``without_small``."""
+        alone = [self.private_bytes] * self.ranks
+        shared: dict[tuple[int, ...], int] = {}
+        for ranks, nbytes in self.replica_sets.items():
+            if len(ranks) == 1:
+                alone[ranks[0]] += nbytes
+            else:
+                shared[ranks] = nbytes
+        return frozenset(
+            ranks for ranks, nbytes in shared.items() if nbytes <= min(map(alone.__getitem__, ranks)) // WHOLE_SHARE
+        )
 
     def assumptions(self) -> list[str]:
         """What is taken for granted of its state."""

@@ -205,7 +205,7 @@ def test_a_plan_says_what_the_start_of_that_job_says(
     assert sum(copied) == pytest.approx(job.state_bytes, rel=TOLERANCE)
 
     modes = tuple(said["protect"].split(","))
-    holdings = ProtectionPlan(job, resolved(job, Config(chunk_mib=0.0625, objects_mib=1))).holdings
+    holdings = ProtectionPlan(job, resolved(job, Config(chunk_mib=0.0625, objects_mib=1))[0]).holdings
     for rank, holding in zip(ranks, holdings, strict=True):
         of_plan = [(section.kind, "", sum(section.lengths)) for section in holding.sections]
         about = {"rel": TOLERANCE, "abs": NUMBERS}

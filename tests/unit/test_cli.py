@@ -346,3 +346,15 @@ def test_timeline_runs_without_torch_and_matplotlib(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, check=False, capture_output=True
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_whoever_reads_no_further_is_told_nothing() -> None:
+    size = "--tp 8 --pp 16 --dp 2 --gpus-per-node 8 --params 1t"
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = subprocess.run(
+        [sys.executable, "-m", "ftckpt", "plan", *size.split()],
+        cwd=REPOSITORY, check=False, stdout=writing, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(writing)
+    assert (run.returncode, run.stderr) == (141, b"")

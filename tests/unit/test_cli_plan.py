@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,25 @@ def test_experts_have_replica_sets_of_their_own() -> None:
     assert {len(group.members) for group in groups} == {2}  # eight replicas of a pp and tp lie on two nodes
     for group in groups:
         assert len({member.node for member in group.members}) == 2
+
+
+def test_what_is_next_to_nothing_beside_the_experts_of_a_rank_each_rank_copies_itself() -> None:
+    job = replace(shape(dp=4, pp=1, ep=4, etp=2), gpus_per_node=4)
+    small = replace(job, expert_params=999_000)
+    assert not job.small_sets and {len(ranks) for ranks in small.small_sets} == {4}
+    held = build(small, Modes(replica="replica"))
+    assert not slot_groups(held) and slot_groups(build(job, Modes(replica="replica")))
+    dense = {sum(map(sum, (s.lengths for s in one.sections))) - 999_000 * BYTES_PER_PARAM // 8 for one in held}
+    assert dense == {1_000 * BYTES_PER_PARAM // 2}
+
+
+def test_a_mode_of_several_that_a_job_cannot_have_is_left_out_as_at_a_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    value = planned(capsys, f"{SIZE} --protect replica,peer")
+    assert value["protect"] == "peer" and "replica needs state" in value["left_out"][0]
+    assert main(["plan", *SIZE.split(), "--protect", "replica,peer"]) == 0
+    assert "left out: --protect: replica needs state" in capsys.readouterr().out
 
 
 def test_tensor_parallel_ranks_of_a_layer_share_no_expert_with_etp_1() -> None:
