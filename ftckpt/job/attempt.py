@@ -176,7 +176,7 @@ class AttemptRecord:
         """Count the attempt; what is known here of those before it."""
         self._node_dir = node_dir if self._topology.is_node_leader else None
         ends.are_told_in(node_dir)
-        starts = self._run.begin().starts if self._run.name else -1
+        starts = self._run.begin(self._config.job) if self._run.name else -1
         last: LastAttempt | None = None
         told: list[EndNote] = []
         if self._node_dir is not None:

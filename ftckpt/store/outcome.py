@@ -43,8 +43,8 @@ class RunOutcome:
     """Of one launcher run on one machine.
 
     ``code`` is None while it may go on, else the exit code of each further attempt, for the reason ``text``.
-    ``starts`` counts those since a snapshot was whole on all ranks. ``repeated``: the last attempt has said it again.
-    ``arena`` and ``job`` tell where snapshots lay that a rank may have left which crashed as they were removed.
+    ``starts`` counts those of ``job`` since a snapshot was whole. ``repeated``: the last attempt has said
+    it again. ``arena`` tells where snapshots lay that a rank may have left which crashed as they were removed.
     """
 
     starts: int = 0
@@ -85,17 +85,22 @@ class LauncherRun:
             self.problem = str(error)
             return RunOutcome()
 
-    def begin(self) -> RunOutcome:
-        """One more start; returns what was before. Records of launchers that ended are removed.
+    def begin(self, job: str) -> int:
+        """One more start of ``job``; returns how many there were before it. Records of launchers that ended are
+        removed.
 
         What is over is not any more: who comes here knows of that, and trains all the same. A process that begins
-        anew, as after a load from storage, is no further start.
+        anew, as after a load from storage, is no further start; one launcher may start several jobs in turn.
         """
         before, is_first = self.before, not self._has_begun
         self._has_begun = True
-        self._change(lambda now: RunOutcome(now.starts + is_first))
+
+        def starts(now: RunOutcome) -> int:
+            return now.starts if now.job in ("", job) else 0
+
+        self._change(lambda now: RunOutcome(starts(now) + is_first, job=job))
         _remove_stale()
-        return before
+        return starts(before)
 
     def take_back(self) -> None:
         """This start is none of those that made no snapshot: what kept it from that may be over at the next one."""
@@ -120,7 +125,7 @@ class LauncherRun:
             if now.over:
                 return now
             repeated = now.repeated or (is_first and is_last)
-            return replace(now, code=code, text=text, repeated=repeated, arena=arena, job=job)
+            return replace(now, code=code, text=text, repeated=repeated, arena=arena, job=job or now.job)
 
         self._change(change)
         return is_first

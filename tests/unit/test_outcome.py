@@ -39,19 +39,26 @@ def records(folder: Path) -> list[str]:
 
 
 def test_starts_are_counted_until_a_snapshot_is_made() -> None:
-    assert [LauncherRun("a").begin().starts for _ in range(3)] == [0, 1, 2]
+    assert [LauncherRun("a").begin("j") for _ in range(3)] == [0, 1, 2]
     LauncherRun("a").progress()
-    assert [LauncherRun("a").begin().starts for _ in range(2)] == [0, 1]
-    LauncherRun("a").begin()
+    assert [LauncherRun("a").begin("j") for _ in range(2)] == [0, 1]
+    LauncherRun("a").begin("j")
     LauncherRun("a").take_back()
     assert LauncherRun("a").read().starts == 2 and LauncherRun("b").read() == RunOutcome()
+
+
+def test_a_launcher_of_several_jobs_counts_for_each_of_them() -> None:
+    """A shell that runs one after the other with ``FTCKPT_RUN`` set: none of them has failed three times."""
+    assert [LauncherRun("a").begin(job) for job in ("one", "two", "two", "one", "one")] == [0, 0, 1, 0, 1]
+    LauncherRun("a").end(None, "no room")
+    assert [LauncherRun("a").begin(job) for job in ("one", "two")] == [2, 0]
 
 
 def test_a_process_that_begins_anew_is_no_further_start() -> None:
     """As DeepSpeed's door after ``load_checkpoint``: each attempt would count twice."""
     for attempt in range(2):
         run = LauncherRun("a")
-        assert [run.begin().starts for _ in range(3)] == [attempt] * 3
+        assert [run.begin("j") for _ in range(3)] == [attempt] * 3
     assert run.read().starts == 2
 
 
@@ -62,7 +69,8 @@ def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -
     assert run.end(None, "no room") and not run.end(None, "no room")
     assert run.end(2, "refused") and not run.end(0, "done")
     assert run.read() == RunOutcome(0, 2, "refused") == LauncherRun("a").before
-    assert not run.begin().over and not run.read().over
+    run.begin("j")
+    assert not run.read().over
     run.remove()
     assert run.read() == RunOutcome()
 
@@ -104,7 +112,7 @@ def test_a_folder_of_somebody_else_is_not_believed(folder: Path, tmp_path: Path)
     folder.symlink_to(theirs)
     run = LauncherRun("a")
     assert not run.read().over and "symbolic link" in run.problem
-    assert run.begin() == RunOutcome() and run.end(2, "refused")
+    assert run.begin("j") == 0 and run.end(2, "refused")
 
 
 def test_records_of_agents_that_ended_go(folder: Path) -> None:
@@ -116,7 +124,7 @@ def test_records_of_agents_that_ended_go(folder: Path) -> None:
     dead.wait()
     for name in (*names, *others, "named"):
         LauncherRun(name).end(0, "done")
-    LauncherRun("mine").begin()
+    LauncherRun("mine").begin("j")
     assert records(folder) == sorted([names[1], *others, "named", "mine"])
 
 
@@ -189,7 +197,7 @@ def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: py
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         assert launcher.main(["script"], "p", "u", lambda _: pytest.fail("it runs")) == 2
         assert capfd.readouterr().err == text
-    launched().begin()
+    launched().begin("j")
     launcher_run(os.environ).end(0, "finished at iteration 7")
     launched()
     assert launcher.main(["script"], "p", "u", lambda _: pytest.fail("it runs")) == 0
