@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import cache, partial
@@ -13,10 +12,10 @@ from typing import NamedTuple, Protocol
 from ftckpt.capture.affinity import run_on
 from ftckpt.capture.copier import Cores
 from ftckpt.config import Config
-from ftckpt.errors import ArenaError, ConfigError, FtckptError, MemoryBudgetError
+from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
-from ftckpt.job.addresses import whereabouts
+from ftckpt.job.node_entry import NodeEntry
 from ftckpt.job.outlook import Outlook, absent_slots, foresee_arena
 from ftckpt.job.slot_supply import SlotSupply
 from ftckpt.model.loaded import NOTHING, Checkpoint, went_back
@@ -28,29 +27,21 @@ from ftckpt.parity.modes import ways_to_need_less
 from ftckpt.restore.voiding import undo_arena
 from ftckpt.store.arena import Arena, clear_arena, open_control
 from ftckpt.store.directory import (
-    WORD_NAME,
     arena_path,
-    leave_word,
     list_arenas,
-    node_directory,
-    read_word,
-    refuse_renamed,
     remove_arena,
-    remove_half_made,
     remove_job_if_empty,
-    remove_stale,
-    wait_for_writer,
 )
 from ftckpt.store.image import SlotImage
 from ftckpt.store.ledger import Ledger, give_up, in_use, require, require_limit
-from ftckpt.store.locks import JobLock
 
 _LARGE_BYTES = 4 << 30
 """Allocating this much takes seconds: people are told."""
 
 
 class NodeArenas:
-    """This rank's view of its node's directory. ``enter``, ``open``, ``replace`` and ``leave`` are collective.
+    """This rank's view of its node's directory. ``open``, ``replace`` and ``leave`` are collective, behind
+    ``entry.enter``.
 
     Old arenas, those that no rank of the node writes any more, are kept until a snapshot in the new ones is as safe
     as those in them: until then they may hold the only one. Each rank removes those of its own shard, so that it
@@ -62,7 +53,7 @@ class NodeArenas:
         self, config: Config, topology: Topology, group: Group, events: Events, least_slots: int | None = None, *,
         protects: bool = False,
     ) -> None:  # fmt: skip
-        self.path = Path()
+        self.entry = NodeEntry(config, topology, group)
         self.slots = config.slots
         """Of an arena, the same on all ranks; ``least_slots`` where a node has no room for more."""
         self._least_slots = config.slots if least_slots is None else least_slots
@@ -77,11 +68,9 @@ class NodeArenas:
         self._group = group
         self._events = events
         self._leads = topology.is_node_leader
-        self._job_lock: JobLock | None = None
         self._old: list[Path] = []
         self._removing = False  # whether nobody needs the old ones any more
         self._own: Path | None = None
-        self._word = ""  # that this rank has written as the first of its node
         self._made: Path | None = None  # by this start
         self._supply: SlotSupply | None = None
         self._lacks_slot = False  # and that was said
@@ -92,13 +81,10 @@ class NodeArenas:
         self.coming_bytes = 0
         """What the ranks of this node will take for slots beside old arenas, less what those will give up."""
 
-    def enter(self) -> None:
-        """Make sure that no other live process uses this job's arenas on this node.
-
-        Raises:
-            ArenaError: the directory cannot be used, or a live process holds the job or one of its arenas.
-        """
-        self._word = together(self._group, self._enter)
+    @property
+    def path(self) -> Path:
+        """The node's directory, from ``entry.enter`` on."""
+        return self.entry.path
 
     def open(
         self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None, beside: Beside | None = None
@@ -314,7 +300,7 @@ class NodeArenas:
         elif self._own is not None:
             remove_arena(self._own)
         self._group.barrier()  # the last arena has gone, with it what the SMP guards
-        if self._job_lock is not None:
+        if self.entry.is_held:
             end_smp()
             remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)
 
@@ -334,53 +320,12 @@ class NodeArenas:
     def release(self) -> None:
         """Give the lock up; what is in the directory stays."""
         self._end_supply()
-        if self._job_lock is not None:
-            self._job_lock.release()
-            self._job_lock = None
+        self.entry.release()
 
     def _end_supply(self) -> None:
         if self._supply is not None:
             self._supply.close()
             self._supply, self._supplies_start = None, False
-
-    def _enter(self) -> str:
-        """Returns the word that this rank has written as the first of its node, for the others to read."""
-        self.path = node_directory(Path(self._config.arena), self._config.job, self._topology.me.node)
-        if not self._leads:
-            return ""
-        refuse_renamed(self.path, {member.node for member in self._topology.members})
-        deadline_secs = self._config.lock_timeout_secs
-        # The job's lock keeps new processes out; only then can what others still write, or left, be waited for.
-        self._job_lock = JobLock(self.path, deadline_secs)
-        for path in list_arenas(self.path):
-            wait_for_writer(path, deadline_secs)
-            # Whoever wrote it may have died with slots that had their memory and no name yet: no arena counts those.
-            remove_half_made(path, "slot*")
-        remove_stale(self.path)
-        return leave_word(self.path)
-
-    def look(self) -> Sight:
-        """What this rank sees of its node's directory, behind ``enter`` of all ranks."""
-        return Sight(self._word, read_word(self.path), whereabouts(os.environ))
-
-    def require_one_directory(self, seen: Sequence[Sight]) -> None:
-        """Two machines with one name would find out at the first restart, when half of the snapshots is not there.
-
-        Raises:
-            ConfigError: ranks that call their node alike do not see the same directory; on all ranks alike.
-        """
-        if self._leads:
-            (self.path / WORD_NAME).unlink(missing_ok=True)  # all have read it
-        for rank, mine in enumerate(seen):
-            node = self._topology.members[rank].node
-            first = self._topology.ranks_on(node)[0]
-            if mine.read != seen[first].written:
-                raise ConfigError(
-                    f"--ftckpt-node: two machines are called {node!r}: rank {first} is on {seen[first].where}, rank "
-                    f"{rank} is "
-                    f"on {mine.where}, and they do not see the same {self.path}. Give each machine a name of its own "
-                    "with --ftckpt-node or FTCKPT_NODE; containers that share a name must share that directory"
-                )
 
     def _list_old(self, own: Path) -> list[Path]:
         """Old arenas that are left to this rank. All ranks list them before one removes any."""
@@ -516,14 +461,6 @@ class _Post(NamedTuple):
     slot_bytes: int
     marks: tuple[SnapshotId, ...] | None
     beside: object
-
-
-class Sight(NamedTuple):
-    """What a rank has written into its node's directory, if it is the first there, what it has read, and where."""
-
-    written: str
-    read: str
-    where: str
 
 
 def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:

@@ -8,9 +8,9 @@ from ftckpt.capture.affinity import Locality, locality
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.errors import ConfigError
 from ftckpt.group import gather_each
-from ftckpt.job.arenas import Sight
 from ftckpt.job.attempt import AttemptSight
 from ftckpt.job.conditions import conditions
+from ftckpt.job.node_entry import Sight
 from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.shard import Shard, device_of, make_pacer
 from ftckpt.model import objects
@@ -54,15 +54,15 @@ def meet(rank: RankParts) -> Preparation:
         rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
     prefetch.pause()
     # Before anything is read: from here on no other attempt writes these arenas.
-    rank.arenas.enter()
+    rank.arenas.entry.enter()
     rank.protection.smp.tell_hazards(rank.arenas.path)
     prepared: list[Preparation] = []
     try:
         places, attempts, _ = gather_each(
-            rank.group, (rank.arenas.look, Sight), (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
+            rank.group, (rank.arenas.entry.look, Sight), (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
             (lambda: prepared.append(_prepare(rank)), type(None)),
         )  # fmt: skip
-        rank.arenas.require_one_directory(places)
+        rank.arenas.entry.require_one_directory(places)
         rank.attempt.begin(attempts)
     except BaseException:
         for own in prepared:

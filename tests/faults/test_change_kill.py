@@ -23,7 +23,7 @@ def set_up(root: Path, whole: bool) -> list[arenas.Rank]:
     """Two ranks have sealed 4; rank 0 alone has sealed 5."""
 
     def begin(member: arenas.Rank) -> None:
-        member.arenas.enter()
+        member.arenas.entry.enter()
         member.arena = member.arenas.open(member.manifest(), None)
         arenas.settle(member)
         if whole:
@@ -100,7 +100,7 @@ def start_again(root: Path, chosen: SnapshotId | None) -> None:
     """The restart: whatever the killed attempt left, each rank gets a slot to write and no slot too many."""
 
     def begin(member: arenas.Rank) -> None:
-        member.arenas.enter()
+        member.arenas.entry.enter()
         if chosen is None:
             for path in list_arenas(member.arenas.path) if member.rank == 0 else []:
                 arena = Arena.open(path, writable=True)

@@ -63,7 +63,7 @@ def test_a_start_without_room_names_them_and_leaves_nothing(
         raise MemoryBudgetError(f"{need_bytes} bytes needed")
 
     def begin(member: Rank) -> None:
-        member.arenas.enter()
+        member.arenas.entry.enter()
         member.arena = member.arenas.open(member.manifest(), None)
 
     monkeypatch.setattr(ledger, "check_budget", full)

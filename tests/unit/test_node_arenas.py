@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
-from ftckpt.job.arenas import absent_slots
+from ftckpt.job.outlook import absent_slots
 from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
@@ -29,7 +29,7 @@ MORE = SHARE + 8192
 
 
 def begin(member: Rank, share: int = SHARE) -> None:
-    member.arenas.enter()
+    member.arenas.entry.enter()
     member.arena = member.arenas.open(member.manifest(share), None)
     settle(member)
 
@@ -138,7 +138,7 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
         member.arenas.release()
     again = ranks(arena_root, 2, slots=4)
     whole = SnapshotId(LINEAGE, 5)
-    on_all(again, lambda member: member.arenas.enter())
+    on_all(again, lambda member: member.arenas.entry.enter())
     old = list_arenas(again[0].arenas.path)
     for member, arena in zip(again, on_all(again, lambda m: m.arenas.open(m.manifest(MORE), whole)), strict=True):
         member.arena = arena
@@ -159,7 +159,7 @@ def test_all_ranks_have_as_many_slots_as_the_arena_that_has_fewest(arena_root: P
         member.arenas.release()
     remove_arena(members[1].have.path)
     again = ranks(arena_root, 2, slots=4)
-    on_all(again, lambda member: member.arenas.enter())
+    on_all(again, lambda member: member.arenas.entry.enter())
     for member, arena in zip(again, on_all(again, lambda m: m.arenas.open(m.manifest(), None)), strict=True):
         member.arena = arena
     on_all(again, settle)
@@ -177,7 +177,7 @@ def test_slots_that_do_not_fit_are_fewer_once_on_all_ranks(arena_root: Path, mon
             raise MemoryBudgetError("no room")
 
     monkeypatch.setattr(ledger, "check_budget", check)
-    on_all(members, lambda member: member.arenas.enter())
+    on_all(members, lambda member: member.arenas.entry.enter())
 
     def refused(member: Rank) -> bool:
         with pytest.raises(MemoryBudgetError, match="rank 0: no room") as failure:
@@ -206,7 +206,7 @@ def test_a_limit_that_is_too_low_names_what_can_be_lessened(
     arena_root: Path, slots: int, protects: bool, remedies: str
 ) -> None:
     members = ranks(arena_root, 2, slots, protects=protects, memory_limit=1e-6)
-    on_all(members, lambda member: member.arenas.enter())
+    on_all(members, lambda member: member.arenas.entry.enter())
 
     def refused(member: Rank) -> None:
         with pytest.raises(MemoryBudgetError, match=f": {re.escape(remedies)}$"):
@@ -390,7 +390,7 @@ def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, in
     peaks.clear()
 
     def restart(member: Rank) -> None:
-        member.arenas.enter()
+        member.arenas.entry.enter()
         member.arena = member.arenas.open(member.manifest(share), KEEP)
         settle(member)
 
@@ -416,7 +416,7 @@ def test_an_old_arena_that_cannot_be_read_leaves_a_slot_to_write(arena_root: Pat
     first.arenas.release()
     os.truncate(first.have.path / "control", 100)
     (member,) = members = ranks(arena_root, 1)
-    member.arenas.enter()
+    member.arenas.entry.enter()
     member.arena = member.arenas.open(member.manifest(SHARE), KEEP)
     settle(member)
     assert files(member) == [1, 2] and not member.have.verify(0) and member.have.allocated(1)
@@ -449,7 +449,7 @@ def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
     members = ranks(arena_root, 2, slots=4)
 
     def restart(member: Rank) -> None:
-        member.arenas.enter()
+        member.arenas.entry.enter()
         member.arena = member.arenas.open(member.manifest(), KEEP)
         settle(member)
 

@@ -47,7 +47,7 @@ def member(arena_root: Path) -> Iterator[Rank]:
     """A rank whose arena lacks two of three slots, and whose old arena has gone."""
     members = ranks(arena_root, 1, slots=3)
     (member,) = members
-    member.arenas.enter()
+    member.arenas.entry.enter()
     member.arena = member.arenas.open(member.manifest(), None)
     settle(member)
     for slot in range(3):
@@ -170,7 +170,7 @@ def test_a_rank_that_was_killed_meanwhile_leaves_no_memory_to_the_next_start(mem
     member.arenas.release()
     assert len(slot_files(member)) == 2
     (again,) = ranks(arena_root, 1, slots=3)
-    again.arenas.enter()
+    again.arenas.entry.enter()
     assert slot_files(member) == ["slot0.safetensors"]
     again.arenas.release()
 
@@ -195,7 +195,7 @@ def test_slots_are_allocated_by_threads_near_the_device(arena_root: Path, monkey
 
     monkeypatch.setattr(os, "posix_fallocate", watched)
     (member,) = members = ranks(arena_root, 1, slots=2)
-    member.arenas.enter()
+    member.arenas.entry.enter()
     member.arenas.cores = core
     member.arena = member.arenas.open(member.manifest(), None)
     assert settle(member) == [0, 1] and len(seen) == 3, "a control block and two slots"
@@ -211,7 +211,7 @@ def test_ranks_of_a_node_get_their_slots_at_the_same_time(arena_root: Path) -> N
     members = ranks(arena_root, 3, slots=2)
 
     def begin(member: Rank) -> None:
-        member.arenas.enter()
+        member.arenas.entry.enter()
         member.arena = member.arenas.open(member.manifest(), None)
 
     on_all(members, begin)
