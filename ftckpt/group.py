@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from ftckpt import errors
 from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, connect, is_lazy, make_room
+from ftckpt.host_memory import host_memory
 from ftckpt.model import codec
 from ftckpt.notice import Notice, job_store
 
@@ -183,9 +184,10 @@ class Group:
 
     def _all_gather(self, data: Bytes, nbytes: int, timeout_secs: float) -> list[bytes]:
         """``data`` of all ranks, each filled up to ``nbytes``."""
-        padded = torch.zeros(nbytes, dtype=torch.uint8)
+        padded = host_memory(nbytes)
         padded[: len(data)] = _tensor(data)
-        parts = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.size)]
+        padded[len(data) :] = 0
+        parts = [host_memory(nbytes) for _ in range(self.size)]
         self._run(lambda: self._group.allgather([parts], [padded]), timeout_secs, padded, *parts)
         return [part.numpy().tobytes() for part in parts]
 
@@ -216,7 +218,7 @@ class Group:
         if spare:
             minimum = spare.pop()
         else:
-            tensor = torch.empty(len(values), dtype=torch.int64)
+            tensor = torch.empty(len(values), dtype=torch.int64, device="cpu")
             minimum = Minimum(tensor, tensor.numpy())
             self._keep(tensor)
         minimum.values[:] = values
@@ -317,7 +319,7 @@ class Message:
 
 def _tensor(data: Bytes) -> torch.Tensor:
     if len(data) == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return host_memory(0)
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 

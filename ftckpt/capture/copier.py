@@ -18,6 +18,7 @@ from ftckpt.capture.chunks import ChunkCopy, combine, xor_parts
 from ftckpt.capture.pages import touch
 from ftckpt.capture.registration import FarPages, Registrar
 from ftckpt.errors import CaptureError
+from ftckpt.host_memory import host_memory
 from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import Clock, DeviceClock, HostClock, Moment
 from ftckpt.windows.device_events import DeviceEvent
@@ -94,7 +95,7 @@ Slot = torch.Tensor
 _XOR_BYTES = 1 << 20
 """The XOR in host memory is made of so many bytes at a time, which stay in a core's cache."""
 
-_NO_SLOT = torch.empty(0, dtype=torch.uint8)
+_NO_SLOT = host_memory(0)
 
 
 class Flight:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ftckpt.events import log
+from ftckpt.host_memory import host_memory
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed, hipStreamCaptureModeRelaxed
 _NON_BLOCKING = 1  # cudaStreamNonBlocking, CU_STREAM_NON_BLOCKING, hipStreamNonBlocking
@@ -119,9 +120,9 @@ def unpin_pages(address: int) -> None:
 def pinned_buffer(nbytes: int) -> torch.Tensor:
     """Host memory for copies; where no more memory may be locked, slower memory that is right as well."""
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return host_memory(nbytes)
 
 
 def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:

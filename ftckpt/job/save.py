@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import torch
 import xxhash
 
 from ftckpt.convert.arenas import (
@@ -30,6 +29,7 @@ from ftckpt.convert.universal import UniversalWriter
 from ftckpt.errors import ConvertError, LostError, MismatchError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
+from ftckpt.host_memory import host_memory
 from ftckpt.model import codec, objects
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.topology import Topology, first_of_each_stage
@@ -220,7 +220,7 @@ class UniversalSave:
     def _fetch_objects(self) -> Mapping[str, object]:
         """What the first ranks of all stages saved; rank 0 alone has it, and writes it."""
         names = first_of_each_stage(list(self._shards)) if self._leads else ()
-        buffers = {name: torch.empty(self._shards[name].objects_used, dtype=torch.uint8) for name in names}
+        buffers = {name: host_memory(self._shards[name].objects_used) for name in names}
         transfers = []
         for name, buffer in buffers.items():
             shard = self._shards[name]
@@ -300,14 +300,14 @@ class _Batch:
         self._steps = steps
         self._sources = [_source_rows(step.rows, stored) for step in steps]
         wanted = [rows.fragment for rows in self._sources if rows is not None]
-        self.needs = [(need, torch.empty(need.nbytes, dtype=torch.uint8)) for need in wanted]
+        self.needs = [(need, host_memory(need.nbytes)) for need in wanted]
 
     def write(self, file: OpenFile) -> None:
         """Write what has come, cast where weights are derived from masters."""
         arrived = (buffer for _, buffer in self.needs)
         for step, source in zip(self._steps, self._sources, strict=True):
             if step.rows is None or source is None:
-                file.put(step, torch.empty(0, dtype=torch.uint8).numpy())
+                file.put(step, host_memory(0).numpy())
                 continue
             file.put(step, cast(next(arrived).numpy(), source.tensor.dtype, step.rows.tensor.dtype))
 

@@ -235,5 +235,5 @@ def _decode_tensor(data: bytes, name: str, shape: list[int]) -> Any:
     if name not in _TENSOR_DTYPES:
         raise ValueError(f"tensor of dtype {name!r}")
     dtype = getattr(torch, name)
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(shape)

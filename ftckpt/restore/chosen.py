@@ -10,6 +10,7 @@ import torch
 
 from ftckpt.events import Events
 from ftckpt.group import Bytes, Group, gather_bytes, together
+from ftckpt.host_memory import host_memory
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.model.training_state import Piece
@@ -118,9 +119,9 @@ class ChosenSlots:
         """Memory for the encoded objects of the shard that this rank continues, and what fills it."""
         own = self.own
         if own is None:
-            return torch.empty(0, dtype=torch.uint8), []
+            return host_memory(0), []
         begin, used = own.objects
-        buffer = torch.empty(used, dtype=torch.uint8)
+        buffer = host_memory(used)
         return buffer, [fetch(own.at, reader_for(self._topology, own.at), (begin, buffer))]
 
     def first_objects(self) -> list[bytes]:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from ftckpt.host_memory import host_memory
 from ftckpt.model.fragment import Shape
 from ftckpt.restore.plan import StridedCopy, cut
 
@@ -220,7 +221,7 @@ class _Buffers:
         """``nbytes`` of it; what was in it is lost."""
         have = self._memory.get(direction)
         if have is None or have.numel() < nbytes:
-            have = self._memory[direction] = torch.empty(nbytes, dtype=torch.uint8)
+            have = self._memory[direction] = host_memory(nbytes)
         return have[:nbytes]
 
 

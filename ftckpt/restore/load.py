@@ -19,6 +19,7 @@ import torch
 from ftckpt.errors import ArenaError
 from ftckpt.events import Progress
 from ftckpt.group import Group, gather_bytes, together
+from ftckpt.host_memory import host_memory
 from ftckpt.model import codec
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology
@@ -259,7 +260,7 @@ def _request(group: Group, wants: dict[int, list[_Want]]) -> Requests:
     for rank, data in enumerate(group.gather(sizes.tobytes())):
         pairs = np.frombuffer(data, np.int64).reshape(-1, 2)
         for _, nbytes in pairs[pairs[:, 0] == group.rank].tolist():
-            incoming[rank] = torch.empty(nbytes, dtype=torch.uint8)
+            incoming[rank] = host_memory(nbytes)
     exchange(group, _whole(texts), _whole(incoming))
     # JSON, never pickle: it came over a socket. ``_open`` checks that all bytes lie inside the source.
     requests = {rank: json.loads(text.numpy().tobytes()) for rank, text in incoming.items()}
@@ -307,7 +308,7 @@ def _require_fit(strips: Iterable[Strip]) -> None:
 def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
     view = arenas.view(source)
     if len(view) == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return host_memory(0)
     with warnings.catch_warnings():  # the mapping is read-only, and so is every use of this tensor
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(view, dtype=torch.uint8)

@@ -14,6 +14,7 @@ import torch
 from ftckpt.errors import CorruptError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, together
+from ftckpt.host_memory import host_memory
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
@@ -166,7 +167,7 @@ class Repairer:
             if fix.package is None or self._builders[shard] != self._group.rank:
                 continue
             at = fix.package.at
-            buffers[shard] = torch.empty(fix.package.nbytes, dtype=torch.uint8)
+            buffers[shard] = host_memory(fix.package.nbytes)
             transfers.append(fetch(at, self._reader_on(at.node, 0), (0, buffers[shard])))
         execute(self._group, lambda: transfers, self._site.arenas)
         return together(self._group, lambda: {shard: self._unpack(shard, data) for shard, data in buffers.items()})
@@ -245,7 +246,7 @@ class Repairer:
             for wanted in task_slice.task.inputs:
                 nbytes = min(task_slice.end, wanted.nbytes) - task_slice.begin
                 if wanted.reader != self._group.rank and nbytes > 0:
-                    buffer = buffers[index, wanted] = torch.empty(nbytes, dtype=torch.uint8)
+                    buffer = buffers[index, wanted] = host_memory(nbytes)
                     transfers.append(fetch(wanted.at, wanted.reader, (task_slice.begin, buffer)))
         execute(self._group, lambda: transfers, self._site.arenas)
         return {key: buffer.numpy() for key, buffer in buffers.items()}

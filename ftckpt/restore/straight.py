@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ftckpt.group import Group, gather_all
+from ftckpt.host_memory import host_memory
 from ftckpt.model.topology import Topology
 from ftckpt.persist.storage import Bytes
 from ftckpt.restore.chunk_reader import ChunkReader, Job, Source, proven
@@ -105,7 +106,7 @@ class StraightFetch:
 
     def read(self, shard: str, begin: int, end: int) -> Bytes:
         """Bytes of a shard's image, outside its objects; raises as ``Files.get``."""
-        data = torch.empty(end - begin, dtype=torch.uint8)
+        data = host_memory(end - begin)
         for chunk in _chunks(self._files.get(shard), [_Part(run(begin, 0, end - begin), data)]):
             _bring(chunk, nullcontext)
         return data.numpy().data

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,15 @@ def test_who_does_not_come_at_all_is_named(tmp_path: Path) -> None:
 
 
 def gather_all(rank: int, size: int) -> list[Any]:
+    """As a script has it that makes all its tensors on a device."""
+    import torch
+
     from ftckpt.group import Group
 
+    torch.set_default_device("meta")
     group = Group(30.0)
     assert (group.rank, group.size) == (rank, size)
-    mine = bytes([rank]) * (rank * 1000)
+    mine = bytes([rank]) * (rank * 20_000)
     return [
         [len(part) for part in group.gather(mine)],
         group.gather(memoryview(bytearray([rank, 255]))),
@@ -50,18 +55,26 @@ def gather_all(rank: int, size: int) -> list[Any]:
         group.broadcast(bytes([rank, rank + 7]), source=2),
         group.broadcast(b""),
         group.barrier(),
+        least_of(group, [rank, 9 - rank]),
     ]
+
+
+def least_of(group: Any, values: Sequence[int]) -> list[int]:
+    work, minimum = group.start_minimum(values)
+    assert group.finish(work, 30.0)
+    return [int(value) for value in minimum.values]
 
 
 def test_all_ranks_see_the_same_bytes_in_the_order_of_ranks() -> None:
     expected = [
-        [0, 1000, 2000],
+        [0, 20_000, 40_000],
         [b"\0\xff", b"\1\xff", b"\2\xff"],
         [b""] * 3,
         [b"", b"only", b""],
         b"\2\x09",
         b"",
         None,
+        [0, 7],
     ]
     assert [result.value for result in run_ranks(gather_all, 3)] == [expected] * 3
 
