@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from ftckpt.errors import CorruptError, UnsupportedError
+from ftckpt.host_memory import host_memory
 from ftckpt.model.objects import MAGIC, decode, encode
 
 NUMPY_DTYPES = [*"?bBhHiIqQefdgFDG", ">i4", ">f8", ">c16"]
@@ -259,3 +260,11 @@ def test_an_array_of_objects_cannot_be_smuggled_in(dtype: Any) -> None:
 def test_foreign_bytes_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptError):
         decode(data)
+
+
+def test_bytes_lie_on_the_host_whatever_the_default_device_is() -> None:
+    """As in a script that makes all its tensors on a device."""
+    empty = torch.empty(0, dtype=torch.float64)
+    with torch.device("meta"):
+        made = [host_memory(3), decode(encode({"x": empty}))["x"]]
+    assert [one.device.type for one in made] == ["cpu", "cpu"]
