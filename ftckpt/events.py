@@ -218,6 +218,9 @@ EVENTS: dict[str, EventKind] = {
         "the job goes back before an iteration that the operator has named, and undoes what is newer",
         iteration="that is restored; 0: the beginning", before="setting", on_storage="iterations undone there",
     ),
+    "undone_on_storage": _quiet(
+        "the job has gone back, and no start takes what storage has of what it undid", iterations="on storage"
+    ),
     "older_than_storage": _loud(
         "what is in memory is older than what was loaded from storage, and given up", in_memory="iteration",
         loaded="iteration",

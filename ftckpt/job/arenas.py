@@ -179,9 +179,10 @@ class NodeArenas:
             old.close()
         return self.open(manifest, whole, use)
 
-    def go_back(self, iteration: int) -> None:
+    def go_back(self, iteration: int) -> Checkpoint:
         """The script has loaded an older state: what this rank's arenas have of ``iteration`` and behind it is void,
-        old ones' too, and the origin tells the next start that it never happened, wherever else it lies."""
+        old ones' too, and the origin, which is returned, tells the next start that it never happened, wherever else
+        it lies."""
         # Further than before, or not so far: nothing was taken in between.
         self._limit = iteration if self._limit is None else min(iteration, self._limit)
         origin = went_back(self.origin, self._limit)
@@ -193,6 +194,7 @@ class NodeArenas:
                     undo(path)
                 except (FtckptError, OSError) as error:  # one mark is enough
                     self._events.emit("arena_problem", path=str(path), problems=[str(error)])
+        return origin
 
     def remove_old(self) -> None:
         """A snapshot in the new arenas is as safe as those in the old ones were: nobody needs these.

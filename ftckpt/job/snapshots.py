@@ -153,7 +153,7 @@ class Snapshots:
             self.capture.arena.control.mark_target(None)
             self.capture.arena.control.mark_flush(None)
             self.capture.forget(iteration)
-        self._arenas.go_back(iteration)
+        self._protection.smp.undo(self._arenas.go_back(iteration))
 
     def take(self, decision: Take, room: Sequence[int] | None = None) -> int:
         """Begin the snapshot; returns the slot. ``room``: what ``Capture.writable`` has said at this boundary."""

@@ -105,6 +105,8 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
             config.on_lost, checkpoint, training_state.reshapes, config.restore_before, unproven
         )
         rank.arenas.origin = restart.origin
+        if restart.taken_back:
+            rank.protection.smp.undo(restart.origin)
         # Before anybody trains: a kill behind that must not find a newer slot to go on from.
         lineage = restart.void_newer(decision)
         if decision is not None:

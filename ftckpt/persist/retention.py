@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ftckpt.errors import StorageError
+from ftckpt.model.loaded import Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
     LATEST_NAME,
@@ -24,7 +25,9 @@ from ftckpt.persist.commit import (
     folder_of,
     iteration_of,
     latest,
+    manifest_of,
 )
+from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 
 
@@ -90,6 +93,23 @@ def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
     """No restart takes these any more: they are bad, of a past that the job has left, or about to be removed."""
     for snapshot in snapshots:
         storage.put(_void(snapshot), b"void\n")
+
+
+def void_undone(storage: Storage, origin: Checkpoint) -> list[SnapshotId]:
+    """Call void what never happened to a job whose snapshots have this ``origin`` by now; returns that."""
+    undone: list[SnapshotId] = []
+    for iteration in committed(storage):
+        name = manifest_of(iteration)
+        try:
+            stored = StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")
+        except StorageError as error:
+            if not error.lasting:
+                raise
+            continue  # what is damaged, or was removed meanwhile, no start can take
+        if is_undone(stored.origin, origin, iteration):
+            undone.append(stored.snapshot)
+    void(storage, undone)
+    return undone
 
 
 def voided(storage: Storage) -> set[SnapshotId]:

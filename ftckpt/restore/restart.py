@@ -153,10 +153,9 @@ class Restart:
         if reason and whole >= 0:
             self.why = f"{reason}; memory ({whole}) is given up"
             self._events.emit("rolled_back", loaded=loaded.iteration, in_memory=whole, reason=reason)
-        elif not reason and not limit and 0 <= there.newest < loaded.iteration:
-            self._give_up_older(newest, loaded)
         elif not reason:
-            decision = self._search(_Wish(on_lost, loaded, reshapes, limit, unproven), shelf)
+            wish = _Wish(on_lost, loaded, reshapes, limit, unproven)
+            decision = self._newest(wish, shelf, newest, there.newest)
         if limit:
             self._undo(limit, decision, loaded, there, on_lost)
         self.origin = next_origin(loaded, origin, storage_counts=decision is None, before=before)
@@ -202,6 +201,17 @@ class Restart:
         )
         self._events.announce(f"restore_before {limit}: goes back to iteration {iteration}; what is newer is undone")
 
+    def _newest(self, wish: _Wish, shelf: Shelf, in_memory: int, there: int) -> Decision | None:
+        """The newest of what is ``in_memory`` and of all that is ``there``, iterations; None: what was loaded is."""
+        if not wish.before and 0 <= there < wish.loaded.iteration:
+            self._give_up_older(in_memory, wish.loaded)
+            decision = None
+        else:
+            decision = self._search(wish, shelf)
+        if decision is None and not wish.before:
+            shelf.require_seen()
+        return decision
+
     def _search(self, wish: _Wish, shelf: Shelf) -> Decision | None:
         # What is on its way may prove to be bad when some of it is in place: only where nothing of the live state
         # would be gone on with then.
@@ -223,6 +233,7 @@ class Restart:
             decision = run()
         except LostError as error:
             self._bad |= search.bad
+            shelf.require_seen()
             if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
                 raise LostError(f"{error}. {_remedy(loaded)}") from None
             self._events.emit("lost", error=str(error), loaded=max(0, loaded.iteration))

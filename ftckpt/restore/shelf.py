@@ -36,6 +36,8 @@ class Shelf:
     snapshots: tuple[StoredSnapshot, ...] = ()
     problem: str = ""
     """Why there may be more than can be seen."""
+    is_away: bool = False
+    """Whether that passes: what cannot be seen now may be seen by a later start."""
     reader: str = ""
     """As whom this restart keeps what is there from being removed."""
     last: LastAttempt | None = None
@@ -57,6 +59,21 @@ class Shelf:
                 f"none of the snapshots on storage ({', '.join(map(str, there))}) can be used; the log says why"
             )
         return LostError(f"what is on storage cannot be seen: {self.problem}") if self.problem else None
+
+    def require_seen(self) -> None:
+        """Nothing older than what memory last called whole may be gone on from before storage was seen: it may have
+        something newer, which the next checkpoint would count as undone, and remove.
+
+        Raises:
+            StorageError: on all ranks: it is away.
+        """
+        if self.is_away:
+            away = StorageError(
+                "memory does not have what the job came to, and storage, which may have it, cannot be seen: "
+                f"{self.problem}; start again when it is back, or without --ftckpt-persist to do without it"
+            )
+            away.of_all_ranks = True
+            raise away
 
     @property
     def origins(self) -> list[Checkpoint]:
@@ -149,8 +166,8 @@ class ShelfLook:
         if self._storage is not None and self._group.rank == 0:
             _require_own(self._storage)
             _hold(self._storage, self._reader, self._events)
-            texts, problem = _read(self._storage, self._events, self._before, self._origin())
-            found = texts, problem, self._last_attempt(self._storage)
+            texts, problem, is_away = _read(self._storage, self._events, self._before, self._origin())
+            found = texts, problem, is_away, self._last_attempt(self._storage)
             self._told = codec.encode(found)
         return Look(away, len(self._told))
 
@@ -164,12 +181,12 @@ class ShelfLook:
             if leads and self._storage is not None:
                 with suppress(StorageError):
                     retention.let_go(self._storage, self._reader)
-            return Shelf(problem=away)
+            return Shelf(problem=away, is_away=True)
         # The length is known: a broadcast takes as many bytes on all ranks.
         data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
-        texts, problem, last = codec.decode(data, tuple[list[str], str, LastAttempt | None])
+        texts, problem, is_away, last = codec.decode(data, tuple[list[str], str, bool, LastAttempt | None])
         snapshots = tuple(StoredSnapshot.decode(text.encode(), self._where) for text in texts)
-        return Shelf(self._storage, snapshots, problem, self._reader if leads else "", last)
+        return Shelf(self._storage, snapshots, problem, is_away, self._reader if leads else "", last)
 
     def _last_attempt(self, storage: Storage) -> LastAttempt | None:
         try:
@@ -206,12 +223,13 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
 
 def _read(
     storage: Storage, events: Events, before: int, origin: Checkpoint = NOTHING
-) -> tuple[list[str], str]:  # fmt: skip
-    """The newest manifests that count, those before an iteration among them, and why there may be more.
+) -> tuple[list[str], str, bool]:  # fmt: skip
+    """The newest manifests that count, those before an iteration among them, why there may be more, and whether a
+    later start may see them.
 
     What never happened, as far as ``origin`` says, is among them, but in the place of none that counts.
     """
-    texts, problem = list[str](), ""
+    texts, problem, is_away = list[str](), "", False
     try:
         void = ask(lambda: retention.voided(storage))
         there = ask(lambda: commit.committed(storage))
@@ -236,8 +254,8 @@ def _read(
             wanted = [wanted[0] - 1, wanted[1] - is_older]
     except StorageError as error:
         events.emit("storage_fails", error=str(error))
-        problem = str(error)
-    return texts, problem
+        problem, is_away = str(error), not error.lasting
+    return texts, problem, is_away
 
 
 def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:

@@ -333,6 +333,35 @@ def test_storage_that_goes_away_is_not_bad(persisting: dict[str, Any], left: Pat
     assert retention.voided(storage) == set(), "it may be read at the next start"
 
 
+def restored_while_nothing_is_seen(rank: int, world_size: int, settings: dict[str, Any], loaded: int) -> Any:
+    """Storage fails for as long as a start asks it; the script has ``loaded`` a checkpoint of its own; -1: none."""
+
+    def failing(storage: FileStorage, prefix: str = "") -> Any:
+        raise StorageError(f"{storage.where}: Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shelf, "_PATIENCE_SECS", 0.2)
+        patch.setattr(FileStorage, "list", failing)
+        checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+        start = checkpointer.restore(newer_than=loaded)
+        checkpointer.close(remove=False)
+        return start, state.iteration
+
+
+@pytest.mark.parametrize(("on_lost", "loaded"), [("storage", 1), ("fresh", -1), ("fail", -1)])
+def test_no_job_goes_back_because_storage_cannot_be_seen_for_a_moment(
+    on_lost: str, loaded: int, persisting: dict[str, Any], left: Path
+) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    newest, persisting["on_lost"] = max(one.snapshot.iteration for one in stored(persisting)), on_lost
+    with a_rank_raises(StorageError, "cannot be seen", "Input/output error", "start again when it is back"):
+        run_ranks(restored_while_nothing_is_seen, 4, persisting, loaded)
+    assert [result.value for result in run_ranks(restored, 4, persisting)] == [what_was(newest)] * 4
+    if on_lost == "fresh":  # which has brought it to memory
+        results = [result.value for result in run_ranks(restored_while_nothing_is_seen, 4, persisting, -1)]
+        assert results == [(newest, newest)] * 4, "memory has all that the job came to"
+
+
 @pytest.mark.parametrize("fails", by_default(["storage", "room", ""], ["storage", ""]))
 def test_what_memory_has_of_later_is_given_up_only_for_what_storage_gives(
     fails: str, persisting: dict[str, Any], left: Path
@@ -568,14 +597,50 @@ def persisted_then_back(rank: int, world_size: int, settings: dict[str, Any]) ->
         time.sleep(ITERATION_SECS)
     plain.iterate(checkpointer, state, persisted[0] + 1, offset=100.0)
     assert checkpointer.off
+    if rank == 0:
+        wait_until_void(settings, persisted[1])
     checkpointer.close(remove=False)
     return persisted
 
 
-def test_what_a_script_went_back_from_does_not_come_back_from_storage(persisting: dict[str, Any]) -> None:
+def wait_until_void(settings: dict[str, Any], iteration: int) -> None:
+    """Storage is told beside training."""
+    storage = open_storage(settings["persist"])
+    until(lambda: iteration in {one.iteration for one in retention.voided(storage)}, f"{iteration} is void")
+
+
+def back_by_name(rank: int, world_size: int, settings: dict[str, Any], named: int) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    assert checkpointer.restore(newer_than=named, rollback=True) is None
+    plain.iterate(checkpointer, state, named + 1)
+    if rank == 0:
+        wait_until_void(settings, max(one.snapshot.iteration for one in stored(settings)))
+    checkpointer.close(remove=False)
+
+
+def test_what_an_operator_went_back_from_does_not_come_back_where_memory_is_lost(
+    persisting: dict[str, Any], left: Path
+) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    persisting |= {"persist_interval": 1000, "persist_at_end": "off"}
+    run_ranks(back_by_name, 4, persisting, 2)
+    assert {one.snapshot for one in stored(persisting)} == retention.voided(open_storage(persisting["persist"]))
+    clean_job(Path(persisting["arena"]), "test")
+    persisting["on_lost"] = "fresh"
+    assert [result.value[0] for result in run_ranks(restored, 4, persisting)] == [None] * 4
+
+
+@pytest.mark.parametrize("memory", ["stays", "gone"])
+def test_what_a_script_went_back_from_does_not_come_back_from_storage(
+    memory: str, persisting: dict[str, Any]
+) -> None:
     persisting |= {"protect": "none", "persist_keep": 0}
     before, undone = run_ranks(persisted_then_back, 2, persisting)[0].value
     assert {one.snapshot.iteration for one in stored(persisting)} >= {before, undone}
+    if memory == "stays":
+        retention.forget_void(open_storage(persisting["persist"]), [one.snapshot for one in stored(persisting)])
+    else:
+        clean_job(Path(persisting["arena"]), "test")
     for what in ("the origin of memory", "storage, where memory is gone"):
         results = [result.value for result in run_ranks(restored, 2, persisting)]
         assert results == [what_was(before)] * 2, what

@@ -70,6 +70,8 @@ class Work:
 class ThreadGroup:
     """Stands in for ``Group``: a message is through once its receiver waits for it, not when it is posted."""
 
+    name = "ftckpt/group/threads"
+
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, exchange.size
         self.longest = self.sent = self.open = self.most_open = 0

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from test_load import run_ranks
 
-from ftckpt.errors import ConfigError, LostError, MismatchError
+from ftckpt.errors import ConfigError, LostError, MismatchError, StorageError
 from ftckpt.group import Group
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
@@ -26,6 +26,8 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.modes import Modes
+from ftckpt.persist.files import FileStorage
+from ftckpt.restore import shelf
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import Decision
 from ftckpt.restore.load import Traffic
@@ -66,12 +68,13 @@ def restart(
     on_lost: str = "storage",
     before: int = 0,
     unproven: bool = False,
+    storage: str = "",
 ) -> list[Start]:
     """All ranks choose, void what is newer, and do ``then``; ``loaded`` from storage."""
 
     def run(group: Any) -> Start:
         mine, events = replace(topology, rank=group.rank), Recorded()
-        one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events)
+        one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events, storage=storage)
         try:
             decision = one.choose(on_lost, loaded, reshapes, before, unproven)
             start = Start(decision, one.source, events, one.void_newer(decision), one.origin, one.why)
@@ -438,6 +441,26 @@ def test_what_a_restart_does_when_snapshots_were_lost(arena_root: Path, on_lost:
     starts = restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost)
     assert all(start.decision is None and "lost" in start.why for start in starts)
     assert [event["loaded"] for event in events_of(starts, "lost")] == [loaded.iteration] * 2
+
+
+def test_what_was_loaded_counts_for_the_newest_only_where_storage_is_seen(
+    arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_storage: FileStorage, _prefix: str = "") -> Any:
+        raise StorageError("Input/output error")
+
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, NOTHING, 250)
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf, "_PATIENCE_SECS", 0.01)
+        patch.setattr(FileStorage, "list", failing)
+        with raises(StorageError, "cannot be seen: Input/output error", "start again when it is back"):
+            restart(job.topology, job.node_dir, loaded=Checkpoint(300), storage=str(tmp_path))
+        assert iterations(job) == [[250]] * 2
+        (first, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(200), storage=str(tmp_path))
+        assert first.decision is not None, "memory is the newest that anybody has called whole"
+    (first, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(300), storage=str(tmp_path))
+    assert first.decision is None
 
 
 # --- loaded ---
