@@ -17,16 +17,18 @@ class Kit(NamedTuple):
     """What one way of starting jobs needs: files by their patterns, as they lie in the repository, and how to go on.
 
     In a command ``{here}`` is the directory in front of them, as the user named it, ``{root}`` its whole path.
-    ``on_cpus``: the commands train without a GPU, too.
+    ``on_cpus``: the commands train without a GPU, too. ``needs``: what must be installed beside ftckpt.
     """
 
     help: str
     patterns: tuple[str, ...]
     commands: tuple[str, ...]
     on_cpus: bool = False
+    needs: str = "The first needs Megatron-core: pip install 'ftckpt[megatron]'"
 
 
-_ALWAYS = ("launch/job.sh", "launch/RUNBOOK.md", "configs/ftckpt.flags")
+_PAGES = ("launch/README.md", "launch/RUNBOOK.md")
+_ALWAYS = ("launch/job.sh", *_PAGES, "configs/ftckpt.flags")
 _MEGATRON = (
     "launch/torchrun.sh",
     "launch/train_gpt.py",
@@ -35,6 +37,8 @@ _MEGATRON = (
     "configs/*.flags",
 )
 
+_WATCH = "ftckpt status first    # from another terminal, while it trains"
+
 KITS = {
     "torchrun": Kit(
         "one or several nodes under torchrun, for Megatron or plain torch",
@@ -42,7 +46,7 @@ KITS = {
         (
             "bash {here}launch/torchrun.sh --job first {here}launch/train_gpt.py --pp 2 --ftckpt",
             "bash {here}launch/torchrun.sh --job first --runner none {here}launch/train_plain.py --ftckpt",
-            "ftckpt status first",
+            _WATCH,
         ),
         on_cpus=True,
     ),
@@ -64,6 +68,7 @@ KITS = {
             "head -c 32 /dev/urandom | kubectl create secret generic run1-ftckpt --from-file=secret=/dev/stdin",
             "kubectl apply --dry-run=server -f {here}launch/k8s/jobset.yaml",
         ),
+        needs="",
     ),
     "deepspeed": Kit(
         "DeepSpeed's launcher, or torchrun with DeepSpeed",
@@ -72,19 +77,22 @@ KITS = {
         (
             "bash {here}launch/deepspeed.sh --job first {here}launch/train_deepspeed.py --deepspeed_config "
             "{here}configs/deepspeed_zero2.json",
-            "ftckpt status first",
+            _WATCH,
         ),
         on_cpus=True,
+        needs="It needs DeepSpeed: pip install 'ftckpt[deepspeed]'",
     ),
     "monitoring": Kit(
         "alerts for Prometheus and a dashboard for Grafana",
-        ("configs/monitoring/*", "launch/RUNBOOK.md"),
+        ("configs/monitoring/*", *_PAGES),
         ("promtool check rules {here}configs/monitoring/alerts.yaml",),
+        needs="",
     ),
     "patches": Kit(
         "source patches of Megatron-LM, for sites without hooks at run time",
         ("patches/*.patch", "patches/apply.sh"),
         ("bash {here}patches/apply.sh --list", "bash {here}patches/apply.sh MEGATRON-LM"),
+        needs="",
     ),
 }  # fmt: skip
 
@@ -136,6 +144,8 @@ def run_init(arguments: argparse.Namespace) -> int:
         print(f"{target}{' (was there)' if name in there and name not in other else ''}")
     places = {"here": "" if to == Path(".") else shlex.quote(f"{to}/"), "root": shlex.quote(str(to.resolve()))}
     print("\nNow, for example:\n" + "\n".join(f"  {command.format(**places)}" for command in kit.commands))
+    if kit.needs:
+        print(f"{kit.needs}.")
     if kit.on_cpus:
         print("On a machine without a GPU put FTCKPT_DEVICE=cpu before it, and --nproc 4 before the script.")
     return 0

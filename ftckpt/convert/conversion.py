@@ -140,7 +140,9 @@ def _selected(
         return catalog, stored
     every = with_derived(catalog, stored)
     known = {tensor.role for tensor in every}
-    if not roles <= known:
+    # Whoever wants the weights alone names buffers, too, and need not know whether a model has any.
+    tolerated = {"buffer"} if "weight" in roles else set()
+    if not roles - tolerated <= known:
         unknown = ", ".join(sorted(roles - known))
         raise ConvertError(f"--roles: the source has no {unknown}; it has {', '.join(sorted(known)) or 'others'}")
     wanted = [tensor for tensor in every if tensor.role in roles]

@@ -53,7 +53,7 @@ class NodeArenas:
         self, config: Config, topology: Topology, group: Group, events: Events, least_slots: int | None = None, *,
         protects: bool = False,
     ) -> None:  # fmt: skip
-        self.entry = NodeEntry(config, topology, group)
+        self.entry = NodeEntry(config, topology, group, events)
         self.slots = config.slots
         """Of an arena, the same on all ranks; ``least_slots`` where a node has no room for more."""
         self._least_slots = config.slots if least_slots is None else least_slots
@@ -390,7 +390,9 @@ class NodeArenas:
         remedies = ways_to_need_less(self._config, self.slots, self._protects)
         for node in dict.fromkeys(member.node for member in self._topology.members):  # all ranks come to the same
             slot_bytes = sum(posts[rank].slot_bytes for rank in self._topology.ranks_on(node))
-            require_limit(self._config.memory_limit, node, self.slots * slot_bytes, remedies=remedies)
+            require_limit(
+                self._config.memory_limit, node, self.slots * slot_bytes, remedies=remedies, is_all=not self._protects
+            )  # fmt: skip
         needs = [(post.now_bytes, post.later_bytes) for post in posts]
         if not any(map(any, needs)):
             return  # on all ranks: what is asked for below is asked for together

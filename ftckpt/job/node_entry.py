@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
+from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.job.addresses import whereabouts
 from ftckpt.model.topology import Topology
@@ -23,7 +24,7 @@ from ftckpt.store.directory import (
     remove_stale,
     wait_for_writer,
 )
-from ftckpt.store.locks import JobLock
+from ftckpt.store.locks import JOB_LOCK_NAME, JobLock, holder_of
 
 
 class Sight(NamedTuple):
@@ -37,12 +38,13 @@ class Sight(NamedTuple):
 class NodeEntry:
     """Of one rank; the first of a node holds the job's lock there."""
 
-    def __init__(self, config: Config, topology: Topology, group: Group) -> None:
+    def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
         self.path = Path()
         """The directory; from ``enter`` on."""
         self._config = config
         self._topology = topology
         self._group = group
+        self._events = events
         self._leads = topology.is_node_leader
         self._job_lock: JobLock | None = None
         self._word = ""  # that this rank has written as the first of its node
@@ -73,6 +75,11 @@ class NodeEntry:
             return ""
         refuse_renamed(self.path, {member.node for member in self._topology.members})
         deadline_secs = self._config.lock_timeout_secs
+        if (holder := holder_of(self.path / JOB_LOCK_NAME)) not in (None, 0, os.getpid()):
+            self._events.announce(
+                f"waits {deadline_secs:g} s at most for the end of process {holder}, which runs a job "
+                f"{self._config.job!r} on this node"
+            )
         # The job's lock keeps new processes out; only then can what others still write, or left, be waited for.
         self._job_lock = JobLock(self.path, deadline_secs)
         for path in list_arenas(self.path):

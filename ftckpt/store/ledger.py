@@ -335,25 +335,27 @@ def require(node_dir: Path, need_bytes: int, patience_secs: float = _PATIENCE_SE
 
 def require_limit(
     limit_gib: float, node: str, slot_bytes: int, parity_bytes: int = 0, package_bytes: int = 0, *,
-    remedies: Sequence[str],
+    remedies: Sequence[str], is_all: bool = True,
 ) -> None:  # fmt: skip
     """Make sure that what a job takes of a node in all is within ``memory_limit``; 0: there is none.
 
     Args:
         remedies: what else helps than a higher limit.
+        is_all: whether nothing else comes on top, such as parity before it is known how much that is.
 
     Raises:
         MemoryBudgetError: it is more; the text names each part.
     """
-    need_bytes = slot_bytes + parity_bytes + package_bytes
-    if limit_gib and need_bytes > limit_gib * 2**30:
+    need_bytes, limit_bytes = slot_bytes + parity_bytes + package_bytes, int(limit_gib * 2**30)
+    if limit_bytes and need_bytes > limit_bytes:
         parts = [f"slots {human(slot_bytes)}"]
         parts += [f"parity {human(parity_bytes)}"] if parity_bytes else []
         parts += [f"packages {human(package_bytes)}"] if package_bytes else []
         *most, last = "raise --ftckpt-memory-limit", *remedies
+        more = "" if is_all else " and room for parity and packages"
         raise MemoryBudgetError(
-            f"--ftckpt-memory-limit: node {node} needs {human(need_bytes)} ({' + '.join(parts)}), over "
-            f"{limit_gib:g} GiB: " + (", ".join(most) + " or " if most else "") + last
+            f"--ftckpt-memory-limit: node {node} needs {human(need_bytes)} ({' + '.join(parts)}){more}, over "
+            f"{human(limit_bytes)}: " + (", ".join(most) + " or " if most else "") + last
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import ConfigError, UnsupportedError
+from ftckpt.events import Events
 from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
@@ -41,6 +42,24 @@ def test_a_second_live_job_of_the_same_name(settings: dict[str, Any]) -> None:
         until(lambda: Path(settings["events"]).exists() and jobs.events(settings, "snapshot"), "a snapshot", 120)
         refused(settings, [], "ArenaError.*live job named 'test'.*--ftckpt-job")
         assert first.alive() == [0, 1]
+
+
+def announced(rank: int, world_size: int, settings: dict[str, Any], steps: int) -> list[str]:
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Events, "announce", lambda _events, text: told.append(text))
+        checkpointer, state = plain.make(rank, world_size, settings)
+        checkpointer.restore()
+        for iteration in range(1, steps + 1):
+            plain.iterate(checkpointer, state, iteration)
+        checkpointer.close()
+    return told
+
+
+def test_a_script_that_never_calls_step_is_told(settings: dict[str, Any]) -> None:
+    for steps, says in ((0, True), (1, False)):
+        told = run_ranks(announced, 2, settings, steps)[0].value
+        assert any("step() was never called: no snapshot was taken" in text for text in told) is says
 
 
 def test_too_little_memory(settings: dict[str, Any], arena_root: Path) -> None:

@@ -376,7 +376,7 @@ def test_a_limit_that_is_too_low_names_what_can_be_lessened(
     capsys: pytest.CaptureFixture[str], arguments: str, remedies: str
 ) -> None:
     assert main(["plan", *f"{EIGHT} --memory-limit 1 {arguments}".split()]) == 2
-    assert capsys.readouterr().err.endswith(f"over 1 GiB: {remedies}\n")
+    assert capsys.readouterr().err.endswith(f"over 1.0 GiB: {remedies}\n")
 
 
 @pytest.mark.parametrize("persist", ["megatron", "megatron:/there", "s3://bucket/folder", "/there", "./a:b"])

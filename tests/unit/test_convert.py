@@ -168,6 +168,7 @@ def test_weights_that_derive_are_cast_whatever_roles_are_asked_for(tmp_path: Pat
     for roles, expected in (
         (None, {"weight/a", "master/a", "exp_avg/a"}),
         ("weight", {"weight/a"}),
+        ("weight,buffer", {"weight/a"}),
         ("master", {"master/a"}),
         ("weight,master", {"weight/a", "master/a"}),
         ("weight,exp_avg", {"weight/a", "exp_avg/a"}),

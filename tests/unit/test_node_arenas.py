@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
+from ftckpt.job import node_entry
 from ftckpt.job.outlook import absent_slots
 from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.model.loaded import Checkpoint
@@ -168,6 +169,18 @@ def test_all_ranks_have_as_many_slots_as_the_arena_that_has_fewest(arena_root: P
     end(again)
 
 
+def test_who_waits_for_another_job_of_the_name_says_so(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ftckpt")
+    members = ranks(arena_root, 2)
+    monkeypatch.setattr(node_entry, "holder_of", lambda _path: 4242)
+    on_all(members, lambda member: member.arenas.entry.enter())
+    (said,) = (text for text in caplog.messages if "for the end of process" in text)
+    assert "process 4242" in said
+    end(members)
+
+
 def test_slots_that_do_not_fit_are_fewer_once_on_all_ranks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     members = ranks(arena_root, 2, slots=4, least_slots=3)
     room = 2 * 3 * SlotImage.of(members[0].manifest()).file_bytes
@@ -209,7 +222,8 @@ def test_a_limit_that_is_too_low_names_what_can_be_lessened(
     on_all(members, lambda member: member.arenas.entry.enter())
 
     def refused(member: Rank) -> None:
-        with pytest.raises(MemoryBudgetError, match=f": {re.escape(remedies)}$"):
+        more = re.escape(" and room for parity and packages") if protects else r"\)"
+        with pytest.raises(MemoryBudgetError, match=f"{more}, over 1.0 KiB: {re.escape(remedies)}$"):
             member.arenas.open(member.manifest(), None)
 
     on_all(members, refused)
