@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.errors import ConfigError
+from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def _described(
 ) -> Iterator[str]:
     """What is there and what will be written; with ``--dry-run`` every tensor, file and rule."""
     catalog = conversion.catalog
-    layout = " ".join(f"{name}{value}" for name, value in catalog.layout.items())
+    layout = layout_name(catalog.layout) if catalog.layout else ""
     yield f"source       {catalog.origin}, iteration {catalog.iteration}{f', layout {layout}' if layout else ''}"
     by_role: dict[str, list[int]] = {}
     for tensor in conversion.tensors:

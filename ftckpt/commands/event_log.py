@@ -103,10 +103,20 @@ def note_of_choice(chosen: EventLog, others: set[str]) -> list[str]:
     return [f"taken from {chosen.directory}, the newest; there are also {listed(names)}"] if names else []
 
 
+_MOST_DIGITS = 20
+"""Of a whole number in a line: what is longer no rank has written, and a few hundred are too many for a float."""
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
 def parse_line(line: bytes) -> Mapping[str, Any] | None:
     """The fields of a line of JSON; None where it is none."""
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_int=_integer)
     except (ValueError, RecursionError):  # deep nesting is broken too
         return None
     return fields if isinstance(fields, dict) else None

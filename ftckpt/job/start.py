@@ -119,7 +119,9 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
             return LoadResult(lineage, None, checkpoint.as_begin(restart.why))
         shard.capacities = restart.capacities()
         snapshot, source = decision.snapshot, restart.source
-        where = f"iteration {snapshot.iteration} from {source}{checkpoint.beside(config.job)}"
+        other = writer if (writer := restart.written_by(decision)) not in ("", config.job) else ""
+        of_other = f" of job {other}" if other else ""  # one place, one training: a path that was copied
+        where = f"iteration {snapshot.iteration} from {source}{of_other}{checkpoint.beside(config.job)}"
         return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast, bool(restart.usage))
     finally:
         restart.close()

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ftckpt.model.text import human_secs
 from ftckpt.model.tiers import JOB, KINDS, NODE, PROCESS
 
 _MOST_ENDS = 12
@@ -33,10 +34,8 @@ class FailureRate(NamedTuple):
         return (self.given_secs + self.secs) / (1 + self.seen)
 
     def __str__(self) -> str:
-        assumed, expected = self.given_secs / 3600, self.mtbf_secs / 3600
-        return (
-            f"{self.seen} in {self.secs / 3600:.3g} h seen, one in {assumed:.3g} h assumed: one in {expected:.3g} h"
-        )
+        seen, assumed, expected = map(human_secs, (self.secs, self.given_secs, self.mtbf_secs))
+        return f"{self.seen} in {seen} seen, one in {assumed} assumed: one in {expected}"
 
 
 @dataclass(frozen=True)

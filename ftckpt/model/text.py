@@ -24,3 +24,11 @@ def human(nbytes: int) -> str:
             return f"{size:.1f} {unit}" if unit != "B" else f"{nbytes} B"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def human_secs(secs: float) -> str:
+    """A time in hours, in minutes where it is less than one, or in seconds."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if secs >= length:
+            return f"{secs / length:.3g} {unit}"
+    return f"{secs:.3g} s"

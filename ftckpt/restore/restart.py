@@ -273,6 +273,11 @@ class Restart:
         """``memory``, or what lost shards were rebuilt from, joined by ``+``."""
         return "+".join(sorted(self.usage)) or "memory"
 
+    def written_by(self, decision: Decision) -> str:
+        """The job that has written what storage gives of it; empty where that gives nothing."""
+        there = (one.job for one in self._offered.snapshots if one.snapshot == decision.snapshot)
+        return next(there, "") if "storage" in self.usage else ""
+
     def void_newer(self, decision: Decision | None) -> bytes:
         """Make sure that no snapshot but older ones can ever be taken again, or leave that to ``load``; returns the
         new lineage. What the slots hold that were decided on is known to all ranks behind it.

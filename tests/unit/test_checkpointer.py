@@ -196,7 +196,8 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     found: Any = SimpleNamespace(
         choose=lambda *_: SimpleNamespace(snapshot=snapshot), void_newer=lambda _: LINEAGE, load=lambda one, *_: one,
         usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, origin=NOTHING, source="", why="",
-        capacities=lambda: None, cast=frozenset(), on_storage=-1, close=lambda: None,
+        capacities=lambda: None, cast=frozenset(), on_storage=-1, close=lambda: None, taken_back=False,
+        written_by=lambda _: "",
     )  # fmt: skip
     monkeypatch.setattr(start, "Restart", lambda *_, **__: found)
     monkeypatch.setattr(start, "_expect_failures", lambda *_: None)
