@@ -18,6 +18,7 @@ the fence, which waits on the host for that, stands before the optimizer.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -41,6 +42,11 @@ _EVENTS = 3
 """Of one copy: its begin and its end, and one that is waited for."""
 _MORE_EVENTS = 8
 """The boundary, staged copies, a failure."""
+_MOST_AHEAD = 64
+"""Chunks that are submitted and not there yet. A driver takes about a thousand calls ahead of its device, of all
+streams together; at one more each thread waits, the one that launches training's kernels too. A chunk is some of them.
+"""
+_AHEAD_POLL_SECS = 0.001
 _SETTLED_AFTER = 2
 """Flights, of which each begins behind an iteration: by then training has loaded and allocated what it needs."""
 _PIN_POLL_SECS = 0.005
@@ -61,6 +67,7 @@ class DeviceCopier:
         device = self._device = clock.device
         self._clock = clock
         self._budget = budget
+        self._own_stream = own_stream
         current = torch.cuda.current_stream(device)
         self._stream = separate_stream(device) if own_stream else current
         self._registrar = registrar or Registrar(device, Locality(cores), None, None)
@@ -87,6 +94,10 @@ class DeviceCopier:
         while not self._registrar.idle and time.monotonic() < deadline:
             time.sleep(_PIN_POLL_SECS)
         return self._registrar.idle
+
+    def reaches(self, slot: Slot) -> bool:
+        """Whether the device may write to all of the slot; elsewhere copies are staged."""
+        return self._registrar.covers(slot, slot.numel())
 
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
@@ -184,16 +195,32 @@ class DeviceCopier:
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, boundary: DeviceEvent, windows: Windows) -> None:
         try:
             with on_device(self._device), torch.cuda.stream(self._stream):
+                self._require_no_graph()
                 self._stream.wait_event(boundary.raw)
                 self._submit_taken(flight)
                 self._submit(tensors, flight, windows)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
             flight.error = error
             flight.submitted.set()  # the fence has nothing to wait for: it drops the snapshot
-            with suppress(RuntimeError), on_device(self._device):
-                self._sleep_until_done(self._stream)  # an ended flight writes nothing any more
+            with suppress(RuntimeError), on_device(self._device), torch.cuda.stream(self._stream):
+                self._come_to_rest(flight)  # an ended flight writes nothing any more
         flight.submitted.set()
         self._finisher.end(flight)
+
+    @property
+    def _in_scripts_graph(self) -> bool:
+        """Whether what is enqueued now would be replayed with a graph of the script, which shares its stream."""
+        return not self._own_stream and torch.cuda.is_current_stream_capturing()
+
+    def _require_no_graph(self) -> None:
+        if self._in_scripts_graph:
+            raise RuntimeError("the script captures a graph on the stream of its copies: they would be part of it")
+
+    def _come_to_rest(self, flight: Flight) -> None:
+        if not self._in_scripts_graph:
+            self._sleep_until_done(self._stream)
+        elif flight.last_copy is not None:  # of a stream that is captured no more can be asked
+            flight.last_copy.synchronize()
 
     def _submit_taken(self, flight: Flight) -> None:
         """At once: it is small, and the next boundary takes it anew."""
@@ -210,18 +237,30 @@ class DeviceCopier:
                 event.synchronize()
 
     def _submit(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
-        gate = None
+        gate, ahead = None, deque[DeviceEvent](maxlen=_MOST_AHEAD)
         for copy in flight.copies:
+            # Before a turn is asked for: behind it the copy would come too late for the window that it was given.
+            self._wait_for_room(ahead, flight)
             turn = windows.wait_turn(copy.nbytes, flight.hurry)
             if flight.cancelled or flight.error is not None:
                 break
+            self._require_no_graph()
             if turn.gate is not None and turn.gate is not gate:
                 # The event was recorded by the training thread before this turn: the wait points back, no circle.
                 gate = turn.gate
                 self._stream.wait_event(gate.raw)
-            self._enqueue(tensors, copy, flight)
+            ahead.append(self._enqueue(tensors, copy, flight))
 
-    def _enqueue(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
+    def _wait_for_room(self, ahead: deque[DeviceEvent], flight: Flight) -> None:
+        """Until the device has come to the oldest of what is ahead; not where the fence waits for all of it."""
+        while len(ahead) == _MOST_AHEAD and not flight.hurry.is_set():
+            if ahead[0].query():
+                ahead.popleft()
+            else:
+                flight.hurry.wait(_AHEAD_POLL_SECS)
+
+    def _enqueue(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> DeviceEvent:
+        """Returns what stands behind the copy."""
         if self._budget.limited:
             # What is enqueued ahead cannot be slowed down any more: go along with the device.
             self._sleep_until_done(self._stream)
@@ -240,6 +279,7 @@ class DeviceCopier:
             event.synchronize()
             secs = self._clock.secs(begin, end) or 0.0
             self._budget.pace(copy.nbytes, time.perf_counter() - secs, flight.hurry)
+        return event
 
     def _landed(self, flight: Flight, nbytes: int, begin: Moment, end: Moment, event: DeviceEvent) -> None:
         with on_device(self._device):

@@ -109,16 +109,22 @@ class Registrar:
         with on_device(self._device):
             while (slots := self._jobs.get()) is not None:
                 mapped.append(slots)
-                for slot in slots:
-                    touch(slot, self._closing.is_set)
-                    self._look(slot)
-                self._settled.wait()
-                for slot in slots if self._pins else ():
-                    if not self._pin(slot, addresses):
-                        break
+                try:
+                    self._deal_with(slots, addresses)
+                except Exception as error:  # noqa: BLE001 - the thread must be there to unpin what is pinned by now
+                    log.warning("ftckpt: registering host memory failed (%s); copies are staged, slower", error)
                 self._jobs.task_done()
             for address in addresses:
                 unpin_pages(address)
+
+    def _deal_with(self, slots: Sequence[Slot], addresses: list[int]) -> None:
+        for slot in slots:
+            touch(slot, self._closing.is_set)
+            self._look(slot)
+        self._settled.wait()
+        for slot in slots if self._pins else ():
+            if not self._pin(slot, addresses):
+                break
 
     def _pin(self, slot: Slot, addresses: list[int]) -> bool:
         base, size = slot.data_ptr(), slot.numel()

@@ -17,7 +17,7 @@ from ftckpt.capture.capture import Capture
 from ftckpt.capture.copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.config import Config
-from ftckpt.errors import MemoryBudgetError
+from ftckpt.errors import MemoryBudgetError, UnsupportedError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_bytes
 from ftckpt.job.arenas import Beside, NodeArenas
@@ -294,6 +294,26 @@ def make_pacer(config: Config, topology: Topology, device: torch.device, directo
 
 
 def device_of(described: Description) -> torch.device:
-    """Where training is, by its stepped state."""
+    """Where training is, by its state.
+
+    Raises:
+        UnsupportedError: that is on several devices, or on another than the current one.
+    """
     # Weights that an offloaded optimizer keeps in host memory are copied by the device's copier too.
-    return next((p.tensor.device for p in described.stepped if p.tensor.is_cuda), torch.device("cpu"))
+    tensors = (piece.tensor for piece in (*described.stepped, *described.volatile))
+    devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+    if not devices:
+        return torch.device("cpu")
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"this rank's training state lies on {listed([str(one) for one in devices])}: one rank, one device; move "
+            "it to one of them, or start a rank for each"
+        )
+    current = torch.cuda.current_device()
+    if devices[0].index != current:
+        # Masks of a restart would be drawn by a generator that no snapshot has.
+        raise UnsupportedError(
+            f"this rank's training state lies on {devices[0]}, and the current device, whose RNG is saved, is "
+            f"cuda:{current}: call torch.cuda.set_device({devices[0].index}) before the model is built"
+        )
+    return devices[0]

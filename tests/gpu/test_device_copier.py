@@ -19,6 +19,7 @@ from ftckpt.capture import device_copier, volatile_memory
 from ftckpt.windows.bubbles import Always, Turn
 from tests.support.device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice, install
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -98,6 +99,35 @@ def test_nothing_lands_before_the_device_is_done(fake: FakeDevice) -> None:
         fake.go.set()
         seen.wait()
     assert seen.chunks == [copy.chunk for copy in copies]
+
+
+@pytest.mark.parametrize("lifted", ["by the device", "by the fence", "by a cancel"])
+def test_the_device_is_given_some_chunks_ahead_and_no_more(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, lifted: str
+) -> None:
+    """What fills the driver's queue holds up the launches of training, too; whoever waits wants all of it."""
+    monkeypatch.setattr(device_copier, "_MOST_AHEAD", 3)
+    tensors = live_state()
+    copies, size = plan(tensors, PAGE)
+    slot = shared_slot(size)
+    boundary = [tensor.clone() for tensor in tensors]
+    with prepared([slot], CPU) as copier:
+        slow = fake.hold(fake.side)
+        seen = Landings(copies, slot)
+        copier.start(tensors, seen.flight, Always())
+        until(lambda: fake.copies >= 3, "submitted", SECS)
+        assert not seen.flight.submitted.wait(0.1) and fake.copies == 3
+        if lifted == "by the fence":
+            assert copier.fence(seen.flight, SECS) and fake.copies == len(copies)
+            fake.compute.enqueue(tensors[0].zero_)
+        elif lifted == "by a cancel":
+            assert seen.flight.cancel() and seen.flight.submitted.wait(SECS) and fake.copies == 3
+        slow.set()
+        seen.wait()
+        fake.compute.synchronize()
+    assert seen.arrived == (lifted != "by a cancel")
+    if seen.arrived:
+        assert_holds(slot, copies, boundary)
 
 
 def test_a_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) -> None:
@@ -327,6 +357,63 @@ def test_no_wait_is_captured_into_a_graph(fake: FakeDevice) -> None:
         seen.wait()
     assert "capture" in repr(seen.flight.error)
     assert not seen.arrived
+
+
+class HeldUp(Always):
+    """Two turns, and a third once somebody lets it."""
+
+    def __init__(self) -> None:
+        self.turns, self.asked, self.leave = 0, threading.Event(), threading.Event()
+
+    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+        self.turns += 1
+        if self.turns == 3:
+            self.asked.set()
+            assert self.leave.wait(SECS)
+        return Turn()
+
+
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_copies_are_no_part_of_a_graph_that_training_captures(fake: FakeDevice, own_stream: bool) -> None:
+    """Where both have one stream the snapshot is dropped, and ends when what the device had before has ended."""
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
+    slot, windows = shared_slot(size), HeldUp()
+    with prepared([slot], CPU, own_stream=own_stream) as copier:
+        slow = fake.hold(fake.side)
+        seen = Landings(copies, slot)
+        copier.start(tensors, seen.flight, windows)
+        assert windows.asked.wait(SECS)
+        fake.capturing = True
+        windows.leave.set()
+        assert seen.flight.submitted.wait(SECS) and not seen.flight.wait(0.05)
+        slow.set()
+        seen.wait()
+        fake.capturing = False
+        assert copier.fence(seen.flight, SECS) == seen.arrived == own_stream
+        assert fake.copies == (len(copies) if own_stream else 2)
+    assert own_stream or "captures a graph" in repr(seen.flight.error)
+
+
+def test_a_flight_that_finds_its_stream_captured_does_not_begin(fake: FakeDevice) -> None:
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE)
+    slot, late = shared_slot(size), threading.Event()
+    with prepared([slot], CPU, own_stream=False) as copier:
+        copier.warm_up(tensors, [], copies)
+        copier.take(tensors, copies, slot)
+        seen = Landings([], slot, taken=copies)
+        copier._worker.submit(lambda: assert_set(late))
+        copier.start(tensors, seen.flight, Always())
+        fake.capturing, fake.copies = True, 0
+        late.set()
+        seen.wait()
+        fake.capturing = False
+    assert "captures a graph" in repr(seen.flight.error) and not fake.copies
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(SECS)
 
 
 def test_own_threads_have_no_part_in_captures(fake: FakeDevice) -> None:

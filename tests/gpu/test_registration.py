@@ -152,6 +152,29 @@ def test_where_nothing_is_to_be_pinned_copies_are_staged(fake: FakeDevice) -> No
     assert_holds(slot, copies, tensors)
 
 
+def test_a_failure_leaves_nothing_pinned_behind_the_end(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor unpins what copies go to while training runs: that may wait for all of the device."""
+    slots, touch = [shared_slot(2 * PAGE), shared_slot(3 * PAGE)], registration.touch
+
+    def fail(slot: torch.Tensor, stop: Callable[[], bool]) -> None:
+        if slot is slots[1]:
+            raise OSError("no such page")
+        touch(slot, stop)
+
+    monkeypatch.setattr(registration, "touch", fail)
+    with closing(Registrar(CPU, Locality(), None, None)) as registrar:
+        registrar.begin()
+        registrar.add(slots[:1])
+        registrar.add(slots[1:])
+        until(lambda: registrar.idle, "dealt with", SECS)
+        assert registrar.covers(slots[0], 2 * PAGE) and not registrar.covers(slots[1], PAGE)
+        assert sum(fake.pinned.values()) == 2 * PAGE and not fake.unpinned_by
+    assert not fake.pinned
+    assert caplog.text.count("no such page") == 1
+
+
 def test_one_rank_of_a_node_registers_at_a_time(fake: FakeDevice, tmp_path: Path) -> None:
     slot = shared_slot(10 * PAGE)
     with turn_of_another_rank(tmp_path / "turns") as end, closing(registrar_with(tmp_path / "turns", [slot])) as mine:

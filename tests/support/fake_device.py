@@ -43,6 +43,8 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         if self.recorded is None:
             FakeDevice.now.allocate("an event")  # as torch does: at its first use
+        captured = FakeDevice.now.capturing and stream is FakeDevice.now.compute
+        assert not captured, "of what is captured the host cannot ask whether it is done"
         recorded = self.recorded = Recorded()
 
         def reached() -> None:
