@@ -44,7 +44,7 @@ _MORE_EVENTS = 8
 """The boundary, staged copies, a failure."""
 _MOST_AHEAD = 64
 """Chunks that are submitted and not there yet. A driver takes about a thousand calls ahead of its device, of all
-streams together; at one more each thread waits, the one that launches training's kernels too. A chunk is some of them.
+streams together; at one more each thread waits, the one that launches training's kernels too. A chunk is a few.
 """
 _AHEAD_POLL_SECS = 0.001
 _SETTLED_AFTER = 2

@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.commands.check_busy_device import LOOKS
 from ftckpt.commands.check_queues import QUEUES
 from ftckpt.commands.check_thorough import NOT_THOROUGH, Thorough, look_thoroughly
-from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, NoWindow, bench_on
+from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, NoWindow, all_have, bench_on, meet
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
+from ftckpt.errors import in_words
 from ftckpt.windows.clock import make_clock
 
 _AREA = "device"
@@ -51,24 +52,51 @@ def look_at_device(
     local = int(os.environ.get("LOCAL_RANK", "0"))
     # A launcher may have each rank see its own device alone.
     device = torch.device("cuda", local % torch.cuda.device_count()) if is_here() else torch.device("cpu")
+    known = attempt(_AREA, "device", partial(_known, device))
+    yield known
+    with ExitStack() as stack:
+        bench = known if known.state == FAILED else _bench(stack, arena, device, mib)
+        # Before anything is looked at together: a rank without would leave the others waiting for it.
+        complete = ranks is None or all_have(isinstance(bench, Bench))
+        if isinstance(bench, Bench):
+            yield from _look(bench, thorough, partial(_beside_collectives, ranks if complete else None, complete))
+        elif bench is not known:
+            yield bench
+    meet(thorough.secs)
+
+
+def _known(device: torch.device) -> Finding:
+    """Which device it is, and that this process can use it."""
+    name = "CPU: none is here"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    clock = make_clock(device)
-    name = torch.cuda.get_device_name(clock.device) if clock.on_device else "CPU: none is here"
+        name = torch.cuda.get_device_name(device)
     stack = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     queues = os.environ.get(QUEUES, "as the driver has it")
     text = f"{name}, {stack}, torch {torch.__version__}, {QUEUES} {queues}"
-    yield Finding(_AREA, "device", PASSED if clock.on_device else SKIPPED, text)
+    return Finding(_AREA, "device", PASSED if device.type == "cuda" else SKIPPED, text)
+
+
+def _bench(stack: ExitStack, arena: Path, device: torch.device, mib: int) -> Bench | Finding:
+    """What copies are made on until ``stack`` closes, or why there is none."""
+    try:
+        return stack.enter_context(bench_on(arena, make_clock(device), mib << 20))
+    except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
+        text = f"no {mib} MiB of state and a slot for it at {arena}: {in_words(error)}"
+        how = "name fewer by --mib, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
+        return Finding(_AREA, "copies", FAILED, text, how)
+
+
+def _look(bench: Bench, thorough: Thorough, collectives: Callable[[Bench], Finding]) -> Iterator[Finding]:
     looks: tuple[tuple[str, Callable[[Bench], Finding]], ...] = (
         ("registration", _registered), ("exact copies", _exact), ("fence", _fenced), ("late windows", _late),
         ("copies while written", _overwritten), *LOOKS, ("graph capture", _captured), ("rate", _rate),
-        ("compute beside copies", _beside), ("collectives beside copies", partial(_beside_collectives, ranks)),
+        ("compute beside copies", _beside), ("collectives beside copies", collectives),
     )  # fmt: skip
-    with bench_on(arena, clock, mib << 20) as bench:
-        for name, look in looks:
-            yield attempt(_AREA, name, partial(look, bench))
-        if thorough.secs:
-            yield attempt(_AREA, "random orders", partial(look_thoroughly, bench, *thorough))
+    for name, look in looks:
+        yield attempt(_AREA, name, partial(look, bench))
+    if thorough.secs:
+        yield attempt(_AREA, "random orders", partial(look_thoroughly, bench, *thorough))
 
 
 def _registered(bench: Bench) -> Finding:
@@ -80,15 +108,18 @@ def _registered(bench: Bench) -> Finding:
         time.sleep(_LAUNCHES_SECS)
     begin = time.perf_counter()
     with _launching(bench.clock.device) as beside:
-        is_pinned = bench.copier.pin_now(FLIGHT_SECS)
+        is_through = bench.copier.pin_now(FLIGHT_SECS)
     secs = time.perf_counter() - begin
     rate = bench.slot_bytes / secs
-    figures = {
-        "secs": secs, "bytes_per_sec": rate, "longest_launch_secs": max(beside), "longest_alone_secs": max(alone),
-    }  # fmt: skip
-    if not is_pinned:
+    figures = {"secs": secs, "longest_launch_secs": max(beside), "longest_alone_secs": max(alone)}
+    if not is_through:
         text = f"the slot is not pinned after {secs:.0f} s"
         return Finding(_AREA, "registration", FAILED, text, "see the driver's log", figures)
+    if not bench.copier.reaches(bench.slot):
+        text = "the driver refused to pin the slot: copies are staged, slower, and wait for the device"
+        how = "allow more locked memory: ulimit -l unlimited; of a container --ulimit memlock=-1"
+        return Finding(_AREA, "registration", WARNED, text, how, figures)
+    figures["bytes_per_sec"] = rate
     longest = (
         f"the longest launch of a kernel meanwhile took {max(beside) * 1e3:.1f} ms, alone {max(alone) * 1e3:.1f}"
     )
@@ -217,48 +248,67 @@ def _rate(bench: Bench) -> Finding:
 
 def _beside(bench: Bench) -> Finding:
     """Matrix products, alone and while snapshots are copied."""
-    width = 4096 if bench.clock.on_device else 512  # some ms each, so that many are beside the copies
+    width = 2048 if bench.clock.on_device else 512  # a product of which many fit into a flight
     left = torch.randn(width, width, device=bench.clock.device)
-
-    def secs() -> float:
-        begin = time.perf_counter()
-        for _ in range(20):
-            left.mm(left)
-        bench.synchronize()
-        return time.perf_counter() - begin
-
-    return _slower(bench, "compute beside copies", "compute takes", secs)
+    return _slower(bench, "compute beside copies", "compute takes", lambda: left.mm(left))
 
 
-def _beside_collectives(ranks: dist.ProcessGroup | None, bench: Bench) -> Finding:
+def _beside_collectives(ranks: dist.ProcessGroup | None, complete: bool, bench: Bench) -> Finding:
     """All-reduces over NCCL, RCCL or gloo: as many on every rank."""
     name = "collectives beside copies"
     if ranks is None:
-        return Finding(_AREA, name, SKIPPED, "alone: start it on all ranks, as torchrun does")
-    numbers = torch.ones(_REDUCED_BYTES // 4, device=bench.clock.device if bench.clock.on_device else "cpu")
+        alone = "alone: start it on all ranks, as torchrun does"
+        return Finding(_AREA, name, SKIPPED, alone if complete else "there is a rank without copies")
+    device = bench.clock.device if bench.clock.on_device else torch.device("cpu")
+    numbers = torch.ones(_REDUCED_BYTES // 4, device=device)
 
-    def secs() -> float:
+    def fewest(units: int) -> int:
+        number = torch.tensor([units], device=device)
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks)
+        return int(number.item())
+
+    return _slower(
+        bench, name, "all-reduces take", lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=ranks), fewest
+    )
+
+
+def _slower(
+    bench: Bench, name: str, what: str, work: Callable[[], object], agree: Callable[[int], int] = int
+) -> Finding:
+    """By how much longer ``work`` takes while snapshots are copied; ``agree`` on how often it is done at a time.
+
+    That is as often as a flight lasts: what is done behind the flight takes as long as ever, and hides what it costs.
+    """
+
+    def secs(units: int) -> float:
         begin = time.perf_counter()
-        for _ in range(_ROUNDS):
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=ranks)
-        bench.synchronize()
+        for _ in range(units):
+            work()
+        bench.finish()
         return time.perf_counter() - begin
 
-    return _slower(bench, name, "all-reduces take", secs)
-
-
-def _slower(bench: Bench, name: str, what: str, secs: Callable[[], float]) -> Finding:
-    """By how much longer ``secs`` says that it takes while snapshots are copied."""
-    secs()
+    secs(1)
+    unit_secs = secs(_ROUNDS) / _ROUNDS
+    units = agree(max(1, int(_flight_secs(bench) / unit_secs)))
     alone, beside = [], []
     for _ in range(_ROUNDS):
-        alone.append(secs())
+        alone.append(secs(units))
         flight = bench.flight()
-        beside.append(secs())
+        beside.append(secs(units))
         bench.wait(flight)
     ratio = statistics.median(beside) / statistics.median(alone)
-    text, figures = f"{what} {ratio:.2f} times as long while copies run", {"ratio": ratio}
+    text, figures = f"{what} {ratio:.2f} times as long while copies run", {"ratio": ratio, "times": units}
     if ratio > _MOST_SLOWER:
         how = "windows keep copies out of it (--ftckpt-schedule bubble); --ftckpt-copy-gbps bounds them"
         return Finding(_AREA, name, WARNED, text, how, figures)
     return Finding(_AREA, name, PASSED, text, figures=figures)
+
+
+def _flight_secs(bench: Bench) -> float:
+    """Of one flight alone."""
+    taken = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        bench.wait(bench.flight())
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)

@@ -7,10 +7,12 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Copier, Flight, make_copier
@@ -20,6 +22,7 @@ from ftckpt.windows.node_budget import NoBudget
 
 FLIGHT_SECS = 60.0
 """For a flight to end: a copy that takes longer has come to a stop."""
+_MEETING_SECS = 10 * FLIGHT_SECS
 _CHUNK_BYTES = 16 << 20
 
 
@@ -69,6 +72,11 @@ class Bench:
         for tensor in self.state:
             tensor.add_(1)
 
+    def finish(self) -> None:
+        """Wait for what the current stream was given, and not for copies, which have a stream of their own."""
+        if self.clock.on_device:
+            torch.cuda.current_stream(self.clock.device).synchronize()
+
     def synchronize(self) -> None:
         if self.clock.on_device:
             torch.cuda.synchronize(self.clock.device)
@@ -104,6 +112,23 @@ def bench_on(arena: Path, clock: Clock, nbytes: int) -> Iterator[Bench]:
             yield bench
         finally:
             copier.close()
+
+
+def all_have(mine: bool) -> bool:
+    """Whether it is so on every rank. Collective, through host memory: where it is not the device may be full."""
+    have = torch.tensor([int(mine)], device="cpu")
+    dist.all_reduce(have, dist.ReduceOp.MIN)
+    return bool(have.item())
+
+
+def meet(more_secs: float = 0.0) -> None:
+    """Where ranks look together, wait for those that have more to look at.
+
+    One whose look has failed at once would else be at their next collective so early that it gives that up.
+    """
+    if dist.is_available() and dist.is_initialized():
+        with suppress(RuntimeError):  # of a rank that is gone the next collective tells
+            dist.monitored_barrier(timeout=timedelta(seconds=_MEETING_SECS + more_secs))
 
 
 def _plan(state: Sequence[torch.Tensor]) -> list[ChunkCopy]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ftckpt.capture.copier import Flight, HostCopier
 from ftckpt.commands import check_device, check_queues, device_bench
@@ -23,6 +26,7 @@ from ftckpt.commands.device_bench import bench_on
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.commands.main import main
 from ftckpt.windows.clock import make_clock
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -159,6 +163,98 @@ def test_the_other_setting_is_told_and_what_fails_there(arena_root: Path, monkey
     monkeypatch.undo()
     (refused,) = look_with_other_queues(arena_root, 0, NOT_THOROUGH)
     assert refused.state == FAILED and "--mib 0: name" in refused.text and refused.remedy
+
+
+def of_another_process(monkeypatch: pytest.MonkeyPatch, stderr: str) -> list[str]:
+    """Instead of another process that checks: it ends with this text. Returns what happens, in order."""
+    told = list[str]()
+
+    def run(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        told.append("begun")
+        return subprocess.CompletedProcess([], 1, "", stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("freed"))
+    return told
+
+
+def test_another_process_finds_the_devices_memory_free(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = of_another_process(monkeypatch, "RuntimeError: Xid 79")
+    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
+    assert found.state == FAILED and "Xid 79" in found.text
+    assert told == ["freed", "begun"]
+
+
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+
+
+@pytest.mark.parametrize("how", ["ended", "found"])
+def test_a_device_of_one_process_alone_is_no_failure(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    of_another_process(monkeypatch, f"Traceback:\nRuntimeError: {BUSY}\nCompile with TORCH_USE_CUDA_DSA\n")
+    if how == "found":
+        rows = [Finding("device", "device", FAILED, BUSY)]
+        monkeypatch.setattr(check_queues, "_found_by", lambda *_: rows)
+    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
+    assert found.state == SKIPPED and "--only device --one-setting" in found.text and f"{QUEUES}=1" in found.text
+
+
+def test_a_device_that_another_process_cannot_use_is_a_failure(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [Finding("device", "device", FAILED, "no context")]
+    monkeypatch.setattr(check_queues, "_found_by", lambda *_: rows)
+    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
+    assert found.state == FAILED and found.text == "no context"
+
+
+def fill_up(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_no_room_for_copies_is_one_failure_and_others_are_looked_at(
+    arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_bench.os, "posix_fallocate", fill_up)
+    out = tmp_path / "found.json"
+    words = ["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]
+    assert main([*words, "--only", "device", "--only", "network"]) == 1
+    found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
+    assert found.keys() == {"device", "copies", "ranks"}
+    assert found["copies"]["state"] == FAILED and "No space left" in found["copies"]["text"]
+    assert "--mib" in found["copies"]["remedy"] and "/dev/shm" in found["copies"]["remedy"]
+
+
+def test_a_device_that_cannot_be_used_is_one_failure(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_device: Any) -> None:
+        raise RuntimeError(BUSY)
+
+    monkeypatch.setattr(check_device, "is_here", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    (found,) = check_device.look_at_device(arena_root, 4)
+    assert found.state == FAILED and BUSY in found.text
+
+
+def look_in(rank: int, _world_size: int, arena: Path) -> tuple[dict[str, str], float, float]:
+    """What this rank finds, of which the second has no room; when it has found the last, and when it goes on."""
+    check_device.is_here = lambda: False  # whatever stands in for one here
+    if rank == 1:
+        device_bench.os.posix_fallocate = fill_up
+    found, last = dict[str, str](), 0.0
+    for one in check_device.look_at_device(arena, 4, ranks=dist.group.WORLD):
+        found[one.name], last = f"{one.state}: {one.text}", time.monotonic()
+    return found, last, time.monotonic()
+
+
+def test_a_rank_without_room_leaves_no_other_waiting(arena_root: Path) -> None:
+    """Nor does it go on to where it would wait for them: they have more to look at."""
+    (first, last, _), (second, _, ended) = (result.value for result in run_ranks(look_in, 2, arena_root))
+    assert second.keys() == {"device", "copies"} and second["copies"].startswith(FAILED)
+    assert first["collectives beside copies"] == f"{SKIPPED}: there is a rank without copies"
+    assert first["exact copies"].startswith(PASSED) and "compute beside copies" in first
+    assert ended >= last
 
 
 def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:
