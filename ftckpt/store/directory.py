@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import re
@@ -242,7 +243,8 @@ def clean_job(root: Path, job: str) -> list[Path]:
     if not job_dir.is_symlink() and not job_dir.exists():
         return []
     require_own(job_dir)
-    node_dirs = sorted(path for path in job_dir.iterdir() if _is_plain_dir(path))
+    found = sorted(job_dir.iterdir())
+    node_dirs = [path for path in found if _is_plain_dir(path)]
     arenas = [path for node_dir in node_dirs for path in list_arenas(node_dir)]
     temporaries = [path for node_dir in node_dirs for path in _temporaries(node_dir, "")]
     with ExitStack() as locks:
@@ -258,8 +260,36 @@ def clean_job(root: Path, job: str) -> list[Path]:
                 raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
         for path in arenas:
             remove_arena(path)
-        remove_tree(job_dir)
+        _remove_found(job_dir, found)
     return arenas
+
+
+def _remove_found(job_dir: Path, found: Collection[Path]) -> None:
+    """Delete what was ``found`` in the directory of a job, by the process that holds all its locks.
+
+    Whoever waits for such a lock starts when its file is gone. So these go last, and what is in the directories by
+    then is that start's.
+    """
+    nodes = [path for path in found if _is_plain_dir(path)]
+    for path in found:
+        for inner in path.iterdir() if path in nodes else [path]:
+            if _is_plain_dir(inner):
+                remove_tree(inner)
+            elif inner.name != JOB_LOCK_NAME:
+                inner.unlink(missing_ok=True)
+    for node_dir in nodes:
+        (node_dir / JOB_LOCK_NAME).unlink(missing_ok=True)
+        _remove_empty(node_dir)
+    _remove_empty(job_dir)
+
+
+def _remove_empty(directory: Path) -> None:
+    """Delete it, unless somebody has made something in it, or has deleted it, meanwhile."""
+    try:
+        directory.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            raise
 
 
 def end_smp(node_dir: Path, deadline_secs: float) -> bool:

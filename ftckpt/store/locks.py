@@ -12,12 +12,15 @@ import os
 import struct
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from ftckpt.errors import ArenaError
 
 JOB_LOCK_NAME = "job.lock"
+_REMOVALS = 100
+"""Directories that are deleted right behind their making are made again so often: each time by another process."""
 _POLL_SECS = 0.02
 """The kernel knows no wait for a record lock with a deadline: it is tried again and again."""
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -77,7 +80,10 @@ class FileLock:
                 # Before it is opened: closing that descriptor would drop the lock that this process has.
                 if _locked_here(self.path):
                     return os.getpid()
-                fd = _open(self.path)
+                try:
+                    fd = self._open()
+                except OSError as error:
+                    raise ArenaError(f"{self.path}: cannot be opened for locking: {error.strerror}") from None
                 try:
                     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
@@ -91,6 +97,10 @@ class FileLock:
                     self._fd = fd
                     return None
                 os.close(fd)  # the file was removed after it was opened: its lock protects nothing
+
+    def _open(self) -> int:
+        """A descriptor of the file, which is made if it is not there. Raises OSError."""
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 class JobLock(FileLock):
@@ -107,11 +117,14 @@ class JobLock(FileLock):
             node_dir / JOB_LOCK_NAME, deadline_secs, f"a live job named {job!r} runs on this node: it", remedy
         )
 
-    def _try(self) -> int | None:
-        # The attempt that ends may delete the directories while this one waits.
-        for directory in (self.path.parent.parent, self.path.parent):
-            directory.mkdir(mode=0o700, exist_ok=True)
-        return super()._try()
+    def _open(self) -> int:
+        # Who ends or cleans an attempt may delete the directories while this one waits, and between any two steps.
+        for _ in range(_REMOVALS):
+            with suppress(FileNotFoundError):
+                for directory in (self.path.parent.parent, self.path.parent):
+                    directory.mkdir(mode=0o700, exist_ok=True)
+                return super()._open()
+        return super()._open()
 
 
 def holder_of(path: Path) -> int | None:
@@ -139,13 +152,6 @@ def _locked_here(path: Path) -> bool:
         return _locked.get(_identity(os.stat(path, follow_symlinks=False))) == os.getpid()
     except FileNotFoundError:
         return False
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ArenaError(f"{path}: cannot be opened for locking: {error.strerror}") from None
 
 
 def _holder(fd: int) -> int:

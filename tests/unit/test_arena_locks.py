@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -226,6 +226,81 @@ def test_clean_refuses_a_live_job_then_takes_all(root: Path) -> None:
     assert clean_job(root, "job") == paths
     assert list(root.iterdir()) == [keep.parent]
     assert clean_job(root, "job") == []
+
+
+def test_clean_leaves_a_job_alone_that_starts_when_the_lock_is_gone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two nodes: what is still to go of the old attempt goes, and nothing of the new one."""
+    node_dir, other = (node_directory(root, "job", node) for node in ("a", "b"))
+    for directory in (node_dir, other):
+        Arena.create(directory, manifest_of(0), 2).close()
+        (directory / "zeros").write_text("of the old attempt")
+    os_unlink, started = os.unlink, []
+
+    def unlink(path: object, **options: int) -> None:
+        os_unlink(path, **options)  # type: ignore[call-overload]
+        if not started and Path(str(path)).name == "job.lock":
+            started.append(JobLock(node_dir, 0))
+            Arena.create(node_dir, manifest_of(1), 2).close()
+            (node_dir / ".word").symlink_to("new")
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: unlink(path))
+    clean_job(root, "job")
+    started[0].release()
+    assert not other.exists()
+    assert [path.name[:3] for path in list_arenas(node_dir)] == ["tp1"]
+    assert {path.name for path in node_dir.iterdir()} > {"job.lock", ".word"}
+    assert not (node_dir / "zeros").exists()
+
+
+STARTS = """
+import sys
+from pathlib import Path
+from ftckpt.store.locks import JobLock
+for number in range(300):
+    with JobLock(Path(sys.argv[1]), 10) as lock:
+        arena = lock.path.with_name(f"tp0.{number:08x}")
+        arena.mkdir()
+        for name in ("a", "b"):
+            (arena / name).write_text("x")
+        assert lock.path.exists() and {path.name for path in arena.iterdir()} == {"a", "b"}
+        (lock.path.parent / "done").write_text("")
+"""
+
+
+def test_starts_beside_a_clean_that_goes_on_and_on_lose_nothing(root: Path) -> None:
+    node_dir = root / "ftckpt-job" / "node"
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS, str(node_dir)], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    try:
+        while process.poll() is None:
+            with suppress(ArenaError):  # a start is under way
+                clean_job(root, "job")
+        assert process.stderr is not None
+        assert process.returncode == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_directory_that_goes_while_its_lock_is_made_is_made_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node_dir, mkdir, left = root / "ftckpt-job" / "node", Path.mkdir, [3]
+
+    def made_in_vain(path: Path, *args: int, **options: int) -> None:
+        """As beside an attempt that ends: what was made last, or before, is gone at once."""
+        mkdir(path, *args, **options)
+        if left[0]:
+            left[0] -= 1
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", made_in_vain)
+    with JobLock(node_dir, 0):
+        assert (node_dir / "job.lock").exists() and left == [0]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a b", "x" * 300])
