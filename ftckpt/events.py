@@ -156,8 +156,9 @@ EVENTS: dict[str, EventKind] = {
     "no_budget": _loud("the node's copy budget cannot be shared: this rank copies without", error="why"),
     # Replicas and what is derived.
     "slow_ranks": _quiet(
-        "ranks take longer for their compute steps than the median of their pipeline stage; looked at once in 100 "
-        "iterations or more", ranks="the slowest: rank, node, compute_secs of an iteration, median_secs of the stage",
+        "ranks take longer for their compute steps than the median of their pipeline stage, as far as they wait for "
+        "no other in these; looked at once in 100 iterations or more",
+        ranks="the slowest: rank, node, compute_secs of an iteration, median_secs of the stage",
         num="how many",
         slow_rank_share="setting",
     ),

@@ -176,11 +176,14 @@ class Start:
 
         return together(self.group, make)
 
-    def checkpointer(self, state: TrainingState) -> Checkpointer:
-        """A checkpointer for ``state``. Collective."""
+    def checkpointer(self, state: TrainingState, waits_in: frozenset[str] = frozenset()) -> Checkpointer:
+        """A checkpointer for ``state``; ``waits_in`` as it has it. Collective."""
         from ftckpt.job.checkpointer import Checkpointer
 
-        return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run, examines=self.examines)
+        return Checkpointer(
+            self.config, state, self.topology, group=self.group, run=self.run, examines=self.examines,
+            waits_in=waits_in,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 An iteration takes all ranks equally long, as they wait for the slowest. So what is compared is what each of them
 takes for its own compute steps, forward and backward, between ranks of one stage of the pipeline, which have the same
-to do. Ranks that reduce over tensor parallelism inside a step wait there for each other, and are slow together.
+to do. Steps in which a rank waits for its replicas are as long as those that wait, and would make the fastest rank
+the slow one: a door names them, and they do not count; where there are no others nothing is compared. Ranks that
+reduce over tensor parallelism inside a step wait there for each other, and are slow together.
 
 What ranks have measured goes with the rounds of the agreement, a few ranks at a time, so that nobody waits for it.
 """

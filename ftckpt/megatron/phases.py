@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core import parallel_state as mpu
+from megatron.core.utils import get_model_config
 
 from ftckpt.frameworks.doors import Proxy
 from ftckpt.job.checkpointer import Checkpointer
@@ -72,10 +73,20 @@ def follow(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
     config.timers = _begin(checkpointer, config, micro_batches)
 
 
+def waits_in(chunk: Any) -> frozenset[str]:
+    """In which compute steps of a schedule a rank waits for others, beside those of its own tensor and expert
+    parallelism."""
+    return frozenset({"forward", "backward"} if _shows_no_gaps(get_model_config(chunk)) else ())
+
+
+def _shows_no_gaps(config: Any) -> bool:
+    """Whether forward and backward of two micro-batches run at once, so that no timer tells of receives."""
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+
+
 def _begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
     """Returns what ``config.timers`` must be while the schedule runs."""
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        # Forward and backward of two micro-batches run at once, so that the timers show no gaps.
+    if _shows_no_gaps(config):
         checkpointer.phase("forward")
         return config.timers
     stages, stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()

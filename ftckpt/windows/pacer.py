@@ -114,6 +114,8 @@ class Pacer:
         self._cost = 0.0
         self.wish = Wish()
         """What this rank wants of the intervals."""
+        self.waits_in: frozenset[str] = frozenset()
+        """Kinds of compute steps in which it waits for other ranks, too: how long they last says nothing of it."""
 
     @property
     def windows(self) -> Windows:
@@ -126,9 +128,10 @@ class Pacer:
         return self._capacity
 
     def compute_secs(self) -> float:
-        """What the compute steps of an iteration take; 0 until that was measured, or where training tells of none."""
+        """What those compute steps of an iteration take in which this rank waits for no other; 0 until that was
+        measured, or where training tells of none."""
         timeline = self._profile.timeline if self._profile.measured else None
-        return timeline.secs_of(COMPUTE) if timeline is not None else 0.0
+        return timeline.secs_of(COMPUTE - self.waits_in) if timeline is not None else 0.0
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model's view of the schedule, see ``Profile.expect``."""

@@ -47,3 +47,45 @@ def test_a_slow_rank_of_a_pipeline_is_named(settings: dict[str, Any]) -> None:
     assert slow["node"] == "n1" and slow["compute_secs"] > 2 * SLEEP_SECS > slow["median_secs"]
     logs = [result.value[1] for result in results]
     assert "rank 2 on n1" in logs[0] and "rank 2 on n1" not in logs[1], "one rank tells it"
+
+
+def slowed_replica(rank: int, world_size: int, settings: dict[str, Any], loads: bool) -> None:
+    """A job under DDP of which rank 1 sleeps for as long as a step takes: where it loads, or in its forward."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    import ftckpt.plain
+    from ftckpt.config import Config
+    from ftckpt.job import slow_ranks
+
+    slow_ranks._ITERATIONS = 10
+
+    class Slow(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(SLEEP_SECS / 5 + SLEEP_SECS * (rank == 1 and not loads))
+            return super().forward(x)
+
+    model = DistributedDataParallel(Slow(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = Config(enabled=True, node="node", protect="none", slow_rank_share=1.0, **settings)
+    checkpointer = ftckpt.plain.attach(model, optimizer, config=config)
+    assert checkpointer is not None
+    checkpointer.restore()
+    for iteration in range(1, 25):
+        time.sleep(SLEEP_SECS * (rank == 1 and loads))
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpointer.step(iteration)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_of_replicas_the_one_that_computes_longer_is_named_and_none_that_waits(
+    settings: dict[str, Any], loads: bool
+) -> None:
+    """In DDP's backward the fastest waits longest."""
+    run_ranks(slowed_replica, 2, settings, loads, stand_in=False)
+    found = [event for event in jobs.events(settings, "slow_ranks") if event["rank"] == 0]
+    assert [[one["rank"] for one in event["ranks"]] for event in found] == ([] if loads else [[1]] * len(found))
+    assert loads or found
