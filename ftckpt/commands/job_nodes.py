@@ -19,6 +19,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.choice import Query
 from ftckpt.restore.inventory import Inventory, NodeProtection, read_protection, take_inventory
 from ftckpt.restore.locations import OpenArenas
+from ftckpt.setting_checks import is_name
 from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.footprint import SmpConfig
@@ -148,7 +149,17 @@ def job_directory(root: Path, job: str) -> Path:
 def jobs_in(root: Path) -> list[str]:
     """Names of jobs that have memory on this machine, into which this user may look."""
     paths = [path for path in _job_directories(root) if _is_open(path)]
-    return [path.name.removeprefix(_PREFIX) for path in paths if any(map(_is_node, list_arenas(path)))]
+    return [path.name.removeprefix(_PREFIX) for path in paths if _node_names(path)]
+
+
+def own_jobs_in(root: Path) -> list[str]:
+    """Those of ``jobs_in`` that are this user's: root may look into all."""
+    own: list[str] = []
+    for job in jobs_in(root):
+        with suppress(OSError):  # a job that ends meanwhile
+            if job_directory(root, job).lstat().st_uid == os.geteuid():
+                own.append(job)
+    return own
 
 
 def closed_jobs_in(root: Path) -> list[str]:
@@ -162,8 +173,9 @@ def closed_jobs_in(root: Path) -> list[str]:
 
 
 def _job_directories(root: Path) -> list[Path]:
-    paths = sorted(root.glob(f"{_PREFIX}*")) if root.is_dir() else []
-    return [path for path in paths if path.is_dir() and not path.name.startswith(RUNS_PREFIX)]
+    # Anybody may make anything in a place that is for all: what is no name is no job, and is not printed either.
+    paths = [path for path in root.glob(f"{_PREFIX}*") if is_name(path.name.removeprefix(_PREFIX))]
+    return sorted(path for path in paths if path.is_dir() and not path.name.startswith(RUNS_PREFIX))
 
 
 def _is_open(path: Path) -> bool:
@@ -179,7 +191,7 @@ def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
     job_dir = job_directory(root, job)
     if job_dir.is_dir() and not _is_open(job_dir):
         raise ArenaError(f"job {job!r} belongs to {user_name(job_dir.stat().st_uid)}: no other sees what it has")
-    names = [path.name for path in list_arenas(job_dir) if _is_node(path)]
+    names = _node_names(job_dir)
     if not names:
         jobs = ", ".join(jobs_in(root)) or "none"
         raise ArenaError(f"no memory of job {job!r} under {root}; jobs there: {jobs}")
@@ -231,9 +243,14 @@ def _newest(marks: Iterable[SnapshotId | None]) -> int:
     return max((snapshot.iteration for snapshot in marks if snapshot is not None), default=-1)
 
 
-def _is_node(path: Path) -> bool:
-    """Whether a directory in that of a job is a node's: it has arenas, or its SMP lives."""
-    return bool(list_arenas(path)) or (path / SMP_LOCK_NAME).exists()
+def _node_names(job_dir: Path) -> list[str]:
+    """Of the nodes of a job: directories in its own that have arenas, or whose SMP lives."""
+    names: list[str] = []
+    with suppress(OSError):  # it ends meanwhile, or another user keeps a directory in it to himself
+        for path in list_arenas(job_dir):
+            if is_name(path.name) and (list_arenas(path) or (path / SMP_LOCK_NAME).exists()):
+                names.append(path.name)
+    return names
 
 
 def _each(ask: Callable[[T], R], of: Iterable[T]) -> list[R]:

@@ -9,15 +9,16 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ftckpt.commands.arena_option import add_arena
-from ftckpt.commands.job_nodes import JobNodes, NodeState, closed_jobs_in, jobs_in, nodes_here
+from ftckpt.commands.job_nodes import JobNodes, NodeState, closed_jobs_in, jobs_in, nodes_here, own_jobs_in
 from ftckpt.commands.page import aligned
 from ftckpt.commands.stored import usable_at
-from ftckpt.errors import ConfigError, FtckptError, StorageError
+from ftckpt.errors import ArenaError, ConfigError, FtckptError, StorageError
 from ftckpt.model.failures import LastAttempt
 from ftckpt.model.text import human, listed
 from ftckpt.model.tiers import KINDS
@@ -74,7 +75,10 @@ def run_ls(arguments: argparse.Namespace) -> int:
     if not arguments.arena.is_dir():
         print(f"ftckpt: --arena: {arguments.arena} is not a directory; name the one that jobs have", file=sys.stderr)
         return 1
-    states = {job: nodes_here(arguments.arena, job, 1.0) for job in jobs_in(arguments.arena)}
+    states: dict[str, JobNodes] = {}
+    for job in jobs_in(arguments.arena):
+        with suppress(ArenaError, FileNotFoundError):  # it has ended since they were listed
+            states[job] = nodes_here(arguments.arena, job, 1.0)
     jobs = [{"job": job, **_summary(state.nodes), **_memory(state.nodes)} for job, state in states.items()]
     if arguments.json:
         print(json.dumps(jobs, indent=2))
@@ -225,7 +229,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _only_job(root: Path) -> str:
-    jobs = jobs_in(root)
+    jobs = own_jobs_in(root)
     if len(jobs) != 1:
         raise ConfigError(f"name a job; under {root} are {', '.join(jobs) or 'none'} (--arena names another place)")
     return jobs[0]

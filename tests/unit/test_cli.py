@@ -227,6 +227,57 @@ def test_a_place_that_is_not_there_has_no_list_of_jobs(root: Path, capsys: pytes
     assert main(["ls", "--arena", str(root)]) == 0 and "no job has memory" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("odd", ["ftckpt-a b/n/x", "ftckpt-\x1b[31mred/n/x", "ftckpt-job/n \x1b[2J/x", "ftckpt-/n/x"])
+def test_an_odd_directory_hides_no_job_and_its_name_is_not_printed(
+    root: Path, capsys: pytest.CaptureFixture[str], odd: str
+) -> None:
+    arena_with_snapshot(root)
+    (root / odd).mkdir(parents=True)
+    assert main(["ls", "--arena", str(root)]) == 0
+    captured = capsys.readouterr()
+    assert [line.split()[:2] for line in captured.out.splitlines()[1:]] == [["job", "n0"]] and not captured.err
+    assert main(["status", "none", "--arena", str(root)]) == 2
+    assert capsys.readouterr().err == f"ftckpt: no memory of job 'none' under {root}; jobs there: job\n"
+    assert main(["status", "--arena", str(root)]) == 1
+    assert capsys.readouterr().out.startswith("job job: 0 ranks train on 1 node(s)")
+
+
+def test_a_job_that_ends_while_jobs_are_listed_is_left_out(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena_with_snapshot(root)
+    monkeypatch.setattr("ftckpt.commands.status.jobs_in", lambda root: ["ended", "job"])
+    assert main(["ls", "--arena", str(root)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["JOB", "job"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_the_only_job_is_the_only_one_of_this_user(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arena_with_snapshot(root)
+    other = node_directory(root, "other", "n0")
+    (other / "smp.lock").touch()
+    assert main(["status", "--arena", str(root)]) == 2
+    assert f"under {root} are job, other" in capsys.readouterr().err
+    os.chown(other.parent, 65534, -1)
+    assert main(["status", "--arena", str(root)]) == 1
+    assert capsys.readouterr().out.startswith("job job: ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_directory_that_another_user_keeps_to_himself_hides_no_job(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "ftckpt-open" / "n" / "x").mkdir(parents=True)
+    (root / "ftckpt-open" / "n").chmod(0o700)
+    root.chmod(0o755)
+    try:
+        os.seteuid(65534)
+        assert main(["ls", "--arena", str(root)]) == 0
+    finally:
+        os.seteuid(0)
+    assert capsys.readouterr().out == f"no job has memory under {root}\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_what_other_users_have_is_named_and_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arena_with_snapshot(root)
