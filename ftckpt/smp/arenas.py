@@ -289,6 +289,15 @@ def common_mark(marks: list[SnapshotId | None]) -> SnapshotId | None:
     return marks[0] if marks and all(mark == marks[0] for mark in marks) else None
 
 
+def least_mark(marks: list[SnapshotId | None]) -> SnapshotId | None:
+    """The snapshot to which all ranks have come: the oldest that ``marks`` name, as ranks pass a boundary one after
+    the other. None where one names none, or they are of two lineages."""
+    named = [mark for mark in marks if mark is not None]
+    if len(named) < len(marks) or len({mark.lineage for mark in named}) != 1:
+        return None
+    return min(named)
+
+
 def _until() -> int:
     return time.monotonic_ns() + int(LEASE_SECS * 1e9)
 

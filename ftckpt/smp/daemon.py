@@ -372,9 +372,9 @@ class Daemon:
     def _close(self) -> None:
         """End in an order in which a kill half-way leaves what a new SMP takes over. The lock goes last."""
         log.info("the SMP ends: %s", self._ending or "an error")
+        self._pulse.leave_smp()  # first: a trainer that waits for protection sees at once that nobody works on it
         if self._ending == _OVER and self.log.warnings:  # the directory goes with the job
             self.log.keep(self.job, self.node)
-        self._pulse.leave_smp()  # first: a trainer that waits for protection sees at once that nobody works on it
         if self._answer is not None:
             self._answer.close()
         self._server.close()

@@ -13,7 +13,7 @@ from ftckpt.errors import FtckptError, SmpError, in_words
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.place import Place
-from ftckpt.smp.arenas import GuardedArenas, common_mark
+from ftckpt.smp.arenas import GuardedArenas, common_mark, least_mark
 from ftckpt.smp.channel import Deadlines, Trust
 from ftckpt.smp.check import Checker
 from ftckpt.smp.cores import CoreShare, core_secs
@@ -136,9 +136,9 @@ class Duties:
         return {arena.name: arena.mapped for arena in self._arenas.all}
 
     def marks(self) -> tuple[SnapshotId | None, SnapshotId | None]:
-        """The newest whole and the newest protected snapshot, where all arenas of this node say the same."""
+        """The newest whole and the newest protected snapshot, as all arenas of this node say."""
         controls = [arena.mapped.control for arena in self._arenas.all]
-        return common_mark([one.whole() for one in controls]), common_mark([one.protected() for one in controls])
+        return least_mark([one.whole() for one in controls]), least_mark([one.protected() for one in controls])
 
     @property
     def saving(self) -> bool:

@@ -67,7 +67,7 @@ class SmpConfig:
             OSError: the tmpfs is full or not writable.
         """
         data = encode_object({"version": VERSION, **codec.to_json(self)})
-        remove_half_made(node_dir)
+        remove_half_made(node_dir, f"{SMP_STATE_NAME}*")
         with fresh_name(node_dir / SMP_STATE_NAME) as fresh:
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:

@@ -16,17 +16,22 @@ class LogTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._place = self._stat()
+        self._inode, self._end = self._stat()  # of the file, and of what was read of it
         self._last = ""  # the line of the last one
 
     def new_warnings(self) -> list[str]:
         """Since the last call, one line each, without their times."""
-        before, self._place = self._place, self._stat()
-        if self._place == before:
+        inode, size = self._stat()
+        goes_on = inode == self._inode and size >= self._end
+        if goes_on and size == self._end:
             return []
-        goes_on = self._place[0] == before[0] and self._place[1] >= before[1]
-        lines = self._read(before[1] if goes_on else 0).splitlines()
-        if not goes_on and self._last in lines:  # its older half has gone, and the rest was moved
+        begin = self._end if goes_on else 0
+        data = self._read(begin)
+        data = data[: data.rfind(b"\n") + 1]  # what is being written is read when it is there
+        self._inode, self._end = inode, begin + len(data)
+        lines = data.decode("utf-8", "replace").splitlines()
+        # Its older half goes, and the rest is moved: for a moment it is empty, and then long again.
+        if begin == 0 and self._last in lines:
             lines = lines[len(lines) - lines[::-1].index(self._last) :]
         warnings = []
         for line in lines:
@@ -43,10 +48,10 @@ class LogTail:
             return 0, 0
         return found.st_ino, found.st_size
 
-    def _read(self, begin: int) -> str:
+    def _read(self, begin: int) -> bytes:
         try:
             with open(self._path, "rb") as file:
                 file.seek(begin)
-                return file.read(_MOST_BYTES).decode("utf-8", "replace")
+                return file.read(_MOST_BYTES)
         except OSError:
-            return ""
+            return b""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ftckpt.model import codec
 from ftckpt.model.failures import FailureRecord, LastAttempt
-from ftckpt.store.directory import FAILURES_NAME, fresh_name, list_arenas
+from ftckpt.store.directory import FAILURES_NAME, fresh_name, list_arenas, remove_half_made
 
 
 def read_failures(node_dir: Path) -> LastAttempt | None:
@@ -29,8 +29,9 @@ def read_failures(node_dir: Path) -> LastAttempt | None:
 
 
 def write_failures(node_dir: Path, record: FailureRecord) -> None:
-    """Leave ``record`` for the next attempt. Raises OSError."""
+    """Leave ``record`` for the next attempt; one process of a node does. Raises OSError."""
     path = node_dir / FAILURES_NAME
+    remove_half_made(node_dir, f"{path.name}*")
     with fresh_name(path) as fresh:
         fresh.write_bytes(codec.encode(record))
         fresh.rename(path)

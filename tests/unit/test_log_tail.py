@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
+
+import pytest
 
 from ftckpt.smp.footprint import BoundedLog
 from ftckpt.smp.log_tail import LogTail
@@ -44,4 +47,35 @@ def test_a_log_whose_older_half_goes_repeats_nothing(tmp_path: Path) -> None:
         warn(log, f"number {number:03d} {'x' * 3900}")
         told += [line[:10] for line in tail.new_warnings()]
     assert told == [f"number {number:03d}" for number in range(120)]
+    log.close()
+
+
+def test_who_looks_while_the_older_half_goes_is_told_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tail, log, told, cut = LogTail(tmp_path / SMP_LOG_NAME), BoundedLog(tmp_path), list[str](), list[int]()
+    ftruncate = os.ftruncate
+
+    def looked_at(fd: int, size: int) -> None:
+        ftruncate(fd, size)
+        told.extend(line[:10] for line in tail.new_warnings())
+        cut.append(size)
+
+    monkeypatch.setattr(os, "ftruncate", looked_at)
+    for number in range(120):
+        warn(log, f"number {number:03d} {'x' * 3900}")
+        told += [line[:10] for line in tail.new_warnings()]
+    assert cut and told == [f"number {number:03d}" for number in range(120)]
+    log.close()
+
+
+def test_a_line_that_is_being_written_is_told_once_and_whole(tmp_path: Path) -> None:
+    tail, log = LogTail(tmp_path / SMP_LOG_NAME), BoundedLog(tmp_path)
+    warn(log, "first")
+    with open(tmp_path / SMP_LOG_NAME, "a") as other:
+        other.write("2026-01-01 00:00:00,000 ERROR sec")
+        other.flush()
+        assert tail.new_warnings() == ["first"] and tail.new_warnings() == []
+        other.write("ond\n")
+    assert tail.new_warnings() == ["second"] and tail.new_warnings() == []
     log.close()

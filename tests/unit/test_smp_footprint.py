@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+from ftckpt.model.failures import FailureRecord
+from ftckpt.smp.daemon import Daemon
+from ftckpt.smp.footprint import SmpConfig
+from ftckpt.store.failures import write_failures
 
 SCRIPT = """
 from ftckpt.smp.footprint import anon_bytes, bound_process
@@ -19,3 +26,26 @@ print(anon_bytes() - before)
 def test_large_blocks_go_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60.0)
     assert int(done.stdout) < 4 << 20
+
+
+def test_a_file_that_another_process_writes_at_the_moment_stays(tmp_path: Path) -> None:
+    """What a killed one has left half-made goes, by who makes such files."""
+    smp, rank = tmp_path / ".smp.json.00c0ffee.new", tmp_path / "..failures.00c0ffee.new"
+    for path in (smp, rank):
+        path.write_text("{")
+    SmpConfig(host="here").store(tmp_path)
+    assert rank.exists() and not smp.exists()
+    smp.write_text("{")
+    write_failures(tmp_path, FailureRecord("job", 1, "w1", ("a",), ("run",), 1000.0))
+    assert smp.exists() and not rank.exists()
+    loaded = SmpConfig.load(tmp_path)
+    assert loaded is not None and loaded.host == "here"
+
+
+def test_trainers_are_told_of_an_end_before_the_log_is_kept_elsewhere(tmp_path: Path) -> None:
+    """A home directory may be on storage that hangs."""
+    daemon = Mock(job="job", node="n0", node_dir=tmp_path / "ftckpt-job" / "n0", _root=tmp_path, _answer=None)
+    daemon._ending, daemon.log.warnings, daemon._lock = "the job is over", ["corrupt"], Mock()
+    Daemon._close(daemon)
+    called = [name for name, _, _ in daemon.mock_calls]
+    assert called.index("_pulse.leave_smp") < called.index("log.keep")

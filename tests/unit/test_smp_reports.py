@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import zlib
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from ftckpt.errors import SmpError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.inventory import NodeProtection, Problem
+from ftckpt.smp.duties import Duties
 from ftckpt.smp.reports import MarkHistory, packed, unpacked
 
 ONE, OTHER = b"a" * 16, b"b" * 16
@@ -29,6 +32,32 @@ def test_ages_and_how_often_one_comes() -> None:
     assert said is not None and (said["age_secs"], said["every_secs"]) == (1.0, None)
     history.note(None, 23.0)
     assert history.fields(24.0) is None
+
+
+def marks_of(*whole: SnapshotId | None) -> SnapshotId | None:
+    """What the SMP of a node takes for whole whose ranks have marked these."""
+    controls = [SimpleNamespace(whole=lambda mark=mark: mark, protected=lambda: None) for mark in whole]
+    arenas = [SimpleNamespace(mapped=SimpleNamespace(control=control)) for control in controls]
+    found, protected = Duties.marks(cast(Duties, SimpleNamespace(_arenas=SimpleNamespace(all=arenas))))
+    assert protected is None
+    return found
+
+
+def test_ranks_that_pass_a_boundary_one_after_the_other_leave_no_gap() -> None:
+    history = MarkHistory(0.5)
+    for place in range(4):
+        before, after = SnapshotId(ONE, 10 * place), SnapshotId(ONE, 10 * place + 10)
+        for now, marks in ((0, (before, before)), (1, (after, before)), (2, (after, after))):
+            history.note(marks_of(*marks), 4.0 * place + now)
+            said = history.fields(4.0 * place + now)
+            assert said is not None and said["iteration"] == (10 * place if now < 2 else 10 * place + 10)
+    assert said["every_secs"] == 3.5
+
+
+def test_what_one_rank_has_not_or_of_another_lineage_is_whole_nowhere() -> None:
+    one, other = SnapshotId(ONE, 10), SnapshotId(OTHER, 10)
+    assert marks_of(one, one) == one
+    assert [marks_of(*marks) for marks in ((), (one, None), (None, None), (one, other))] == [None] * 4
 
 
 def test_what_comes_more_often_than_anybody_looks_has_no_rate() -> None:
