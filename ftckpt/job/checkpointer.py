@@ -337,7 +337,9 @@ class Checkpointer:
         return self._rank.numbers.report(who, self._boundary, self.whole, self.protected, attempt)
 
     def _tell_counts(self) -> None:
-        counts, persisted, slow_ranks = self._rank.numbers.counts, self.persisted, self._rank.slow_ranks
+        numbers, persisted, slow_ranks = self._rank.numbers, self.persisted, self._rank.slow_ranks
+        numbers.passed(self._boundary, self._state.interval.spacing, self.whole, self.protected)
+        counts = numbers.counts
         counts[PulseCount.SLOW] = int(slow_ranks.has_me and not self.off)
         counts[PulseCount.DIFFERING] = self._shard.num_differing if self._shard is not None else 0
         counts[PulseCount.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0

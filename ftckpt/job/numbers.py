@@ -27,6 +27,7 @@ class RankNumbers:
         self._readers: dict[str, _Reader] = {"": _Reader()}
         self._boundary_secs = 0.0
         self._failed_round = -1
+        self._first: int | None = None
 
     def took(self, nbytes: int) -> None:
         """A snapshot of ``nbytes`` has begun."""
@@ -37,6 +38,14 @@ class RankNumbers:
         """Something of snapshot ``number`` failed, perhaps not for the first time."""
         self.counts[PulseCount.FAILED] += number != self._failed_round
         self._failed_round = number
+
+    def passed(self, iteration: int, spacing: int, whole: SnapshotId | None, protected: SnapshotId | None) -> None:
+        """Training is past the boundary of ``iteration``; snapshots are ``spacing`` iterations apart."""
+        # Less than the first, where the script has gone back.
+        self._first = iteration if self._first is None else min(self._first, iteration)
+        for count, newest in ((PulseCount.WHOLE_BEHIND, whole), (PulseCount.PROTECTED_BEHIND, protected)):
+            since = newest.iteration if newest is not None else self._first
+            self.counts[count] = max(0, iteration - since) // spacing
 
     def bounded(self, secs: float) -> None:
         """Training waited so long at a boundary, for whatever reason."""

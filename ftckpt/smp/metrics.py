@@ -68,6 +68,12 @@ def _persisted(status: Status) -> float | None:
     return newest - 1 if newest else None
 
 
+def _behind(name: str) -> Callable[[Status], float | None]:
+    return lambda status: max(
+        (one["counts"][name] for one in status["trainers"] if one["lives"] is not False), default=None
+    )
+
+
 def _iteration(status: Status) -> float | None:
     newest = max((trainer["iteration"] for trainer in status["trainers"]), default=-1)
     return newest if newest >= 0 else None
@@ -93,8 +99,16 @@ METRICS: dict[str, Metric] = {
     ),
     "whole_iteration": _gauge("the newest snapshot that all ranks have", _mark("whole", "iteration")),
     "whole_age_seconds": _gauge("since that was first seen", _mark("whole", "age_secs")),
+    "whole_intervals_behind": _gauge(
+        "intervals between snapshots that training has passed since that, or since it has begun; up to 3 is normal",
+        _behind("whole_behind"),
+    ),
     "protected_iteration": _gauge("the newest snapshot that is protected", _mark("protected", "iteration")),
     "protected_age_seconds": _gauge("since that was first seen", _mark("protected", "age_secs")),
+    "protected_intervals_behind": _gauge(
+        "intervals between snapshots that training has passed since that, or since it has begun",
+        _behind("protected_behind"),
+    ),
     "persisted_iteration": _gauge("the newest snapshot of this attempt that is on storage", _persisted),
     "flushing": _gauge(
         "1 while a snapshot is on its way to storage", lambda status: status["duties"]["flushing"] is not None

@@ -33,6 +33,26 @@ def series(name: str, values: str, **labels: str) -> dict[str, str]:
 
 CASES: dict[str, tuple[list[dict[str, str]], str]] = {
     "old": ([series("ftckpt_ranks", "8x60"), series("ftckpt_whole_age_seconds", "0+60x60")], "FtckptNoWholeSnapshot"),
+    "rare": (
+        [
+            series("ftckpt_ranks", "8x60"),
+            series("ftckpt_whole_age_seconds", "0+60x19 0+60x19 0+60x20"),
+            series("ftckpt_whole_intervals_behind", "1x19 2x41"),
+        ],
+        "",
+    ),
+    "rare, and none yet": (
+        [series("ftckpt_ranks", "8x60"), series("ftckpt_whole_intervals_behind", "0x30 1x30")],
+        "",
+    ),
+    "rare and old": (
+        [
+            series("ftckpt_ranks", "8x60"),
+            series("ftckpt_whole_age_seconds", "0+60x60"),
+            series("ftckpt_whole_intervals_behind", "0+0.1x60"),
+        ],
+        "FtckptNoWholeSnapshot",
+    ),
     "never": ([series("ftckpt_ranks", "8x60")], "FtckptNoWholeSnapshot"),
     "well": ([series("ftckpt_ranks", "8x60"), series("ftckpt_whole_age_seconds", "1x60")], ""),
     "ended": ([series("ftckpt_ranks", "0x60")], ""),
@@ -43,6 +63,16 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
             series("ftckpt_protects", "1x60"),
         ],
         "FtckptNotProtected",
+    ),
+    "rarely protected": (
+        [
+            series("ftckpt_ranks", "8x60"),
+            series("ftckpt_whole_age_seconds", "1x60"),
+            series("ftckpt_protects", "1x60"),
+            series("ftckpt_protected_age_seconds", "0+60x60"),
+            series("ftckpt_protected_intervals_behind", "0+0.05x60"),
+        ],
+        "",
     ),
     "stuck": ([series("ftckpt_smp_silent_seconds", "1x50 130x10")], "FtckptSmpStandsStill"),
     "gone": ([series("ftckpt_smp_time_seconds", "0+60x50 3000x10")], "FtckptSmpStandsStill"),
@@ -55,6 +85,8 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
         "FtckptSnapshotsSkipped",
     ),
     "corrupt": ([series("ftckpt_warnings_total", "0x50 1x10", event="corrupt")], "FtckptCorruption"),
+    "corrupt when first seen": ([series("ftckpt_warnings_total", "_x50 1x10", event="corrupt")], "FtckptCorruption"),
+    "corrupt long ago": ([series("ftckpt_warnings_total", "1x120", event="corrupt")], ""),
     "differ": (
         [series("ftckpt_rank_replicas_differing", "0x50 3x10", rank="5"), series("ftckpt_iteration", "5000x60")],
         "FtckptReplicasDiffer",
@@ -72,9 +104,15 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
         "",
     ),
     "slow once": ([series("ftckpt_rank_slow", "0x40 1x5 0x15", rank="5")], ""),
+    "slow since it is seen": (
+        [series("ftckpt_rank_slow", "_x40 1x20", rank="5"), series("ftckpt_rank_alive", "_x40 1x20", rank="5")],
+        "",
+    ),
     "hang": ([series("ftckpt_hangs_total", "0x55 1x5")], "FtckptHang"),
     "storage": ([series("ftckpt_storage_failing", "1x60")], "FtckptStorageFails"),
     "restarts": ([series("ftckpt_attempt", "1x10 1+1x50")], "FtckptRestarts"),
+    "restarts in its first hour": ([series("ftckpt_attempt", "_x40 1x1 2x1 3x1 4x1 5x1 6x1 7x6")], "FtckptRestarts"),
+    "a few restarts, then another job": ([series("ftckpt_attempt", "9x20 10x10 1x29")], ""),
 }
 
 

@@ -106,7 +106,7 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--watch 0: name seconds" in capsys.readouterr().err
 
 
-def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], list[str], list[str]]:
+def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
     """A job that protects and stores nothing, so that no SMP runs."""
     told: list[str] = []
     reader = logging.Handler()
@@ -122,13 +122,18 @@ def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], l
     dist.barrier()
     said = job_status(Path(root), "bare", 5.0)
     dist.barrier()
+    checkpointer._snapshots.execute([checkpointer._state.turn_off("of no matter")])  # type: ignore[union-attr]
+    checkpointer.step(8)
+    dist.barrier()
+    off = job_status(Path(root), "bare", 5.0)
+    dist.barrier()
     checkpointer.close()
-    return said, [path.name for path in Path(root).iterdir()], told
+    return said, off, [path.name for path in Path(root).iterdir()], told
 
 
 def test_a_job_without_smps_is_seen(arena_root: Path) -> None:
     ranks = [one.value for one in run_ranks(train_bare, 2, str(arena_root), stand_in=False)]
-    for said, *_ in ranks:
+    for said, off, *_ in ranks:
         (node,) = said["nodes"]
         assert (said["ranks"], said["iteration"], node["smp"]) == (2, 3, None)
         assert {(one["rank"], one["lives"]) for one in node["trainers"]} == {(0, True), (1, True)}
@@ -136,8 +141,10 @@ def test_a_job_without_smps_is_seen(arena_root: Path) -> None:
         assert lines[0] == "job bare: 2 ranks train on 1 node(s), past iteration 3"
         assert not node["problem"] and not node["needs_smp"] and not said["protects"]
         assert "none needed" in lines[2] and "newest protected: none: nothing is protected" in lines
-    assert not ranks[0][1], "the leader of the node goes last"
-    (line,) = [line for line in ranks[0][2] if "protection: " in line]
+        behind = [[one["counts"]["whole_behind"] for one in seen["nodes"][0]["trainers"]] for seen in (said, off)]
+        assert behind == [[0, 0], [5, 5]], "of a job that takes no more snapshots it grows, too"
+    assert not ranks[0][2], "the leader of the node goes last"
+    (line,) = [line for line in ranks[0][3] if "protection: " in line]
     assert "a node that is lost, or the memory of one rank, takes all snapshots with it" in line
 
 

@@ -94,3 +94,14 @@ def test_numbers_are_of_the_time_since_they_were_asked_for() -> None:
     assert numbers.report("charts", 21, None, None, 3)["snapshots"] == 0, "who comes later begins with what was told"
     numbers.took(1)
     assert [numbers.report(who, 21, None, None, 3)["snapshots"] for who in ("charts", "")] == [1, 1]
+
+
+def test_how_many_intervals_a_mark_is_behind() -> None:
+    numbers, at = RankNumbers(), lambda iteration: SnapshotId(b"l" * 16, iteration)
+    behind = []
+    for iteration, whole, protected in (
+        (101, None, None), (140, None, None), (150, at(140), None), (199, at(140), at(120)), (50, at(40), None),
+    ):  # fmt: skip
+        numbers.passed(iteration, 10, whole, protected)
+        behind.append((numbers.counts[PulseCount.WHOLE_BEHIND], numbers.counts[PulseCount.PROTECTED_BEHIND]))
+    assert behind == [(0, 0), (3, 3), (1, 4), (5, 7), (1, 0)]

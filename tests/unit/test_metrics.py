@@ -60,11 +60,14 @@ def test_what_a_status_says() -> None:
     assert found["rank_compute_seconds", "3"] == pytest.approx(60e-6)
     assert found["warnings", "corrupt"] == 2 and found["failures", "process"] == 3 and found["attempt", ""] == 4
     assert found["persisted_iteration", ""] == 89
+    assert found["whole_intervals_behind", ""] == 100 and found["protected_intervals_behind", ""] == 110
 
 
 def test_what_nobody_knows_is_not_told() -> None:
     nobody = values(status(trainers=[], whole=None, failures={}, loud={}))
-    assert {"iteration", "whole_iteration", "attempt", "persisted_iteration"}.isdisjoint(name for name, _ in nobody)
+    assert {"iteration", "whole_iteration", "whole_intervals_behind", "attempt", "persisted_iteration"}.isdisjoint(
+        name for name, _ in nobody
+    )
     assert nobody["ranks", ""] == 0
 
 
