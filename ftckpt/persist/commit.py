@@ -134,10 +134,7 @@ class PendingCheckpoint:
 
     def own_mark(self) -> DoneMark | None:
         """What this node has said before: the commit, elsewhere, may count on its files from then on."""
-        name = f"{self._marks}{self._node}"
-        if self._storage.size(name) is None:
-            return None
-        return DoneMark.decode(self._storage.read(name), name)
+        return self._mark(f"{self._marks}{self._node}")
 
     def lacks(self, *marks: DoneMark) -> CheckpointFile | None:
         """A file that ``marks`` name and that is not there with its bytes, if there is one."""
@@ -151,11 +148,8 @@ class PendingCheckpoint:
 
     def marks(self) -> dict[str, DoneMark]:
         """The nodes that are done."""
-        found = {}
-        for name in _beginning(self._storage, self.folder, self._marks):
-            mark = DoneMark.decode(self._storage.read(name), name)
-            found[mark.node] = mark
-        return found
+        names = _beginning(self._storage, self.folder, self._marks)
+        return {mark.node: mark for mark in map(self._mark, names) if mark is not None}
 
     def commit(self, manifest: bytes, marks: Mapping[str, DoneMark], replaces: bool = False) -> bool:
         """Make a checkpoint of what the ``marks`` of all nodes name; False: there is one of another lineage, and
@@ -180,6 +174,18 @@ class PendingCheckpoint:
     def abandon(self) -> None:
         """Remove what all nodes have written. None of them may write any more."""
         self._storage.remove(_beginning(self._storage, self.folder, files_prefix(self._snapshot)))
+
+    def _mark(self, name: str) -> DoneMark | None:
+        """None where there is none, or a commit takes it away at this moment."""
+        if self._storage.size(name) is None:
+            return None
+        try:
+            data = self._storage.read(name)
+        except StorageError:
+            if self._storage.size(name) is None:
+                return None
+            raise
+        return DoneMark.decode(data, name)
 
     @property
     def _marks(self) -> str:

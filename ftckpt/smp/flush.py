@@ -25,7 +25,7 @@ from ftckpt.model.loaded import Checkpoint, earliest_of, is_undone, newest_of
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
-from ftckpt.persist.commit import PendingCheckpoint
+from ftckpt.persist.commit import DoneMark, PendingCheckpoint
 from ftckpt.persist.compression import packed
 from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
@@ -169,10 +169,12 @@ class Flush:
             if self._orders.commits:
                 # The one before this has ended, and no other of this run writes an older one.
                 self._patiently(lambda: self._sweep(storage))
-            # An SMP that was killed behind its commit leaves nothing to do.
+            # In this order: a commit is there before it takes the marks away. What has neither is not committed
+            # before this node says that it is done; an SMP that was killed behind a commit leaves nothing to do.
+            promised = self._patiently(pending.own_mark)
             self.found = self._patiently(lambda: self._is_there(storage, path))
             if not self.found:
-                self._write(storage, pending)
+                self._write(storage, pending, promised)
                 self._settle(storage, pending, path)
             self.committed = True
             if self._orders.commits and self._orders.exports is not None:
@@ -199,13 +201,17 @@ class Flush:
                 "not_exported", iteration=self.snapshot.iteration, format=exports.form, reason=str(error)
             )
 
-    def _write(self, storage: Storage, pending: PendingCheckpoint) -> None:
-        """All shards of this node, each whole and of this snapshot when it has its name."""
-        promised = self._patiently(pending.own_mark)
+    def _write(self, storage: Storage, pending: PendingCheckpoint, promised: DoneMark | None) -> None:
+        """All shards of this node, each whole and of this snapshot when it has its name.
+
+        Args:
+            promised: what this node has said before.
+        """
         # By an SMP that was killed, or by an attempt that another node gave up; unless that node is lost, and this
         # one holds more than it did then.
-        is_all = promised is not None and {arena.shard for arena in self._arenas.all} <= promised.parts.keys()
-        if is_all and not self._patiently(lambda: pending.lacks(promised)):
+        shards = {arena.shard for arena in self._arenas.all}
+        marks = [promised] if promised is not None and shards <= promised.parts.keys() else []
+        if marks and not self._patiently(lambda: pending.lacks(*marks)):
             return
         begun, (origin, slots) = time.monotonic(), self._checked()
         try:

@@ -120,6 +120,19 @@ def test_without_the_marks_of_all_nodes_there_is_none(storage: Storage) -> None:
     assert set(part.marks()) == {"n0"} and committed(storage) == []
 
 
+def test_a_mark_that_goes_while_it_is_read_is_none(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two SMPs of a node the later one may read it when the snapshot is committed."""
+    lead, read = write_parts(storage, 3, NEW), type(storage).read
+
+    def late(self: Storage, name: str, *span: int) -> bytes:
+        self.remove([name])
+        return read(self, name, *span)
+
+    monkeypatch.setattr(type(storage), "read", late)
+    assert lead.own_mark() is None and storage.size(f"iter_0000003/{NEW.hex()}-done.n0") is None
+    assert lead.marks() == {}
+
+
 def test_a_second_lineage_at_an_iteration_goes_away(storage: Storage) -> None:
     write(storage, 5, OLD)
     assert write(storage, 5, OLD), "the same again, whose answer was lost"

@@ -266,6 +266,34 @@ def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pyt
     job.check(FileStorage(job.where), 7)
 
 
+def test_what_is_committed_meanwhile_is_not_begun_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second SMP of a node looks for its mark when the commit has taken it away."""
+    job.snapshot(0, 7)
+    job.nodes[1].flush(7)
+    job.smps[1].start()
+    until(lambda: any(name.endswith("-done.b") for name in leftovers(job.where)))
+    job.nodes[1].flush(-1)
+    until(lambda: job.smps[1].duties.flushing[0] is None)
+    looks, go_on, own_mark, begun = threading.Event(), threading.Event(), PendingCheckpoint.own_mark, list[int]()
+
+    def late(pending: PendingCheckpoint) -> commit.DoneMark | None:
+        if pending._node == "b":
+            looks.set()
+            go_on.wait(20)
+        return own_mark(pending)
+
+    monkeypatch.setattr(PendingCheckpoint, "own_mark", late)
+    pieces_before(monkeypatch, lambda flush: begun.append(1) if flush._orders.node == "b" else None)
+    job.nodes[1].flush(7)
+    assert looks.wait(20)
+    job.nodes[0].flush(7)
+    job.smps[0].start()
+    until(lambda: committed(FileStorage(job.where)) == [7] and leftovers(job.where) == [])
+    go_on.set()
+    job.settled(7)
+    assert not begun and leftovers(job.where) == []
+
+
 def test_what_the_job_has_left_behind_it_is_replaced_and_goes(job: Job) -> None:
     """It went on from before what is on storage: as in memory, newer ones are void."""
     storage = FileStorage(job.where)
