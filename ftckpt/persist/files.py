@@ -18,11 +18,16 @@ from ftckpt.persist.storage import PART, Bytes, ObjectEntry, Storage
 _FRESH = ".put.new"
 """Behind the name of a file that is being written, which begins with a dot; that of a conversion has another."""
 
-_PASSING = (
-    errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT,
-    errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.EROFS,
+_LASTING = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EFBIG, errno.EBADMSG,
+    errno.EUCLEAN,
 )  # fmt: skip
-"""May be over when it is tried again: a file system that is full, away, or has turned itself read-only."""
+"""The same when it is tried again: of a name, a right, or what is damaged. All others may be over then: of a file
+system that is full, away, or has turned itself read-only, in whatever words its client has for that."""
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""From a file system that has no hard links."""
 
 _AHEAD_STEP_BYTES = 128 << 10
 """As far as Linux reads ahead by default: of a longer request a disk that takes no more gets the begin alone."""
@@ -70,12 +75,11 @@ class FileStorage(Storage):
         fresh, _ = self._write_fresh(path, [data])
         with self._explained(path):
             try:
-                # A link is made or not made, on NFS too, whoever else does so at the same time.
-                os.link(fresh, path)
+                _name_once(fresh, path)
             except FileExistsError:
                 return False
             finally:
-                fresh.unlink()
+                fresh.unlink(missing_ok=True)
             self._sync_names(path)
         return True
 
@@ -232,9 +236,22 @@ class FileStorage(Storage):
         try:
             yield
         except OSError as error:
-            lasting = error.errno not in _PASSING
+            lasting = error.errno in _LASTING
             text = "no room: free some" if error.errno in _FULL else error.strerror
             raise StorageError(f"{path}: {text}", lasting=lasting) from None
+
+
+def _name_once(fresh: Path, path: Path) -> None:
+    """Give ``fresh`` its name; FileExistsError where there is one of this name."""
+    try:
+        # A link is made or not made, on NFS too, whoever else does so at the same time.
+        os.link(fresh, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        fresh.rename(path)  # of two who do so at the same time the last one wins
 
 
 def _open_fresh(path: Path) -> int:

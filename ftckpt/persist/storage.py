@@ -48,8 +48,9 @@ class Storage(ABC):
     def create(self, name: str, data: Bytes) -> bool:
         """Write a small object if there is none of this name; False: there is one, which stays as it is.
 
-        Of several that do so at the same time one is told True, on stores that know conditions. On others, and on
-        some that only say that they do, it can be several: whoever relies on it must survive that the last one wins.
+        Of several that do so at the same time one is told True, on stores that know conditions and file systems that
+        know hard links. On others, and on some that only say that they do, it can be several: whoever relies on it
+        must survive that the last one wins.
         """
 
     @abstractmethod

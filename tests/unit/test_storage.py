@@ -387,6 +387,55 @@ def test_what_cannot_be_listed_is_not_taken_for_nothing(tmp_path: Path, monkeypa
             list(look())
 
 
+@pytest.mark.parametrize("name", ["EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
+def test_a_file_system_without_hard_links_takes_what_is_created(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = in_files(tmp_path)
+    monkeypatch.setattr(files.os, "link", fails_with(name))
+    assert storage.create("a/x", b"first") and not storage.create("a/x", b"later")
+    assert storage.read("a/x") == b"first" and names(storage) == {"a/x": 5} and not storage.unfinished()
+
+
+def fails_with(name: str) -> Callable[..., Any]:
+    """A call of the system that gives this error."""
+    number = getattr(errno, name)
+
+    def fail(*_args: Any, **_options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+AWAY = [
+    "EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "EROFS", "EDQUOT", "EAGAIN",
+    "ESHUTDOWN", "ENOLINK", "ENETUNREACH", "ENETDOWN", "ECONNRESET", "ECONNREFUSED", "EPIPE", "ENODEV", "EMFILE",
+    "ENFILE", "ENOMEM", "EPROTO",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_a_file_system_that_is_away_may_come_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has words of its own for it: Lustre says ESHUTDOWN for a target that is evicted."""
+    assert not lasts(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["ENOENT", "EACCES", "EPERM", "EISDIR", "EINVAL", "EOPNOTSUPP", "EFBIG", "EUCLEAN"])
+def test_what_stays_as_it_is_is_not_tried_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lasts(name, tmp_path, monkeypatch)
+
+
+def lasts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether trying again is said to be of no use where a file cannot be opened for this reason."""
+    storage = in_files(tmp_path)
+    storage.put("x", b"there")
+    monkeypatch.setattr(files, "open", fails_with(name), raising=False)
+    with raises(StorageError, "x") as caught:
+        storage.read("x")
+    assert isinstance(caught.value, StorageError)
+    return caught.value.lasting
+
+
 def test_what_was_unmounted_is_not_written_below(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "mount") as mount:
         storage = FileStorage(str(mount))
