@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -105,7 +105,8 @@ class FinalFlush:
             tell_trained(storage, self.orders.owner, time.time(), ended=True)
 
     def _bring_what_lacks(self, storage: Storage) -> None:
-        held, there = self._held(), self._patiently(lambda: self._newest(storage))
+        held = self._held()
+        there = self._patiently(lambda: self._newest(storage, {one.lineage for one in held}))
         call = RollCall(storage, self.orders.node, self.orders.owner, held)
         self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there
         # One iteration more: what others load may have to be made of that which is there.
@@ -172,11 +173,17 @@ class FinalFlush:
             raise StorageError("no snapshot is whole on all nodes", lasting=True)
         return max(everywhere)
 
-    def _newest(self, storage: Storage) -> SnapshotId | None:
-        """The newest that the job has on storage, and of no past that it has left."""
+    def _newest(self, storage: Storage, lineages: Collection[bytes]) -> SnapshotId | None:
+        """The newest that the job has on storage, and of no past that it has left.
+
+        Args:
+            lineages: those of memory. Where this run writes by itself others count, too: it has begun with what is
+                there. Elsewhere they are of another training under the name of the job.
+        """
         arenas = self._arenas.all
         if not arenas:
             return None
+        is_own = self._owns(storage)
         origin, void = newest_of(one.mapped.control.origin() for one in arenas), retention.voided(storage)
         for iteration in commit.committed(storage):
             name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
@@ -187,9 +194,19 @@ class FinalFlush:
                     raise  # it may be the newest
                 continue  # one that is damaged is nothing to rely on
             is_left = there.snapshot in void or is_undone(there.origin, origin, iteration)
-            if there.job == self.orders.job and not is_left:
+            is_ours = there.job == self.orders.job and (is_own or there.snapshot.lineage in lineages)
+            if is_ours and not is_left:
                 return there.snapshot
         return None
+
+    def _owns(self, storage: Storage) -> bool:
+        """Whether this run has claimed the place."""
+        try:
+            return commit.require_owner(storage, self.orders.owner)
+        except StorageError as error:
+            if not error.lasting:
+                raise
+            return False  # another run has; whether that is an error is seen where something is to be written
 
     def _held(self) -> set[SnapshotId]:
         """Snapshots of which every arena of this node has a slot."""

@@ -190,6 +190,54 @@ def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) 
     assert committed(FileStorage(job.where)) == [9]
 
 
+@pytest.mark.parametrize("claimed", [False, True])
+def test_another_training_of_this_name_leaves_nothing_unsaved(claimed: bool, job: Job, tmp_path: Path) -> None:
+    """It has saved more iterations to the same place; its memory was cleaned, and the job begun anew."""
+    place, storage = tmp_path / "final", FileStorage(job.where)
+    place.mkdir()
+    final = FileStorage(str(place))
+    job.snapshot(0, 100)
+    checked(job, 100)
+    request = PersistRequest(str(place), 20.0, True)
+    assert saved_by_both(job, request) == 100
+    for arena in [arena for node in job.nodes for arena in node.arenas]:
+        arena.control.void(0)
+        fill(arena, 1, 60, lineage=b"anew" + bytes(12))
+    until(lambda: all(node.checked(60) for node in job.nodes))
+    if claimed:
+        claim(final, "the training before", "job")
+        asked(job, 1, request)
+        assert saved(job, 0, request)["flush"] == "cannot"
+        assert "another run of job 'job' writes here" in job.smps[0].events.of("not_flushed")[0]["reason"]
+        return
+    for _ in range(2):
+        assert saved_by_both(job, request) == 60
+        assert committed(final) == [100, 60] and committed(storage) == []
+
+
+def saved_by_both(job: Job, request: PersistRequest) -> int:
+    """The iteration that both nodes have saved."""
+    asked(job, 1, request)
+    for smp in (0, 1):
+        status = saved(job, smp, replace(request, anew=not smp))
+        assert status["flush"] == "done", status
+    return int(status["iteration"])
+
+
+def test_what_was_saved_before_of_this_training_is_not_given_up_for_less(job: Job, tmp_path: Path) -> None:
+    """Memory has lost its newest snapshot since."""
+    (tmp_path / "final").mkdir()
+    job.snapshot(0, 7)
+    job.snapshot(1, 8)
+    checked(job, 8)
+    request = PersistRequest(str(tmp_path / "final"), 20.0, True)
+    assert saved_by_both(job, request) == 8
+    for arena in [arena for node in job.nodes for arena in node.arenas]:
+        arena.control.void(1)
+    assert saved_by_both(job, request) == 8
+    assert committed(FileStorage(str(tmp_path / "final"))) == [8]
+
+
 def test_what_a_lost_node_has_said_before_does_not_count(job: Job) -> None:
     job.snapshot(0, 7)
     checked(job, 7)
