@@ -91,6 +91,23 @@ def test_what_checkpoints_hold_comes_back(tmp_path: Path, foreign: Any) -> None:
     assert again["args"] == plain["args"]
 
 
+@pytest.mark.parametrize("name", ["Path", "PosixPath", "PurePath", "PurePosixPath"])
+def test_paths_of_a_newer_python_are_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.13 pickles their classes by where it has them."""
+    kind = type(name, (), {"__module__": "pathlib._local", "__reduce__": lambda _: (kind, ("a", "b"))})
+    module = types.ModuleType("pathlib._local")
+    setattr(module, name, kind)
+    monkeypatch.setitem(sys.modules, "pathlib._local", module)
+    torch.save({"where": kind()}, tmp_path / "x.pt")
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+    metadata.storage_meta = kind()
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+    monkeypatch.undo()
+    assert pickles.load(tmp_path / "x.pt")["where"] == Path("a/b")
+    assert set(CheckpointDirectory(tmp_path / "d").tensors) == {"a"}
+
+
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2), "surprise": Runs()}, tmp_path / "x.pt")
     with pytest.raises(ConvertError, match="exec"):

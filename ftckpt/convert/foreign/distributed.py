@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ _BUILDERS: dict[str, Any] = {
     "builtins.set": set,
     "builtins.slice": slice,
     "collections.OrderedDict": dict,
-    **{f"pathlib.{kind}": pathlib.PurePosixPath for kind in ("PosixPath", "Path", "PurePosixPath", "PurePath")},
+    **pickles.path_globals(dict.fromkeys(("PosixPath", "Path", "PurePosixPath", "PurePath"), PurePosixPath)),
     **{f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYPE_NAMES},
 }
 

@@ -104,6 +104,11 @@ def _numpy_globals() -> dict[str, Any]:
     return known
 
 
+def path_globals(kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Paths by the names that they have in files: Python 3.13 has moved their classes, and names them by that."""
+    return {f"{module}.{name}": kind for module in ("pathlib", "pathlib._local") for name, kind in kinds.items()}
+
+
 HARMLESS: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
     "builtins.dict": dict,
@@ -115,12 +120,9 @@ HARMLESS: dict[str, Any] = {
     "builtins.tuple": tuple,
     "collections.defaultdict": defaultdict,
     "collections.deque": deque,
-    "pathlib.Path": Path,
-    "pathlib.PosixPath": PosixPath,
-    "pathlib.PurePath": PurePath,
-    "pathlib.PurePosixPath": PurePosixPath,
     "types.SimpleNamespace": argparse.Namespace,
     **_numpy_globals(),
+    **path_globals({kind.__name__: kind for kind in (Path, PosixPath, PurePath, PurePosixPath)}),
 }
 """What may be made beside what torch itself allows, by the name in the file."""
 
