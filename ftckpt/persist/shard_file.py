@@ -11,7 +11,7 @@ from ftckpt.errors import CorruptError, DamagedError, MismatchError, StorageErro
 from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
 from ftckpt.persist.storage import Bytes
-from ftckpt.store.image import Span, parse_image
+from ftckpt.store.image import Span, header_bytes, parse_image
 from ftckpt.store.landings import Landing, cover, scratch
 
 _TRIES = 3
@@ -39,9 +39,9 @@ class ShardFile:
         self.entry = entry
         self._where = where
         self._read, self._read_into = read, read_into
-        header = read(0, min(8 + int.from_bytes(read(0, 8), "little"), entry.nbytes))
         try:
-            self.image = image = parse_image(header)
+            # Of a length that is damaged nothing is read: it may be that of the whole file, for each rank.
+            self.image = image = parse_image(read(0, min(header_bytes(read(0, 8)), entry.nbytes)))
         except CorruptError as error:
             raise DamagedError(f"{where}: {error}") from None
         except MismatchError as error:

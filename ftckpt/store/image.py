@@ -186,6 +186,18 @@ class SlotImage:
         )
 
 
+def header_bytes(first: bytes | memoryview) -> int:
+    """Of a slot's header with its length, as the ``first`` 8 bytes say. CorruptError where none has so many."""
+    if len(first) < 8:
+        raise CorruptError(f"slot header: truncated, {len(first)} bytes are too few for a length")
+    length = int.from_bytes(first[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptError(f"slot header: length {length} is more than {MAX_HEADER_BYTES}")
+    if (8 + length) % PAGE_BYTES:
+        raise CorruptError(f"slot header: length {length} does not end on a page boundary")
+    return 8 + length
+
+
 def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
     """The image of an existing slot, from its first bytes (all of its header at least).
 
@@ -314,16 +326,10 @@ def _check_chunk_count(manifest: Manifest, *region_bytes: int) -> None:
 
 def _header_text(data: memoryview) -> bytes:
     """The JSON of a header, its length checked before anything is copied."""
-    if len(data) < 8:
-        raise CorruptError(f"slot header: truncated, {len(data)} bytes are too few for a length")
-    length = int.from_bytes(data[:8], "little")
-    if length > MAX_HEADER_BYTES:
-        raise CorruptError(f"slot header: length {length} is more than {MAX_HEADER_BYTES}")
-    if (8 + length) % PAGE_BYTES:
-        raise CorruptError(f"slot header: length {length} does not end on a page boundary")
-    if 8 + length > len(data):
-        raise CorruptError(f"slot header: truncated, {8 + length} bytes announced, {len(data)} there")
-    return bytes(data[8 : 8 + length])
+    end = header_bytes(data)
+    if end > len(data):
+        raise CorruptError(f"slot header: truncated, {end} bytes announced, {len(data)} there")
+    return bytes(data[8:end])
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

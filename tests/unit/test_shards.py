@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from ftckpt.errors import CorruptError, StorageError
+from ftckpt.errors import CorruptError, DamagedError, StorageError
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
+from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import PIECE_BYTES, ShardImage, StoredShard, StoredSnapshot, contents, files_of
 from ftckpt.store.arena import Arena
 from ftckpt.store.image import parse_image
@@ -69,6 +70,27 @@ def test_bytes_that_are_not_what_they_were_are_seen_as_they_go_by(where: str, ar
         data[at] ^= 1
         with raises(CorruptError, arena.manifest.shard, where, "is not what it was"):
             list(contents(shard, arena.image, data, entry))
+
+
+@pytest.mark.parametrize("bit", [3, 27, 40, 63], ids=str)
+def test_a_length_that_went_bad_reads_nothing(bit: int, arena_root: Path) -> None:
+    """Not the whole file, as long as that says it is."""
+    job, asked = Job(arena_root, ("a", "b"), Modes()), list[tuple[int, int]]()
+    build(job, [7], [])
+    with closing(Arena.open(job.path(0))) as arena, arena.slot(slot := slot_of(arena, 7)) as data:
+        shard, entry = stored_of(arena, slot)
+        file = bytearray(b"".join(contents(shard, arena.image, data, entry)))
+
+    def read(begin: int, nbytes: int) -> bytes:
+        asked.append((begin, nbytes))
+        return bytes(file[begin : begin + nbytes])
+
+    ShardFile("x", arena.manifest.shard, entry, read)
+    asked.clear()
+    file[bit // 8] ^= 1 << bit % 8
+    with raises(DamagedError, "x", "slot header"):
+        ShardFile("x", arena.manifest.shard, entry, read)
+    assert asked == [(0, 8)]
 
 
 def snapshot(frames: Sequence[int] | None = None) -> StoredSnapshot:
