@@ -18,12 +18,11 @@ from ftckpt.model.tiers import KINDS
 from ftckpt.persist.commit import MANIFEST_NAME, committed, folder_of
 from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
-from ftckpt.persist.retention import pinned, voided
+from ftckpt.persist.retention import VOID_MEANS, pinned, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 
 _READ_BYTES = 16 << 20
-_VOID = "bad, or of a past that the job has left: no restart takes it"
 
 
 def add_list(commands: Any) -> None:
@@ -89,7 +88,7 @@ def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
             yield f"iteration {one['iteration']}: cannot be used: {one['problem']}"
             continue
         notes = [name for name in ("compressed", "pinned") if one[name]]
-        notes += [f"void ({_VOID})"] if one["void"] else []
+        notes += [f"void ({VOID_MEANS})"] if one["void"] else []
         size = f"{one['shards']} shards, {human(one['bytes'])}"
         yield ", ".join([f"iteration {one['iteration']}: {one['layout']}, {size}, of job {one['job']}", *notes])
     for iteration in listing["pinned_away"]:

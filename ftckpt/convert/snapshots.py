@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,11 +24,15 @@ from ftckpt.convert.catalog import Bytes, Catalog, Reader
 from ftckpt.convert.storage import CheckedOnce, explained, map_file
 from ftckpt.errors import ConvertError, CorruptError, StorageError
 from ftckpt.model import objects
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import first_of_each_stage
-from ftckpt.persist.commit import MANIFEST_NAME, folder_of, iteration_of
+from ftckpt.persist.commit import MANIFEST_NAME, VOID, folder_of, iteration_of
+from ftckpt.persist.retention import VOID_MEANS, void_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import FORMAT, StoredShard, StoredSnapshot
 from ftckpt.store.image import Span
+
+log = logging.getLogger("ftckpt")
 
 _UNPACKED = 16
 """Chunks that stay unpacked: strips that workers read one behind the other share the chunk in which they meet."""
@@ -55,7 +60,7 @@ class _File:
 
 
 class SnapshotReader(Reader):
-    """The snapshot at ``path``, or of a directory of several the newest, or that of ``iteration``.
+    """The snapshot at ``path``, or of a directory of several the newest that is not void, or that of ``iteration``.
 
     Every chunk is compared with its checksum when something of it is first read.
 
@@ -72,6 +77,8 @@ class SnapshotReader(Reader):
             self.stored = StoredSnapshot.decode(self._manifest, str(where))
         except StorageError as error:
             raise ConvertError(str(error)) from None
+        if self.stored.snapshot in _voided(path.parent):  # who has named it may want it all the same
+            log.warning("ftckpt: %s is void: %s", path, VOID_MEANS)
         self._files = {shard: self._open(shard, entry) for shard, entry in self.stored.shards.items()}
         self._unpacked = lru_cache(_UNPACKED)(self._chunk)
         self.catalog, self._entries = self._make_catalog(roles)
@@ -164,6 +171,33 @@ def _folders(path: Path) -> dict[int, Path]:
     return {iteration: folder for iteration, folder in found.items() if iteration is not None}
 
 
+def _newest(path: Path, newest_first: Sequence[Path]) -> Path:
+    void = _voided(path)
+    chosen = next((folder for folder in newest_first if not _is_one_of(folder, void)), None)
+    if chosen is None:
+        raise ConvertError(f"{path}: all snapshots there are void: {VOID_MEANS}; --iteration takes one all the same")
+    if chosen != newest_first[0]:
+        log.warning("ftckpt: %s is taken: what is newer there is void: %s", chosen, VOID_MEANS)
+    return chosen
+
+
+def _is_one_of(folder: Path, snapshots: Collection[SnapshotId]) -> bool:
+    """False, too, for one that cannot be read: who is to read it says why."""
+    if not snapshots:
+        return False
+    where = folder / MANIFEST_NAME
+    try:
+        return StoredSnapshot.decode(where.read_bytes(), str(where)).snapshot in snapshots
+    except (OSError, StorageError):
+        return False
+
+
+def _voided(path: Path) -> set[SnapshotId]:
+    # Not as a storage: that wants to be written.
+    with explained(path):
+        return void_of(mark.name for mark in (path / VOID).glob("*"))
+
+
 def _choose(path: Path, iteration: int | None) -> Path:
     folders = _folders(path)
     if not folders:
@@ -171,7 +205,7 @@ def _choose(path: Path, iteration: int | None) -> Path:
             raise ConvertError(f"--iteration {iteration}: {path} is one snapshot, and not that one")
         return path
     if iteration is None:
-        return folders[max(folders)]
+        return _newest(path, [folders[number] for number in sorted(folders, reverse=True)])
     if iteration not in folders:
         raise ConvertError(f"--iteration {iteration}: {path} has iterations {', '.join(map(str, sorted(folders)))}")
     return folders[iteration]

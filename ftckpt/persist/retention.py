@@ -9,7 +9,7 @@ was written before it began, as with files and the usual object stores: Dekker's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ftckpt.errors import StorageError
 from ftckpt.model.loaded import Checkpoint, is_undone
@@ -29,6 +29,9 @@ from ftckpt.persist.commit import (
 )
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
+
+VOID_MEANS = "bad, or of a past that the job has left: no restart takes it"
+"""Of a snapshot, in words."""
 
 
 def kept(iterations: Collection[int], keep: int, keep_every: int) -> set[int]:
@@ -114,8 +117,13 @@ def void_undone(storage: Storage, origin: Checkpoint) -> list[SnapshotId]:
 
 def voided(storage: Storage) -> set[SnapshotId]:
     """What ``void`` was told; some of it may be gone."""
+    return void_of(_below(storage, VOID))
+
+
+def void_of(names: Iterable[str]) -> set[SnapshotId]:
+    """What is void where the folder ``VOID`` has objects of these ``names``."""
     found = set()
-    for name in _below(storage, VOID):
+    for name in names:
         try:
             found.add(SnapshotId.parse(name))
         except ValueError:

@@ -100,7 +100,7 @@ def test_paths_of_a_newer_python_are_read(name: str, tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "pathlib._local", module)
     torch.save({"where": kind()}, tmp_path / "x.pt")
     dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
-    metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+    metadata = dcp.FileSystemReader(tmp_path / "d").read_metadata()
     metadata.storage_meta = kind()
     (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
     monkeypatch.undo()

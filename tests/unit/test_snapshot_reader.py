@@ -11,10 +11,12 @@ import pytest
 from ftckpt.convert import snapshots
 from ftckpt.convert.snapshots import SnapshotReader
 from ftckpt.errors import ConvertError
-from ftckpt.persist import shard_file
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist import retention, shard_file
+from ftckpt.persist.files import FileStorage
 from tests.support.errors import raises
 from tests.support.flush_jobs import Job
-from tests.support.smp_nodes import CHUNK
+from tests.support.smp_nodes import CHUNK, LINEAGE
 
 
 @pytest.fixture(params=["none", "zstd"])
@@ -54,6 +56,33 @@ def test_what_is_read_is_what_memory_has(filled: tuple[Path, Job]) -> None:
         assert set(reader.catalog.objects["shards"]) == {"dp0"}
     with raises(ConvertError, "was closed"):
         reader.read(0)
+
+
+@pytest.mark.parametrize("filled", ["none"], indirect=True)
+def test_what_is_void_is_passed_over_or_told(filled: tuple[Path, Job], caplog: pytest.LogCaptureFixture) -> None:
+    where, job = filled
+
+    def taken(path: Path, iteration: int | None = None) -> int:
+        caplog.clear()
+        with closing(SnapshotReader(path, iteration)) as reader:
+            return reader.stored.snapshot.iteration
+
+    job.snapshot(1, 8)
+    job.flush(8)
+    job.settled(8)
+    assert taken(where) == 8 and not caplog.text
+    retention.void(FileStorage(str(where)), [SnapshotId(LINEAGE, 8), SnapshotId(b"x" * 16, 7)])
+    assert taken(where) == 7 and "iter_0000007 is taken: what is newer there is void" in caplog.text
+    assert taken(where, 7) == 7 and not caplog.text
+    for path, iteration in ((where, 8), (where / "iter_0000008", None)):
+        assert taken(path, iteration) == 8
+        assert "iter_0000008 is void: bad, or of a past that the job has left" in caplog.text
+    retention.void(FileStorage(str(where)), [SnapshotId(LINEAGE, 7)])
+    with raises(ConvertError, str(where), "all snapshots there are void", "--iteration"):
+        SnapshotReader(where)
+    (where / "iter_0000008" / "manifest.json").write_bytes(b"{}")
+    with raises(ConvertError, "iter_0000008/manifest.json"):
+        SnapshotReader(where)
 
 
 def test_a_shard_is_never_unpacked_as_a_whole(filled: tuple[Path, Job], monkeypatch: pytest.MonkeyPatch) -> None:
