@@ -126,14 +126,15 @@ class Exports:
         self._name(iteration)
         return final
 
-    def retain(self, iterations: Collection[int]) -> list[int]:
-        """Remove those of other iterations, whose snapshots are gone; returns which."""
+    def retain(self, snapshots: Collection[SnapshotId]) -> list[int]:
+        """Remove those of other snapshots, which are gone, or of a past that the job has left; returns their
+        iterations."""
         if self._place.is_theirs:
             return []
-        gone = {snapshot: path for snapshot, path in self.find().items() if snapshot.iteration not in iterations}
+        gone = {snapshot: path for snapshot, path in self.find().items() if snapshot not in snapshots}
+        self._point_away_from([snapshot.iteration for snapshot in gone])
         with explained(self._root):
-            for snapshot, path in gone.items():
-                self._point_away_from(snapshot.iteration)
+            for path in gone.values():
                 aside = self._work / f"removed-{path.name}"
                 aside.parent.mkdir(exist_ok=True)
                 path.rename(aside)  # from here on it is none
@@ -146,7 +147,7 @@ class Exports:
         is_left = self._place.is_theirs and not self._is_of_this_run(final)
         if not is_left and not (final / MARK_NAME).is_file():
             raise StorageError(f"{final}: is of another program, and stays as it is", lasting=True)
-        self._point_away_from(made.snapshot.iteration)
+        self._point_away_from([made.snapshot.iteration])
         final.rename(made.path.with_name("replaced"))
 
     def _name(self, iteration: int) -> None:
@@ -162,10 +163,10 @@ class Exports:
         # Behind the rename: until then nobody else looks for it.
         file.chmod(0o666 & ~self.umask)
 
-    def _point_away_from(self, iteration: int) -> None:
+    def _point_away_from(self, iterations: Collection[int]) -> None:
         """What is to go is not the one that a job would load, as far as there is another."""
-        others = [snapshot.iteration for snapshot in self.find() if snapshot.iteration != iteration]
-        if others and self._named() == iteration:
+        others = [snapshot.iteration for snapshot in self.find() if snapshot.iteration not in iterations]
+        if others and self._named() in iterations:
             self._point_to(max(others))
 
     def _is_of_this_run(self, path: Path) -> bool:

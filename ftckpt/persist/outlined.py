@@ -55,7 +55,7 @@ class OutlinedExports(Exports):
         self._settle(outline, mark)
         return final
 
-    def retain(self, iterations: Collection[int]) -> list[int]:
+    def retain(self, snapshots: Collection[SnapshotId]) -> list[int]:
         return []
 
     def _settle(self, outline: Outline, mark: SaveMark) -> None:

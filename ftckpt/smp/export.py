@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -17,10 +17,11 @@ from typing import IO
 from ftckpt.errors import StorageError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import committed, folder_of, require_owner
+from ftckpt.persist.commit import committed, folder_of, manifest_of, require_owner
 from ftckpt.persist.exports import Exports
 from ftckpt.persist.outlined import OutlinedExports
 from ftckpt.persist.place import OUTLINED, Place
+from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from ftckpt.smp.client import environment
 
@@ -59,8 +60,24 @@ def export(
             path = exports.publish(made)
         secs = round(time.monotonic() - begun, 3)
         events.emit("exported", iteration=snapshot.iteration, format=form, path=str(path), secs=secs)
-    for iteration in exports.retain(committed(storage)):
+    for iteration in exports.retain(_there(storage, exports.find())):
         events.emit("removed", iteration=iteration, path=place.exports.root)
+
+
+def _there(storage: Storage, snapshots: Iterable[SnapshotId]) -> set[SnapshotId]:
+    """Those of ``snapshots`` that are committed; of what cannot be read nobody knows whether it is another."""
+    iterations = set(committed(storage))
+    return {one for one in snapshots if one.iteration in iterations and _may_be(storage, one)}
+
+
+def _may_be(storage: Storage, snapshot: SnapshotId) -> bool:
+    name = manifest_of(snapshot.iteration)
+    try:
+        return StoredSnapshot.decode(storage.read(name), name).snapshot == snapshot
+    except StorageError as error:
+        if not error.lasting:
+            raise
+        return True
 
 
 def _convert(

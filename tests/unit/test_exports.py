@@ -9,12 +9,15 @@ import pytest
 
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import claim
+from ftckpt.persist.commit import claim, manifest_of
 from ftckpt.persist.exports import Exports
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import ExportPlace, Place, prepare
+from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.smp.export import export
 from tests.support.errors import raises
 from tests.support.killing import killed_at
+from tests.support.smp_nodes import Seen
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LINEAGE, LATER = b"a" * 16, b"b" * 16
@@ -157,10 +160,37 @@ def test_a_job_that_went_back_names_what_it_writes(root: Path) -> None:
 def test_what_was_made_of_a_snapshot_goes_with_it(root: Path) -> None:
     for iteration in (5, 10, 15):
         make(root, iteration)
-    assert exports(root, is_theirs=True).retain([15]) == []
-    assert exports(root).retain([10, 15]) == [5]
+    five, ten, fifteen = (SnapshotId(LINEAGE, iteration) for iteration in (5, 10, 15))
+    assert exports(root, is_theirs=True).retain([fifteen]) == []
+    assert exports(root).retain([ten, fifteen]) == [5]
     assert names(root) == {"iter_0000010", "iter_0000015", TRACKER, "ftckpt"} and not names(root / "ftckpt")
-    assert exports(root).retain([10]) == [15] and loadable(root) == 10, "never names what is gone"
+    assert exports(root).retain([five, ten]) == [15] and loadable(root) == 10, "never names what is gone"
+    assert exports(root).retain([SnapshotId(LATER, 10)]) == [10], "of another past"
+
+
+def test_what_was_made_of_a_past_that_was_left_goes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job has come to iteration 10 a second time, and what others load was not made of that."""
+    storage, place = FileStorage(str(root / "ftckpt")), Place.of(str(root), "megatron-dist")
+    for iteration in (5, 10, 15):
+        make(root, iteration)
+        there = SnapshotId(LATER if iteration == 10 else LINEAGE, iteration)
+        storage.put(manifest_of(iteration), StoredSnapshot(there, "job", {}, {}).encode())
+    storage.put(manifest_of(15), b"of a later version")
+    (root / TRACKER).write_text("10")
+    named, rename = list[int](), Path.rename
+
+    def seen(path: Path, target: Path) -> None:
+        named.append(loadable(root))
+        rename(path, target)
+
+    def never(secs: float) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Path, "rename", seen)
+    events = Seen()
+    export(storage, place, SnapshotId(LINEAGE, 5), events, owner="", deadline=0.0, pause=never)
+    assert [one["iteration"] for one in events.of("removed")] == [10] and named[-1] == loadable(root) == 15
+    assert exports(root).find().keys() == {SnapshotId(LINEAGE, 5), SnapshotId(LINEAGE, 15)}
 
 
 def test_snapshots_and_what_is_made_of_them_have_places_of_their_own(root: Path) -> None:
