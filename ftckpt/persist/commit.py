@@ -193,10 +193,10 @@ class PendingCheckpoint:
 
     def _require(self, marks: Mapping[str, DoneMark]) -> None:
         if file := self.lacks(*marks.values()):
+            # Not for good: a node that finds a mark without its files, of one that was killed, writes them anew.
             raise StorageError(
                 f"{self._storage.where}/{self.folder}/{file.name}: is not there with its {file.nbytes} bytes: "
-                "somebody else has removed or changed it",
-                lasting=True,
+                "somebody else has removed or changed it"
             )
 
 

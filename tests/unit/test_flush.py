@@ -266,6 +266,26 @@ def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pyt
     job.check(FileStorage(job.where), 7)
 
 
+def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that was killed has left it; its node writes the files anew, a little later than others theirs."""
+    monkeypatch.setattr(flushing, "_AGAIN_SECS", 0.05)
+    job.snapshot(0, 7)
+    job.nodes[1].flush(7)
+    job.smps[1].start()
+    until(lambda: any(name.endswith("-done.b") for name in leftovers(job.where)))
+    job.nodes[1].flush(-1)
+    until(lambda: job.smps[1].duties.flushing[0] is None)
+    job.smps[1].pause()
+    for name in [name for name in leftovers(job.where) if name.endswith(".safetensors")]:
+        Path(job.where, name).unlink()
+    job.flush(7)
+    job.smps[0].start()
+    until(lambda: any("somebody else" in told["error"] for told in job.smps[0].events.of("storage_fails")))
+    job.smps[1].start()
+    job.settled(7)
+    job.check(FileStorage(job.where), 7)
+
+
 def test_what_is_committed_meanwhile_is_not_begun_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second SMP of a node looks for its mark when the commit has taken it away."""
     job.snapshot(0, 7)
