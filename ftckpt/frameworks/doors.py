@@ -254,7 +254,7 @@ def start(
 
     group = Group(config.start_timeout_secs)
     follow_uncaught()
-    code = code_if_over()
+    code = code_if_over(config.job)
     # Together: a node that is new knows of no earlier attempt.
     if codes := [one for one in gather(group, -1 if code is None else code, int) if one >= 0]:
         raise SystemExit(max(codes))
@@ -262,7 +262,8 @@ def start(
     # One rank of those that a launcher started on a machine speaks for all of them.
     local = os.environ.get("LOCAL_RANK")
     speaks = topology.is_node_leader if local is None else local == "0"
-    return Start(config, group, topology, launcher_run(os.environ) if speaks else LauncherRun(""), examines)
+    run = launcher_run(os.environ)
+    return Start(config, group, topology, run if speaks else run.unheard(), examines)
 
 
 def _gather_topology(

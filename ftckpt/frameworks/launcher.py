@@ -29,7 +29,7 @@ from ftckpt.config import add_flags, node_here
 from ftckpt.errors import ConfigError, FtckptError, written
 from ftckpt.setting_checks import NAME_RULE, is_name
 from ftckpt.store import ends
-from ftckpt.store.outcome import agent_of, launcher_run
+from ftckpt.store.outcome import LauncherRun, agent_of, launcher_run
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _DRAWN = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
@@ -201,7 +201,7 @@ def main(argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence
     if not argv or argv[0] in ("-h", "--help"):
         add_flags(argparse.ArgumentParser(prog=program, usage=usage, add_help=False)).print_help()
         return 0 if argv else 2
-    if (code := code_if_over()) is not None:
+    if (code := code_if_over(option("--ftckpt-job", argv))) is not None:
         return code
     try:
         return body(argv)
@@ -209,10 +209,14 @@ def main(argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence
         return refuse(error)
 
 
-def code_if_over() -> int | None:
-    """The exit code that an earlier attempt of this launcher run left for all further ones; None: go on."""
-    run = launcher_run(os.environ)
-    outcome = run.before
+def code_if_over(job: str | None = None) -> int | None:
+    """The exit code that an earlier attempt of this launcher run left for all further ones; None: go on.
+
+    ``job`` is what the user has configured, if that is known by now: what another one came to is not its own. Where
+    no name is known the run is taken for that of one job.
+    """
+    run = _run_of(job)
+    outcome = run.before.of(run.job)
     if not outcome.over:
         return None
     run.remove_leftovers()
@@ -228,14 +232,22 @@ def _is_last_attempt(env: Mapping[str, str]) -> bool:
     return env.get("TORCHELASTIC_RESTART_COUNT") == env.get("TORCHELASTIC_MAX_RESTARTS")
 
 
+def _run_of(job: str | None = None) -> LauncherRun:
+    """The launcher run, which is told of the job as far as the user has named it: see ``job_name``."""
+    run = launcher_run(os.environ)
+    run.job = job or run.job or os.environ.get("FTCKPT_JOB", "")
+    return run
+
+
 def go_on() -> None:
-    """Another model is going to be trained: while it is built the job is not done, whatever ended before it."""
+    """The job is not done, whatever this process has done before: another model is going to be trained, or the script
+    says itself that it has failed, which is no crash in the exit of one that has not."""
     launcher_run(os.environ).resume()
 
 
-def leave_if_over() -> None:
+def leave_if_over(job: str | None = None) -> None:
     """End this process where an earlier attempt of the launcher run ended the job: for doors without a runner."""
-    if (code := code_if_over()) is not None:
+    if (code := code_if_over(job)) is not None:
         raise SystemExit(code)
 
 
@@ -267,6 +279,7 @@ class _ErrorHook:
                 logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
                 refuse(error)
             else:
+                go_on()
                 self._shown_by(kind, error, trace)
         finally:
             _ErrorHook._is_showing = False
@@ -275,7 +288,8 @@ class _ErrorHook:
 def refuse(error: FtckptError) -> int:
     """Say in one line on stderr what ends the job, and keep the launcher from trying again in vain; the exit code."""
     env = os.environ
-    run = launcher_run(env)
+    run = _run_of()
+    run.resume()
     # The ranks of a machine end each other when the first one ends: whichever comes first must speak.
     # Known under torchrun alone: another launcher names no attempts.
     is_last = "TORCHELASTIC_RESTART_COUNT" in env and _is_last_attempt(env)
@@ -302,7 +316,10 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         code = _exit_code(main(sys.argv[1:]))
     except SystemExit as ended:
         code = _exit_code(ended.code)
+        if code:
+            go_on()
     except BaseException as error:  # noqa: BLE001 - a script's own error, shown as the interpreter shows it
+        go_on()  # here, too: the script may have put a hook of its own in the place of ftckpt's
         sys.excepthook(type(error), error, error.__traceback__)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     # In this order, as the interpreter does: pools of threads and processes end, then what was registered.

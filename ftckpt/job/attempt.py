@@ -31,9 +31,11 @@ from ftckpt.persist.place import Place
 from ftckpt.persist.storage import open_storage, patiently
 from ftckpt.setting_checks import check_mtbf
 from ftckpt.store import ends
+from ftckpt.store.directory import PULSE_NAME
 from ftckpt.store.ends import EndNote
 from ftckpt.store.failures import note_end, read_failures, still_trains, write_failures
 from ftckpt.store.outcome import MOST_STARTS, LauncherRun
+from ftckpt.store.pulse import Pulse
 
 log = logging.getLogger("ftckpt")
 
@@ -48,7 +50,7 @@ _OFTEN_SECS = 1.0
 
 
 class AttemptSight(NamedTuple):
-    """What one rank knows at the start. ``starts``: that made no snapshot, -1 where it speaks for no launcher run;
+    """What one rank knows at the start. ``starts``: that came to nothing, -1 where it speaks for no launcher run;
     ``run``: the name of that. ``last`` and ``ends``: what its node's memory has, and has seen of the end of the
     attempt before, where it leads the node."""
 
@@ -95,8 +97,9 @@ class AttemptRecord:
         starts = min((one.starts for one in sights if one.starts >= 0), default=0)
         if starts >= MOST_STARTS:
             error = StalledError(
-                f"{starts} attempts in a row have made no snapshot that is whole on all ranks: what ended them would "
-                "end the next one, too; see their errors above, and start the job again when that is mended"
+                f"{starts} attempts in a row have made no snapshot that is whole on all ranks, and came no further "
+                "than those before them: what ended them would end the next one, too; see their errors above, and "
+                "start the job again when that is mended"
             )
             error.of_all_ranks = True
             raise error
@@ -176,7 +179,7 @@ class AttemptRecord:
         """Count the attempt; what is known here of those before it."""
         self._node_dir = node_dir if self._topology.is_node_leader else None
         ends.are_told_in(node_dir)
-        starts = self._run.begin(self._config.job) if self._run.name else -1
+        starts = self._run.begin(self._config.job, _reached(node_dir)) if self._run.name else -1
         last: LastAttempt | None = None
         told: list[EndNote] = []
         if self._node_dir is not None:
@@ -203,3 +206,11 @@ class AttemptRecord:
             patiently(lambda: tell_trained(open_storage(where, setting), owner, time.time(), ended=True), _TELL_SECS)
         except StorageError as error:
             self._events.emit("failures_unknown", error=str(error))
+
+
+def _reached(node_dir: Path) -> int:
+    """The last boundary that the attempt before this one has passed here: a killed rank has told it by its signs of
+    life alone. -1 where nothing is known."""
+    if not (node_dir / PULSE_NAME).exists():  # to open it would make it
+        return -1
+    return Pulse.open(node_dir, None).furthest()

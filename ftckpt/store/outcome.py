@@ -2,21 +2,24 @@
 
 A launcher starts all ranks again whenever one fails: after an error that each attempt meets anew, and after a crash
 in the exit of a job that is done. What earlier attempts came to lies in a file of the launcher run, which the next
-one reads before anything else: how many starts in a row made no snapshot, and whether it is over. The file is named
-for the process of the launcher, so that another run of the same job finds nothing, and whoever comes later knows
-without a guess which files are of no use any more.
+one reads before anything else: how many starts in a row came to nothing, and whether it is over. The file is named
+for the process of the launcher and for what it has launched, so that another run of the same job finds nothing, a
+second one by the same process neither, and whoever comes later knows without a guess which files are of no use any
+more.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from ftckpt.config import node_here
@@ -28,11 +31,14 @@ from ftckpt.store.page import owner_lives, owner_word, pid_namespace
 RUN_VARIABLE = "FTCKPT_RUN"
 """Names a launcher run that is none of torchrun: a script that starts a job again and again sets it."""
 MOST_STARTS = 3
-"""Starts in a row that may end without a snapshot."""
+"""Starts in a row that may end without a snapshot, and no further than those before them."""
 _LOCK_SECS = 5.0
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_OF_PROCESS = re.compile(r"([0-9a-f]+)-([0-9]+)-([0-9a-f]+)")
+_OF_PROCESS = re.compile(r"([0-9a-f]+)-([0-9]+)-([0-9a-f]+)-[0-9a-f]+")
+_KEPT_SECS = 14 * 86400.0
+"""A record of which nobody here knows whether its launcher has ended. No script waits so long before it starts a job
+again; that a row of failures is forgotten does no harm."""
 _SUFFIX = ".run"
 RUNS_PREFIX = "ftckpt-runs-"
 """Of the name of a directory, which a number follows: no job is called so."""
@@ -43,8 +49,10 @@ class RunOutcome:
     """Of one launcher run on one machine.
 
     ``code`` is None while it may go on, else the exit code of each further attempt, for the reason ``text``.
-    ``starts`` counts those of ``job`` since a snapshot was whole. ``repeated``: the last attempt has said
-    it again. ``arena`` tells where snapshots lay that a rank may have left which crashed as they were removed.
+    ``starts`` counts those of ``job`` since a snapshot was whole, or one has come further than all before it.
+    ``repeated``: the last attempt has said it again. ``arena`` tells where snapshots lay that a rank may have left
+    which crashed as they were removed. ``attempts`` are all starts of ``job``: no boundary behind ``furthest`` is
+    known that any but the last has passed.
     """
 
     starts: int = 0
@@ -53,24 +61,46 @@ class RunOutcome:
     repeated: bool = False
     arena: str = ""
     job: str = ""
+    attempts: int = 0
+    furthest: int = -1
 
     @property
     def over(self) -> bool:
         return self.code is not None
+
+    def of(self, job: str) -> RunOutcome:
+        """What it says of ``job``: all, where that is "", for unknown; nothing, where it is of another one."""
+        return self if not job or self.job in ("", job) else RunOutcome()
+
+    def with_reached(self, reached: int) -> RunOutcome:
+        """The last attempt has passed the boundary ``reached``, and none behind it; -1: no boundary is known of."""
+        # What the first one has passed nobody can have passed before; who fails there again has come no further.
+        if not self.attempts:
+            return self
+        is_further = self.attempts > 1 and reached > self.furthest
+        return replace(self, starts=0 if is_further else self.starts, furthest=max(reached, self.furthest))
 
 
 class LauncherRun:
     """The launcher run ``name``, as one process of an attempt knows it; where that is "" nothing is stored, and
     nothing is over.
 
-    Nothing raises: a job trains without a record as it does with one. ``problem`` says why there is none.
+    Nothing raises: a job trains without a record as it does with one. ``problem`` says why there is none. ``job`` is
+    what this process trains, "" where that is not known: what another job of the same launcher came to is not its
+    own.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, heard: LauncherRun | None = None) -> None:
         self.name = name
+        self.job = ""
         self.problem = ""
-        self._has_begun = False
+        self._heard = heard or self
+        self._found: dict[str, RunOutcome] = {}  # by the job that was begun
         self._is_done = False
+
+    def unheard(self) -> LauncherRun:
+        """For a rank that another one speaks for: it stores nothing, but what it has done it can take back."""
+        return LauncherRun("", self)
 
     @cached_property
     def before(self) -> RunOutcome:
@@ -85,22 +115,29 @@ class LauncherRun:
             self.problem = str(error)
             return RunOutcome()
 
-    def begin(self, job: str) -> int:
-        """One more start of ``job``; returns how many there were before it. Records of launchers that ended are
+    def begin(self, job: str, reached: int = -1) -> int:
+        """One more start of ``job``; returns how many before it came to nothing. Records of launchers that ended are
         removed.
 
         What is over is not any more: who comes here knows of that, and trains all the same. A process that begins
         anew, as after a load from storage, is no further start; one launcher may start several jobs in turn.
+        ``reached``: the last boundary that the start before this one is known to have passed.
         """
-        before, is_first = self.before, not self._has_begun
-        self._has_begun = True
+        self.job, is_first = job, job not in self._found
 
-        def starts(now: RunOutcome) -> int:
-            return now.starts if now.job in ("", job) else 0
+        def found(now: RunOutcome) -> RunOutcome:
+            return now.of(job).with_reached(reached) if is_first else now.of(job)
 
-        self._change(lambda now: RunOutcome(starts(now) + is_first, job=job))
+        def change(now: RunOutcome) -> RunOutcome:
+            now = found(now)
+            attempts = now.attempts + is_first
+            return RunOutcome(now.starts + is_first, job=job, attempts=attempts, furthest=now.furthest)
+
+        if is_first:
+            self._found[job] = found(self.before)
+        self._change(change)
         _remove_stale()
-        return starts(before)
+        return self._found[job].starts
 
     def take_back(self) -> None:
         """This start is none of those that made no snapshot: what kept it from that may be over at the next one."""
@@ -117,10 +154,12 @@ class LauncherRun:
 
         Where nothing can be stored everybody is the first. Who is the first in the last attempt says it for its end.
         """
-        is_first, self._is_done = True, code == 0
+        is_first, self._heard._is_done = True, code == 0
+        job = job or self.job
 
         def change(now: RunOutcome) -> RunOutcome:
             nonlocal is_first
+            now = now.of(job)
             is_first = not now.over and now.text != text
             if now.over:
                 return now
@@ -131,10 +170,10 @@ class LauncherRun:
         return is_first
 
     def resume(self) -> None:
-        """What this process has done is not all: it trains another model."""
+        """What this process has done is not all: it trains another model, or its script has failed since."""
         if self._is_done:
             self._is_done = False
-            self._change(lambda now: replace(now, code=None))
+            self._change(lambda now: replace(now, code=now.code or None))
 
     def repeat(self) -> bool:
         """Whether nobody has said again what ended the run."""
@@ -223,8 +262,33 @@ def launcher_run(env: Mapping[str, str]) -> LauncherRun:
         # Nodes of a cluster may share what is temporary.
         name = f"{given}.{node_here(env)[0]}"
     elif (agent := agent_of(env)) is not None:
-        name = f"{agent.owner:x}-{_machine()}"
+        name = f"{agent.owner:x}-{_machine()}-{_launch(agent, env)}"
     return _runs.setdefault(name, LauncherRun(name))
+
+
+def _launch(agent: Agent, env: Mapping[str, str]) -> str:
+    """What tells the launches of one process apart, as a sweep or a notebook makes them; the same for all attempts of
+    a launch, and all ranks of this machine."""
+    facts = [env[_TORCHRUN]]
+    # RUN/attempt_N/LOCAL_RANK/error.json: torch draws RUN once for each configuration of a launch.
+    attempt = Path(env.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    if attempt.name == f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT')}":
+        facts.append(str(attempt.parent))
+        # A script may launch twice with one configuration. On several nodes the directory of a first attempt is made
+        # anew where another node has failed, and torchrun launches but once.
+        is_torchrun = any(word.endswith(("torchrun", "torch.distributed.run")) for word in agent.command[:4])
+        if env.get("GROUP_WORLD_SIZE") == "1" and not is_torchrun:
+            facts.append(_made_ns(attempt.parent / "attempt_0"))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+
+
+@cache
+def _made_ns(directory: Path) -> str:
+    """When the last entry was made in it: before the ranks begin. Looked up once: a long job's may be tidied away."""
+    try:
+        return str(directory.stat().st_mtime_ns)
+    except OSError:
+        return ""
 
 
 def _machine() -> str:
@@ -254,9 +318,14 @@ def _load(path: Path) -> RunOutcome:
 
 
 def _remove_stale() -> None:
-    """Records of agents of this machine and pid namespace that have ended."""
-    with suppress(OSError):
-        for path in _folder().glob(f"*{_SUFFIX}"):
+    """Records of agents of this machine and pid namespace that have ended, and what is old where nobody can tell."""
+    oldest = time.time() - _KEPT_SECS
+    for path in _folder().glob(f"*{_SUFFIX}"):
+        with suppress(OSError):
             process = _OF_PROCESS.fullmatch(path.name.removesuffix(_SUFFIX))
-            if process and f"{process[2]}-{process[3]}" == _machine() and not owner_lives(int(process[1], 16)):
+            if process and f"{process[2]}-{process[3]}" == _machine():
+                is_stale = not owner_lives(int(process[1], 16))
+            else:
+                is_stale = path.stat().st_mtime < oldest
+            if is_stale:
                 path.unlink(missing_ok=True)

@@ -285,6 +285,10 @@ class Pulse:
         """The entries of all ranks that ever joined and did not leave, dead ones included, by place."""
         return [self._read(place) for place in range(MAX_PLACES) if self._words[place * _ENTRY_WORDS + _OWNER]]
 
+    def furthest(self) -> int:
+        """The last boundary that a rank has passed which ever joined, also of those that have left; -1: none."""
+        return max(self._words[place * _ENTRY_WORDS + _ITERATION] for place in range(MAX_PLACES)) - 1
+
     def smp_alive(self, max_age_secs: float) -> bool:
         """Whether the SMP lives and gave a sign of life in the last ``max_age_secs``."""
         owner, age_secs, _ = self.smp()

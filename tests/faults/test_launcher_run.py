@@ -21,7 +21,11 @@ from ftckpt import plain
 from ftckpt.config import Config
 
 here, fault, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
-config = Config(enabled=True, job="j", node="n", arena=sys.argv[3], protect="none", events=str(here / "events"))
+config = Config(
+    enabled=True, job="j", node="n", arena=sys.argv[3], protect="none", events=str(here / "events"),
+    interval=int(os.environ.get("EVERY", "1")),
+)
+told = (here / f"rank{rank}.jsonl").read_text() if (here / f"rank{rank}.jsonl").exists() else ""
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 def log(what):
@@ -33,34 +37,53 @@ log("start")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 ftckpt = plain.attach(model, optimizer, config=config)
-begin = ftckpt.restore()
+saved = here / f"saved{rank}"
+begin = ftckpt.restore(newer_than=int(saved.read_text()) if saved.exists() else -1)
 log(["restored", begin])
-for iteration in range(1 if begin is None else begin + 1, 5):
+for iteration in range(1 if begin is None else begin + 1, int(os.environ.get("LAST", "4")) + 1):
     if fault == "at once" and rank == 1:
         os._exit(3)
+    if fault == "every fourth" and rank == 1 and iteration % 4 == 0 and f"fault at {iteration}" not in told:
+        log(f"fault at {iteration}")
+        os._exit(3)
+    if fault == "at the fourth" and rank == 1 and iteration == 4:
+        os._exit(3)
+    if "fourth" in fault:
+        torch.distributed.barrier()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     ftckpt.step(iteration)
     log(iteration)
+    if fault == "every fourth" and iteration % 2 == 0:
+        saved.write_text(str(iteration))
 ftckpt.close()
 log("closed")
+if fault == "behind its end" and rank == 1 and attempt == 0:
+    raise MemoryError("no room for the next model")
 if fault == "in its exit" and rank == 1 and attempt == 0:
     os.abort()
 torch.distributed.destroy_process_group()
 """
 
 
-def torchrun(here: Path, *words: str, restarts: int, job: str = "j") -> tuple[int, str]:
+def torchrun(here: Path, *words: str, restarts: int, job: str = "j", **env: str) -> tuple[int, str]:
     """Its exit code and what it and its two ranks have said."""
+    command = [
+        *("-m", "torch.distributed.run", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "localhost:0", "--rdzv-id", job, "--nproc-per-node", "2"),
+        *("--max-restarts", str(restarts), "--monitor-interval", "0.1", *words),
+    ]
+    return python(here, *command, **env)
+
+
+def python(here: Path, *words: str, **env: str) -> tuple[int, str]:
+    """Likewise."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_", "FTCKPT"))}
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(here), "FTCKPT_DEVICE": "cpu"}
     ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", "localhost:0", "--rdzv-id", job, "--nproc-per-node", "2"),
-            *("--max-restarts", str(restarts), "--monitor-interval", "0.1", *words),
-        ],
-        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(here), "FTCKPT_DEVICE": "cpu"},
+        [sys.executable, *words],
+        env={**clean, **ours, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -84,6 +107,80 @@ def test_a_crash_after_the_end_begins_nothing_anew(tmp_path: Path, arena_root: P
     assert output.count("ftckpt: job j finished at iteration 4: nothing is left to train") == 1
     assert output.count("ftckpt: job j, 2 ranks: nothing to restore") == 1, "though the script configures no logging"
     assert list(arena_root.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_error_of_the_script_behind_the_end_is_tried_again(tmp_path: Path, arena_root: Path) -> None:
+    """Of a rank that another one speaks for."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = (str(tmp_path / "train.py"), str(tmp_path), "behind its end", str(arena_root))
+    code, output = torchrun(tmp_path, *words, restarts=2)
+    assert code == 0 and "no room for the next model" in output and "nothing is left to train" not in output, output
+    assert [attempt for attempt, what in logged(tmp_path, 0) if what == "closed"] == [0, 1]
+
+
+LAUNCHES = """
+import sys
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from ftckpt import plain
+from ftckpt.config import Config
+
+def train(job, last):
+    config = Config(enabled=True, job=job, node="n", arena=sys.argv[1], protect="none")
+    plain.init_process_group(config, "gloo", init_method="env://")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ftckpt = plain.attach(model, optimizer, config=config)
+    ftckpt.restore()
+    for iteration in range(1, last + 1):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ftckpt.step(iteration)
+    ftckpt.close()
+    print(f"trained {job} to {iteration}", flush=True)
+
+def launch(job):
+    return LaunchConfig(
+        1, 1, 1, run_id=job, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1
+    )
+
+if __name__ == "__main__":
+    config = launch("a")
+    for job, of, last in (("a", config, 5), ("b", launch("b"), 5), ("a", launch("a"), 6), ("a", config, 7)):
+        elastic_launch(of, train)(job, last)
+"""
+
+
+@pytest.mark.slow
+def test_each_launch_of_a_program_trains(tmp_path: Path, arena_root: Path) -> None:
+    """A sweep over jobs; a notebook, which launches the same job again, to more iterations."""
+    (tmp_path / "sweep.py").write_text(LAUNCHES)
+    code, output = python(tmp_path, str(tmp_path / "sweep.py"), str(arena_root))
+    trained = re.findall("^.*trained (.*)$", output, re.M)
+    assert code == 0 and trained == ["a to 5", "b to 5", "a to 6", "a to 7"], output
+
+
+@pytest.mark.slow
+def test_attempts_without_a_snapshot_that_come_further_go_on(tmp_path: Path, arena_root: Path) -> None:
+    """From checkpoints of the script's own, between which faults come more often than snapshots."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = (str(tmp_path / "train.py"), str(tmp_path), "every fourth", str(arena_root))
+    code, output = torchrun(tmp_path, *words, restarts=8, EVERY="50", LAST="21")
+    assert code == 0, output
+    assert [what for _, what in logged(tmp_path, 1) if "fault" in str(what)] == [
+        f"fault at {n}" for n in range(4, 21, 4)
+    ]
+
+
+@pytest.mark.slow
+def test_attempts_that_fail_at_the_same_place_end(tmp_path: Path, arena_root: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = (str(tmp_path / "train.py"), str(tmp_path), "at the fourth", str(arena_root))
+    code, output = torchrun(tmp_path, *words, restarts=6, EVERY="50")
+    assert code != 0 and [what for _, what in logged(tmp_path, 0)].count(["restored", None]) == 3, output
+    assert "3 attempts in a row have made no snapshot" in output
 
 
 @pytest.mark.slow

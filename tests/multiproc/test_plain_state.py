@@ -399,7 +399,7 @@ def test_a_process_group_is_needed() -> None:
     assert "call ftckpt.plain.init_process_group first" in said
 
 
-def attach_again(rank: int, world_size: int, done: bool, job: str) -> Any:
+def attach_again(rank: int, world_size: int, done: str, job: str) -> Any:
     """What a script comes to that has made its process group itself, on two nodes of which the second is new."""
     import tempfile
 
@@ -413,7 +413,7 @@ def attach_again(rank: int, world_size: int, done: bool, job: str) -> Any:
     tempfile.tempdir = None
     os.environ["FTCKPT_NODE"] = f"n{rank}"
     if done and rank == 0:
-        launcher_run(os.environ).end(0, "finished")
+        launcher_run(os.environ).end(0, "finished", job=done)
         launcher_run.__globals__["_runs"].clear()  # of the attempt before
     dist.barrier()
     model = nn.Linear(4, 4)
@@ -430,12 +430,13 @@ def attach_again(rank: int, world_size: int, done: bool, job: str) -> Any:
 @pytest.mark.parametrize(
     ("done", "job", "found"),
     [
-        (True, "a", 0),
-        (False, "a", "trains"),
-        (False, "job", "the job is called 'job0' on rank 0 and 'job1' on rank 1"),
+        ("a", "a", 0),
+        ("b", "a", "trains"),
+        ("", "a", "trains"),
+        ("", "job", "the job is called 'job0' on rank 0 and 'job1' on rank 1"),
     ],
 )
-def test_no_door_trains_what_is_done(done: bool, job: str, found: Any, tmp_path: Path) -> None:
+def test_no_door_trains_what_is_done(done: str, job: str, found: Any, tmp_path: Path) -> None:
     env = {"FTCKPT_RUN": "x", "TMPDIR": str(tmp_path)}
     results = [result.value for result in run_ranks(attach_again, 2, done, job, env=env)]
     assert all(str(result).startswith(str(found)) for result in results), results
@@ -458,3 +459,30 @@ def waited_for(rank: int, world_size: int) -> list[list[str]]:
 def test_where_replicas_wait_for_each_other_is_known() -> None:
     (found, _) = [result.value for result in run_ranks(waited_for, 2, stand_in=False)]
     assert found == [["backward"]] * 3 + [["backward", "forward"]] * 3
+
+
+def make_a_group(rank: int, world_size: int, job: str) -> Any:
+    """What a script without a runner comes to behind one whose job has finished, under one name of a launcher run."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    import ftckpt.plain
+    from ftckpt.config import Config
+    from ftckpt.store.outcome import launcher_run
+
+    tempfile.tempdir = None
+    launcher_run(os.environ).end(0, "finished", job="one")
+    launcher_run.__globals__["_runs"].clear()  # of the attempt before
+    try:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        ftckpt.plain.init_process_group(Config(enabled=True, job=job), "gloo", **alone)
+    except SystemExit as ended:
+        return ended.code
+    return "trains"
+
+
+@pytest.mark.parametrize(("job", "found"), [("one", 0), ("two", "trains")])
+def test_a_group_is_made_for_a_job_that_is_not_the_one_that_ended(job: str, found: Any, tmp_path: Path) -> None:
+    env = {"FTCKPT_RUN": "x", "TMPDIR": str(tmp_path)}
+    assert [result.value for result in run_ranks(make_a_group, 1, job, env=env, init_process_group=False)] == [found]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,12 +56,22 @@ def test_a_launcher_of_several_jobs_counts_for_each_of_them() -> None:
     assert [LauncherRun("a").begin(job) for job in ("one", "two")] == [2, 0]
 
 
+def test_an_attempt_that_comes_further_than_all_before_it_ends_the_row() -> None:
+    """It goes on from checkpoints of its script's own. One that fails where others did is counted, from the first."""
+    run = "a"
+    reached = (99, 4, 8, 8, 12, 12, 11, 12)  # the first of these is of another launcher run
+    assert [LauncherRun(run).begin("j", at) for at in reached] == [0, 1, 0, 1, 0, 1, 2, 3]
+    assert [LauncherRun("b").begin("j", at) for at in (-1, 5, 5, 5)] == [0, 1, 2, 3]
+    assert [LauncherRun("c").begin("j", at) for at in (-1, -1, -1, 3, 3)] == [0, 1, 2, 0, 1]
+    assert [LauncherRun("c").begin("k", at) for at in (99, 1, 1)] == [0, 1, 2], "of another job"
+
+
 def test_a_process_that_begins_anew_is_no_further_start() -> None:
     """As DeepSpeed's door after ``load_checkpoint``: each attempt would count twice."""
     for attempt in range(2):
         run = LauncherRun("a")
-        assert [run.begin("j") for _ in range(3)] == [attempt] * 3
-    assert run.read().starts == 2
+        assert [run.begin("j", 7 * again) for again in range(3)] == [attempt] * 3
+    assert run.read().starts == 2 and run.read().furthest == 0
 
 
 def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -> None:
@@ -69,6 +81,7 @@ def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -
     assert run.end(None, "no room") and not run.end(None, "no room")
     assert run.end(2, "refused") and not run.end(0, "done")
     assert run.read() == RunOutcome(0, 2, "refused") == LauncherRun("a").before
+    assert run.read().of("j") == run.read(), "whoever has ended it did not know the job"
     run.begin("j")
     assert not run.read().over
     run.remove()
@@ -88,6 +101,48 @@ def test_a_process_that_trains_another_model_is_not_done() -> None:
     run.end(2, "refused")
     run.resume()
     assert LauncherRun("a").before.code == 2
+
+
+def test_a_rank_that_another_speaks_for_takes_back_what_both_have_done() -> None:
+    """It alone may have no room for the next model."""
+    run = LauncherRun("a")
+    run.unheard().resume()
+    run.unheard().end(0, "done")
+    assert run.read() == RunOutcome()
+    LauncherRun("a").end(0, "done")
+    run.resume()
+    assert not run.read().over
+    run.unheard().end(0, "done")
+    LauncherRun("a").end(2, "it hangs")
+    run.resume()
+    assert run.read().code == 2, "of another process"
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_another_job_came_to_ends_none(
+    code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A shell that runs one after the other with ``FTCKPT_RUN`` set. The runner sees no more than flags and
+    environment; whoever is named by neither is taken for the only one."""
+    monkeypatch.setenv("FTCKPT_RUN", "a")
+    launched().begin("one")
+    launched().end(code, "one has ended")
+    for words, ended in ((["--ftckpt-job", "two"], 7), (["--ftckpt-job=one"], code), ([], code)):
+        launched()
+        assert launcher.main(["script", *words], "p", "u", lambda argv: 7) == ended
+    for job, over in (("two", None), ("one", code)):
+        monkeypatch.setenv("FTCKPT_JOB", job)
+        launched()
+        assert launcher.code_if_over() == over
+        launched()
+        assert launcher.code_if_over("two") is None, "what is configured comes before the environment"
+    monkeypatch.setenv("FTCKPT_JOB", "two")
+    launched()
+    launcher.refuse(ConfigError("two is wrong"))
+    assert "two is wrong" in capfd.readouterr().err
+    launched()
+    assert launcher.code_if_over() == 2
+    assert launcher.code_if_over("one") is None
 
 
 def test_without_a_launcher_nothing_is_stored_and_everybody_is_the_first(folder: Path) -> None:
@@ -117,15 +172,26 @@ def test_a_folder_of_somebody_else_is_not_believed(folder: Path, tmp_path: Path)
 
 def test_records_of_agents_that_ended_go(folder: Path) -> None:
     dead = subprocess.Popen(["sleep", "60"])
-    names = [f"{owner_word(pid):x}-{outcome._machine()}" for pid in (dead.pid, os.getpid())]
+    names = [f"{owner_word(pid):x}-{outcome._machine()}-0f" for pid in (dead.pid, os.getpid())]
     # Of another container, and of another machine with this folder: nobody here knows of their processes.
-    others = [f"{owner_word(dead.pid):x}-{where}" for where in ("1-0a", f"{pid_namespace()}-0a")]
+    others = [f"{owner_word(dead.pid):x}-{where}-0f" for where in ("1-0a", f"{pid_namespace()}-0a")]
     dead.kill()
     dead.wait()
     for name in (*names, *others, "named"):
         LauncherRun(name).end(0, "done")
     LauncherRun("mine").begin("j")
     assert records(folder) == sorted([names[1], *others, "named", "mine"])
+
+
+def test_records_go_after_some_days_where_nobody_knows_of_the_launcher(folder: Path) -> None:
+    """On a node where no script has forgotten them. An agent that lives may be silent for weeks."""
+    lives = f"{owner_word(os.getpid()):x}-{outcome._machine()}-0f"
+    for name, days in ((lives, 60), ("here.n0", 15), ("there-1-0a-0f", 15), ("waits.n0", 13)):
+        LauncherRun(name).end(0, "done")
+        at = time.time() - days * 86400
+        os.utime(folder / f"{name}.run", (at, at))
+    LauncherRun("mine").begin("j")
+    assert records(folder) == sorted([lives, "waits.n0", "mine"])
 
 
 def test_a_wrapper_is_not_taken_for_the_agent() -> None:
@@ -141,7 +207,56 @@ def test_a_wrapper_is_not_taken_for_the_agent() -> None:
         ).stdout.strip()
         for _ in range(2)
     ]
-    assert names == [f"{owner_word(os.getpid()):x}-{outcome._machine()}"] * 2
+    assert names[0] == names[1] and names[0].startswith(f"{owner_word(os.getpid()):x}-{outcome._machine()}-")
+
+
+def rank_env(run: Path, count: int, rank: int = 0, **more: str) -> dict[str, str]:
+    """What torch gives a rank, whose error file lies in the directory that it has made for it."""
+    directory = run / f"attempt_{count}" / str(rank)
+    directory.mkdir(parents=True, exist_ok=True)
+    return {
+        **{"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(count), "GROUP_WORLD_SIZE": "2"},
+        **{"TORCHELASTIC_ERROR_FILE": str(directory / "error.json"), **more},
+    }
+
+
+def test_launches_of_one_process_have_records_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep, or the same job to more iterations. Attempts and ranks of a launch share theirs."""
+    first = rank_env(tmp_path / "x_1", 0)
+    same = [rank_env(tmp_path / "x_1", 0, rank=1), rank_env(tmp_path / "x_1", 1)]
+    others = [rank_env(tmp_path / "x_2", 0), {**first, "TORCHELASTIC_RUN_ID": "y"}]
+    assert {launcher_run(env).name for env in same} == {launcher_run(first).name}
+    assert len({launcher_run(env).name for env in (first, *others)}) == 3
+    # Without the file, or in directories of another kind, the run id is all that is known.
+    files = ({}, {"TORCHELASTIC_ERROR_FILE": ""}, {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "a" / "b" / "c")})
+    assert len({launcher_run({"TORCHELASTIC_RUN_ID": "x", **file}).name for file in files}) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "command", "is_another"),
+    [("1", "sweep.py", True), ("2", "sweep.py", False), ("1", "/bin/torchrun", False)],
+)
+def test_a_configuration_that_is_launched_twice_has_two_records(
+    nodes: str, command: str, is_another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch makes the directory of the first attempt anew in the same place. On several nodes it does so as well
+    where another one has failed, and that must find the record."""
+    monkeypatch.setattr(outcome, "_words", lambda pid, name: ["python", command] if name == "cmdline" else [])
+    names = []
+    for at in (1e9, 2e9):
+        for count in (0, 1):
+            env = rank_env(tmp_path / "x_1", count, GROUP_WORLD_SIZE=nodes)
+            os.utime(tmp_path / "x_1" / "attempt_0", (at, at))
+            outcome._made_ns.cache_clear()  # of another process
+            names.append(launcher_run(env).name)
+    assert names[0] == names[1] and names[2] == names[3] and (names[0] != names[2]) == is_another
+
+
+def test_a_directory_that_is_tidied_away_keeps_the_name(tmp_path: Path) -> None:
+    env = rank_env(tmp_path / "x_1", 0, GROUP_WORLD_SIZE="1")
+    name = launcher_run(env).name
+    shutil.rmtree(tmp_path / "x_1")
+    assert launcher_run(env).name == name
 
 
 def test_a_run_is_named_by_who_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +368,44 @@ def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(
         sys.excepthook(type(error), error, None)
     assert shown == errors[:1] and launched().before == RunOutcome(0, 2, "lost")
     assert capfd.readouterr().err == "ftckpt: may pass\nftckpt: lost\n"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room for the next model"), ConfigError("the next one is wrong")])
+def test_a_script_that_fails_after_its_end_is_not_done(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTCKPT_RUN", "a")
+    monkeypatch.setattr(sys, "excepthook", lambda *shown: None)
+    launcher.follow_uncaught()
+    launched().end(0, "done", job="j")
+    sys.excepthook(type(error), error, None)
+    launched()
+    assert launcher.code_if_over() == (2 if isinstance(error, ConfigError) else None)
+    assert str(error) in capfd.readouterr().err or isinstance(error, MemoryError)
+
+
+ENDED = """
+import os, sys
+from ftckpt.frameworks import launcher
+from ftckpt.store.outcome import launcher_run
+
+def main(argv):
+    launcher_run(os.environ).end(0, "done")
+    {end}
+
+launcher.leave(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "is_done"),
+    [("sys.exit()", True), ("os.abort()", True), ("sys.exit(3)", False), ("raise MemoryError", False)],
+)
+def test_under_a_runner_it_is_not_done_either(end: str, is_done: bool, tmp_path: Path) -> None:
+    """A crash in the exit is none of the script's."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "FTCKPT_RUN": "a", "FTCKPT_NODE": "n", "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", ENDED.format(end=end)], env=env, timeout=60, check=False)
+    assert LauncherRun("a.n").read().code == (0 if is_done else None)
 
 
 LEAVING = """

@@ -131,6 +131,18 @@ def test_a_process_that_got_the_pid_of_another_is_not_that_one(arena_root: Path)
     assert observer.ranks()[0].lives is None, "in another pid namespace it cannot be told"
 
 
+def test_how_far_all_ranks_came_is_known_when_they_have_left(arena_root: Path) -> None:
+    ranks = [Pulse.open(arena_root, place) for place in range(2)]
+    assert ranks[0].furthest() == -1
+    for iteration, one in zip((7, 6), ranks, strict=True):
+        one.beat(iteration, "start")
+        one.leave()
+    Pulse.open(arena_root, None).beat_smp(SmpState.GUARDING)
+    assert Pulse.open(arena_root, None).furthest() == 7
+    again = Pulse.open(arena_root, 0)
+    assert again.furthest() == 6
+
+
 def test_a_new_attempt_begins_its_entry_anew(arena_root: Path) -> None:
     old = Pulse.open(arena_root, 0, 1)
     old.beat(500, "backward")
