@@ -98,7 +98,7 @@ class LostError(FtckptError):
 
 
 class StalledError(FtckptError):
-    """Attempt after attempt has made no snapshot: a further one would not either."""
+    """Attempt after attempt has made no snapshot and come no further: a further one would not either."""
 
     final = True
 

@@ -245,6 +245,12 @@ def go_on() -> None:
     launcher_run(os.environ).resume()
 
 
+def _go_on_after(error: BaseException) -> None:
+    """Unless it says that another rank is gone: that one may have crashed in its exit."""
+    if not ends.lost_another(str(error)):
+        go_on()
+
+
 def leave_if_over(job: str | None = None) -> None:
     """End this process where an earlier attempt of the launcher run ended the job: for doors without a runner."""
     if (code := code_if_over(job)) is not None:
@@ -279,7 +285,7 @@ class _ErrorHook:
                 logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
                 refuse(error)
             else:
-                go_on()
+                _go_on_after(error)
                 self._shown_by(kind, error, trace)
         finally:
             _ErrorHook._is_showing = False
@@ -319,7 +325,7 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         if code:
             go_on()
     except BaseException as error:  # noqa: BLE001 - a script's own error, shown as the interpreter shows it
-        go_on()  # here, too: the script may have put a hook of its own in the place of ftckpt's
+        _go_on_after(error)  # here, too: the script may have put a hook of its own in the place of ftckpt's
         sys.excepthook(type(error), error, error.__traceback__)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     # In this order, as the interpreter does: pools of threads and processes end, then what was registered.

@@ -38,7 +38,12 @@ class EndNote(NamedTuple):
     @property
     def order(self) -> tuple[bool, float]:
         """Causes before consequences: who has lost another rank may have noticed before anybody saw that one gone."""
-        return _LOST_ANOTHER.search(self.text) is not None, self.time
+        return lost_another(self.text), self.time
+
+
+def lost_another(text: str) -> bool:
+    """Whether an error is of a rank whose peer is gone: a consequence, of which that one has the cause."""
+    return _LOST_ANOTHER.search(text) is not None
 
 
 def silent_end(dead: Sequence[RankPulse], time_secs: float, beside: str = "") -> EndNote:
