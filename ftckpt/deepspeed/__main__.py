@@ -21,7 +21,7 @@ _USAGE = (
 
 def main(argv: Sequence[str]) -> int:
     """Run a training script as ``__main__`` with ``deepspeed.initialize`` wrapped; returns the exit code."""
-    return launcher.main(argv, "ftckpt.deepspeed", _USAGE, _run)
+    return launcher.main(argv, "ftckpt.deepspeed", _USAGE, _run, lambda words: section.foreseen(words).job)
 
 
 def _run(argv: Sequence[str]) -> int:

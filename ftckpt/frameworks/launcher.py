@@ -192,8 +192,11 @@ def isolate() -> None:
     log_once("rendezvous: %s", isolate_attempts())
 
 
-def main(argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence[str]], int]) -> int:
-    """The runner of a framework: the exit code of ``body``.
+def main(
+    argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence[str]], int],
+    named: Callable[[Sequence[str]], str | None] = lambda argv: None,
+) -> int:  # fmt: skip
+    """The runner of a framework: the exit code of ``body``. ``named``: the job's name where no flag gives it.
 
     Errors of ftckpt end in one line on stderr and exit code 2; anything else is the script's own. Nothing is run
     where an earlier attempt of the same launcher run ended the job, for well or for ill.
@@ -201,7 +204,7 @@ def main(argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence
     if not argv or argv[0] in ("-h", "--help"):
         add_flags(argparse.ArgumentParser(prog=program, usage=usage, add_help=False)).print_help()
         return 0 if argv else 2
-    if (code := code_if_over(option("--ftckpt-job", argv))) is not None:
+    if (code := code_if_over(option("--ftckpt-job", argv) or named(argv))) is not None:
         return code
     try:
         return body(argv)

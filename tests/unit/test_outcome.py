@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -368,6 +369,18 @@ def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(
         sys.excepthook(type(error), error, None)
     assert shown == errors[:1] and launched().before == RunOutcome(0, 2, "lost")
     assert capfd.readouterr().err == "ftckpt: may pass\nftckpt: lost\n"
+
+
+def test_the_runner_of_deepspeed_knows_a_job_by_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftckpt.deepspeed import __main__ as runner
+
+    monkeypatch.setenv("FTCKPT_RUN", "a")
+    monkeypatch.setattr(runner, "_run", lambda argv: 7)
+    launched().end(0, "done", job="one")
+    for job, code in (("one", 0), ("two", 7)):
+        launched()
+        (tmp_path / "ds.json").write_text(json.dumps({"ftckpt": {"enabled": True, "job": job}}))
+        assert runner.main(["script", "--deepspeed_config", str(tmp_path / "ds.json")]) == code
 
 
 @pytest.mark.parametrize(
