@@ -393,7 +393,8 @@ class Checkpointer:
             self._fence()  # nothing more is trained: the last snapshot is good
             if self._state.lost:
                 self._rank.links.stop("a rank has ended")
-        if self._snapshots is not None and not self._protection.is_set_up and not in_error and done:
+        # Where nothing was restored either: who only looks at a state that is there need not train.
+        if self._snapshots is not None and self._boundary < 0 and not in_error and done:
             self.events.announce("step() was never called: no snapshot was taken of this training")
         arena = self.arena
         self._stop()
