@@ -103,6 +103,8 @@ if [ -n "$DRY_RUN" ]; then
     show env FTCKPT_JOB="$JOB" "${COMMAND[@]}" --master_port "$PORT" "${PROGRAM[@]}"
     exit
 fi
+# No start of many would find it.
+command -v deepspeed >/dev/null || fail "there is no command deepspeed: pip install 'ftckpt[deepspeed]', or mend PATH"
 
 HANDED_ON=
 # shellcheck disable=SC2317,SC2329 # called by the trap

@@ -378,6 +378,12 @@ def test_deepspeeds_launcher_saves_on_all_of_its_nodes(standins: Standins, filte
     assert save.argv == [*where, *module, "--timeout", "90"]
 
 
+def test_a_launcher_that_is_not_there_is_not_started_again_and_again(standins: Standins) -> None:
+    (standins.bin / "deepspeed").unlink()
+    ran = standins.launch("deepspeed.sh", "--job", "a", str(standins.script))
+    assert ran.returncode == 2 and "pip install 'ftckpt[deepspeed]'" in ran.stderr and ran.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("code", [0, 2])
 def test_deepspeed_is_not_started_again_where_a_rank_says_so(standins: Standins, code: int) -> None:
     standins.codes(*[9] * 20)
