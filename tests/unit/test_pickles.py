@@ -97,10 +97,11 @@ def test_paths_of_a_newer_python_are_read(name: str, tmp_path: Path, monkeypatch
     kind = type(name, (), {"__module__": "pathlib._local", "__reduce__": lambda _: (kind, ("a", "b"))})
     module = types.ModuleType("pathlib._local")
     setattr(module, name, kind)
-    monkeypatch.setitem(sys.modules, "pathlib._local", module)
-    torch.save({"where": kind()}, tmp_path / "x.pt")
     dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
     metadata = dcp.FileSystemReader(tmp_path / "d").read_metadata()
+    # From here on: a newer Python has its own paths there, which could not be written.
+    monkeypatch.setitem(sys.modules, "pathlib._local", module)
+    torch.save({"where": kind()}, str(tmp_path / "x.pt"))
     metadata.storage_meta = kind()
     (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
     monkeypatch.undo()
