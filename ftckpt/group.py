@@ -184,9 +184,8 @@ class Group:
 
     def _all_gather(self, data: Bytes, nbytes: int, timeout_secs: float) -> list[bytes]:
         """``data`` of all ranks, each filled up to ``nbytes``."""
-        padded = host_memory(nbytes)
+        padded = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         padded[: len(data)] = _tensor(data)
-        padded[len(data) :] = 0
         parts = [host_memory(nbytes) for _ in range(self.size)]
         self._run(lambda: self._group.allgather([parts], [padded]), timeout_secs, padded, *parts)
         return [part.numpy().tobytes() for part in parts]

@@ -21,6 +21,7 @@ from benchmarks.slow_storage import cached_bytes, drop
 from ftckpt.commands.main import main
 from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, StorageError
+from ftckpt.events import Events
 from ftckpt.frameworks import doors
 from ftckpt.job import node_smp
 from ftckpt.persist import retention
@@ -331,6 +332,25 @@ def test_storage_that_goes_away_is_not_bad(persisting: dict[str, Any], left: Pat
     results = [result.value for result in run_ranks(restored_while_reads_fail, 4, persisting, False)]
     assert results == [what_was(second.iteration)] * 4, "one file of a storage that answers cannot be read"
     assert retention.voided(storage) == set(), "it may be read at the next start"
+
+
+def announced(rank: int, world_size: int, settings: dict[str, Any]) -> list[str]:
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Events, "announce", lambda _events, text: told.append(text))
+        restored(rank, world_size, settings)
+    return told
+
+
+@pytest.mark.parametrize(("job", "says"), [("test", "from storage, in"), ("other", "from storage of job test, in")])
+def test_whose_snapshot_storage_gave_is_said(job: str, says: str, persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    persisting["job"] = job
+    try:
+        told = run_ranks(announced, 4, persisting)[0].value
+    finally:
+        clean_job(Path(persisting["arena"]), job)
+    assert any(says in text for text in told), told
 
 
 def restored_while_nothing_is_seen(rank: int, world_size: int, settings: dict[str, Any], loaded: int) -> Any:
