@@ -15,11 +15,11 @@ from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
 from ftckpt.model.tiers import KINDS
-from ftckpt.persist.commit import MANIFEST_NAME, committed, folder_of
+from ftckpt.persist.commit import committed, folder_of
 from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
-from ftckpt.persist.retention import VOID_MEANS, pinned, voided
-from ftckpt.persist.shards import StoredShard, StoredSnapshot
+from ftckpt.persist.retention import VOID_MEANS, pinned, read_manifest, voided
+from ftckpt.persist.shards import StoredShard
 from ftckpt.persist.storage import Storage, open_storage
 
 _READ_BYTES = 16 << 20
@@ -64,7 +64,7 @@ def _listing(storage: Storage) -> dict[str, Any]:
     snapshots: list[dict[str, Any]] = []
     for iteration in iterations:
         try:
-            stored = manifest_of(storage, iteration)
+            stored = read_manifest(storage, iteration)
         except StorageError as error:
             snapshots.append({"iteration": iteration, "problem": str(error)})
             continue
@@ -115,7 +115,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             print("\n".join(_verdict(one)))
     void = voided(storage)
     good = [one["iteration"] for one in found if not one["problems"]]
-    usable = [iteration for iteration in good if manifest_of(storage, iteration).snapshot not in void]
+    usable = [iteration for iteration in good if read_manifest(storage, iteration).snapshot not in void]
     if arguments.json:
         print(json.dumps({"snapshots": found, "restart": usable[0] if usable else -1}, indent=2))
     else:
@@ -126,7 +126,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def _verified(storage: Storage, iteration: int) -> dict[str, Any]:
     """Every byte of it was read: its ``problems``, each a text."""
     try:
-        stored = manifest_of(storage, iteration)
+        stored = read_manifest(storage, iteration)
     except StorageError as error:
         return {"iteration": iteration, "problems": [str(error)]}
     progress, done, problems = Progress(f"verifying iteration {iteration}"), 0, list[str]()
@@ -156,12 +156,6 @@ def _problem(storage: Storage, name: str, entry: StoredShard) -> str:
     return "" if digest.hexdigest() == entry.checksum else f"{name} does not match its checksum"
 
 
-def manifest_of(storage: Storage, iteration: int) -> StoredSnapshot:
-    """Of a committed snapshot; raises StorageError."""
-    name = f"{folder_of(iteration)}/{MANIFEST_NAME}"
-    return StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")
-
-
 def usable_at(where: str) -> list[int]:
     """Iterations of the snapshots that a restart may take of what lies at ``where``, newest first; no byte of their
     shards is read.
@@ -173,6 +167,6 @@ def usable_at(where: str) -> list[int]:
     void = voided(storage)
     for iteration in committed(storage):
         with suppress(StorageError):
-            if manifest_of(storage, iteration).snapshot not in void:
+            if read_manifest(storage, iteration).snapshot not in void:
                 usable.append(iteration)
     return usable

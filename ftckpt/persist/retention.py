@@ -98,13 +98,18 @@ def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
         storage.put(_void(snapshot), b"void\n")
 
 
+def read_manifest(storage: Storage, iteration: int) -> StoredSnapshot:
+    """Of a committed snapshot; raises StorageError."""
+    name = manifest_of(iteration)
+    return StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")
+
+
 def void_undone(storage: Storage, origin: Checkpoint) -> list[SnapshotId]:
     """Call void what never happened to a job whose snapshots have this ``origin`` by now; returns that."""
     undone: list[SnapshotId] = []
     for iteration in committed(storage):
-        name = manifest_of(iteration)
         try:
-            stored = StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")
+            stored = read_manifest(storage, iteration)
         except StorageError as error:
             if not error.lasting:
                 raise

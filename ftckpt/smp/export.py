@@ -17,11 +17,11 @@ from typing import IO
 from ftckpt.errors import StorageError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import committed, folder_of, manifest_of, require_owner
+from ftckpt.persist.commit import committed, folder_of, require_owner
 from ftckpt.persist.exports import Exports
 from ftckpt.persist.outlined import OutlinedExports
 from ftckpt.persist.place import OUTLINED, Place
-from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.retention import read_manifest
 from ftckpt.persist.storage import Storage
 from ftckpt.smp.client import environment
 
@@ -71,9 +71,8 @@ def _there(storage: Storage, snapshots: Iterable[SnapshotId]) -> set[SnapshotId]
 
 
 def _may_be(storage: Storage, snapshot: SnapshotId) -> bool:
-    name = manifest_of(snapshot.iteration)
     try:
-        return StoredSnapshot.decode(storage.read(name), name).snapshot == snapshot
+        return read_manifest(storage, snapshot.iteration).snapshot == snapshot
     except StorageError as error:
         if not error.lasting:
             raise
