@@ -120,7 +120,8 @@ class JobLock(FileLock):
     def _open(self) -> int:
         # Who ends or cleans an attempt may delete the directories while this one waits, and between any two steps.
         for _ in range(_REMOVALS):
-            with suppress(FileNotFoundError):
+            # FileExistsError: one that was there for ``mkdir``, and is gone by the time at which it is looked at.
+            with suppress(FileNotFoundError, FileExistsError):
                 for directory in (self.path.parent.parent, self.path.parent):
                     directory.mkdir(mode=0o700, exist_ok=True)
                 return super()._open()

@@ -31,7 +31,9 @@ _SERVER_ENV = {
     "MKL_NUM_THREADS": "1",
     # Compiled functions decide when they are decorated, which is when the server imports them.
     "TORCHDYNAMO_DISABLE": "1",
-    "DS_ACCELERATOR": "cpu",  # DeepSpeed looks for a device when it is imported
+    "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),  # DeepSpeed looks for a device when it is imported
+    # Of a server that has asked CUDA itself for a device no child could use it.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 _ASSERTION = re.compile("^AssertionError", re.MULTILINE)
 _KILL_WAIT_SECS = 10.0
@@ -204,12 +206,15 @@ def spawn_ranks(
     env: dict[str, str] | None = None,
     init_process_group: bool = True,
     stand_in: bool = True,
+    on_device: bool = False,
+    backend: str = "gloo",
     pg_timeout_secs: float = 60.0,
 ) -> RankGroup:
     """Starts `fn(rank, world_size, *args)` on `world_size` ranks; `fn` is a function of a module.
 
     Each rank has one torch thread, RANK, WORLD_SIZE, LOCAL_RANK and `env` in its environment, the CPU
-    stand-in for CUDA (unless `stand_in` is False) and gloo as the default process group.
+    stand-in for CUDA (unless `stand_in` is False), or with `on_device` a part in the first real one, and a
+    default process group of `backend`.
     """
     _start_server()
     context = multiprocessing.get_context("forkserver")
@@ -218,7 +223,9 @@ def spawn_ranks(
         world_size=world_size,
         store_path=str(folder / "store") if init_process_group else None,
         env=dict(env or {}),
-        stand_in=stand_in,
+        stand_in=stand_in and not on_device,
+        on_device=on_device,
+        backend=backend,
         pg_timeout_secs=pg_timeout_secs,
     )
     processes, pipes = [], []

@@ -30,6 +30,8 @@ class Settings:
     store_path: str | None
     env: dict[str, str] = field(default_factory=dict)
     stand_in: bool = True
+    on_device: bool = False
+    backend: str = "gloo"
     pg_timeout_secs: float = 60.0
 
 
@@ -95,6 +97,10 @@ def _prepare(rank: int, settings: Settings) -> None:
         from ftckpt import standin
 
         standin.install()
+    if settings.on_device:
+        from tests.support import shared_device
+
+        shared_device.install()
     if settings.store_path is not None:
         _init_process_group(rank, settings)
 
@@ -108,7 +114,7 @@ def _init_process_group(rank: int, settings: Settings) -> None:
     assert settings.store_path is not None
     timeout = timedelta(seconds=settings.pg_timeout_secs)
     store = FileStore(settings.store_path, settings.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.world_size, timeout=timeout)
+    dist.init_process_group(settings.backend, store=store, rank=rank, world_size=settings.world_size, timeout=timeout)
     # Nobody starts before all are connected: a rank may begin by dying. Through the file, because a
     # barrier over sockets could still be under way elsewhere when the first one leaves it.
     if store.add("connected", 1) == settings.world_size:

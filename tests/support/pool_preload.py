@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from ftckpt.job.garbage import imports_that_stay
@@ -48,7 +49,7 @@ with imports_that_stay(), warnings.catch_warnings():
 
     torch.set_num_threads(1)
     for name in _OPTIONAL:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+        with suppress(ModuleNotFoundError):  # what is not installed, and what an older release lacks
             importlib.import_module(name)
     for name, needed in _OURS.items():
         if importlib.util.find_spec(needed) is not None:
