@@ -28,9 +28,10 @@ import torch
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto, xor_parts
 from ftckpt.capture.copier import Cores, Finisher, Flight, Slot, Worker, by_home, copy_chunk, copy_host_state
-from ftckpt.capture.driver import device_buffer, on_device, pinned_buffer, separate_stream
+from ftckpt.capture.driver import device_buffer, on_device, separate_stream
 from ftckpt.capture.registration import PIECE_BYTES, Registrar
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
+from ftckpt.host_memory import pinned_memory
 from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.device_events import DeviceEvent
@@ -341,7 +342,7 @@ class DeviceCopier:
 
     def _staging_of(self, size: int) -> torch.Tensor:
         if self._staging is None or self._staging.numel() < size:
-            self._staging = pinned_buffer(size)
+            self._staging = pinned_memory(size)
         return self._staging
 
     def _mixed_buffer(self) -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ftckpt.events import log
-from ftckpt.host_memory import host_memory
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed, hipStreamCaptureModeRelaxed
 _NON_BLOCKING = 1  # cudaStreamNonBlocking, CU_STREAM_NON_BLOCKING, hipStreamNonBlocking
@@ -115,14 +114,6 @@ def pin_pages(address: int, nbytes: int) -> bool:
 def unpin_pages(address: int) -> None:
     """Undo one ``pin_pages``."""
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-
-def pinned_buffer(nbytes: int) -> torch.Tensor:
-    """Host memory for copies; where no more memory may be locked, slower memory that is right as well."""
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
-    except RuntimeError:
-        return host_memory(nbytes)
 
 
 def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -40,7 +40,8 @@ from ftckpt.restore.locations import Location, OpenArenas, SlotAt, location_of
 from ftckpt.restore.offers import Index
 from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
 from ftckpt.restore.slot_file import SlotFile
-from ftckpt.restore.threads import here, in_order
+from ftckpt.restore.staging import Staging
+from ftckpt.restore.threads import in_order
 
 Loop = tuple[int, Sequence[int], Sequence[int]]
 """Bytes of a source in the order of some loops: begin, shape, strides."""
@@ -316,21 +317,35 @@ def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
 
 def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], threads: int) -> Iterator[int]:
     """Copy, and stop for a moment after each ``MESSAGE_BYTES`` or less."""
-    on_stream = here()
+    staging = Staging()
 
     def copy(batch: Sequence[Pair]) -> int:
-        with on_stream():
+        staged: list[Pair] = []
+        with staging.on_stream():
             for source, dest in batch:
                 file = files.get(id(source.memory))
-                if file is not None and source.is_run and dest.is_run and dest.memory.device.type == "cpu":
+                if file is None or not (source.is_run and dest.is_run):
+                    dest.view.copy_(source.view)
+                elif dest.memory.is_cpu:
                     file.read_into(source.begin, dest.view.numpy().data)
                 else:
-                    dest.view.copy_(source.view)
+                    staged.append((source, dest))
+        if staged:
+            staging.send(_staged(staged, files, staging.memory(sum(source.nbytes for source, _ in staged))))
         return sum(source.nbytes for source, _ in batch)
 
     for nbytes in in_order(copy, _batches(pairs), threads):
         landed(nbytes)
         yield nbytes
+    staging.settle()
+
+
+def _staged(pairs: Sequence[Pair], files: Files, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The runs of ``pairs``, read side by side into ``memory``, with where they belong."""
+    parts: Sequence[torch.Tensor] = memory.split([source.nbytes for source, _ in pairs])  # type: ignore[no-untyped-call]
+    for (source, _), part in zip(pairs, parts, strict=True):
+        files[id(source.memory)].read_into(source.begin, part.numpy().data)
+    return [(dest.view, part) for (_, dest), part in zip(pairs, parts, strict=True)]
 
 
 def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:

@@ -8,8 +8,7 @@ their memory costs more than all else. They get it beside training, and the next
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -19,12 +18,12 @@ from ftckpt.group import Group, gather_all
 from ftckpt.host_memory import host_memory
 from ftckpt.model.topology import Topology
 from ftckpt.persist.storage import Bytes
-from ftckpt.restore.chunk_reader import ChunkReader, Job, Source, proven
+from ftckpt.restore.chunk_reader import ChunkReader, Job, Source
 from ftckpt.restore.exchange import dest_strip, source_strip
 from ftckpt.restore.load import Traffic, Transfer
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.plan import StridedCopy, reading, run
-from ftckpt.restore.threads import here
+from ftckpt.restore.staging import Staging
 from ftckpt.store.image import Span
 from ftckpt.store.landings import Landing
 
@@ -108,7 +107,7 @@ class StraightFetch:
         """Bytes of a shard's image, outside its objects; raises as ``Files.get``."""
         data = host_memory(end - begin)
         for chunk in _chunks(self._files.get(shard), [_Part(run(begin, 0, end - begin), data)]):
-            _bring(chunk, nullcontext)
+            _bring(chunk, Staging())
         return data.numpy().data
 
     def plan(self, transfers: Sequence[Transfer]) -> Reading:
@@ -135,7 +134,9 @@ class StraightFetch:
         Raises:
             StorageError, ArenaError: something is bad, or away; on all ranks together, and some bytes have arrived.
         """
-        self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, here())) for chunk in self._chunks])
+        staging = Staging()
+        self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, staging)) for chunk in self._chunks])
+        staging.settle()
         return Traffic(self._needed_bytes, 0, 0, self._needed_bytes)
 
     def close(self) -> None:
@@ -170,18 +171,19 @@ def _slot(transfer: Transfer) -> SlotAt:
     return transfer.source
 
 
-def _bring(chunk: _Chunk, on_stream: Callable[[], AbstractContextManager[object]]) -> None:
-    """Read a chunk, prove it, and put its bytes where they belong."""
+def _bring(chunk: _Chunk, staging: Staging) -> None:
+    """Read a chunk, prove it, and put its bytes where they belong, or send them there."""
     if (landings := _landings(chunk)) is not None:
         chunk.file.scatter(chunk.number, landings)
         return
     begin, end = chunk.span.begin, chunk.span.end
-    data = torch.frombuffer(proven(chunk.file, chunk.number), dtype=torch.uint8)
-    with on_stream():
-        for part in chunk.parts:
-            for copy in reading(part.copy, begin, end):
-                source = source_strip(copy._replace(source=copy.source - begin), data)
-                dest_strip(copy, part.to).view.copy_(source.view)
+    data = staging.memory(chunk.span.nbytes)
+    chunk.file.scatter(chunk.number, [Landing(begin, data.numpy().data)])
+    staging.send(
+        (dest_strip(copy, part.to).view, source_strip(copy._replace(source=copy.source - begin), data).view)
+        for part in chunk.parts
+        for copy in reading(part.copy, begin, end)
+    )
 
 
 def _landings(chunk: _Chunk) -> list[Landing] | None:

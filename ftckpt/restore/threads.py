@@ -6,16 +6,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TypeVar
 
-import torch
-
 from ftckpt.model.topology import Topology
 
-_MOST = 4
-"""Threads of a rank: what eight ranks of a node have then is about what fills its memory."""
+_MOST, _MOST_OF_NODE = 8, 32
+"""Threads of a rank, and of all ranks of a node: so many are about what fills its memory."""
+
+_LEAST = 4
+"""Of a rank that has the cores, however many there are beside it: some of them have less to do."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,7 +25,8 @@ def threads_of(topology: Topology) -> int:
     """How many this rank may use: its part of the cores, or those to which it is bound."""
     cores, local = len(os.sched_getaffinity(0)), len(topology.ranks_on(topology.me.node))
     is_bound = cores < (os.cpu_count() or cores)
-    return max(1, min(_MOST, cores if is_bound else cores // local))
+    most = min(_MOST, max(_LEAST, _MOST_OF_NODE // local))
+    return max(1, min(most, cores if is_bound else cores // local))
 
 
 def in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
@@ -42,11 +43,3 @@ def in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> It
             coming.extend(pool.submit(function, item) for item in islice(waiting, 1))
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def here() -> Callable[[], AbstractContextManager[object]]:
-    """For a thread that copies to a device: its copies stand on the stream on which this thread's would."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return nullcontext
-    stream = torch.cuda.current_stream()
-    return lambda: torch.cuda.stream(stream)

@@ -283,7 +283,7 @@ class FakeDevice:
         self.buffers.append(torch.empty(nbytes, dtype=torch.uint8))
         return self.buffers[-1]
 
-    def pinned_buffer(self, nbytes: int) -> torch.Tensor:
+    def pinned_memory(self, nbytes: int) -> torch.Tensor:
         self.allocate("pinned memory")
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -327,7 +327,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(device_copier, "copy_chunk", made.copy_chunk)
-    for name in ("combine", "device_buffer", "pinned_buffer"):
+    for name in ("combine", "device_buffer", "pinned_memory"):
         monkeypatch.setattr(device_copier, name, getattr(made, name))
     for name in ("copy_together", "device_buffer"):
         monkeypatch.setattr(volatile_memory, name, getattr(made, name))

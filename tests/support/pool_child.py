@@ -100,7 +100,7 @@ def _prepare(rank: int, settings: Settings) -> None:
     if settings.on_device:
         from tests.support import shared_device
 
-        shared_device.install()
+        shared_device.install(settings.world_size)
     if settings.store_path is not None:
         _init_process_group(rank, settings)
 

@@ -1,0 +1,80 @@
+"""Bytes of the host on their way to a device: a thread reads the next ones while a copy engine takes the last ones.
+
+Memory that is not pinned the driver would copy once more by itself, one thread at a time: a small part of what the
+link gives. What is pinned here is given back in the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from ftckpt.host_memory import pinned_memory
+from ftckpt.store.landings import scratch
+
+_IN_TURN = 2
+"""Memories of a thread: one is read into while the other is taken."""
+
+
+class _OfThread(threading.local):
+    """Memories of one thread, and where on the stream each was taken last."""
+
+    def __init__(self) -> None:
+        self.memories = [torch.empty(0, dtype=torch.uint8, device="cpu")] * _IN_TURN
+        self.taken: list[torch.cuda.Event | None] = [None] * _IN_TURN
+        self.turn = 0
+
+
+class Staging:
+    """For the threads of one reading; made by the thread on whose stream the copies are to stand, which ``settle``s.
+
+    A thread asks for ``memory``, fills it and sends parts of it by ``send``; it may have another then.
+    """
+
+    def __init__(self) -> None:
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if is_used else None
+        self._of = _OfThread()
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """For a thread that copies to the device without ``send``, too."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """1-D uint8, this thread's until it asks again; waits until what was sent from it before has come."""
+        if self._stream is None:
+            return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
+        of = self._of
+        of.turn = (of.turn + 1) % _IN_TURN
+        taken = of.taken[of.turn]
+        if taken is not None:
+            taken.synchronize()
+        if of.memories[of.turn].numel() < nbytes:
+            of.memories[of.turn] = pinned_memory(nbytes)
+        return of.memories[of.turn][:nbytes]
+
+    def send(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy from ``memory`` to where it belongs, pairs of a target and a source; returns before the bytes are
+        there."""
+        with self.on_stream():
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            if self._stream is not None:
+                event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record(self._stream)
+                self._of.taken[self._of.turn] = event
+
+    def settle(self) -> None:
+        """Everything that was sent has come. Threads that have sent are over, or send no more."""
+        if self._stream is None:
+            return
+        self._stream.synchronize()
+        self._of = _OfThread()
+        empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
+        if empty is not None:
+            with suppress(RuntimeError):  # it is memory that is kept for later, and no harm
+                empty()
