@@ -92,6 +92,15 @@ class Capture:
         """Whether copies of the last snapshot still run, so that no new one can begin."""
         return self._flight is not None and not self._flight.ended
 
+    def bounded(self) -> None:
+        """Training is at a boundary; at each, whether a snapshot is due there or not."""
+        self._copier.bounded()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a snapshot can begin without standing in training's way: none runs, and slots are prepared."""
+        return not self.busy and self._copier.ready_for(self.stepped_bytes)
+
     @property
     def flying(self) -> bool:
         """Whether the last snapshot's copies run and it may yet be sealed."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +25,9 @@ from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import Clock, DeviceClock, HostClock, Moment
 from ftckpt.windows.device_events import DeviceEvent
 from ftckpt.windows.node_budget import Budget, NoBudget
+
+_JOIN_SECS = 10.0
+"""For a thread that ends."""
 
 Cores = Set[int] | None
 """Where background threads run; None: anywhere."""
@@ -73,7 +78,7 @@ class Worker:
         """Whether a job waits for the one that runs."""
         return not self._jobs.empty()
 
-    def close(self, timeout_secs: float = 10.0) -> bool:
+    def close(self, timeout_secs: float = _JOIN_SECS) -> bool:
         """End the thread; False when it is stuck in a copy, and left to die with the process."""
         self._jobs.put(None)
         self._thread.join(timeout_secs)
@@ -101,10 +106,10 @@ _NO_SLOT = host_memory(0)
 class Flight:
     """One snapshot's copies on their way; made by a copier, waited for at the fence.
 
-    ``landed(chunk)`` is called on a thread of the copier when the host knows that a chunk's bytes are in the
-    slot, ``arrived()`` when all are. Neither is called after ``cancel`` has returned True. ``base`` is the
-    boundary's moment on the copier's clock. ``taken`` are the copies of volatile state, for which ``Copier.take`` was
-    called.
+    ``landed(chunk)`` is called on a thread of the copier, on several at a time, when the host knows that a chunk's
+    bytes are in the slot, ``arrived()`` when all are. Neither is called after ``cancel`` has returned True. ``base``
+    is the boundary's moment on the copier's clock. ``taken`` are the copies of volatile state, for which
+    ``Copier.take`` was called.
     """
 
     def __init__(
@@ -124,7 +129,8 @@ class Flight:
         self._landed = landed
         self._arrived = arrived
         self._cancelled = False
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
+        self._num_landing = 0
         self._ended = threading.Event()
         self.error: BaseException | None = None
         self.hurry = threading.Event()
@@ -151,20 +157,28 @@ class Flight:
 
     def cancel(self) -> bool:
         """Drop the snapshot; False when it had arrived before."""
-        # Under the lock a chunk's hash is written, and the slot sealed: neither comes after a cancel.
         with self._lock:
             # Sealed already: there is nothing left to drop.
             if self._ended.is_set() and self.error is None:
                 return False
             self._cancelled = True
             self.hurry.set()
+            # No chunk's hash is written behind a cancel, and no slot sealed: that is done under the lock.
+            self._lock.wait_for(lambda: not self._num_landing)
             return True
 
     def chunk_landed(self, chunk: int) -> None:
-        """The host knows that a chunk's bytes are in the slot; called by the copier."""
+        """The host knows that a chunk's bytes are in the slot; called by the copier, on several threads."""
         with self._lock:
-            if not self._cancelled:
-                self._landed(chunk)
+            if self._cancelled:
+                return
+            self._num_landing += 1
+        try:
+            self._landed(chunk)  # without the lock: checksums of several chunks are taken at a time
+        finally:
+            with self._lock:
+                self._num_landing -= 1
+                self._lock.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
         """Called by the copier, once, last: seals unless the flight was cancelled or failed."""
@@ -191,6 +205,13 @@ class Copier(Protocol):
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Make the slots fit for copies, in the background where it takes long."""
+
+    def bounded(self) -> None:
+        """Training is at a boundary; at each."""
+
+    def ready_for(self, nbytes: int) -> bool:
+        """Whether a snapshot of so many bytes can go its way now: until slots are prepared it may stand in
+        training's."""
 
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
@@ -241,29 +262,46 @@ def make_copier(
 
 
 class Finisher:
-    """What follows a copy, on a thread of its own, so that checksums take no time from the windows.
+    """What follows a copy, on threads of its own, so that checksums take no time from the windows.
 
-    ``chunk`` and ``end`` are called by the thread that copies, in the order of the copies.
+    ``chunk`` and ``end`` are called by the thread that copies, in the order of the copies. With several ``threads``
+    chunks land in any order.
     """
 
-    def __init__(self, cores: Cores = None) -> None:
-        self._worker = Worker("ftckpt-finish", cores, yields=True)
+    def __init__(self, cores: Cores = None, threads: int = 1) -> None:
+        self._workers = [Worker("ftckpt-finish", cores, yields=True) for _ in range(threads)]
+        self._turns = cycle(self._workers)
 
     def chunk(self, flight: Flight, chunk: int, wait: Callable[[], None] | None = None) -> None:
         """After ``wait`` the chunk's bytes are in the slot."""
-        self._worker.submit(lambda: self._land(flight, chunk, wait))
+        next(self._turns).submit(lambda: self._land(flight, chunk, wait))
 
     def end(self, flight: Flight, error: BaseException | None = None) -> None:
         """Called once, behind the last chunk."""
-        self._worker.submit(lambda: flight.end(error))
+        first, *others = self._workers
+        through = [threading.Event() for _ in others]
+        for worker, event in zip(others, through, strict=True):
+            worker.submit(event.set)
+
+        def end() -> None:
+            for event in through:
+                event.wait()
+            flight.end(error)
+
+        first.submit(end)
 
     def call(self, job: Callable[[], None], timeout_secs: float) -> None:
-        """As ``Worker.call``."""
-        self._worker.call(job, timeout_secs)
+        """As ``Worker.call``, on each thread."""
+        for worker in self._workers:
+            worker.call(job, timeout_secs)
 
     def close(self) -> None:
         """Stop once what was given has been dealt with."""
-        self._worker.close()
+        deadline = time.monotonic() + _JOIN_SECS
+        for worker in self._workers:  # all are told before one is waited for
+            worker.close(0.0)
+        for worker in self._workers:
+            worker.close(max(0.0, deadline - time.monotonic()))
 
     def _land(self, flight: Flight, chunk: int, wait: Callable[[], None] | None) -> None:
         try:
@@ -295,6 +333,11 @@ class HostCopier:
                 touch(slot, lambda: self._worker.waits)
 
         self._worker.submit(touch_all)
+
+    def bounded(self) -> None: ...
+
+    def ready_for(self, nbytes: int) -> bool:
+        return True
 
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]

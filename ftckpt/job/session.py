@@ -320,8 +320,9 @@ class RankState:
             self._named, self._keep = snapshots, frozenset(one for one in snapshots if one is not None)
         return self._keep
 
-    def take(self, has_room: bool) -> Take | Skip | None:
-        """What happens at this boundary; ``has_room``: a slot holds none of ``keep``. None: ftckpt is off."""
+    def take(self, has_room: bool, ready: bool = True) -> Take | Skip | None:
+        """What happens at this boundary; ``has_room``: a slot holds none of ``keep``. ``ready``: it would go its way
+        beside training. None: ftckpt is off."""
         if self.off or self.lost or self._will is None:
             return None
         if self._will != Will.GO:
@@ -330,6 +331,8 @@ class RankState:
             return Skip("this rank takes no more snapshots")
         if self._wrong:
             return Skip("ranks must copy other things than they do, and one was late in laying out anew")
+        if not ready:
+            return Skip("slots are still being prepared")
         if not has_room:
             self.ages.leave_out()
             return Skip("every slot is kept until the target is protected")

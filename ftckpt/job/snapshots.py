@@ -128,6 +128,8 @@ class Snapshots:
             SilentCorruptionError: on all ranks, under ``on_corruption: abort``.
             Exception: what kept this rank from it, for ``fail``.
         """
+        if self.capture is not None:
+            self.capture.bounded()
         if self._state.lost:
             self._search(iteration)
         elif self._state.boundary(iteration):
@@ -210,7 +212,7 @@ class Snapshots:
             raise problem
         capture = self.capture
         room = capture.writable(self._state.keep) if capture is not None else []
-        decision = self._state.take(has_room=bool(room))
+        decision = self._state.take(has_room=bool(room), ready=capture is None or capture.ready)
         if isinstance(decision, Skip):
             self._numbers.counts[PulseCount.SKIPPED] += 1
             self._events.emit("skipped", iteration=iteration, reason=decision.reason)
@@ -260,7 +262,7 @@ class Snapshots:
 
     def _round(self) -> Round:
         capture, now_secs = self.capture, time.monotonic()
-        will = Will.OFF if capture is None else Will.SKIP if capture.busy else Will.GO
+        will = Will.OFF if capture is None else Will.GO if capture.ready else Will.SKIP
         round_ = self._state.round_to_post(
             capture.newest if capture is not None else None,
             will,

@@ -50,11 +50,12 @@ class Staging:
             return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
         of = self._of
         of.turn = (of.turn + 1) % _IN_TURN
-        taken = of.taken[of.turn]
-        if taken is not None:
-            taken.synchronize()
-        if of.memories[of.turn].numel() < nbytes:
-            of.memories[of.turn] = pinned_memory(nbytes)
+        with self.on_stream():  # the thread's own device is the first one, where a context would be opened
+            taken = of.taken[of.turn]
+            if taken is not None:
+                taken.synchronize()
+            if of.memories[of.turn].numel() < nbytes:
+                of.memories[of.turn] = pinned_memory(nbytes)
         return of.memories[of.turn][:nbytes]
 
     def send(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -62,7 +63,7 @@ class Staging:
         there."""
         with self.on_stream():
             for target, source in copies:
-                target.copy_(source, non_blocking=True)
+                copy_later(target, source)
             if self._stream is not None:
                 event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 event.record(self._stream)
@@ -78,3 +79,8 @@ class Staging:
         if empty is not None:
             with suppress(RuntimeError):  # it is memory that is kept for later, and no harm
                 empty()
+
+
+def copy_later(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Enqueue it on the current stream; a module-level function for tests, whose devices are not real."""
+    target.copy_(source, non_blocking=True)

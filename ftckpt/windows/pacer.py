@@ -243,7 +243,8 @@ class Pacer:
         known = [edge for edge in edges if edge is not None]
         if len(known) < len(edges):
             return None
-        copies = tuple(passed.copies.timed) if passed.copies is not None else ()
+        # Sorted: several threads tell of them.
+        copies = tuple(sorted(passed.copies.timed)) if passed.copies is not None else ()
         return Iteration(tuple(kind for kind, _ in passed.marks), tuple(known), copies)
 
     def _paused_secs(self, passed: IterationMarks) -> float:

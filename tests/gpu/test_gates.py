@@ -145,7 +145,7 @@ def test_each_copy_is_timed_once_and_inside_its_window(fake: FakeDevice) -> None
         run.finish()
         edges = [run.clock.secs(run.marks[0], mark) for mark in (*run.marks, end)]
     assert all(edge is not None for edge in edges)
-    timed = run.flight.timed
+    timed = sorted(run.flight.timed)
     assert [nbytes for _, _, nbytes in timed] == [PAGE] * num
     assert all(end - begin == pytest.approx(1e-3) for begin, end, _ in timed)
     iteration = Iteration(KINDS[:9], tuple(edge for edge in edges if edge is not None), tuple(timed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ftckpt.capture import registration
+from ftckpt.capture import device_copier, registration
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
@@ -107,6 +108,25 @@ def test_nothing_is_pinned_in_the_first_two_iterations(fake: FakeDevice, monkeyp
     snapshots.take()
     snapshots.capture.close()
     assert not fake.pinned
+
+
+def test_what_is_large_waits_until_its_slots_are_pinned(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the staging buffer it would stand in training's way; what is small, or late, need not wait."""
+    nbytes = device_copier._MOST_STAGED_BYTES
+    snapshots = Snapshots(monkeypatch, settled=False)
+    copier, release = snapshots.copier, threading.Event()
+    monkeypatch.setattr(copier._registrar, "_pin", lambda *_: release.wait(SECS))
+    assert copier.ready_for(nbytes) and not copier.ready_for(nbytes + 1)
+    for _ in range(2):
+        snapshots.capture.bounded()
+    assert not copier.ready_for(nbytes + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_copier, "_PINNED_WITHIN_SECS", -1.0)
+        assert copier.ready_for(nbytes + 1)
+    release.set()
+    until(lambda: copier.ready_for(nbytes + 1), "dealt with", SECS)
+    assert snapshots.capture.ready
+    snapshots.capture.close()
 
 
 HOLD = """

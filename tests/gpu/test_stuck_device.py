@@ -26,9 +26,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def short_joins(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``close`` gives stuck threads a moment only."""
     with monkeypatch.context() as patch:
-        for worker in (snapshots.copier._worker, snapshots.copier._finisher._worker):
+        for worker in (snapshots.copier._worker, *snapshots.copier._finisher._workers):
             close = worker.close
-            patch.setattr(worker, "close", lambda close=close: close(0.05))
+            patch.setattr(worker, "close", lambda secs=0.0, close=close: close(0.05))
         patch.setattr(capture_module, "_SEAL_SECS", 0.05)
         yield
 

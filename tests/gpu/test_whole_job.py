@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.capture.device_copier import _SETTLED_AFTER
+from ftckpt.capture.device_copier import _SETTLED_AFTER, DeviceCopier
 from ftckpt.windows.clock import DeviceClock
 from tests.support import jobs, plain
 from tests.support.fake_device import SECS, FakeDevice, install
@@ -20,9 +20,15 @@ ROW = 1 << 15
 """Elements: enough for each rank to have a share, of which the others make parity."""
 
 
-def on_a_device(rank: int, world_size: int, settings: dict[str, Any], off_at: int) -> dict[str, int]:
-    """Trains on the device with its own clock; from ``off_at`` on no snapshot succeeds, and ftckpt turns off."""
+def on_a_device(
+    rank: int, world_size: int, settings: dict[str, Any], off_at: int, large: bool = False
+) -> dict[str, int]:
+    """Trains on the device with its own clock; from ``off_at`` on no snapshot succeeds, and ftckpt turns off.
+    ``large``: a snapshot is too large to be staged."""
     patch = pytest.MonkeyPatch()
+    if large:
+        patch.setattr("ftckpt.capture.device_copier._MOST_STAGED_BYTES", 0)
+        patch.setattr(DeviceCopier, "_through_staging", lambda *_: pytest.fail("staged"))
     fake = install(patch)
     patch.setattr("ftckpt.job.shard.make_clock", DeviceClock)
     patch.setattr(plain, "ROW", ROW)
@@ -34,7 +40,7 @@ def on_a_device(rank: int, world_size: int, settings: dict[str, Any], off_at: in
     with fake.train():
         iteration = 0
         # Beside busy cores some are skipped, while the SMPs protect an earlier snapshot.
-        while iteration < 4 or copier._num_flights < _SETTLED_AFTER:
+        while iteration < 4 or copier._num_boundaries < _SETTLED_AFTER:
             train(fake, checkpointer, state, iteration := iteration + 1)
         until(lambda: copier._registrar.idle, "pinned", SECS)
         last = iteration + UNTIL - 4
@@ -61,6 +67,15 @@ def train(fake: FakeDevice, checkpointer: Any, state: plain.PlainState, iteratio
     fake.compute.enqueue(lambda: state.advance(iteration, iteration + 0.5))
     fake.compute.synchronize()  # as where the loss is read
     checkpointer.step(iteration)
+
+
+def test_ranks_do_without_snapshots_together_until_slots_are_pinned(settings: dict[str, Any]) -> None:
+    run_ranks(on_a_device, 3, {**settings, "protect": "replica"}, 0, True)
+    skipped = [event["iteration"] for event in jobs.events(settings, "skipped") if "prepared" in event["reason"]]
+    assert skipped.count(1) == 3, "slots are there at the first boundary"
+    (newest,) = {event["iteration"] for event in jobs.events(settings, "snapshot")[-3:]}
+    for result in run_ranks(restored, 3, settings):
+        assert result.value[:3] == (newest, newest, [newest + 0.5])
 
 
 @pytest.mark.parametrize("off_at", [0, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +30,16 @@ class Control:
     slots = 1
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self._told: list[tuple[str, int]] = []
         self.state = SlotState.EMPTY
+
+    @property
+    def told(self) -> list[str]:
+        """Chunks that follow each other in their order: they land in any."""
+        words: list[str] = []
+        for what, run in groupby(self._told, lambda one: one[0]):
+            words += [f"chunk {chunk}" for _, chunk in sorted(run)] if what == "chunk" else [what for _ in run]
+        return words
 
     def snapshot(self, _slot: int) -> SnapshotId | None:
         return SNAPSHOT if self.state == SlotState.SEALED else None
@@ -41,7 +50,7 @@ class Control:
     def set_objects(self, _slot: int, nbytes: int, digest: int) -> None: ...
 
     def set_chunk_hash(self, _slot: int, chunk: int, digest: int) -> None:
-        self.told.append(f"chunk {chunk}")
+        self._told.append(("chunk", chunk))
 
     def seal(self, _slot: int, _snapshot: SnapshotId, hashed: bool) -> None:
         self._tell("seal", SlotState.SEALED)
@@ -50,7 +59,7 @@ class Control:
         self._tell("void", SlotState.EMPTY)
 
     def _tell(self, what: str, state: SlotState) -> None:
-        self.told.append(what)
+        self._told.append((what, -1))
         self.state = state
 
 
@@ -96,6 +105,7 @@ class Snapshots:
         FakeDevice.now.log.clear()
 
     def begin(self) -> None:
+        self.capture.bounded()
         self.capture.begin(SNAPSHOT, (), {})
 
     def take(self) -> None:

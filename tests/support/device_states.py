@@ -75,7 +75,7 @@ def assert_holds(
 
 
 class Landings:
-    """A flight and what it said: chunks in order, then whether it arrived."""
+    """A flight and what it said: chunks, which land in any order, then whether it arrived."""
 
     def __init__(
         self,
@@ -85,9 +85,13 @@ class Landings:
         landed: Callable[[int], None] | None = None,
         taken: Sequence[ChunkCopy] = (),
     ) -> None:
-        self.chunks: list[int] = []
+        self._landed: list[int] = []
         self.arrived = False
-        self.flight = Flight(copies, slot, landed or self.chunks.append, self._arrive, base, taken=taken)
+        self.flight = Flight(copies, slot, landed or self._landed.append, self._arrive, base, taken=taken)
+
+    @property
+    def chunks(self) -> list[int]:
+        return sorted(self._landed)
 
     def _arrive(self) -> None:
         self.arrived = True

@@ -325,7 +325,7 @@ def test_copies_in_host_memory_take_no_core_from_a_rank_that_computes() -> None:
     own = os.sched_getscheduler(0)
     with closing(HostCopier()) as copier:
         assert Watched().start(copier).wait(LONG_SECS)
-        threads = [copier._worker._thread, copier._finisher._worker._thread]
+        threads = [copier._worker._thread, copier._finisher._workers[0]._thread]
         assert [os.sched_getscheduler(thread.native_id or 0) for thread in threads] == [os.SCHED_BATCH] * 2
     assert os.sched_getscheduler(0) == own
 
