@@ -16,17 +16,27 @@ import torch
 from ftckpt.host_memory import pinned_memory
 from ftckpt.store.landings import scratch
 
-_IN_TURN = 2
-"""Memories of a thread: one is read into while the other is taken."""
+_MOST = 2
+"""Memories of a thread: one is read into while the other is taken. Mostly one will do, as devices take faster."""
+
+
+class _Memory:
+    """Pinned memory, and where on the stream the last copy from it stands."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = pinned_memory(nbytes)
+        self.taken: torch.cuda.Event | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.taken is None or bool(self.taken.query())  # type: ignore[no-untyped-call]
 
 
 class _OfThread(threading.local):
-    """Memories of one thread, and where on the stream each was taken last."""
+    """Memories of one thread, that of the last ``Staging.memory`` at the end."""
 
     def __init__(self) -> None:
-        self.memories = [torch.empty(0, dtype=torch.uint8, device="cpu")] * _IN_TURN
-        self.taken: list[torch.cuda.Event | None] = [None] * _IN_TURN
-        self.turn = 0
+        self.memories: list[_Memory] = []
 
 
 class Staging:
@@ -48,15 +58,19 @@ class Staging:
         """1-D uint8, this thread's until it asks again; waits until what was sent from it before has come."""
         if self._stream is None:
             return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
-        of = self._of
-        of.turn = (of.turn + 1) % _IN_TURN
+        memories = self._of.memories
         with self.on_stream():  # the thread's own device is the first one, where a context would be opened
-            taken = of.taken[of.turn]
-            if taken is not None:
-                taken.synchronize()
-            if of.memories[of.turn].numel() < nbytes:
-                of.memories[of.turn] = pinned_memory(nbytes)
-        return of.memories[of.turn][:nbytes]
+            free = next((one for one in memories if one.is_free), None)
+            if free is None and len(memories) == _MOST:
+                free = memories[0]
+                assert free.taken is not None, "it is free"
+                free.taken.synchronize()
+            if free is not None:
+                memories.remove(free)
+            if free is None or free.data.numel() < nbytes:
+                free = _Memory(nbytes)
+            memories.append(free)
+        return free.data[:nbytes]
 
     def send(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy from ``memory`` to where it belongs, pairs of a target and a source; returns before the bytes are
@@ -67,7 +81,7 @@ class Staging:
             if self._stream is not None:
                 event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 event.record(self._stream)
-                self._of.taken[self._of.turn] = event
+                self._of.memories[-1].taken = event
 
     def settle(self) -> None:
         """Everything that was sent has come. Threads that have sent are over, or send no more."""
