@@ -20,19 +20,23 @@ from benchmarks.shares import blocked_secs
 from ftckpt.config import Config
 from tests.support.pool import run_ranks
 
-FULL_SIZE = ["--layers", "24", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--global-batch", "64"]
-"""About 300 million parameters: 3.6 GB of masters and moments, copied in a small part of an iteration."""
+FULL_SIZE = ["--layers", "24", "--hidden", "1024", "--heads", "16", "--seq", "512", "--global-batch", "16"]
+"""About 300 million parameters: 3.6 GB of masters and moments, a sixth of the 0.4 s of an iteration on an H200."""
 QUICK_SIZE = ["--layers", "2", "--hidden", "64", "--seq", "32", "--global-batch", "8"]
 SCHEDULES = ("sync", "thread", "stream", "bubble")
 # ``bubble`` finds its windows once four iterations have been measured; the first ones also pay for lazy set-up.
 WARM_UP, MEASURED = 6, 10
+RESTARTS = 5
 TIMEOUT_SECS = 1800.0
-REGISTER_TIMEOUT_SECS = 120.0
+MOST_SETTLING = 1000
+"""Iterations until slots have their memory and are pinned."""
 PLAIN_BYTES = 1 << 30
 """Memory that plain copies go through, larger than caches; a larger snapshot goes through it several times."""
 MOST_RATIO = 1.005
 MOST_BLOCKED_MS_PER_GB = 0.2
 LEAST_RATE_SHARE = 0.95
+MOST_RESTORE_RATIO = 3.0
+"""A restart from memory, every byte verified, against a plain copy of its bytes from pinned memory to the device."""
 
 
 def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folder: Path) -> dict[str, Any]:
@@ -44,16 +48,16 @@ def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folde
         store = dist.FileStore(str(folder / "store"), 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     job = train_gpt.build(train_gpt.parse_args(["--micro-batch", "4", *size]))
-    measured: dict[str, Any] = {name: [] for name in ("off", *SCHEDULES, "register_secs", "blocked_ms_per_gb")}
+    measured: dict[str, Any] = {name: [] for name in ("off", *SCHEDULES, "settling_secs", "blocked_ms_per_gb")}
     rates: list[float] = []
     for repeat in range(repeats):
         measured["off"].append(statistics.median(train(job)))
         for schedule in SCHEDULES:
-            name = f"{schedule}-{repeat}"
+            name = name_of(schedule, repeat)
             checkpointer = attach(job, folder, name, schedule=schedule, timeline_interval=1, overhead_budget=0.0)
-            registered = registration_secs(checkpointer)
+            settling_secs = settle(job, checkpointer)
             measured[schedule].append(statistics.median(train(job, checkpointer)))
-            checkpointer.close()
+            checkpointer.close(remove=(schedule, repeat) != (SCHEDULES[-1], repeats - 1))
             detach(job)
             events = read_events(folder, name, rank)
             measured["copied_bytes"] = next(e["copied_bytes"] for e in reversed(events) if e["event"] == "plan")
@@ -61,9 +65,9 @@ def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folde
                 # Without the first, which warms up.
                 rates += [rate_of(e["copies"]) for e in events if e["event"] == "timeline"][1:]
             if schedule == "bubble":
-                blocked = statistics.median(blocked_secs(events)[WARM_UP:])
+                blocked = statistics.median(blocked_secs(events)[-MEASURED:])
                 measured["blocked_ms_per_gb"].append(blocked * 1e12 / measured["copied_bytes"])
-                measured["register_secs"].append(registered)
+                measured["settling_secs"].append(settling_secs)
     measured["bytes_per_sec"] = statistics.median(rates)
     measured["plain_bytes_per_sec"] = plain_rate(measured["copied_bytes"], Config().chunk_bytes)
     return measured
@@ -93,16 +97,45 @@ def detach(job: Any) -> None:
     job.checkpointer = None
 
 
-def registration_secs(checkpointer: Any) -> float | None:
-    """Have all slots registered with the device, with the pauses that are made; None where there is nothing to do."""
-    registrar = getattr(checkpointer._shard.capture._copier, "_registrar", None)
-    if registrar is None:
-        return None
-    begin = time.monotonic()
-    registrar.begin()
-    while not registrar.idle and time.monotonic() - begin < REGISTER_TIMEOUT_SECS:
-        time.sleep(0.01)
-    return time.monotonic() - begin
+def settle(job: Any, checkpointer: Any) -> float:
+    """Train until all slots have their memory and a snapshot finds them prepared; seconds that this took."""
+    import train_gpt
+
+    begin = time.perf_counter()
+    for _ in range(MOST_SETTLING):
+        capture = checkpointer.capture
+        if not capture.lacks_slots and capture.ready:
+            break
+        checkpointer.step(job.iteration)
+        train_gpt.train_step(job)
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def restarted(rank: int, world_size: int, size: Sequence[str], name: str, folder: Path) -> dict[str, float]:
+    """A start of the job that is in memory as ``name``: seconds of ``restore()``, and of plain copies of as much."""
+    import train_gpt
+
+    warnings.filterwarnings("ignore", module="megatron")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    job = train_gpt.build(train_gpt.parse_args(["--micro-batch", "4", *size]))
+    # The first collective of a group connects it, which training would wait for as well.
+    train_gpt.train_step(job)
+    torch.cuda.synchronize()
+    checkpointer = attach(job, folder, name)
+    torch.cuda.synchronize()
+    assert checkpointer.whole is not None, "there was nothing to restore"
+    checkpointer.close(remove=False)
+    events = read_events(folder, name, rank)
+    secs = next(event["blocked_secs"] for event in reversed(events) if event["event"] == "restored")
+    nbytes = next(event["needed_bytes"] for event in reversed(events) if event["event"] == "loaded")
+    return {"restore": secs, "plain": nbytes / plain_rate(nbytes, Config().chunk_bytes, to_device=True)}
+
+
+def name_of(schedule: str, repeat: int) -> str:
+    """Of a job."""
+    return f"{schedule}-{repeat}"
 
 
 def rate_of(copies: Sequence[Sequence[float]]) -> float:
@@ -111,12 +144,13 @@ def rate_of(copies: Sequence[Sequence[float]]) -> float:
     return sum(nbytes for *_, nbytes in copies) / secs
 
 
-def plain_rate(total_bytes: int, chunk_bytes: int, rounds: int = 5) -> float:
-    """Bytes per second of plain copies of ``total_bytes`` from the device to pinned memory, chunk by chunk."""
-    source, target = (
+def plain_rate(total_bytes: int, chunk_bytes: int, rounds: int = 5, to_device: bool = False) -> float:
+    """Bytes per second of plain copies of ``total_bytes`` between the device and pinned memory, chunk by chunk."""
+    on_device, on_host = (
         torch.ones(min(total_bytes, PLAIN_BYTES), dtype=torch.uint8, **where)
         for where in ({"device": torch.cuda.current_device()}, {"pin_memory": True})
     )
+    source, target = (on_host, on_device) if to_device else (on_device, on_host)
     chunks = list(zip(source.split(chunk_bytes), target.split(chunk_bytes), strict=True))
     rates = []
     for _ in range(rounds):
@@ -136,13 +170,15 @@ def run_case(args: argparse.Namespace, stand_in: bool = False) -> dict[str, Any]
     size = QUICK_SIZE if args.quick else FULL_SIZE
     folder = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=args.arena.absolute()))
     try:
-        (result,) = run_ranks(
-            measure, 1, size, args.repeats, folder, timeout_secs=TIMEOUT_SECS, stand_in=stand_in,
-            init_process_group=stand_in,
-        )  # fmt: skip
+        options = {"timeout_secs": TIMEOUT_SECS, "stand_in": stand_in, "init_process_group": stand_in}
+        (result,) = run_ranks(measure, 1, size, args.repeats, folder, **options)
+        name, restarts = name_of(SCHEDULES[-1], args.repeats - 1), []
+        for _ in range(RESTARTS):
+            (folder / "store").unlink(missing_ok=True)
+            restarts.append(run_ranks(restarted, 1, size, name, folder, **options)[0].value)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return case_of(result.value, size)
+    return case_of({**result.value, "restarts": restarts}, size)
 
 
 def case_of(measured: Mapping[str, Any], size: Sequence[str]) -> dict[str, Any]:
@@ -151,7 +187,7 @@ def case_of(measured: Mapping[str, Any], size: Sequence[str]) -> dict[str, Any]:
         schedule: [with_it / off for with_it, off in zip(measured[schedule], measured["off"], strict=True)]
         for schedule in SCHEDULES
     }
-    registered = [secs for secs in measured["register_secs"] if secs is not None]
+    restore_secs = {side: [one[side] for one in measured["restarts"]] for side in ("restore", "plain")}
     return {
         "layout": "tp1 pp1 dp1", "model": list(size), "repeats": len(measured["off"]),
         "off_iteration_ms_median": statistics.median(measured["off"]) * 1e3,
@@ -161,7 +197,10 @@ def case_of(measured: Mapping[str, Any], size: Sequence[str]) -> dict[str, Any]:
         "bytes_per_rank": [measured["copied_bytes"]],
         "blocked_ms_per_gb": statistics.median(measured["blocked_ms_per_gb"]),
         "bytes_per_sec": measured["bytes_per_sec"], "plain_bytes_per_sec": measured["plain_bytes_per_sec"],
-        "register_secs": statistics.median(registered) if registered else None,
+        "settling_secs": measured["settling_secs"], "restarts": restore_secs,
+        "restore_secs": statistics.median(restore_secs["restore"]),
+        "restore_ratio": statistics.median(restore_secs["restore"]) / statistics.median(restore_secs["plain"]),
+        "iteration_secs": {name: measured[name] for name in ("off", *SCHEDULES)},
     }  # fmt: skip
 
 
@@ -177,8 +216,9 @@ def show(case: Mapping[str, Any]) -> None:
     rate, plain = case["bytes_per_sec"], case["plain_bytes_per_sec"]
     print(f"training thread blocked: {case['blocked_ms_per_gb']:.3f} ms per GB")
     print(f"device to slot: {rate / 1e9:.1f} GB/s; a plain pinned copy {plain / 1e9:.1f} GB/s: {rate / plain:.1%}")
-    if case["register_secs"] is not None:
-        print(f"slots registered in the background in {case['register_secs']:.2f} s")
+    settling = statistics.median(case["settling_secs"])
+    print(f"slots have their memory and are pinned {settling:.2f} s after the start, beside training")
+    print(f"restore() {case['restore_secs']:.3f} s: {case['restore_ratio']:.1f} times a plain copy to the device")
 
 
 def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -193,4 +233,8 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
             problems.append(f"device: training is blocked {blocked:.2f} ms/GB, more than {MOST_BLOCKED_MS_PER_GB}")
         if share < LEAST_RATE_SHARE:
             problems.append(f"device: copies run at {share:.1%} of a plain one, below {LEAST_RATE_SHARE:.0%}")
+        if (restore := case["restore_ratio"]) > MOST_RESTORE_RATIO:
+            problems.append(
+                f"device: a restart takes {restore:.1f}x a plain copy, more than {MOST_RESTORE_RATIO}"
+            )
     return problems

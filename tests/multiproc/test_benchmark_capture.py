@@ -147,12 +147,14 @@ def test_the_device_part_without_a_device(arena_root: Path) -> None:
     device.show(case)
     assert set(case["ratio_median"]) == set(device.SCHEDULES)
     assert case["bytes_per_sec"] > 0 and case["plain_bytes_per_sec"] > 0 and case["blocked_ms_per_gb"] > 0
-    assert case["register_secs"] is None
+    assert len(case["settling_secs"]) == 1 and len(case["restarts"]["restore"]) == device.RESTARTS
     fine = {
-        "ratio_median": {"bubble": 1.0}, "blocked_ms_per_gb": 0.1, "bytes_per_sec": 99, "plain_bytes_per_sec": 100
+        "ratio_median": {"bubble": 1.0}, "blocked_ms_per_gb": 0.1, "bytes_per_sec": 99, "plain_bytes_per_sec": 100,
+        "restore_ratio": 1.0,
     }  # fmt: skip
     assert device.verdict([fine]) == []
-    for change in ({"ratio_median": {"bubble": 1.01}}, {"blocked_ms_per_gb": 0.3}, {"bytes_per_sec": 90}):
+    changes = ({"ratio_median": {"bubble": 1.01}}, {"blocked_ms_per_gb": 0.3}, {"bytes_per_sec": 90})
+    for change in (*changes, {"restore_ratio": 9.0}):
         assert len(device.verdict([{**fine, **change}])) == 1
 
 
