@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def test_the_wheel_has_every_file_of_the_package(installed: Path) -> None:
     assert ours <= there
     assert any(name.endswith("licenses/LICENSE") for name in there)
     assert not {name for name in there if name.startswith("tests") or Path(name).name in ("demo.sh", "test.sh")}
+
+
+def test_no_link_of_a_page_leads_nowhere(installed: Path) -> None:
+    pages = [*(installed / "ftckpt").rglob("*.md")]
+    links = [(page, name) for page in pages for name in re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text())]
+    assert len(pages) > 8 and len(links) > 20
+    dead = [f"{page.relative_to(installed)}: {name}" for page, name in links if not (page.parent / name).exists()]
+    assert not dead, dead
 
 
 INIT = """
