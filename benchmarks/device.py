@@ -234,7 +234,5 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         if share < LEAST_RATE_SHARE:
             problems.append(f"device: copies run at {share:.1%} of a plain one, below {LEAST_RATE_SHARE:.0%}")
         if (restore := case["restore_ratio"]) > MOST_RESTORE_RATIO:
-            problems.append(
-                f"device: a restart takes {restore:.1f}x a plain copy, more than {MOST_RESTORE_RATIO}"
-            )
+            problems.append(f"device: a restart takes {restore:.1f}x a plain copy, more than {MOST_RESTORE_RATIO}")
     return problems
