@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 from setuptools import setup
@@ -15,28 +16,29 @@ LEFT_OUT = ("__pycache__", "demo*", "test.sh", "environment.sh", "constraints.tx
 """What only a checkout can run."""
 
 
-_LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 """Of a page to a file beside it: its text, the file, a place in that."""
 
 
 def mend_links(package: Path) -> None:
     """Pages of the package name files by where they lie in the repository: here they lie elsewhere, or nowhere."""
-
-    def place_of(name: str) -> Path:
-        """Where a file of the repository lies."""
-        first, _, rest = name.partition("/")
-        return package / "shipped" / name if first in SHIPPED else package / rest if first == "ftckpt" else Path()
-
     for page in package.rglob("*.md"):
-        inside = page.relative_to(package)
-        folder = (inside.relative_to("shipped") if inside.parts[0] == "shipped" else "ftckpt" / inside).parent
+        text = page.read_text(encoding="utf-8")
+        page.write_text(_LINK.sub(partial(_mended, package, page), text), encoding="utf-8")
 
-        def mended(found: re.Match[str], page: Path = page, folder: Path = folder) -> str:
-            to = place_of(os.path.normpath(folder / found[2]))
-            there = to != Path() and to.exists()
-            return f"[{found[1]}]({os.path.relpath(to, page.parent)}{found[3] or ''})" if there else found[1]
 
-        page.write_text(_LINK.sub(mended, page.read_text()))
+def _mended(package: Path, page: Path, link: re.Match[str]) -> str:
+    inside = page.relative_to(package)
+    folder = (inside.relative_to("shipped") if inside.parts[0] == "shipped" else "ftckpt" / inside).parent
+    to = _place_of(package, os.path.normpath(folder / link[2]))
+    return f"[{link[1]}]({os.path.relpath(to, page.parent)}{link[3] or ''})" if to is not None else link[1]
+
+
+def _place_of(package: Path, name: str) -> Path | None:
+    """Where a file of the repository lies; None: not in the package."""
+    first, _, rest = name.partition("/")
+    to = package / "shipped" / name if first in SHIPPED else package / rest
+    return to if first in (*SHIPPED, "ftckpt") and to.exists() else None
 
 
 class BuildWithScripts(build_py):

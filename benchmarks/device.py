@@ -101,15 +101,15 @@ def settle(job: Any, checkpointer: Any) -> float:
     """Train until all slots have their memory and a snapshot finds them prepared; seconds that this took."""
     import train_gpt
 
-    begin = time.perf_counter()
+    begin, capture = time.perf_counter(), checkpointer.capture
+    slots = range(capture.arena.control.slots)
     for _ in range(MOST_SETTLING):
-        capture = checkpointer.capture
-        if not capture.lacks_slots and capture.ready:
-            break
+        if not capture.lacks_slots and capture.prepared(slots) == [*slots]:
+            return time.perf_counter() - begin
         checkpointer.step(job.iteration)
         train_gpt.train_step(job)
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    raise TimeoutError(f"slots are not prepared after {MOST_SETTLING} iterations")
 
 
 def restarted(rank: int, world_size: int, size: Sequence[str], name: str, folder: Path) -> dict[str, float]:

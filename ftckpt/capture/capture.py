@@ -96,10 +96,20 @@ class Capture:
         """Training is at a boundary; at each, whether a snapshot is due there or not."""
         self._copier.bounded()
 
+    def is_ready(self, keep: Collection[SnapshotId]) -> bool:
+        """Whether the next snapshot can begin: no copies run, there are slots, and of those that hold none of
+        ``keep`` one is prepared, where there are any."""
+        free = [slot for slot, held in self._held.items() if held not in keep]
+        return not self.busy and bool(self._slots) and (not free or bool(self.prepared(free)))
+
+    def prepared(self, slots: Sequence[int]) -> list[int]:
+        """Those of ``slots`` to which copies go without standing in training's way."""
+        return [slot for slot in slots if self._copier.fits(self._slots[slot])]
+
     @property
-    def ready(self) -> bool:
-        """Whether a snapshot can begin without standing in training's way: none runs, and slots are prepared."""
-        return not self.busy and self._copier.ready_for(self.stepped_bytes)
+    def takes_fresh_slots(self) -> bool:
+        """Whether a slot is of use as soon as it has its memory."""
+        return self._copier.takes_fresh_slots
 
     @property
     def flying(self) -> bool:

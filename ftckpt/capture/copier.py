@@ -209,9 +209,12 @@ class Copier(Protocol):
     def bounded(self) -> None:
         """Training is at a boundary; at each."""
 
-    def ready_for(self, nbytes: int) -> bool:
-        """Whether a snapshot of so many bytes can go its way now: until slots are prepared it may stand in
-        training's."""
+    def fits(self, slot: Slot) -> bool:
+        """Whether a snapshot can go to the slot now: until that is prepared copies may stand in training's way."""
+
+    @property
+    def takes_fresh_slots(self) -> bool:
+        """Whether slots need not be prepared."""
 
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
@@ -336,8 +339,10 @@ class HostCopier:
 
     def bounded(self) -> None: ...
 
-    def ready_for(self, nbytes: int) -> bool:
+    def fits(self, slot: Slot) -> bool:
         return True
+
+    takes_fresh_slots = True
 
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]

@@ -51,14 +51,14 @@ streams together; at one more each thread waits, the one that launches training'
 _AHEAD_POLL_SECS = 0.001
 _SETTLED_AFTER = 2
 """Iterations: by then training has loaded and allocated what it needs."""
-_MOST_STAGED_BYTES = 256 << 20
-"""What larger snapshots would come to slots that are still being pinned costs training more than to do without: on an
-H200 3.6 GB took 0.6 to 0.7 s of waiting at the fence through the staging buffer, and 0.4 s to be pinned.
-"""
+_STAGED_BYTES_PER_SEC = 5e9
+"""Through the staging buffer, while training waits at the fence; on an H200 with 16 cores it was 5 to 6."""
+_MOST_STAGED_SECS, _MOST_STAGED_SHARE = 0.05, 0.05
+"""What takes longer, in seconds and of an iteration, waits until a slot is pinned: 10 GB/s, beside training."""
 _PINNED_WITHIN_SECS = 120.0
-"""Of boundaries: past that a snapshot that is staged is better than none."""
+"""Of training that has settled: past that a snapshot that is staged is better than none."""
 _FINISHERS = 4
-"""Threads that take checksums: one takes 13 GB/s, and a device sends 55."""
+"""Threads that take checksums: on that machine one took 13 GB/s, and the device sent 55."""
 _PIN_POLL_SECS = 0.005
 _WARM_UP_SECS = 300.0
 """The driver reads kernels from disk, other ranks beside it."""
@@ -85,7 +85,9 @@ class DeviceCopier:
         self._finisher = Finisher(cores, _FINISHERS)
         self._flight: Flight | None = None
         self._num_boundaries = 0
+        self._bounded_at, self._iteration_secs = time.monotonic(), 0.0
         self._settled_at = math.inf
+        self._device_bytes = 0
         self._volatile = VolatileMemory(self._device)
         self._staging: torch.Tensor | None = None
         self._mixed: torch.Tensor | None = None
@@ -100,18 +102,22 @@ class DeviceCopier:
 
     def bounded(self) -> None:
         """Training has settled at some boundary: from then on pages are pinned."""
+        now = time.monotonic()
+        self._bounded_at, self._iteration_secs = now, now - self._bounded_at
         self._num_boundaries += 1
         if self._num_boundaries == _SETTLED_AFTER:
-            self._settled_at = time.monotonic()
+            self._settled_at = now
             self._registrar.begin()
 
-    def ready_for(self, nbytes: int) -> bool:
-        """See Copier: while slots are being pinned only what is small is staged."""
-        return (
-            nbytes <= _MOST_STAGED_BYTES
-            or self._registrar.idle
-            or time.monotonic() > self._settled_at + _PINNED_WITHIN_SECS
-        )
+    def fits(self, slot: Slot) -> bool:
+        """See Copier: what is dear to be staged waits for the slot to be pinned, if it can be."""
+        return self.takes_fresh_slots or self._registrar.is_through(slot)
+
+    @property
+    def takes_fresh_slots(self) -> bool:
+        staged_secs = self._device_bytes / _STAGED_BYTES_PER_SEC
+        is_cheap = staged_secs <= max(_MOST_STAGED_SECS, _MOST_STAGED_SHARE * self._iteration_secs)
+        return is_cheap or time.monotonic() > self._settled_at + _PINNED_WITHIN_SECS
 
     def pin_now(self, timeout_secs: float) -> bool:
         """Pin them, without waiting for training to settle; whether that was through within the time."""
@@ -129,6 +135,7 @@ class DeviceCopier:
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
     ) -> None:
         """All parity is made once and not kept: which kernels it takes follows from where each piece lies."""
+        self._device_bytes = sum(copy.nbytes for copy in copies if by_home(tensors, copy)[1].segments)
         self._volatile.reserve(tensors, volatile)
         # Training may be on another stream at the first boundary: what was tried out must not come behind that.
         self._sleep_until_done(torch.cuda.current_stream(self._device))

@@ -56,6 +56,8 @@ class Registrar:
         self._pins = pins
         self._pinned: dict[int, int] = {}
         """Address of a slot → how many of its bytes, from the first on, are pinned."""
+        self._through: set[int] = set()
+        """Addresses of slots that are pinned as far as they will be."""
         self._jobs: queue.Queue[Sequence[Slot] | None] = queue.Queue()
         self._settled, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -77,6 +79,10 @@ class Registrar:
     def covers(self, slot: Slot, end: int) -> bool:
         """Whether the device may write to the slot's bytes before ``end``."""
         return end <= self._pinned.get(slot.data_ptr(), 0)
+
+    def is_through(self, slot: Slot) -> bool:
+        """Whether the slot is pinned, or will not be."""
+        return slot.data_ptr() in self._through
 
     @property
     def idle(self) -> bool:
@@ -113,6 +119,7 @@ class Registrar:
                     self._deal_with(slots, addresses)
                 except Exception as error:  # noqa: BLE001 - the thread must be there to unpin what is pinned by now
                     log.warning("ftckpt: registering host memory failed (%s); copies are staged, slower", error)
+                self._through |= {slot.data_ptr() for slot in slots}
                 self._jobs.task_done()
             for address in addresses:
                 unpin_pages(address)
@@ -125,6 +132,7 @@ class Registrar:
         for slot in slots if self._pins else ():
             if not self._pin(slot, addresses):
                 break
+            self._through.add(slot.data_ptr())
 
     def _pin(self, slot: Slot, addresses: list[int]) -> bool:
         base, size = slot.data_ptr(), slot.numel()

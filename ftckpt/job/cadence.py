@@ -28,6 +28,8 @@ class Interval:
     """Whether spacings are to show what a snapshot costs: at first, and now and then where it is a short one."""
     number: int = 0
     """Snapshots that were due so far."""
+    probe_end: int = _FIRST_PROBE
+    """The snapshot with which the first probe ends."""
     changes: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
     """From which snapshot on which stretch is in force."""
 
@@ -39,6 +41,11 @@ class Interval:
             return False
         self.changes.append((number + self.delay, stretch))
         return True
+
+    def skipped(self, number: int) -> None:
+        """No rank has taken what was due in round ``number``: the first probe, if it is on, has yet to begin."""
+        if number + self.delay <= self.probe_end:  # as of a change, everybody knows of it by then
+            self.probe_end = number + _FIRST_PROBE
 
     def due(self, iteration: int) -> bool:
         """Whether a snapshot is to be taken at this boundary; asked once at each."""
@@ -54,7 +61,7 @@ class Interval:
 
     @property
     def _probing(self) -> bool:
-        return self.probes and (self.number < _FIRST_PROBE or self.number % _PROBES_APART < _PROBE)
+        return self.probes and (self.number < self.probe_end or self.number % _PROBES_APART < _PROBE)
 
 
 @dataclass

@@ -35,10 +35,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist_setting import taken_over
 from ftckpt.windows.cost import Wish
 
-_MEASURED_AT = 16
-"""The snapshot at which what the windows take is stored, for the shares that the next start cuts: the medians of the
-last 9 iterations hold none of the first, slow ones any more, even of a rank that is behind with measuring."""
-
 _MORE_ROUNDS = 5
 """Rounds beyond ``error_limit`` after which a new interval begins: whoever still trains then has read of it."""
 
@@ -230,6 +226,8 @@ class RankState:
             # In the place of another's saving it is this very iteration, which need not come to be protected.
             newest = self.targets.protected if protects and not self._is_exact else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
+            if verdict.will == Will.SKIP:
+                self.interval.skipped(verdict.number)
             if self.interval.learn(verdict.number, verdict.stretch):
                 actions.append(self._interval_change(verdict))
         if self.whole is not None and self.whole != whole:
@@ -261,11 +259,6 @@ class RankState:
         if self.lost or others_left:
             return False
         return self._wrong or self.proofs.due(self.iteration, self.interval.number)
-
-    @property
-    def windows_measured(self) -> bool:
-        """Whether this is the boundary at which what the windows take is left to the next start."""
-        return self.interval.number == _MEASURED_AT
 
     @property
     def late(self) -> bool:
@@ -320,9 +313,9 @@ class RankState:
             self._named, self._keep = snapshots, frozenset(one for one in snapshots if one is not None)
         return self._keep
 
-    def take(self, has_room: bool, ready: bool = True) -> Take | Skip | None:
-        """What happens at this boundary; ``has_room``: a slot holds none of ``keep``. ``ready``: it would go its way
-        beside training. None: ftckpt is off."""
+    def take(self, has_room: bool, obstacle: str = "") -> Take | Skip | None:
+        """What happens at this boundary; ``has_room``: a slot holds none of ``keep``. ``obstacle``: why this rank
+        cannot write to one yet. None: ftckpt is off."""
         if self.off or self.lost or self._will is None:
             return None
         if self._will != Will.GO:
@@ -331,8 +324,8 @@ class RankState:
             return Skip("this rank takes no more snapshots")
         if self._wrong:
             return Skip("ranks must copy other things than they do, and one was late in laying out anew")
-        if not ready:
-            return Skip("slots are still being prepared")
+        if obstacle:
+            return Skip(obstacle)
         if not has_room:
             self.ages.leave_out()
             return Skip("every slot is kept until the target is protected")

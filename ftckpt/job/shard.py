@@ -193,9 +193,10 @@ class Shard:
 
     def complete(self, keep: Collection[SnapshotId]) -> None:
         """Take into use the slots that the arena still lacks, as they get their memory. Where none is free beside
-        those that ``keep`` their snapshots, what a start has left to be allocated is waited for."""
+        those that ``keep`` their snapshots, what a start has left to be allocated is waited for, if it is of use."""
         if self.capture is not None and (self.capture.lacks_slots or not self._arenas.settled):
-            waits = self.capture.lacks_slots and not self.capture.has_room(keep)
+            lacks = self.capture.lacks_slots and not self.capture.has_room(keep)
+            waits = lacks and self.capture.takes_fresh_slots
             self.capture.use_slots(self._arenas.complete(self.capture.arena, waits))
 
     def let_go(self) -> bool:

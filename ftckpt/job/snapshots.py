@@ -35,6 +35,10 @@ _LOOK_SECS = 0.01
 """Between the first two looks at what the SMP is at, each pause twice the one before it: a long pipeline comes to
 hundreds of places in an iteration."""
 
+_MEASURED_AT = 16
+"""The snapshot of this rank at which what the windows take is stored, for the shares that the next start cuts: the
+medians of the last 9 iterations hold none of the first, slow ones any more, even of a rank that measures late."""
+
 
 class Snapshots:
     """Of one rank, from the load of its state on. Every method is called by the training thread.
@@ -59,6 +63,7 @@ class Snapshots:
         self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         self.begun = -1
         """The iteration of the last snapshot that this rank has begun; -1: none."""
+        self._num_begun = 0
 
     @property
     def capture(self) -> Capture | None:
@@ -199,7 +204,7 @@ class Snapshots:
         problem: Exception | None = None
         try:
             self._agree()
-            if self._state.windows_measured:
+            if self._num_begun + 1 == _MEASURED_AT:
                 self._shard.note_capacity()
         except Exception as error:  # noqa: BLE001 - raised below
             problem = error
@@ -212,13 +217,17 @@ class Snapshots:
             raise problem
         capture = self.capture
         room = capture.writable(self._state.keep) if capture is not None else []
-        decision = self._state.take(has_room=bool(room), ready=capture is None or capture.ready)
+        prepared = capture.prepared(room) if capture is not None else []
+        obstacle = ""
+        if capture is not None and not prepared and (room or capture.lacks_slots):
+            obstacle = "slots are still being pinned" if room else "slots are still being allocated"
+        decision = self._state.take(has_room=bool(room), obstacle=obstacle)
         if isinstance(decision, Skip):
             self._numbers.counts[PulseCount.SKIPPED] += 1
             self._events.emit("skipped", iteration=iteration, reason=decision.reason)
         elif decision is not None and capture is not None:
-            slot = self.take(decision, room)
-            self.begun = iteration
+            slot = self.take(decision, prepared)
+            self.begun, self._num_begun = iteration, self._num_begun + 1
             self._numbers.took(capture.stepped_bytes)
             self._events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
 
@@ -262,7 +271,7 @@ class Snapshots:
 
     def _round(self) -> Round:
         capture, now_secs = self.capture, time.monotonic()
-        will = Will.OFF if capture is None else Will.GO if capture.ready else Will.SKIP
+        will = Will.OFF if capture is None else Will.GO if capture.is_ready(self._state.keep) else Will.SKIP
         round_ = self._state.round_to_post(
             capture.newest if capture is not None else None,
             will,

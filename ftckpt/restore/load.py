@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -334,10 +335,13 @@ def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], th
             staging.send(_staged(staged, files, staging.memory(sum(source.nbytes for source, _ in staged))))
         return sum(source.nbytes for source, _ in batch)
 
-    for nbytes in in_order(copy, _batches(pairs), threads):
-        landed(nbytes)
-        yield nbytes
-    staging.settle()
+    try:
+        with closing(in_order(copy, _batches(pairs), threads)) as copied:  # its threads have ended where it ends
+            for nbytes in copied:
+                landed(nbytes)
+                yield nbytes
+    finally:
+        staging.settle()
 
 
 def _staged(pairs: Sequence[Pair], files: Files, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,8 +7,8 @@ link gives. What is pinned here is given back in the end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ class _Memory:
         return self.taken is None or bool(self.taken.query())  # type: ignore[no-untyped-call]
 
 
-class _OfThread(threading.local):
-    """Memories of one thread, that of the last ``Staging.memory`` at the end."""
+class _ThreadMemories(threading.local):
+    """Of one thread, that of the last ``Staging.memory`` at the end."""
 
     def __init__(self) -> None:
         self.memories: list[_Memory] = []
@@ -46,24 +46,30 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.current_stream() if is_used else None
-        self._of = _OfThread()
+        has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if has_device else None
+        self._local = _ThreadMemories()
 
-    def on_stream(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
         """For a thread that copies to the device without ``send``, too."""
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        if self._stream is None:
+            yield
+            return
+        # Both: a thread begins on the first device, and to go back there from a stream alone opens a context on it.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            yield
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """1-D uint8, this thread's until it asks again; waits until what was sent from it before has come."""
         if self._stream is None:
             return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
-        memories = self._of.memories
-        with self.on_stream():  # the thread's own device is the first one, where a context would be opened
+        memories = self._local.memories
+        with self.on_stream():
             free = next((one for one in memories if one.is_free), None)
             if free is None and len(memories) == _MOST:
                 free = memories[0]
-                assert free.taken is not None, "it is free"
+                assert free.taken is not None, "what was never sent from is free"
                 free.taken.synchronize()
             if free is not None:
                 memories.remove(free)
@@ -76,19 +82,21 @@ class Staging:
         """Copy from ``memory`` to where it belongs, pairs of a target and a source; returns before the bytes are
         there."""
         with self.on_stream():
-            for target, source in copies:
-                copy_later(target, source)
-            if self._stream is not None:
-                event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                event.record(self._stream)
-                self._of.memories[-1].taken = event
+            try:
+                for target, source in copies:
+                    copy_later(target, source)
+            finally:  # what was sent before an error is on its way
+                if self._stream is not None:
+                    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    event.record(self._stream)
+                    self._local.memories[-1].taken = event
 
     def settle(self) -> None:
         """Everything that was sent has come. Threads that have sent are over, or send no more."""
         if self._stream is None:
             return
         self._stream.synchronize()
-        self._of = _OfThread()
+        self._local = _ThreadMemories()
         empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
             with suppress(RuntimeError):  # it is memory that is kept for later, and no harm

@@ -105,9 +105,9 @@ class StraightFetch:
 
     def read(self, shard: str, begin: int, end: int) -> Bytes:
         """Bytes of a shard's image, outside its objects; raises as ``Files.get``."""
-        data = host_memory(end - begin)
+        data, staging = host_memory(end - begin), Staging()
         for chunk in _chunks(self._files.get(shard), [_Part(run(begin, 0, end - begin), data)]):
-            _bring(chunk, Staging())
+            _bring(chunk, staging)
         return data.numpy().data
 
     def plan(self, transfers: Sequence[Transfer]) -> Reading:
@@ -135,8 +135,11 @@ class StraightFetch:
             StorageError, ArenaError: something is bad, or away; on all ranks together, and some bytes have arrived.
         """
         staging = Staging()
-        self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, staging)) for chunk in self._chunks])
-        staging.settle()
+        try:
+            self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, staging)) for chunk in self._chunks])
+        finally:
+            self.reader.close()
+            staging.settle()
         return Traffic(self._needed_bytes, 0, 0, self._needed_bytes)
 
     def close(self) -> None:

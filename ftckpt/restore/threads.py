@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -29,7 +29,7 @@ def threads_of(topology: Topology) -> int:
     return max(1, min(most, cores if is_bound else cores // local))
 
 
-def in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+def in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Generator[R]:
     """As ``map``, a few items ahead on so many threads; nothing is begun any more when the caller stops."""
     if threads == 1:
         yield from map(function, items)

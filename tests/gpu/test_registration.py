@@ -110,22 +110,46 @@ def test_nothing_is_pinned_in_the_first_two_iterations(fake: FakeDevice, monkeyp
     assert not fake.pinned
 
 
-def test_what_is_large_waits_until_its_slots_are_pinned(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the staging buffer it would stand in training's way; what is small, or late, need not wait."""
-    nbytes = device_copier._MOST_STAGED_BYTES
+def test_what_is_dear_to_be_staged_waits_until_its_slot_is_pinned(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the staging buffer it would stand in training's way. What is cheap beside an iteration, or late, need
+    not wait."""
     snapshots = Snapshots(monkeypatch, settled=False)
-    copier, release = snapshots.copier, threading.Event()
+    capture, copier, release = snapshots.capture, snapshots.copier, threading.Event()
     monkeypatch.setattr(copier._registrar, "_pin", lambda *_: release.wait(SECS))
-    assert copier.ready_for(nbytes) and not copier.ready_for(nbytes + 1)
+    assert capture.is_ready(()), "it takes no time"
+    secs = copier._device_bytes / device_copier._STAGED_BYTES_PER_SEC
+    monkeypatch.setattr(device_copier, "_MOST_STAGED_SECS", secs / 2)
+    assert not capture.is_ready(()) and not capture.takes_fresh_slots
     for _ in range(2):
-        snapshots.capture.bounded()
-    assert not copier.ready_for(nbytes + 1)
+        capture.bounded()
+    copier._iteration_secs = secs
+    assert not capture.is_ready(())
+    copier._iteration_secs = 1.1 * secs / device_copier._MOST_STAGED_SHARE
+    assert capture.is_ready(()), "iterations are long"
+    copier._iteration_secs = secs
     with monkeypatch.context() as patch:
         patch.setattr(device_copier, "_PINNED_WITHIN_SECS", -1.0)
-        assert copier.ready_for(nbytes + 1)
+        assert capture.is_ready(())
+    assert not capture.is_ready(())
     release.set()
-    until(lambda: copier.ready_for(nbytes + 1), "dealt with", SECS)
-    assert snapshots.capture.ready
+    until(lambda: capture.is_ready(()), "pinned", SECS)
+    assert not capture.takes_fresh_slots and capture.prepared([0]) == [0]
+    snapshots.capture.close()
+
+
+def test_a_slot_that_cannot_be_pinned_is_waited_for_no_longer(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.refuse_pinning = True
+    monkeypatch.setattr(device_copier, "_MOST_STAGED_SECS", 0.0)
+    snapshots = Snapshots(monkeypatch, settled=False)
+    assert not snapshots.capture.is_ready(())
+    for _ in range(2):
+        snapshots.capture.bounded()
+    snapshots.copier._iteration_secs = 0.0
+    until(lambda: snapshots.capture.is_ready(()), "refused", SECS)
     snapshots.capture.close()
 
 

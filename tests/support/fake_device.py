@@ -79,6 +79,8 @@ class Work:
 
 
 class FakeStream:
+    device = torch.device("cpu")
+
     def __init__(self, _device: Any = None) -> None:
         self.queue: deque[Work] = deque()
         self.waits: list[int] = []

@@ -320,7 +320,9 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
         beat=lambda *_: None, observe=lambda target: guard, observe_flush=lambda flush: NO_FLUSH
     )
     checkpointer = checkpointer_of(pacer, protection=protection, links=links)
-    capture = SimpleNamespace(sealed=False, flying=True, newest=None, busy=False, fence=lambda secs: None)
+    capture = SimpleNamespace(
+        sealed=False, flying=True, newest=None, is_ready=lambda keep: True, fence=lambda secs: None
+    )  # fmt: skip
     checkpointer._shard.capture = capture  # type: ignore[union-attr]
     checkpointer._state.begin(LINEAGE, None, 0.0)
     checkpointer._state.boundary(1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ftckpt.config import Config
 from ftckpt.job.actions import Action, Arrange, WholeMark
-from ftckpt.job.agreement import Coverage, Verdict
+from ftckpt.job.agreement import Coverage, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.session import RankState, Standing
 from ftckpt.job.targets import Guard, Targets
@@ -283,6 +283,30 @@ def test_intervals_that_show_no_cost_are_longer_at_first_and_now_and_then() -> N
     assert due == list(range(145, 145 + 488)) and interval.number == 512
     due = due_of(interval, range(633, 800))
     assert due[:14] == [*range(636, 703, 6), 703, 704]
+
+
+def test_the_first_probe_begins_anew_where_no_rank_took_its_snapshots() -> None:
+    """What nobody takes shows no cost. It is prolonged while it is on, and so early that all know of it in time."""
+    interval = Interval(1, delay=8, probes=True)
+    for iteration in range(1, 61):
+        if interval.due(iteration):
+            interval.skipped(interval.number)
+    assert interval.number == 10
+    due = due_of(interval, range(61, 300))
+    assert due[:25] == [*range(66, 66 + 6 * 24, 6), 205] and interval.probe_end == 34
+    interval.skipped(30)
+    assert interval.probe_end == 34, "a rank may read of it behind the end of the probe"
+
+
+def test_snapshots_that_all_skip_prolong_the_first_probe() -> None:
+    state = RankState(Config(interval="auto"))
+    state.begin(LINEAGE, None, 0.0)
+    ends = [state.interval.probe_end]
+    for iteration, will in ((6, Will.SKIP), (12, Will.SKIP), (18, Will.GO)):
+        assert state.boundary(iteration)
+        state.learn([Verdict(state.interval.number, -1, will=will)], 0.0)
+        ends.append(state.interval.probe_end)
+    assert ends == [24, 25, 26, 26]
 
 
 def test_a_long_interval_shows_what_one_costs_as_it_is() -> None:

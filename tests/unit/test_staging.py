@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -12,7 +9,7 @@ from ftckpt.restore import staging as staging_module
 from ftckpt.restore.load import _staged
 from ftckpt.restore.staging import Staging
 from ftckpt.restore.threads import in_order
-from tests.support.fake_device import FakeDevice, FakeStream, install
+from tests.support.fake_device import FakeDevice, install
 
 NUM, NBYTES = 40, 1000
 THREADS = 3
@@ -22,13 +19,6 @@ THREADS = 3
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Whose copies run when somebody waits for them, and read their source then."""
     made = install(monkeypatch)
-
-    @contextmanager
-    def stream(one: FakeStream) -> Iterator[None]:
-        with made.device(None), made.stream(one):  # torch's makes its device the current one, too
-            yield
-
-    monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(staging_module, "pinned_memory", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(
