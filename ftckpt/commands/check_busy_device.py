@@ -160,7 +160,13 @@ def _beside_a_kernel(bench: Bench) -> Finding:
     text = f"a snapshot took {secs * 1e3:.0f} ms beside a kernel of {busy_secs * 1e3:.0f} ms on another stream"
     if waited:
         how = "it waited for that kernel, and so does a fence for a collective of other ranks"
-        return Finding(_AREA, name, WARNED, text, f"{how}: try a larger {QUEUES}, or none")
+        return Finding(
+            _AREA,
+            name,
+            WARNED,
+            text,
+            f"{how}: a larger {QUEUES}, or none, helps, where the framework asks for no other",
+        )
     return Finding(_AREA, name, PASSED, text)
 
 
