@@ -159,14 +159,11 @@ def _beside_a_kernel(bench: Bench) -> Finding:
     bench.synchronize()
     text = f"a snapshot took {secs * 1e3:.0f} ms beside a kernel of {busy_secs * 1e3:.0f} ms on another stream"
     if waited:
-        how = "it waited for that kernel, and so does a fence for a collective of other ranks"
-        return Finding(
-            _AREA,
-            name,
-            WARNED,
-            text,
-            f"{how}: a larger {QUEUES}, or none, helps, where the framework asks for no other",
+        how = (
+            "it waited for that kernel, and so does a fence for a collective of other ranks; where the framework asks "
+            f"for no such {QUEUES}, a larger one, or none, helps"
         )
+        return Finding(_AREA, name, WARNED, text, how)
     return Finding(_AREA, name, PASSED, text)
 
 
