@@ -160,8 +160,8 @@ def _beside_a_kernel(bench: Bench) -> Finding:
     text = f"a snapshot took {secs * 1e3:.0f} ms beside a kernel of {busy_secs * 1e3:.0f} ms on another stream"
     if waited:
         how = (
-            "it waited for that kernel, and so does a fence for a collective of other ranks; where the framework asks "
-            f"for no such {QUEUES}, a larger one, or none, helps"
+            "it waited for that kernel, and so does a fence for a collective of other ranks; a larger "
+            f"{QUEUES}, or none, helps where the framework asks for no other"
         )
         return Finding(_AREA, name, WARNED, text, how)
     return Finding(_AREA, name, PASSED, text)
