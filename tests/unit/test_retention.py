@@ -199,7 +199,7 @@ def in_order(order: tuple[int, ...], storage: Storage, *actions: Callable[[Stora
     def run(who: int) -> None:
         try:
             results[who] = actions[who](Stepped(storage, lambda: turn(who)))
-        except StorageError as error:
+        except Exception as error:  # noqa: BLE001 - what no action may raise is raised below
             results[who] = error
         finally:
             with changed:
@@ -211,6 +211,9 @@ def in_order(order: tuple[int, ...], storage: Storage, *actions: Callable[[Stora
         thread.start()
     for thread in threads:
         thread.join()
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, StorageError):
+            raise result
     return results
 
 
@@ -231,7 +234,7 @@ def pinning(storage: Storage) -> Any:
 def reading(storage: Storage) -> Any:
     """What a restart does on its rank 0."""
     _hold(storage, "a", Seen())
-    texts, _ = _read(storage, Seen(), 0)
+    texts, *_ = _read(storage, Seen(), 0)
     return old(1) in [StoredSnapshot.decode(text.encode(), "there").snapshot for text in texts]
 
 
