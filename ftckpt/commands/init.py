@@ -44,8 +44,9 @@ KITS = {
         "one or several nodes under torchrun, for Megatron or plain torch",
         (*_ALWAYS, *_MEGATRON),
         (
-            "bash {here}launch/torchrun.sh --job first {here}launch/train_gpt.py --pp 2 --ftckpt",
-            "bash {here}launch/torchrun.sh --job first --runner none {here}launch/train_plain.py --ftckpt",
+            "bash {here}launch/torchrun.sh --job first {here}launch/train_gpt.py --pp 2 --iterations 1000 --ftckpt",
+            "bash {here}launch/torchrun.sh --job first --runner none {here}launch/train_plain.py --iterations 1000 "
+            "--ftckpt",
             _WATCH,
         ),
         on_cpus=True,

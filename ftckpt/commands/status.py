@@ -8,8 +8,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     }
 
 
-def in_lines(status: dict[str, Any]) -> Iterator[str]:
+def in_lines(status: Mapping[str, Any]) -> Iterator[str]:
     """``job_status`` as text."""
     nodes = status["nodes"]
     yield (
@@ -160,7 +160,7 @@ def in_lines(status: dict[str, Any]) -> Iterator[str]:
     yield _outlook(status["restart"])
 
 
-def _facts(status: dict[str, Any]) -> Iterator[str]:
+def _facts(status: Mapping[str, Any]) -> Iterator[str]:
     for name in _MARKS:
         told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
@@ -210,22 +210,41 @@ def _outlook(restart: dict[str, Any]) -> str:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    # Only here: commands in scripts should start at once.
-    from rich.live import Live
-    from rich.text import Text
-
+    """Until it is interrupted: a table that changes in its place, or where nobody looks at a terminal one behind the
+    other; with ``--json`` a line of JSON each time."""
     job = arguments.job or _only_job(arguments.arena)
-    with Live(auto_refresh=False, screen=False) as live:
+    with _shown(arguments.json) as show:
         while True:
             try:
-                lines = list(in_lines(job_status(arguments.arena, job, arguments.timeout)))
+                show(job_status(arguments.arena, job, arguments.timeout))
             except FtckptError as error:  # a job that ends, or starts anew
-                lines = [str(error)]
-            live.update(Text("\n".join([time.strftime("%X"), *lines])), refresh=True)
+                show({"error": str(error)})
             try:
                 time.sleep(arguments.watch)
             except KeyboardInterrupt:
                 return 0
+
+
+@contextmanager
+def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """What shows a status, or an ``error`` in its place."""
+    if as_json:
+        yield lambda status: print(json.dumps(status), flush=True)
+        return
+
+    def text(status: Mapping[str, Any]) -> str:
+        lines = [status["error"]] if "error" in status else in_lines(status)
+        return "\n".join([time.strftime("%X"), *lines])
+
+    if not sys.stdout.isatty():
+        yield lambda status: print(text(status), end="\n\n", flush=True)
+        return
+    # Only here: commands in scripts should start at once.
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False, screen=False) as live:
+        yield lambda status: live.update(Text(text(status)), refresh=True)
 
 
 def _only_job(root: Path) -> str:

@@ -137,8 +137,19 @@ class Door:
         self.is_installed = False
         self.patches = Patches()
         self.hooks = Patches()
-        self.checkpointer: Checkpointer | None = None
+        self._checkpointer: Checkpointer | None = None
+        self.was_used = False
+        """Whether a checkpointer has ever followed training."""
         self.state: Any = None
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Checkpointer | None) -> None:
+        self._checkpointer = checkpointer
+        self.was_used = self.was_used or checkpointer is not None
 
     def leave(self) -> None:
         """Follow training no longer; snapshots stay where they are."""

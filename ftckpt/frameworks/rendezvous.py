@@ -45,7 +45,7 @@ else:
 REMEDY = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
 
 _HOOK = "_create_c10d_store"  # the one function through which env:// and tcp:// open a store
-_POLL_SECS = 0.1
+_POLL_SECS, _LOOK_SECS = 0.1, 0.01
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _follow(store: Store, nonce: str, rank: int, world_size: int, deadline: floa
         if leader != joined:
             store.set(f"join/{leader}/{rank}", nonce)
             joined = leader
-        if _wait(store, [f"go/{leader}/{nonce}"], min(_POLL_SECS, left_secs)):
+        if _comes(store, f"go/{leader}/{nonce}", min(_POLL_SECS, left_secs)):
             return leader
     raise LaunchError(
         f"rank {rank} of {world_size} met no rank 0 in torchrun's shared store, or not all ranks came; "
@@ -137,6 +137,16 @@ def _wait(store: Store, keys: list[str], timeout_secs: float) -> bool:
         store.wait(keys, timedelta(milliseconds=max(1, int(timeout_secs * 1000))))
     except dist.DistStoreError:  # the timeout; a lost connection is a DistNetworkError
         return False
+    return True
+
+
+def _comes(store: Store, key: str, secs: float) -> bool:
+    """Whether ``key`` exists within ``secs``; by looking, as each wait that ends so soon is a warning of torch's."""
+    deadline = time.monotonic() + secs
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_SECS)
     return True
 
 

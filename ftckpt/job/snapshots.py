@@ -83,10 +83,14 @@ class Snapshots:
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
         if self.arena is None or not self._has_smp:
             self._protection.show(self._arenas.path)
-            if self._config.on_hang == "abort":
-                self._events.announce(
-                    "on_hang abort does nothing: SMPs watch, and none runs where nothing is protected"
-                )
+            for setting, does in (
+                ("on_hang abort", self._config.on_hang == "abort"), ("metrics_port", self._config.metrics_port),
+                ("metrics_dir", self._config.metrics_dir),
+            ):  # fmt: skip
+                if does:
+                    self._events.announce(
+                        f"{setting} does nothing: that is the work of SMPs, and none runs where nothing is protected"
+                    )
             return
         self._state.take_over(*self._protection.survey(restored, rebuilt))
         self._mark_arrangement()

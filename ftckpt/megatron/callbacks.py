@@ -212,8 +212,15 @@ def fence() -> None:
 def close(exit_code: int | str | None = 0) -> None:
     """Where the job ends: if it ended well its snapshots are not needed any more."""
     # Any other code is a failure, or a stop that is to be gone on from: snapshots stay for the next attempt.
-    if door.checkpointer is not None and exit_code in (None, 0):
+    if exit_code not in (None, 0):
+        return
+    if door.checkpointer is not None:
         door.checkpointer.close()
+    elif door.config.enabled and not door.was_used:
+        launcher.log_once(
+            "--ftckpt was given, and nothing was attached: no snapshot was taken of this run. A script that trains "
+            "by itself calls ftckpt.megatron.attach, as launch/train_gpt.py does"
+        )
 
 
 def _destination(setting: str) -> str:

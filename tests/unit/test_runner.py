@@ -118,3 +118,13 @@ def test_the_stand_in_is_installed_before_the_script(tmp_path: Path) -> None:
     ended = run(script(tmp_path, end), device="cpu")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[1:] == ["True cpu", "True True"]
+
+
+def test_a_script_that_attaches_nothing_is_told_so_at_its_end(tmp_path: Path) -> None:
+    """Its user believes that snapshots were taken."""
+    told = "--ftckpt was given, and nothing was attached: no snapshot was taken of this run"
+    ended = run(script(tmp_path), "--ftckpt", "--ftckpt-job", "mine")
+    assert ended.returncode == 0 and told in ended.stderr
+    assert told not in run(script(tmp_path)).stderr
+    failed = run(script(tmp_path, "raise SystemExit(3)"), "--ftckpt", "--ftckpt-job", "mine")
+    assert failed.returncode == 3 and told not in failed.stderr
