@@ -317,7 +317,8 @@ class Launched:
         losses: dict[int, str] = {}
         for row in rows:
             assert losses.setdefault(row["iteration"], row["loss_hex"]) == row["loss_hex"]
-        assert sorted(losses) == list(range(1, ITERATIONS + 1))
+        # A rank may be killed between the boundary of an iteration, whose snapshot counts, and its row.
+        assert {*range(1, ITERATIONS + 1)} - {*losses} <= {*restored} and max(losses) == ITERATIONS
         assert not list(self.arena.iterdir()), "an ended job left something behind"
 
     def pids(self, node: str = "") -> list[int]:
