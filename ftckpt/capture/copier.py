@@ -163,7 +163,7 @@ class Flight:
                 return False
             self._cancelled = True
             self.hurry.set()
-            # No chunk's hash is written behind a cancel, and no slot sealed: that is done under the lock.
+            # Hashes are written without the lock: those under way are waited for. A seal is made under it.
             self._lock.wait_for(lambda: not self._num_landing)
             return True
 

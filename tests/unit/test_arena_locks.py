@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -350,3 +351,17 @@ def test_an_unwritable_root(tmp_path: Path) -> None:
         node_directory(tmp_path / "missing", "job", "node")
     with pytest.raises(ArenaError, match="cannot be created"):
         node_directory(Path("/proc"), "job", "node")
+
+
+def test_a_directory_that_goes_between_two_looks_is_made_anew(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``mkdir`` finds it, and looks again whether it is one: by then a clean has deleted it."""
+    mkdir, gone = Path.mkdir, [FileExistsError(), FileExistsError()]
+
+    def looked_at_too_late(self: Path, *args: Any, **options: Any) -> None:
+        if gone:
+            raise gone.pop()
+        mkdir(self, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", looked_at_too_late)
+    with JobLock(root / "ftckpt-job" / "node", 0):
+        assert (root / "ftckpt-job" / "node").is_dir() and not gone
