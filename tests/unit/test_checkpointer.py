@@ -418,3 +418,15 @@ def test_what_a_framework_makes_up_for_at_the_end_is_no_hang_and_needs_no_memory
     checkpointer._persist_last = lambda done: "no room"  # type: ignore[method-assign]
     removes, failure = checkpointer._bring_home(True, make_up)
     assert (removes, failure) == (not stays, None) and not sections
+
+
+def test_what_an_smp_would_do_is_told_where_none_runs() -> None:
+    told: list[str] = []
+    events = SimpleNamespace(emit=lambda event, **fields: None, announce=told.append)
+    config = Config(on_hang="abort", metrics_port="auto", metrics_dir="/metrics")
+    snapshots = snapshots_of(
+        SimpleNamespace(arena=object()), config=config, events=events, has_smp=False,
+        protection=SimpleNamespace(show=lambda path: None), arenas=SimpleNamespace(path=Path()),
+    )  # fmt: skip
+    snapshots.begin(LINEAGE, None, False)
+    assert [text.split(" does nothing")[0] for text in told] == ["on_hang abort", "metrics_port", "metrics_dir"]
