@@ -281,4 +281,5 @@ def _flag(name: str) -> str:
 
 
 def _help(name: str) -> str:
-    return f"as --ftckpt-{name.replace('_', '-')}"
+    (text,) = (setting.metadata["help"] for setting in fields(Config) if setting.name == name)
+    return f"as --ftckpt-{name.replace('_', '-')}: {text}".replace("%", "%%")  # argparse formats help with %

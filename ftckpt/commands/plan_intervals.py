@@ -106,11 +106,20 @@ class Answer(NamedTuple):
     waste: Waste
 
 
+class Uncovered(NamedTuple):
+    """Failures of some kinds, at which training begins anew."""
+
+    kinds: str
+    mtbf_secs: float
+
+
 @dataclass(frozen=True)
 class IntervalForecast:
     """Answers from memory to storage."""
 
     answers: tuple[Answer, ...]
+    uncovered: Uncovered | None
+    """What none of them answers."""
     assumed: tuple[str, ...]
     best: int
     """Iterations between snapshots at which most is trained."""
@@ -134,7 +143,7 @@ class IntervalForecast:
 
     @property
     def waste(self) -> Waste:
-        """Of all failures together."""
+        """Of all failures that are answered."""
         wastes = [answer.waste for answer in self.answers]
         return Waste(sum(waste.overhead for waste in wastes), sum(waste.lost for waste in wastes))
 
@@ -142,14 +151,20 @@ class IntervalForecast:
         for answer in self.answers:
             yield (
                 f"{answer.kinds} lost each {answer.tier.mtbf_secs / 3600:.0f} h: {answer.place} has one iteration of "
-                f"{answer.interval}, which takes {answer.waste.overhead:.3%} of training and loses "
-                f"{answer.waste.lost:.3%}"
+                f"{answer.interval}, which takes {_share(answer.waste.overhead)} of training and loses "
+                f"{_share(answer.waste.lost)}"
             )
         yield (
             f"most is trained with one iteration of {self.best} in memory: interval auto takes it with "
             f"overhead_budget {self.budget:.2g}"
         )
-        yield f"in all {self.waste.overhead:.3%} of training for snapshots, {self.waste.lost:.3%} lost and done again"
+        overhead, lost = _share(self.waste.overhead), _share(self.waste.lost)
+        yield f"in all {overhead} of training for snapshots, {lost} lost and done again"
+        if self.uncovered:
+            yield (
+                f"not in that: {self.uncovered.kinds} lost each {self.uncovered.mtbf_secs / 3600:.0f} h, and with it "
+                "all of training, as nothing is on storage: set --persist"
+            )
 
     def to_json(self) -> dict[str, Any]:
         rows = [
@@ -157,7 +172,9 @@ class IntervalForecast:
             for a in self.answers
         ]
         best = {"gap": self.gap, "best_interval": self.best, "best_overhead_budget": self.budget}
-        return {"intervals": rows, **best, "overhead": self.waste.overhead, "lost": self.waste.lost}
+        uncovered = self.uncovered._asdict() if self.uncovered else None
+        totals = {"overhead": self.waste.overhead, "lost": self.waste.lost, "uncovered": uncovered}
+        return {"intervals": rows, **best, **totals}
 
 
 def forecast(
@@ -186,21 +203,22 @@ def forecast(
         # What one costs is counted above.
         tier = Tier(rates[NODE], 0.0, late_secs=iteration + costs.protect)
         answers.append(_answer("a node", "protected memory", protected, tier, iteration))
+    kinds = "the whole job" if survives_nodes else "a node, or the whole job,"
+    secs = storage_mtbf_secs(rates, survives_nodes)
+    uncovered = None if config.persist else Uncovered(kinds, secs)
     if config.persist:
-        secs = storage_mtbf_secs(rates, survives_nodes)
         tier = Tier(secs, FLUSH_SLOWS * costs.flush, late_secs=costs.flush)
         stored = max(every, round(min(storage_interval_secs(tier) / iteration, _MOST)))
         if config.persist_interval != "auto":
             stored = config.persist_interval
-        kinds = "the whole job" if survives_nodes else "a node, or the whole job,"
         answers.append(_answer(kinds, "storage", stored, tier, iteration))
     # What memory answers, protected or not: each snapshot is in both.
     secs = 1 / (1 / rates[PROCESS] + survives_nodes / rates[NODE])
     best = max(1, math.ceil(Tier(secs, costs.snapshot).best_secs() / iteration))
     return IntervalForecast(
-        tuple(answers), tuple(_assumed(config, costs, failures, seen)), best, costs.snapshot / (best * iteration),
-        config.interval != "auto" and every > config.interval, gap, protected, limit,
-        (protected + 1) * iteration + costs.protect,
+        tuple(answers), uncovered, tuple(_assumed(config, costs, failures, seen)),
+        best, costs.snapshot / (best * iteration), config.interval != "auto" and every > config.interval,
+        gap, protected, limit, (protected + 1) * iteration + costs.protect,
     )  # fmt: skip
 
 
@@ -217,6 +235,10 @@ def _protected(config: Config, costs: Costs, every: int) -> tuple[int, str]:
     if iterations > every * least:
         return iterations, limit
     return every * least, "--ftckpt-protect-interval" if least > 1 else ""
+
+
+def _share(part: float) -> str:
+    return "less than 0.001%" if 0 < part < 1e-5 else f"{part:.3%}"
 
 
 def _answer(kinds: str, place: str, interval: int, tier: Tier, iteration_secs: float) -> Answer:

@@ -208,7 +208,7 @@ class Watch:
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._client, self._report, self._every_secs, self._tell = client, report, every_secs, tell
-        self._log = LogTail(client.node_dir / SMP_LOG_NAME)
+        self._log = LogTail(client.node_dir)
         self._pulse = Pulse.open(client.node_dir, None)
         self._most_silent = math.ceil(silent_secs / every_secs)
         self._seen, self._silent = (0, 0), 0  # the last sign of life, and the looks since that found no other

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+
+from ftckpt.store.directory import SMP_LOG_NAME, TOLD_NAME
 
 _LOUD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?:WARNING|ERROR|CRITICAL) (?:ftckpt \S+: )?(.+)")
 _MOST_BYTES = 256 << 10
@@ -12,12 +16,16 @@ _MOST_BYTES = 256 << 10
 
 
 class LogTail:
-    """Warnings that come into ``path`` from now on. A file that is not there, or goes, has none."""
+    """Warnings of the SMP of a node, each told once: those before the first trainer has come, those while none lived,
+    and those that come from now on. A log that is not there, or goes, has none."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode, self._end = self._stat()  # of the file, and of what was read of it
-        self._last = ""  # the line of the last one
+    def __init__(self, node_dir: Path) -> None:
+        self._path, self._mark = node_dir / SMP_LOG_NAME, node_dir / TOLD_NAME
+        self._inode, self._end = 0, 0  # of the file, and of what was read of it
+        try:
+            self._last = os.readlink(self._mark)  # the digest of the line that was told last
+        except OSError:
+            self._last = ""
 
     def new_warnings(self) -> list[str]:
         """Since the last call, one line each, without their times."""
@@ -30,15 +38,21 @@ class LogTail:
         data = data[: data.rfind(b"\n") + 1]  # what is being written is read when it is there
         self._inode, self._end = inode, begin + len(data)
         lines = data.decode("utf-8", "replace").splitlines()
-        # Its older half goes, and the rest is moved: for a moment it is empty, and then long again.
-        if begin == 0 and self._last in lines:
-            lines = lines[len(lines) - lines[::-1].index(self._last) :]
-        warnings = []
-        for line in lines:
-            if match := _LOUD.match(line):
-                warnings.append(match[1])
-                self._last = line
-        return warnings
+        # Begun anew after an attempt, or as its older half goes and the rest is moved: then it is empty for a moment.
+        digests = [_digest(line) for line in lines] if begin == 0 else []
+        if self._last in digests:
+            lines = lines[len(digests) - digests[::-1].index(self._last) :]
+        loud = [(line, match[1]) for line in lines if (match := _LOUD.match(line))]
+        if loud:
+            self._last = _digest(loud[-1][0])
+            self._keep_mark()
+        return [warning for _, warning in loud]
+
+    def _keep_mark(self) -> None:
+        """In the name that a link leads to: a file's bytes would need a page, and the tmpfs may be full."""
+        with suppress(OSError):
+            self._mark.unlink(missing_ok=True)
+            self._mark.symlink_to(self._last)
 
     def _stat(self) -> tuple[int, int]:
         """The inode of the file, and its length."""
@@ -55,3 +69,7 @@ class LogTail:
                 return file.read(_MOST_BYTES)
         except OSError:
             return b""
+
+
+def _digest(line: str) -> str:
+    return hashlib.blake2b(line.encode(), digest_size=16).hexdigest()

@@ -31,6 +31,8 @@ PULSE_NAME = ".pulse"
 """The page through which a node's ranks and its SMP give signs of life."""
 SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.sock", "smp.json", "smp.log"
 """Of the node's SMP: its lock, its socket, its configuration, its log."""
+TOLD_NAME = ".told"
+"""A link to nowhere: how far warnings in the SMP's log have been told in a trainer's."""
 WORD_NAME = ".word"
 """A link to nowhere: what the first rank of a node makes it say all others read, if they see the same directory."""
 FAILURES_NAME = ".failures"
@@ -39,7 +41,7 @@ ENDS_NAME = ".ends"
 """How the last attempt has ended, see ``ftckpt.store.ends``."""
 MIRROR_NAME = ".mirror"
 """Packages of shards of other nodes, which the SMP keeps."""
-SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, PULSE_NAME)
+SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_NAME, PULSE_NAME)
 """All files of the SMP in a node's directory, ``.mirror``, half-made ones and what lies in arenas apart."""
 _END_SECS = 10.0
 """For an SMP to end; after half of it SIGKILL."""

@@ -563,6 +563,18 @@ def test_where_memory_survives_no_node_storage_answers_that(capsys: pytest.Captu
     assert storage["failures"].startswith("a node") and storage["mtbf_secs"] < 168 * 3600 / 2
 
 
+def test_a_loss_that_nothing_covers_is_not_counted_as_none(capsys: pytest.CaptureFixture[str]) -> None:
+    job = f"{SIZE} --iteration-secs 6 --interval 5"
+    assert main(["plan", *job.split(), "--protect", "node"]) == 0
+    text = capsys.readouterr().out
+    assert "not in that: a node, or the whole job, lost each 68 h, and with it all of training" in text
+    assert main(["plan", *"--gpus-per-node 8 --nodes 1 --params 7b --iteration-secs 3".split()]) == 0
+    assert "loses less than 0.001%" in capsys.readouterr().out
+    covered = planned(capsys, f"{job} --protect node,peer")["cadence"]["uncovered"]
+    assert covered == {"kinds": "the whole job", "mtbf_secs": 168 * 3600}
+    assert planned(capsys, f"{job} --protect node --persist /there")["cadence"]["uncovered"] is None
+
+
 def test_what_is_predicted_is_told_with_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *AUTO.split()]) == 0
     text = capsys.readouterr().out

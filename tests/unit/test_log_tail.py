@@ -18,7 +18,7 @@ def warn(log: BoundedLog, text: str, level: int = logging.WARNING) -> None:
 
 
 def test_each_warning_is_told_once_and_nothing_else(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / SMP_LOG_NAME)
+    tail = LogTail(tmp_path)
     assert tail.new_warnings() == []
     log = BoundedLog(tmp_path)
     warn(log, "ftckpt smp-n0: peer_lost {}; that node is away")
@@ -32,17 +32,31 @@ def test_each_warning_is_told_once_and_nothing_else(tmp_path: Path) -> None:
     log.close()
 
 
-def test_what_an_earlier_attempt_was_told_is_not_told_again(tmp_path: Path) -> None:
+def test_each_attempt_is_told_what_none_before_it_was(tmp_path: Path) -> None:
     log = BoundedLog(tmp_path)
-    warn(log, "before")
-    tail = LogTail(tmp_path / SMP_LOG_NAME)
-    warn(log, "since")
-    assert tail.new_warnings() == ["since"]
+    warn(log, "before the first trainer")
+    assert LogTail(tmp_path).new_warnings() == ["before the first trainer"]
+    warn(log, "while no trainer lives")
+    tail = LogTail(tmp_path)
+    assert tail.new_warnings() == ["while no trainer lives"] and tail.new_warnings() == []
+    assert LogTail(tmp_path).new_warnings() == []
+    log.close()
+
+
+def test_what_was_told_lies_before_a_log_that_was_cut(tmp_path: Path) -> None:
+    log = BoundedLog(tmp_path)
+    warn(log, "told")
+    LogTail(tmp_path).new_warnings()
+    numbers = [f"number {number:03d}" for number in range(80)]
+    for number in numbers:
+        warn(log, f"{number} {'x' * 3900}")
+    warnings = [line[:10] for line in LogTail(tmp_path).new_warnings()]
+    assert len(warnings) > 20 and warnings == numbers[-len(warnings) :]
     log.close()
 
 
 def test_a_log_whose_older_half_goes_repeats_nothing(tmp_path: Path) -> None:
-    tail, log, told = LogTail(tmp_path / SMP_LOG_NAME), BoundedLog(tmp_path), list[str]()
+    tail, log, told = LogTail(tmp_path), BoundedLog(tmp_path), list[str]()
     for number in range(120):  # each of 4 KB: the file is cut in the middle of them
         warn(log, f"number {number:03d} {'x' * 3900}")
         told += [line[:10] for line in tail.new_warnings()]
@@ -53,7 +67,7 @@ def test_a_log_whose_older_half_goes_repeats_nothing(tmp_path: Path) -> None:
 def test_who_looks_while_the_older_half_goes_is_told_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tail, log, told, cut = LogTail(tmp_path / SMP_LOG_NAME), BoundedLog(tmp_path), list[str](), list[int]()
+    tail, log, told, cut = LogTail(tmp_path), BoundedLog(tmp_path), list[str](), list[int]()
     ftruncate = os.ftruncate
 
     def looked_at(fd: int, size: int) -> None:
@@ -70,7 +84,7 @@ def test_who_looks_while_the_older_half_goes_is_told_nothing_twice(
 
 
 def test_a_line_that_is_being_written_is_told_once_and_whole(tmp_path: Path) -> None:
-    tail, log = LogTail(tmp_path / SMP_LOG_NAME), BoundedLog(tmp_path)
+    tail, log = LogTail(tmp_path), BoundedLog(tmp_path)
     warn(log, "first")
     with open(tmp_path / SMP_LOG_NAME, "a") as other:
         other.write("2026-01-01 00:00:00,000 ERROR sec")
