@@ -26,7 +26,6 @@ from ftckpt.persist.place import Place
 from ftckpt.restore.forecast import forecast, unseen_shards
 
 _WARNINGS = 5
-_ENDS = 4
 _WATCH_SECS = 2.0
 _MARKS = ("whole", "protected")
 
@@ -188,7 +187,7 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
     if failures is not None:
         seen = ", ".join(f"{kind} {failures['seen'].get(kind, 0)}" for kind in KINDS)
         yield f"attempt {failures['attempt']}; failures before it: {seen}; {failures['hours']:.3g} h of training"
-        yield from (f"  {text}" for text in failures["ends"][-_ENDS:])
+        yield from (f"  {text}" for text in failures["ends"])
 
 
 def _outlook(restart: dict[str, Any]) -> str:

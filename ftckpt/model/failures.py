@@ -46,7 +46,7 @@ class FailureRecord:
     runs that have started it, as far as they have names. ``began``: the time of day, in seconds. ``secs``: that
     earlier attempts have trained; ``node_secs``: the sum of what each of their nodes has. ``seen``: failures by kind.
     ``ended``: it has ended as it was to, and not by a failure. ``ends``: what nodes have seen of how earlier attempts
-    ended, the newest last.
+    ended, the newest last: all of the last one, and the causes of others.
     """
 
     job: str
@@ -62,9 +62,12 @@ class FailureRecord:
     ends: tuple[str, ...] = ()
 
     def with_ends(self, ends: Sequence[str]) -> FailureRecord:
-        """The same, and how the attempt before this one has ended."""
-        told = [f"attempt {self.number - 1}: {text}" for text in ends]
-        return replace(self, ends=(*self.ends, *told)[-_MOST_ENDS:])
+        """The same, and how the attempt before this one has ended, cause first; of those before the cause stays."""
+        causes: dict[str, str] = {}
+        for text in self.ends:
+            causes.setdefault(text.partition(":")[0], text)
+        told = [f"attempt {self.number - 1}: {text}" for text in ends[:_MOST_ENDS]]
+        return replace(self, ends=(*causes.values(), *told)[-_MOST_ENDS:])
 
     def as_ended(self) -> FailureRecord:
         """The same, once the attempt has ended as it was to."""

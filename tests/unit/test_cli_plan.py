@@ -568,7 +568,8 @@ def test_a_loss_that_nothing_covers_is_not_counted_as_none(capsys: pytest.Captur
     assert main(["plan", *job.split(), "--protect", "node"]) == 0
     text = capsys.readouterr().out
     assert "not in that: a node, or the whole job, lost each 68 h, and with it all of training" in text
-    assert main(["plan", *"--gpus-per-node 8 --nodes 1 --params 7b --iteration-secs 3".split()]) == 0
+    small = "--gpus-per-node 8 --nodes 1 --params 7b --iteration-secs 3"
+    assert main(["plan", *small.split()]) == 0
     assert "loses less than 0.001%" in capsys.readouterr().out
     covered = planned(capsys, f"{job} --protect node,peer")["cadence"]["uncovered"]
     assert covered == {"kinds": "the whole job", "mtbf_secs": 168 * 3600}

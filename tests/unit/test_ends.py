@@ -184,8 +184,12 @@ def test_an_error_of_ours_is_one_line(tmp_path: Path) -> None:
 def test_a_record_remembers_the_last_of_them() -> None:
     record = FailureRecord("job", 4, "o", ("a",), (), 1.0).with_ends(["one", "two"])
     assert record.ends == ("attempt 3: one", "attempt 3: two")
-    later = replace(record, number=5).with_ends([f"n{number}" for number in range(20)])
-    assert len(later.ends) == 12 and later.ends[-1] == "attempt 4: n19"
+    later = replace(record, number=5).with_ends(["three", "four"])
+    assert later.ends == ("attempt 3: one", "attempt 4: three", "attempt 4: four"), "of attempts before, the cause"
+    for number in range(6, 30):
+        later = replace(later, number=number).with_ends(["cause", "consequence"])
+    assert len(later.ends) == 12 and later.ends[-2:] == ("attempt 28: cause", "attempt 28: consequence")
+    assert all(text.endswith("cause") for text in later.ends[:-1])
 
 
 def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:
