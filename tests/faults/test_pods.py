@@ -199,14 +199,14 @@ def test_a_whole_life(cluster: Cluster, shares_pids: bool, capsys: pytest.Captur
     job.pods[1] = job.start(1)
     rebuilt = job.says(r"4 ranks: iteration (\d+) from (.*)")
     assert 0 < int(rebuilt[1]) <= before + 1 and "parity" in rebuilt[2] and "storage" not in rebuilt[2], rebuilt[0]
-    before = job.trains_on(SETTLED)
+    job.trains_on(SETTLED)
     assert not list(job.stored.glob("iter_*"))
 
     # The job is deleted: what memory has is on storage before the grace ends.
     assert job.delete() == []
     trained = job.iteration
     saved = iteration_at(job, capsys)
-    assert trained - 2 <= saved <= trained + 1 and saved >= before
+    assert trained - 2 <= saved <= trained + 1
 
     # It comes again, and goes on from there.
     job.pods = [job.start(number) for number in range(2)]
