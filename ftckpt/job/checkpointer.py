@@ -403,6 +403,8 @@ class Checkpointer:
         if remove and self._shard is not None:
             try:
                 self._rank.links.part(lambda: self._leave(arena, done))
+                if done and self._boundary >= 0:
+                    self.events.announce(self._last_words())
             except (LaunchError, RuntimeError, OSError) as error:
                 self.events.emit("close_incomplete", error=str(error))
         if arena is not None:
@@ -459,6 +461,10 @@ class Checkpointer:
                 self._rank.attempt.finish(self._boundary)
 
         self._rank.arenas.leave(arena, agreed, self._protection.smp.end)
+
+    def _last_words(self) -> str:
+        text = f"the job has ended after iteration {self._boundary}, and its memory is given back"
+        return text if self.config.persist else f"{text}; nothing of it is on storage, as --ftckpt-persist names none"
 
     def _stop(self) -> None:
         # In this order: copies stop before the arena that they write can go.

@@ -56,10 +56,14 @@ def announced(rank: int, world_size: int, settings: dict[str, Any], steps: int) 
     return told
 
 
-def test_a_script_that_never_calls_step_is_told(settings: dict[str, Any]) -> None:
+def test_the_end_of_a_job_is_told_and_that_step_was_never_called(settings: dict[str, Any]) -> None:
     for steps, says in ((0, True), (1, False)):
         told = run_ranks(announced, 2, settings, steps)[0].value
         assert any("step() was never called: no snapshot was taken" in text for text in told) is says
+    assert told[-1] == (
+        "the job has ended after iteration 1, and its memory is given back; nothing of it is on storage, as "
+        "--ftckpt-persist names none"
+    )
 
 
 def test_too_little_memory(settings: dict[str, Any], arena_root: Path) -> None:
