@@ -253,6 +253,7 @@ class Duties:
     def status(self) -> dict[str, Any]:
         """What it is at, as JSON values."""
         state = "idle" if self._description is None else "cannot" if self._cannot else "working"
+        flushed, flush_state = self.flushing
         return {
             "state": state,
             "protects": bool(self._duty.groups or self._duty.mirror_from),
@@ -261,7 +262,7 @@ class Duties:
             "covering": self._cover.active,
             "checked": self._checker.checked,
             "repaired": self._scrubber.repaired,
-            "flushing": _named(self.flushing[0]),
+            "flushing": _named(flushed if flush_state is not FlushState.DONE else None),
             "storage": {
                 "where": self._flush_orders.where,
                 "at_end": self._flush_orders.at_end,

@@ -71,6 +71,7 @@ def test_a_snapshot_of_two_nodes_becomes_one_checkpoint(job: Job) -> None:
         job.flush(iteration)
         job.settled(iteration)
         stored = job.check(FileStorage(job.where), iteration)
+        assert all(smp.duties.status()["flushing"] is None for smp in job.smps), "it is there, and not on its way"
         assert stored.snapshot.lineage == LINEAGE and stored.job == "job" and len(stored.shards) == 4
         for entry in stored.shards.values():
             assert entry.file.endswith(".zst" if compresses else ".safetensors")
@@ -87,6 +88,7 @@ def test_nothing_counts_before_all_nodes_are_done(job: Job) -> None:
     until(lambda: job.smps[0].events.of("flushed"))
     job.smps[0].settle()
     assert committed(FileStorage(job.where)) == [] and job.states(7) == [FlushState.WORKING]
+    assert job.smps[0].duties.status()["flushing"]["iteration"] == 7
     job.smps[1].start()
     job.settled(7)
     job.check(FileStorage(job.where), 7)
