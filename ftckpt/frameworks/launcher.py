@@ -327,6 +327,8 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         code = _exit_code(ended.code)
         if code:
             go_on()
+        if code and _is_of_argparse(ended):
+            _run_of().end(code, "the script does not take its arguments: its own line above says which")
     except BaseException as error:  # noqa: BLE001 - a script's own error, shown as the interpreter shows it
         _go_on_after(error)  # here, too: the script may have put a hook of its own in the place of ftckpt's
         sys.excepthook(type(error), error, error.__traceback__)
@@ -339,6 +341,14 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     flushing.start()
     flushing.join(_FLUSH_SECS)
     os._exit(code)
+
+
+def _is_of_argparse(ended: SystemExit) -> bool:
+    """Each attempt has the same arguments, and a script ends by this before any of them matters."""
+    trace = ended.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == argparse.__name__
 
 
 def _flush() -> None:

@@ -429,6 +429,25 @@ def test_under_a_runner_it_is_not_done_either(end: str, is_done: bool, tmp_path:
     assert LauncherRun("a.n").read().code == (0 if is_done else None)
 
 
+PARSES = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--layers', type=int); "
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (PARSES + "p.parse_args(['--layer', '4']); p.parse_args(['--nothing'])", 2),
+        (PARSES + "p.parse_args(['--help'])", None),
+        ("sys.exit(2)", None),
+    ],
+)
+def test_arguments_that_a_script_does_not_take_are_tried_once(script: str, code: int | None, tmp_path: Path) -> None:
+    """Unlike another exit with the same code, of which nobody knows what it means."""
+    text = f"import sys\nfrom ftckpt.frameworks import launcher\ndef main(argv):\n    {script}\nlauncher.leave(main)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "FTCKPT_RUN": "a", "FTCKPT_NODE": "n", "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", text], env=env, timeout=60, check=False, stdout=subprocess.DEVNULL)
+    assert LauncherRun("a.n").read().code == code
+
+
 LEAVING = """
 import atexit, concurrent.futures, sys, threading, time
 from ftckpt.frameworks import launcher
