@@ -149,6 +149,9 @@ if [ -n "$DRY_RUN" ]; then
     show env "${SETTINGS[@]}" "${COMMAND[@]}"
     exit
 fi
+# Said, not refused: devices may have other names than these.
+[ "$NPROC" != gpu ] || compgen -G "/dev/nvidia[0-9]*" >/dev/null || [ -e /dev/kfd ] || [ -e /dev/dxg ] ||
+    say "no GPU is seen here: give --nproc N, the number of processes" >&2
 [ -n "$PERSISTS" ] || exec env "${SETTINGS[@]}" "${COMMAND[@]}"
 
 # shellcheck disable=SC2317,SC2329 # called by the trap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shlex
@@ -104,6 +105,8 @@ def test_one_node_needs_nothing_but_a_name(standins: Standins) -> None:
     assert call.after("--monitor-interval") == "0.1" and "is_host" not in call.after("--rdzv-conf")
     assert call.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and call.env["FTCKPT_JOB"] == "a"
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in call.env
+    is_seen = any(glob.glob(f"/dev/{name}") for name in ("nvidia[0-9]*", "kfd", "dxg"))
+    assert ("no GPU is seen here: give --nproc N" in ran.stderr) is not is_seen
 
 
 def test_several_nodes(standins: Standins) -> None:
