@@ -92,9 +92,9 @@ class Capture:
         """Whether copies of the last snapshot still run, so that no new one can begin."""
         return self._flight is not None and not self._flight.ended
 
-    def bounded(self) -> None:
+    def at_boundary(self) -> None:
         """Training is at a boundary; at each, whether a snapshot is due there or not."""
-        self._copier.bounded()
+        self._copier.at_boundary()
 
     def is_ready(self, keep: Collection[SnapshotId]) -> bool:
         """Whether the next snapshot can begin: no copies run, there are slots, and of those that hold none of
@@ -104,7 +104,7 @@ class Capture:
 
     def prepared(self, slots: Sequence[int]) -> list[int]:
         """Those of ``slots`` to which copies go without standing in training's way."""
-        return [slot for slot in slots if self._copier.fits(self._slots[slot])]
+        return [slot for slot in slots if self._copier.is_prepared(self._slots[slot])]
 
     @property
     def takes_fresh_slots(self) -> bool:

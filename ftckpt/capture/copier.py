@@ -206,10 +206,10 @@ class Copier(Protocol):
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Make the slots fit for copies, in the background where it takes long."""
 
-    def bounded(self) -> None:
+    def at_boundary(self) -> None:
         """Training is at a boundary; at each."""
 
-    def fits(self, slot: Slot) -> bool:
+    def is_prepared(self, slot: Slot) -> bool:
         """Whether a snapshot can go to the slot now: until that is prepared copies may stand in training's way."""
 
     @property
@@ -337,9 +337,9 @@ class HostCopier:
 
         self._worker.submit(touch_all)
 
-    def bounded(self) -> None: ...
+    def at_boundary(self) -> None: ...
 
-    def fits(self, slot: Slot) -> bool:
+    def is_prepared(self, slot: Slot) -> bool:
         return True
 
     takes_fresh_slots = True

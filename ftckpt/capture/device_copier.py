@@ -100,7 +100,7 @@ class DeviceCopier:
         """Pin the slots' pages, see Registrar."""
         self._registrar.add(slots)
 
-    def bounded(self) -> None:
+    def at_boundary(self) -> None:
         """Training has settled at some boundary: from then on pages are pinned."""
         now = time.monotonic()
         self._bounded_at, self._iteration_secs = now, now - self._bounded_at
@@ -109,7 +109,7 @@ class DeviceCopier:
             self._settled_at = now
             self._registrar.begin()
 
-    def fits(self, slot: Slot) -> bool:
+    def is_prepared(self, slot: Slot) -> bool:
         """See Copier: what is dear to be staged waits for the slot to be pinned, if it can be."""
         return self.takes_fresh_slots or self._registrar.is_through(slot)
 

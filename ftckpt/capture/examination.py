@@ -60,7 +60,7 @@ class Examination:
                 f"{_MOST_STEPS} steps of the optimizer were seen and no end of an iteration: no snapshot is taken"
             )
 
-    def bounded(self) -> None:
+    def at_boundary(self) -> None:
         """An iteration has ended."""
         self._steps, self._is_fresh = 0, False
 

@@ -294,7 +294,7 @@ class Checkpointer:
         self._boundary = iteration
         self._rank.attempt.trains()
         if self._examination is not None:
-            self._examination.bounded()
+            self._examination.at_boundary()
         # Off, too: what was taken before is there, and the next start would go on from it.
         if self._state.undoes(iteration) and not self._closed:
             snapshots.go_back(iteration)

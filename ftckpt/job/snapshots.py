@@ -138,7 +138,7 @@ class Snapshots:
             Exception: what kept this rank from it, for ``fail``.
         """
         if self.capture is not None:
-            self.capture.bounded()
+            self.capture.at_boundary()
         if self._state.lost:
             self._search(iteration)
         elif self._state.boundary(iteration):

@@ -123,7 +123,7 @@ def test_what_is_dear_to_be_staged_waits_until_its_slot_is_pinned(
     monkeypatch.setattr(device_copier, "_MOST_STAGED_SECS", secs / 2)
     assert not capture.is_ready(()) and not capture.takes_fresh_slots
     for _ in range(2):
-        capture.bounded()
+        capture.at_boundary()
     copier._iteration_secs = secs
     assert not capture.is_ready(())
     copier._iteration_secs = 1.1 * secs / device_copier._MOST_STAGED_SHARE
@@ -147,7 +147,7 @@ def test_a_slot_that_cannot_be_pinned_is_waited_for_no_longer(
     snapshots = Snapshots(monkeypatch, settled=False)
     assert not snapshots.capture.is_ready(())
     for _ in range(2):
-        snapshots.capture.bounded()
+        snapshots.capture.at_boundary()
     snapshots.copier._iteration_secs = 0.0
     until(lambda: snapshots.capture.is_ready(()), "refused", SECS)
     snapshots.capture.close()

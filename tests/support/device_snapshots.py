@@ -105,7 +105,7 @@ class Snapshots:
         FakeDevice.now.log.clear()
 
     def begin(self) -> None:
-        self.capture.bounded()
+        self.capture.at_boundary()
         self.capture.begin(SNAPSHOT, (), {})
 
     def take(self) -> None:

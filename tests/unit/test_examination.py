@@ -55,7 +55,7 @@ class Job:
 
     def boundary(self, takes: bool = True, spoils: bool = False) -> None:
         self.iteration += 1
-        self.examination.bounded()
+        self.examination.at_boundary()
         if takes:
             self.slots.take(self.iteration, spoils)
             self.examination.look(self.slots, 1.0)
