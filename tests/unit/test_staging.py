@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -42,6 +44,26 @@ def test_each_part_arrives_as_it_was_read(fake: FakeDevice, threads: int) -> Non
     staging.settle()
     for number, target in enumerate(targets):
         assert (target[: NBYTES - number] == number + 1).all() and not target[NBYTES - number :].any()
+
+
+def test_what_was_sent_before_an_error_keeps_its_memory(fake: FakeDevice) -> None:
+    """A restart goes on to another source of these bytes while the device still takes the first half of them."""
+    staging, target = Staging(), torch.zeros(2, NBYTES, dtype=torch.uint8)
+
+    def half() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield target[0], memory
+        raise OSError("the rest cannot be read")
+
+    for number in range(1, 4):
+        memory = staging.memory(NBYTES)
+        memory.fill_(number)
+        if number == 1:
+            with pytest.raises(OSError, match="the rest"):
+                staging.send(half())
+        else:
+            staging.send([(target[1], memory)])
+    staging.settle()
+    assert (target[0] == 1).all() and (target[1] == 3).all()
 
 
 def test_runs_are_read_side_by_side(fake: FakeDevice) -> None:
