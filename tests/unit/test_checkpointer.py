@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError, StorageError
 from ftckpt.events import Events
@@ -308,6 +309,13 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     assert state.owes_round
     checkpointer.step(2)
     assert state.lost and entered == ["given up", "ranks_lost", "fence", "pacer"]
+
+
+def test_an_arena_of_which_no_slot_has_its_memory_yet_is_not_ready() -> None:
+    """The others would begin a snapshot that this rank cannot take."""
+    capture = Capture.__new__(Capture)
+    capture._flight, capture._held, capture._slots = None, {}, {}
+    assert not capture.is_ready(())
 
 
 def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
