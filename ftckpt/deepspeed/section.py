@@ -62,9 +62,10 @@ def merged(section: Any) -> Config:
     if section is None:
         section = {}
     settings_are_written(Writing.JSON)
-    Config.from_mapping(section)
+    # As they are read: 4GiB and 4 are one value, and so are a path and its whole name.
+    in_section, outside = Config.from_mapping(section), Config.from_mapping(_given)
     for name, value in _given.items():
-        if section.get(name, value) != value:
+        if name in section and not _same(getattr(in_section, name), getattr(outside, name)):
             raise ConfigError(
                 f"{flag_of(name)}: {value!r} to the runner and {section[name]!r} in the DeepSpeed configuration; "
                 "give it once, or the same in both"
@@ -81,6 +82,10 @@ def merged(section: Any) -> Config:
             "--ftckpt-layouts: a DeepSpeed script builds its own layout, and restarts in any; leave them out"
         )
     return config
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other or str(one) == str(other)  # what may be a number or a word is either
 
 
 def find(initialize: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

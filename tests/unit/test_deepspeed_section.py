@@ -98,6 +98,24 @@ def test_a_disagreement_names_the_field_and_both_values(
 
 
 @pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--ftckpt-memory-limit=4GiB", "4GiB"), ("--ftckpt-memory-limit=4", 4), ("--ftckpt-network-gbps=4", 4),
+     ("--ftckpt-events=ev", "ev"), ("--ftckpt-persist=stored", "stored"), ("--ftckpt-interval=auto", "auto")],
+)  # fmt: skip
+def test_one_value_is_no_disagreement_however_it_is_written(
+    flag: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings, _ = section.from_flags([flag])
+    ((name, _),) = settings.items()
+    section.configure(settings)
+    given = {"enabled": True, name: value}
+    assert str(getattr(section.merged(given), name)) == str(settings[name])
+    with pytest.raises(ConfigError, match="give it once, or the same in both"):
+        section.merged({**given, name: {"memory_limit": "5GiB", "interval": 3}.get(name, "3")})
+
+
+@pytest.mark.parametrize(
     ("argv", "settings", "rest"),
     [
         ([], {}, []),
