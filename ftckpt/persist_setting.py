@@ -27,12 +27,24 @@ def taken_over(persist: str) -> str:
     return persist.partition(":")[2] if program_of(persist) else ""
 
 
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # somebody has deleted it
+        return "/"
+
+
+_STARTED_IN = _here()
+"""As ftckpt is imported: before a script goes to another directory, as those do that have one for each run."""
+
+
 def absolute(place: str) -> str:
-    """A path, also behind the name of a program, from where this process works now; what is none stays."""
+    """A path, also behind the name of a program, from where the job was started; what is none stays."""
     program = program_of(place)
     if not place or "://" in place or (program and not taken_over(place)):
         return place
-    return f"{program}:{os.path.abspath(taken_over(place))}" if program else os.path.abspath(place)
+    path = os.path.normpath(os.path.join(_STARTED_IN, taken_over(place) if program else place))
+    return f"{program}:{path}" if program else path
 
 
 def check_scheme(persist: str) -> None:
