@@ -212,16 +212,15 @@ def _watch(arguments: argparse.Namespace) -> int:
     """Until it is interrupted: a table that changes in its place, or where nobody looks at a terminal one behind the
     other; with ``--json`` a line of JSON each time."""
     job = arguments.job or _only_job(arguments.arena)
-    with _shown(arguments.json) as show:
+    with suppress(KeyboardInterrupt), _shown(arguments.json) as show:
         while True:
             try:
-                show(job_status(arguments.arena, job, arguments.timeout))
-            except FtckptError as error:  # a job that ends, or starts anew
-                show({"error": str(error)})
-            try:
-                time.sleep(arguments.watch)
-            except KeyboardInterrupt:
-                return 0
+                status = job_status(arguments.arena, job, arguments.timeout)
+            except (FtckptError, OSError) as error:  # a job that ends, or starts anew
+                status = {"error": str(error)}
+            show(status)
+            time.sleep(arguments.watch)
+    return 0
 
 
 @contextmanager

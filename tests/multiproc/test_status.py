@@ -70,6 +70,20 @@ def test_who_watches_without_a_terminal_sees_each_status_at_once(
             assert JOB in text and text.endswith("\n\n")
 
 
+def test_a_watch_outlives_the_job_and_ends_without_a_trace(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Most of the time it asks nodes: whoever interrupts it does so there."""
+    looks = iter([FileNotFoundError("ftckpt-peers/a: is gone"), KeyboardInterrupt()])
+
+    def ask(*_: object) -> dict[str, Any]:
+        raise next(looks)
+
+    monkeypatch.setattr(status_of, "job_status", ask)
+    assert main(["status", JOB, "--watch", "0.01", "--json", "--arena", str(job.root)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"error": "ftckpt-peers/a: is gone"}
+
+
 def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     Pulse.open(job.node_dir("b"), 0, 2).beat(8, "forward")
     said = status(job.root)
