@@ -74,7 +74,8 @@ class Exporter:
     """
 
     def __init__(self, job: str, node: str, status: Callable[[], Status], tell: Callable[[str], None]) -> None:
-        self._labels = {"job": job, "node": node}
+        # Not job, which is Prometheus' own word for what it scrapes: it would rename this one.
+        self._labels = {"training_job": job, "node": node}
         self._status = status
         self._tell = tell
         self._told: set[str] = set()

@@ -21,7 +21,7 @@ Values = Iterable[tuple[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table. All have the labels ``job`` and ``node``, and ``label`` where it is not empty."""
+    """One row of the table. All have the labels ``training_job`` and ``node``, and ``label`` where it has one."""
 
     kind: Literal["gauge", "counter"]
     meaning: str
@@ -169,8 +169,9 @@ def reference() -> Iterator[str]:
     yield ""
     yield "With `--ftckpt-metrics-port` each SMP serves these to Prometheus on the loopback interface of its node,"
     yield "and with `--ftckpt-metrics-dir` it writes them every 15 s to a file there, for the textfile collector of a"
-    yield "node exporter. All have the labels `job` and `node`. Counters of ranks begin anew with each attempt."
-    yield "Alerts and a dashboard that use them are in `configs/monitoring`. Made of the table in `smp/metrics.py`:"
+    yield "node exporter. All have the labels `training_job` and `node`. Counters of ranks begin anew with each"
+    yield "attempt. Alerts and a dashboard that use them are in `configs/monitoring`. Made of the table in"
+    yield "`smp/metrics.py`:"
     yield "`python -m ftckpt.smp.metrics > ftckpt/METRICS.md`."
     yield ""
     yield "| metric | kind | label | meaning |"

@@ -25,7 +25,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.multiproc
 
 Samples = dict[tuple[str, str], float]
-"""By name and, where it has one, the value of the label beside job and node."""
+"""By name and, where it has one, the value of the label beside training_job and node."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def parsed(text: str) -> Samples:
     for family in text_string_to_metric_families(text):
         assert family.documentation and family.type == METRICS[family.name.removeprefix(PREFIX)].kind
         for sample in family.samples:
-            assert (sample.labels.pop("job"), sample.labels.pop("node")) == (JOB, NODE)
+            assert (sample.labels.pop("training_job"), sample.labels.pop("node")) == (JOB, NODE)
             found[(sample.name, *(sample.labels.values() or [""]))] = sample.value  # type: ignore[index]
     return found
 
