@@ -39,7 +39,8 @@ def test_persisting(tmp_path: Path) -> None:
     for name, one in found["systems"].items():
         assert one["iteration_secs"] > 0
         assert (one["checkpoints"] > 0) == (name != "off")
-        assert name == "off" or (one["blocked_secs"] >= 0 and one["durable_secs"] > 0)
+        # Beside training without checkpoints: of a short run less than the noise of its iterations.
+        assert name == "off" or (abs(one["blocked_secs"]) < one["iteration_secs"] and one["durable_secs"] > 0)
     assert set(found["write_bytes_per_sec"]) == {"flush", "plain, beside", "plain, alone"}
     for turn in found["raw"]["turns"]:
         if turn["system"] == "ftckpt":
