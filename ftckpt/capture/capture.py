@@ -298,7 +298,7 @@ class Capture:
         encoded = kept.encoded if kept is not None else objects.encode(dict(state_objects))
         room = self.arena.image.objects.nbytes
         if len(encoded) > room:
-            raise CaptureError(f"objects need {len(encoded)} bytes, objects_mib gives {room}; raise objects_mib")
+            raise CaptureError(f"objects need {len(encoded)} bytes, and {room} are there: raise --ftckpt-objects-mib")
         return encoded
 
     def _torn(self) -> str | None:

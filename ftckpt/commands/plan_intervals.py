@@ -156,7 +156,7 @@ class IntervalForecast:
             )
         yield (
             f"most is trained with one iteration of {self.best} in memory: interval auto takes it with "
-            f"overhead_budget {self.budget:.2g}"
+            f"--overhead-budget {self.budget:.2g}"
         )
         overhead, lost = _share(self.waste.overhead), _share(self.waste.lost)
         yield f"in all {overhead} of training for snapshots, {lost} lost and done again"

@@ -27,7 +27,7 @@ def save_command(config: Config) -> str:
     return f"ftckpt save {config.job} DIR{arena}, on every node at once"
 
 
-_NOBODY = "no SMP says why: persist_timeout_secs are over"
+_NOBODY = "no SMP says why, and the time of --ftckpt-persist-timeout-secs is over"
 
 
 class RankStorage:

@@ -84,8 +84,9 @@ class Snapshots:
         if self.arena is None or not self._has_smp:
             self._protection.show(self._arenas.path)
             for setting, does in (
-                ("on_hang abort", self._config.on_hang == "abort"), ("metrics_port", self._config.metrics_port),
-                ("metrics_dir", self._config.metrics_dir),
+                ("--ftckpt-on-hang abort", self._config.on_hang == "abort"),
+                ("--ftckpt-metrics-port", self._config.metrics_port),
+                ("--ftckpt-metrics-dir", self._config.metrics_dir),
             ):  # fmt: skip
                 if does:
                     self._events.announce(

@@ -81,7 +81,8 @@ def _prepare(rank: RankParts) -> Preparation:
     needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_mib << 20
     if needed > room:
         raise ConfigError(
-            f"objects need {needed} bytes, objects_mib {config.objects_mib} gives {room}; raise objects_mib"
+            f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-mib, which is "
+            f"{config.objects_mib} now"
         )
     device = device_of(described)
     near = locality(config.affinity, device)

@@ -52,9 +52,18 @@ def taken_over(config: Config, args: Namespace) -> Config:
             getattr(args, "dataloader_save", None),
             "--dataloader-save is what Megatron's own saving writes: leave it away",
         ),
-        (config.persist_interval != Config.persist_interval, "--save-interval says how often: no persist_interval"),
-        (config.interval == "auto", "interval auto takes snapshots of other iterations than --save-interval"),
-        (every % config.least_interval, f"interval {config.interval} does not divide --save-interval {every}"),
+        (
+            config.persist_interval != Config.persist_interval,
+            "--save-interval says how often: no --ftckpt-persist-interval",
+        ),
+        (
+            config.interval == "auto",
+            "--ftckpt-interval auto takes snapshots of other iterations than --save-interval",
+        ),
+        (
+            every % config.least_interval,
+            f"--ftckpt-interval {config.interval} does not divide --save-interval {every}",
+        ),
     ):
         if wrong:
             raise ConfigError(f"--ftckpt-persist: megatron: {text}")

@@ -217,5 +217,5 @@ def _check_peer(code: str, losses: int, group: int, num_nodes: int) -> None:
     if losses >= members:
         raise ConfigError(
             f"--ftckpt-peer-losses: {losses} lost of a group of {members} nodes cannot be survived; use at most "
-            f"{members - 1}" + (", or a larger peer_group" if members < num_nodes else "")
+            f"{members - 1}" + (", or a larger --ftckpt-peer-group" if members < num_nodes else "")
         )

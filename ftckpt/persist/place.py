@@ -62,7 +62,7 @@ def prepare(place: Place) -> None:
     root = FileStorage(place.exports.root)
     if root.size(OWNER_NAME) is not None:
         text = (
-            f"{root.where}: persist_format: snapshots lie there without a format of others; move them to "
+            f"{root.where}: --ftckpt-persist-format: snapshots lie there without a format of others; move them to "
             f"{place.snapshots}, or name another place"
         )
         raise StorageError(text, lasting=True)

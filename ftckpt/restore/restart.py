@@ -173,8 +173,8 @@ class Restart:
         if not before or loaded.generation or max(newest, loaded.iteration) < 0:
             return 0
         if before == origin.before:
-            text = f"restore_before {before}: an earlier start went back, this one goes on; to go back once more"
-            self._events.announce(f"{text}, start once without it, or name another iteration")
+            text = f"--ftckpt-restore-before {before}: an earlier start went back, and this one goes on; to go back"
+            self._events.announce(f"{text} once more, start once without it, or name another iteration")
             return 0
         if loaded.iteration >= before:
             raise ConfigError(
@@ -193,13 +193,15 @@ class Restart:
         )
         iteration = decision.snapshot.iteration if decision is not None else max(0, loaded.iteration)
         if there.newest < limit and not undone:
-            text = f"restore_before {limit}: nothing is there of that iteration or behind it, and nothing is undone"
-            self._events.announce(f"{text}; goes on from iteration {iteration}")
+            text = f"--ftckpt-restore-before {limit}: nothing is there of that iteration or behind it"
+            self._events.announce(f"{text}, and nothing is undone; goes on from iteration {iteration}")
             return
         self._events.emit(
             "went_back", iteration=iteration, before=limit, on_storage=[one.iteration for one in undone]
         )
-        self._events.announce(f"restore_before {limit}: goes back to iteration {iteration}; what is newer is undone")
+        self._events.announce(
+            f"--ftckpt-restore-before {limit}: goes back to iteration {iteration}; what is newer is undone"
+        )
 
     def _newest(self, wish: _Wish, shelf: Shelf, in_memory: int, there: int) -> Decision | None:
         """The newest of what is ``in_memory`` and of all that is ``there``, iterations; None: what was loaded is."""

@@ -102,8 +102,8 @@ class Shelf:
             StorageError: storage fails, or cannot be seen.
         """
         if self.storage is None:
-            text = f"restore_before: storage cannot be seen, and what is newer there not be undone: {self.problem}"
-            raise StorageError(text, lasting=True)
+            text = "--ftckpt-restore-before: storage cannot be seen, and what is newer there not be undone"
+            raise StorageError(f"{text}: {self.problem}", lasting=True)
         storage, undone = self.storage, list[SnapshotId]()
         # First: an SMP of an earlier run may be about to commit what is undone here, which cannot be seen yet. What
         # is known of failures stays: this run tells of its own when it trains.

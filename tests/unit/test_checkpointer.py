@@ -437,4 +437,8 @@ def test_what_an_smp_would_do_is_told_where_none_runs() -> None:
         protection=SimpleNamespace(show=lambda path: None), arenas=SimpleNamespace(path=Path()),
     )  # fmt: skip
     snapshots.begin(LINEAGE, None, False)
-    assert [text.split(" does nothing")[0] for text in told] == ["on_hang abort", "metrics_port", "metrics_dir"]
+    assert [text.split(" does nothing")[0] for text in told] == [
+        "--ftckpt-on-hang abort",
+        "--ftckpt-metrics-port",
+        "--ftckpt-metrics-dir",
+    ]

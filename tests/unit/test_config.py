@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt import config as config_module
 from ftckpt.config import Config, add_flags
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError, written
@@ -424,3 +426,22 @@ def test_a_size_that_is_none_is_told_how_to_be_written(flag: str, text: str) -> 
         Config.from_flags(["--ftckpt", f"--ftckpt-{flag}", text])
     with pytest.raises(ConfigError, match=rf"^--ftckpt-{flag}: '{text}' is not a .*number, or a size such as 4GiB$"):
         Config(**{flag.replace("-", "_"): text})  # type: ignore[arg-type]
+
+
+def test_texts_name_settings_by_their_flags() -> None:
+    """``written`` turns those into what the user has written; the name of a field it cannot see."""
+    fields_of_words = "|".join(setting.name for setting in fields(Config) if "_" in setting.name)
+    bare = re.compile(rf"(?<![-\"\w.])(?:{fields_of_words})\b")
+    package, found = Path(config_module.__file__).parent, []
+    for path in package.rglob("*.py"):
+        if path.name in ("config.py", "events.py"):  # the help of settings, and what pages say of events' fields
+            continue
+        tree = ast.parse(path.read_text())
+        documented = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in documented]
+        found += [
+            f"{path.relative_to(package)}:{text.lineno}: {text.value}"
+            for text in texts
+            if isinstance(text.value, str) and " " in text.value.strip() and bare.search(text.value)
+        ]
+    assert not found

@@ -298,7 +298,7 @@ def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bo
         ("raid", 2, {}, "protect: 'raid'"),
         ("peer", 2, {"peer_losses": 2}, "peer_losses: xor survives one"),
         ("peer", 2, {"peer_losses": 4, "peer_code": "rs"}, "peer_losses: 4 lost of a group of 4"),
-        ("peer", 1, {"peer_losses": 2, "peer_code": "rs", "peer_group": 2}, "a larger peer_group"),
+        ("peer", 1, {"peer_losses": 2, "peer_code": "rs", "peer_group": 2}, "a larger peer_group="),
         ("auto", 2, {"peer_losses": 4, "peer_code": "mirror"}, "peer_losses"),
         ("peer", 2, {"peer_losses": 0}, "peer_losses: 0"),
         ("peer", 2, {"peer_group": 1}, "peer_group: a group of 1"),
