@@ -250,7 +250,7 @@ EVENTS: dict[str, EventKind] = {
         source="where that comes from", secs="least time to receive what a snapshot needs",
     ),
     "protection_slow": _loud(
-        "the network limit lets no snapshot be protected in time: raise network_gbps or protect_timeout_secs",
+        "the network limit lets no snapshot be protected in time",
         secs="least time to receive what a snapshot needs", timeout_secs="setting", source="of the limit",
     ),
     "not_protected": _loud(
@@ -345,6 +345,8 @@ ADVICE = {
     "replicas_differ": "where the script does not let them drift this is silent corruption: have that hardware "
     "tested",
     "fallback": "memory of that node fails, or something has written into the arena: see its log of memory errors",
+    "protection_slow": "raise --ftckpt-network-gbps or --ftckpt-protect-timeout-secs, or protect less",
+    "not_exported": "ftckpt convert makes it of the snapshot",
     "not_protected": "ftckpt status says which node is behind",
     "smp_error": "ftckpt status says whether snapshots are still protected",
     "smp_restarted": "smp.log of the node says what ended it; the OOM killer, if it just stops",
