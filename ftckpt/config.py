@@ -195,8 +195,8 @@ class Config:
     versions: str = declare(
         "examine",
         "a release of Megatron or DeepSpeed that ftckpt was not tested with: its hooks and snapshots are examined in "
-        "the first iterations, or it is refused",
-        choices=("examine", "tested"),
+        "the first iterations, or it is refused; always: also one that was tested, as a fork may keep its number",
+        choices=("examine", "always", "tested"),
     )
     layouts: str = declare(
         "",

@@ -21,10 +21,13 @@ def admit(program: str, version: str, config: Config) -> str:
     Raises:
         UnsupportedError: the release was not tested, and only those are wanted.
     """
+    tested = ", ".join(TESTED[program])
     # What follows ``+`` names a build, or a commit of whatever the program lies in.
     if version.partition("+")[0] in TESTED[program]:
-        return ""
-    tested = ", ".join(TESTED[program])
+        if config.versions != "always":
+            return ""
+        log_once("%s %s is examined in the first iterations, as --ftckpt-versions always says", program, version)
+        return f"{program} {version}"
     if config.versions == "tested":
         raise UnsupportedError(
             f"{program} {version} was not tested with ftckpt; tested are {tested}: install one of these, or have it "

@@ -171,3 +171,7 @@ def test_only_tested_releases(framework: str, tmp_path: Path) -> None:
 
 def test_a_build_or_a_commit_in_the_version_is_no_other_release() -> None:
     assert versions.admit("megatron-core", "0.19.1+0a1b2c3", Config()) == ""
+
+
+def test_a_fork_that_keeps_the_number_of_a_release_is_examined_where_that_is_wanted() -> None:
+    assert versions.admit("megatron-core", "0.19.1", Config(versions="always")) == "megatron-core 0.19.1"
