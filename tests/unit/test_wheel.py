@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
+import ftckpt
 from ftckpt.commands.init import KITS
 from tests.support.launching import ROOT
+from tests.support.waiting import until
 
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
@@ -35,8 +39,8 @@ def sources() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``pip`` would unpack."""
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new one, with the wheel alone from pip; what it needs comes from this one, without this one's ftckpt."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in sources():
         (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,9 +49,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(sdist) as file:
         file.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
-    with zipfile.ZipFile(build("build_wheel", unpacked, folder)) as file:
-        file.extractall(folder / "site")
-    return folder / "site"
+    made = folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True, timeout=120)
+    (site,) = made.glob("lib/python*/site-packages")
+    (site / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--python", str(made / "bin/python"), "install", "--no-deps", "--no-index"]
+    wheel = build("build_wheel", unpacked, folder)
+    run = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return made
+
+
+@pytest.fixture
+def installed(environment: Path) -> Path:
+    (site,) = environment.glob("lib/python*/site-packages")
+    return site
 
 
 def test_the_wheel_has_every_file_of_the_package(installed: Path) -> None:
@@ -66,20 +82,42 @@ def test_no_link_of_a_page_leads_nowhere(installed: Path) -> None:
     assert not dead, dead
 
 
-INIT = """
-from ftckpt.commands.init import KITS
-from ftckpt.commands.main import main
-import ftckpt
-print([main(["init", kit, "."]) for kit in KITS], ftckpt.__file__, sep="\\n")
-"""
-
-
-def test_kits_are_written_without_a_checkout(installed: Path, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", INIT]
-    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    codes, where = run.stdout.splitlines()[-2:]
-    assert codes == str([0] * len(KITS)) and Path(where).is_relative_to(installed)
+def test_kits_are_written_without_a_checkout(environment: Path, tmp_path: Path) -> None:
+    program = environment / "bin/ftckpt"
+    shown = subprocess.run([program, "--version"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ftckpt.__version__ in shown.stdout
+    for kit in KITS:
+        run = subprocess.run([program, "init", kit, "."], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
     for name in ("launch/torchrun.sh", "launch/a100.sbatch", "configs/deepspeed_zero2.json", "patches/apply.sh"):
         assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_job_from_the_wheel_alone_goes_on_after_a_kill(environment: Path, tmp_path: Path, arena_root: Path) -> None:
+    program, python = environment / "bin/ftckpt", environment / "bin/python"
+    subprocess.run([program, "init", "torchrun", "."], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    env = {**os.environ, "FTCKPT_PYTHON": str(python), "FTCKPT_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    words = ["--job", "first", "--nproc", "2", "--runner", "none", "launch/train_plain.py", "--iterations", "300"]
+    command = ["bash", "launch/torchrun.sh", *words, "--ftckpt", f"--ftckpt-arena={arena_root}"]
+    log = tmp_path / "log"
+
+    def trainers() -> list[dict[str, int]]:
+        asked = [program, "status", "first", "--json", "--arena", str(arena_root)]
+        told = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60).stdout
+        return [one for node in json.loads(told)["nodes"] for one in node["trainers"]] if told else []
+
+    with log.open("w") as out:
+        job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=out)
+    try:
+        until(lambda: [one["iteration"] > 20 for one in trainers()] == [True, True], log.read_text, 120)
+        os.kill(trainers()[1]["pid"], signal.SIGKILL)
+        assert job.wait(180) == 0, log.read_text()
+    finally:
+        job.terminate()
+        job.wait(60)
+    text = log.read_text()
+    assert re.search(r"2 ranks: iteration \d+ from memory", text), text
+    assert "the job has ended after iteration 300, and its memory is given back" in text
+    assert not list(arena_root.iterdir())
