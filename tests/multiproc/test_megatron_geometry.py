@@ -23,7 +23,7 @@ from tests.support.megatron_models import Model
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.tiers import by_default
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(900)]
 
 _MOE = {"num_moe_experts": 4, "moe_router_topk": 2}
 _BIASED = {
@@ -96,7 +96,7 @@ def _describe(model: Model, layout: Mapping[str, int]) -> RankDescription:
 
 def described(world_size: int, cases: list[Case]) -> dict[str, list[RankDescription]]:
     """By case, what each rank says."""
-    results = run_ranks(describe_all, world_size, cases)
+    results = run_ranks(describe_all, world_size, cases, timeout_secs=60.0 + 10.0 * len(cases))
     return {name: [result.value[index] for result in results] for index, (name, _, _) in enumerate(cases)}
 
 
