@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +65,7 @@ def run_status(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {secs:g}: name seconds, more than 0")
     if arguments.watch is not None:
         return _watch(arguments)
-    status = job_status(arguments.arena, arguments.job or _only_job(arguments.arena), arguments.timeout)
+    status = job_status(*_asked(arguments), arguments.timeout)
     print(json.dumps(status, indent=2) if arguments.json else "\n".join(in_lines(status)))
     return int(status["restart"]["iteration"] < 0)
 
@@ -211,11 +212,11 @@ def _outlook(restart: dict[str, Any]) -> str:
 def _watch(arguments: argparse.Namespace) -> int:
     """Until it is interrupted: a table that changes in its place, or where nobody looks at a terminal one behind the
     other; with ``--json`` a line of JSON each time."""
-    job = arguments.job or _only_job(arguments.arena)
+    root, job = _asked(arguments)
     with suppress(KeyboardInterrupt), _shown(arguments.json) as show:
         while True:
             try:
-                status = job_status(arguments.arena, job, arguments.timeout)
+                status = job_status(root, job, arguments.timeout)
             except (FtckptError, OSError) as error:  # a job that ends, or starts anew
                 status = {"error": str(error)}
             show(status)
@@ -243,6 +244,14 @@ def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
 
     with Live(auto_refresh=False, screen=False) as live:
         yield lambda status: live.update(Text(text(status)), refresh=True)
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Path, str]:
+    """Where a job has its memory, and its name; who gives that directory in place of the name means the same."""
+    if "/" in (arguments.job or ""):
+        directory = Path(os.path.abspath(arguments.job))
+        return directory.parent, directory.name.removeprefix("ftckpt-")
+    return arguments.arena, arguments.job or _only_job(arguments.arena)
 
 
 def _only_job(root: Path) -> str:

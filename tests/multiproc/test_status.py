@@ -96,6 +96,8 @@ def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert out.endswith("a restart now takes iteration 6 from memory; rebuilding nothing; losing 2 iteration(s)\n")
     assert "newest whole: iteration 6" in out and "no SMP runs" in out
+    assert main(["status", f"{job.root}/ftckpt-{JOB}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
 
 
 def test_marks_that_move_while_they_are_looked_at_are_told_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
