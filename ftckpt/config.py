@@ -55,6 +55,7 @@ class Config:
         "slots per arena; 0: two, four with protection, or three where memory has no room for four, and one more "
         "where snapshots go to storage",
         minimum=0,
+        maximum=64,  # that an arena can have
     )
     memory_limit: float = declare(
         0.0,
@@ -204,7 +205,11 @@ class Config:
         "are is taken; or a function of their number, module:function; default: the job's own",
     )
     objects_mib: int = declare(
-        4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1, unit_bytes=MIB
+        4,
+        "room for RNG, counters, schedulers and user objects in a slot, in MiB",
+        minimum=1,
+        maximum=65536,
+        unit_bytes=MIB,
     )
     fence_timeout_secs: float = declare(
         120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001

@@ -19,13 +19,14 @@ def declare(
     *,
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
+    maximum: float | None = None,
     auto: bool = False,
     unit_bytes: int = 0,
 ) -> Any:
     """``auto``: a whole number that may also be ``auto``. ``unit_bytes``: of a size, which may also be a text such as
     ``4GiB``."""
-    rules = {"help": text, "choices": choices, "minimum": minimum, "auto": auto, "unit_bytes": unit_bytes}
-    return field(default=default, metadata=rules)
+    rules = {"help": text, "choices": choices, "minimum": minimum, "maximum": maximum, "auto": auto}
+    return field(default=default, metadata={**rules, "unit_bytes": unit_bytes})
 
 
 def flag_of(name: str) -> str:
@@ -84,8 +85,9 @@ def check_value(setting: Field[Any], value: Any) -> None:
     # Not ``value < minimum``, which is false of nan.
     if rule["minimum"] is not None and not value >= rule["minimum"]:
         raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
-    if isinstance(value, float) and value > _MAX_SECS:
-        raise ConfigError(f"{name}: {value} is too large; the most is {_MAX_SECS:g}")
+    most = rule["maximum"] or (_MAX_SECS if isinstance(value, float) else None)
+    if most is not None and value > most:
+        raise ConfigError(f"{name}: {value} is too large; the most is {most:g}")
 
 
 def _described(setting: Field[Any]) -> str:

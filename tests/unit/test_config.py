@@ -20,6 +20,7 @@ from ftckpt.config import Config, add_flags
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError, written
 from ftckpt.setting import kind_of
+from ftckpt.store.control import MAX_SLOTS
 from tests.support.errors import raises
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
@@ -445,3 +446,10 @@ def test_texts_name_settings_by_their_flags() -> None:
             if isinstance(text.value, str) and " " in text.value.strip() and bare.search(text.value)
         ]
     assert not found
+
+
+def test_what_no_arena_can_have_is_refused_at_once() -> None:
+    assert Config(slots=MAX_SLOTS).slots == MAX_SLOTS
+    for settings, flag in (({"slots": MAX_SLOTS + 1}, "slots"), ({"objects_mib": "1TiB"}, "objects_mib")):
+        with pytest.raises(ConfigError, match=f"{flag}: .* is too large; the most is"):
+            Config(**settings)
