@@ -85,7 +85,7 @@ def check_value(setting: Field[Any], value: Any) -> None:
     # Not ``value < minimum``, which is false of nan.
     if rule["minimum"] is not None and not value >= rule["minimum"]:
         raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
-    most = rule["maximum"] or (_MAX_SECS if isinstance(value, float) else None)
+    most: float | None = rule["maximum"] or (_MAX_SECS if isinstance(value, float) else None)
     if most is not None and value > most:
         raise ConfigError(f"{name}: {value} is too large; the most is {most:g}")
 

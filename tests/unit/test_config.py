@@ -56,7 +56,8 @@ def configs(draw: st.DrawFn) -> Config:
         elif setting.name == "metrics_port":
             strategy = st.integers(0, 65535) | st.just("auto")
         elif kind_of(setting) is int:
-            strategy = st.integers(int(least), 1 << 40).filter(lambda n, name=setting.name: (name, n) != ("slots", 1))
+            most = setting.metadata["maximum"] or 1 << 40
+            strategy = st.integers(int(least), most).filter(lambda n, name=setting.name: (name, n) != ("slots", 1))
             if setting.metadata["auto"]:
                 strategy |= st.just("auto")
         elif type(setting.default) is float:
