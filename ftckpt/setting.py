@@ -85,8 +85,8 @@ def check_value(setting: Field[Any], value: Any) -> None:
     # Not ``value < minimum``, which is false of nan.
     if rule["minimum"] is not None and not value >= rule["minimum"]:
         raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
-    most: float | None = rule["maximum"] or (_MAX_SECS if isinstance(value, float) else None)
-    if most is not None and value > most:
+    most = rule["maximum"] or (_MAX_SECS if kind is float else None)
+    if isinstance(value, int | float) and most is not None and value > most:
         raise ConfigError(f"{name}: {value} is too large; the most is {most:g}")
 
 
