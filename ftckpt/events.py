@@ -424,6 +424,7 @@ class Events:
         self._session: dict[str, dict[str, Any]] = {}
         self.loud: Counter[str] = Counter()
         """How many loud events there were, by name."""
+        self._last: dict[str, tuple[float, Mapping[str, Any]]] = {}  # of each kind
         self.direct(directory, limit_bytes, may_hang)
 
     def direct(self, directory: Path | None, limit_bytes: int = 0, may_hang: bool = False) -> None:
@@ -458,6 +459,7 @@ class Events:
         Nothing is refused here: an event may come from a thread whose failure would cost a snapshot.
         """
         kind = EVENTS.get(event, _UNKNOWN)
+        self._last[event] = time.time(), fields
         if kind.loud:
             self.loud[event] += 1
             words = _in_words(event, fields) or f" {json.dumps(fields, default=str)}"
@@ -479,6 +481,13 @@ class Events:
         return _encoded(
             self._line("log_rotated", {"lost_bytes": lost_bytes, "session": list(self._session.values())})
         )
+
+    def last(self, most: int) -> list[dict[str, Any]]:
+        """The newest ones, oldest first, as JSON values; of each kind the last, or the frequent would be all."""
+        newest = sorted(self._last.copy().items(), key=lambda one: one[1][0])[-most:]
+        told = [{"time": round(at, 3), "event": event, **fields} for event, (at, fields) in newest]
+        found: list[dict[str, Any]] = json.loads(json.dumps(told, default=str))
+        return found
 
     def announce(self, text: str) -> None:
         """One line for people, from rank 0 and from processes with a name alone."""

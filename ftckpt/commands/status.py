@@ -27,6 +27,7 @@ from ftckpt.persist.place import Place
 from ftckpt.restore.forecast import forecast, unseen_shards
 
 _WARNINGS = 5
+_EVENTS, _EVENT_CHARS = 5, 160
 _WATCH_SECS = 2.0
 _MARKS = ("whole", "protected")
 
@@ -156,8 +157,19 @@ def in_lines(status: Mapping[str, Any]) -> Iterator[str]:
     if warnings:
         yield "the SMPs' last warnings:"
         yield from warnings
+    events = [(event, node["node"]) for node in nodes for event in node["events"]]
+    if events:
+        yield "the SMPs' last events:"
+        newest = sorted(events, key=lambda one: one[0]["time"])[-_EVENTS:]
+        yield from (f"  {node}: {_event(event)}" for event, node in newest)
     yield ""
     yield _outlook(status["restart"])
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    at = time.strftime("%X", time.localtime(event["time"]))
+    fields = [f"{name} {value}" for name, value in event.items() if name not in ("time", "event")]
+    return f"{at} {event['event']} {', '.join(fields)}"[:_EVENT_CHARS]
 
 
 def _facts(status: Mapping[str, Any]) -> Iterator[str]:
@@ -312,6 +324,7 @@ def _node(node: NodeState) -> dict[str, Any]:
         "iteration": max((trainer["iteration"] for trainer in node.trainers), default=-1),
         "bytes": node.nbytes or None,
         "warnings": smp.get("warnings", []),
+        "events": smp.get("events", []),
         "metrics": smp.get("metrics", ""),
         **{name: _mark(node, name) for name in _MARKS},
     }

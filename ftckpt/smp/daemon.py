@@ -60,6 +60,8 @@ _STEP_SECS = 0.05
 """Work at a stretch: a request waits for the loop so long, and for one piece of work."""
 _LOOK_SECS = 0.5
 """Between looks at locks and pulses, which cost system calls for each arena and rank."""
+_EVENTS = 5
+"""That its status tells."""
 _HUNG = 2
 """The exit code of attempts after the last: that of a job which ftckpt has ended."""
 _OVER = "the job is over"
@@ -286,6 +288,7 @@ class Daemon:
             "anon_bytes": anon_bytes(),
             "hangs": self._num_hangs,
             "warnings": list(self.log.warnings),
+            "events": self.events.last(_EVENTS),
             "whole": self._whole.fields(time.monotonic()),
             "protected": self._protected.fields(time.monotonic()),
             "trainers": [rank_report(pulse, self._limits) for pulse in self._ranks()],

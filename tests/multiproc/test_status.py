@@ -103,11 +103,16 @@ def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixt
 def test_marks_that_move_while_they_are_looked_at_are_told_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The SMP answers a moment after its node's memory was read: table and text are of one of both."""
     seen = nodes_here(job.root, JOB, 5.0)
-    later = {"pid": 1, "whole": {"iteration": 9, "age_secs": 0.1}}
+    covered = [{"time": 1e9 + at, "event": "covered", "iteration": at, "bytes": 5} for at in range(7, 10)]
+    later = {"pid": 1, "whole": {"iteration": 9, "age_secs": 0.1}, "events": covered}
     moved = replace(seen, nodes=tuple(replace(node, smp=later) for node in seen.nodes))
     monkeypatch.setattr(status_of, "nodes_here", lambda *_: moved)
     said = status(job.root)
-    assert said["whole"] == 9 and "newest whole: iteration 9, seen 0.1 s ago" in list(in_lines(said))
+    lines = list(in_lines(said))
+    assert said["whole"] == 9 and "newest whole: iteration 9, seen 0.1 s ago" in lines
+    events = lines[lines.index("the SMPs' last events:") + 1 :][:5]
+    assert all(line.endswith(" covered iteration 9, bytes 5") for line in events[-3:])
+    assert all(line.endswith(" covered iteration 8, bytes 5") for line in events[:2])
 
 
 def test_what_a_lost_node_held_is_rebuilt(job: Job) -> None:

@@ -354,3 +354,12 @@ def test_a_loud_event_is_logged_with_what_to_do(caplog: pytest.LogCaptureFixture
     Events(None, 3).emit("storage_fails", iteration=7, error="full")
     assert 'storage_fails {"iteration": 7, "error": "full"}; full, away, or without' in caplog.text
     assert ADVICE.keys() <= {name for name, kind in EVENTS.items() if kind.loud}
+
+
+def test_the_last_of_each_kind_is_known(tmp_path: Path) -> None:
+    """A frequent one would push out all others."""
+    events = Events(None, 0, "smp-n0")
+    for event in ("started", "covered", "peer_back", *["checked"] * 50):
+        events.emit(event, place=tmp_path)
+    assert [one["event"] for one in events.last(3)] == ["covered", "peer_back", "checked"]
+    assert events.last(1)[0]["place"] == str(tmp_path)
