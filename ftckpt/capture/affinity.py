@@ -32,7 +32,7 @@ class Locality:
 
 def locality(setting: str, device: torch.device) -> Locality:
     """What is near ``device``, with ``setting`` as for ``cores``; raises as that."""
-    node = numa_node_of(device) if _num_nodes() > 1 else None
+    node = numa_node_of(device) if num_nodes() > 1 else None
     return Locality(cores(setting, node), node)
 
 
@@ -52,7 +52,7 @@ def cores(setting: str, device_numa_node: int | None, allowed: set[int] | None =
         return None
     allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
     if setting == "auto":
-        return (_cores_of_node(device_numa_node) & allowed) or None
+        return (cores_of_node(device_numa_node) & allowed) or None
     wanted = parse_cores(setting) & allowed
     if not wanted:
         raise ConfigError(
@@ -135,11 +135,12 @@ def run_on(wanted: Set[int] | None, call: Callable[[], T]) -> T:
         return pool.submit(call).result()
 
 
-def _num_nodes() -> int:
+def num_nodes() -> int:
+    """NUMA nodes of this machine; 0 where the kernel does not say."""
     return len(list((SYSFS / "devices/system/node").glob("node[0-9]*")))
 
 
-def _cores_of_node(node: int | None) -> set[int]:
+def cores_of_node(node: int | None) -> set[int]:
     """Cores of a NUMA node; none where there is no such node or it has memory only."""
     if node is None:
         return set()

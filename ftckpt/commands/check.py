@@ -21,10 +21,12 @@ from typing import Any
 from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.check_host import arena_problem, look_at_host
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
+from ftckpt.commands.node_memory_option import add_node_memory
 from ftckpt.commands.page import aligned
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, FtckptError, in_words
 from ftckpt.model import codec
 from ftckpt.model.text import listed
+from ftckpt.units import sized
 
 _AREAS = ("host", "device", "network")
 _THOROUGH_SECS = 120.0
@@ -36,13 +38,21 @@ def add_check(commands: Any) -> None:
         "check", help="whether machines do what a job will need of them; run it as the job will run; status 1: no"
     )
     add_arena(parser)
+    add_node_memory(parser, "that a node needs, as ftckpt plan says, such as 400GiB: whether it is there")
     parser.add_argument(
-        "--node-gib", type=float, default=0.0, metavar="GIB", help="that a node needs, by ftckpt plan"
-    )
-    parser.add_argument("--mib", type=int, default=256, help="state to copy from a device (default: %(default)s)")
+        "--mib", type=_mib, default=256, metavar="SIZE",
+        help="state to copy from a device, such as 64MiB; a number alone is in MiB (default: %(default)s)",
+    )  # fmt: skip
+    for area in _AREAS:
+        what = f"look at the {area} alone, or with others that are named so"
+        parser.add_argument(f"--{area}", action="append_const", const=area, dest="only", help=what)
     parser.add_argument(
-        "--only", choices=_AREAS, action="append", metavar="AREA", help=f"{', '.join(_AREAS)}; repeat"
+        "--only", type=_areas, action="extend", metavar="AREA", help=f"the same: {', '.join(_AREAS)}, or a list"
     )
+    parser.add_argument(
+        "--smp-listen", default="", metavar="ADDRESS", help="where other nodes reach this one, as --ftckpt-smp-listen"
+    )
+    parser.add_argument("--rack", default="", metavar="LABEL", help="of this node, as --ftckpt-rack")
     parser.add_argument(
         "--thorough", nargs="?", type=float, const=_THOROUGH_SECS, default=0.0, metavar="SECS",
         help="copy from the device in random orders for so long, too (default: %(const)s)",
@@ -56,33 +66,81 @@ def add_check(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _mib(text: str) -> int:
+    try:
+        mib = sized(text, 1 << 20)
+    except ValueError:
+        mib = 0.0
+    if not 1 <= mib <= 1 << 20:
+        raise ConfigError(f"--mib {text}: name 1 to {1 << 20} MiB, or a size such as 64MiB")
+    return int(mib)
+
+
+def _areas(text: str) -> list[str]:
+    areas = text.split(",")
+    for area in areas:
+        if area not in _AREAS:
+            raise ConfigError(f"--only {text}: {area!r} is none of {', '.join(_AREAS)}")
+    return areas
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and return the exit status: 1 where anything failed."""
-    if not 0 <= arguments.node_gib < math.inf:
-        raise ConfigError(f"--node-gib {arguments.node_gib:g}: name GiB, or 0 where nothing is known")
-    if not 1 <= arguments.mib <= 1 << 20:
-        raise ConfigError(f"--mib {arguments.mib}: name 1 to {1 << 20}")
     if not 0 <= arguments.thorough < math.inf:
         raise ConfigError(f"--thorough {arguments.thorough:g}: name seconds")
     if arguments.json is not None and int(os.environ.get("RANK", "0")) == 0:
         _require_writable(arguments.json)
-    areas, begin = arguments.only or _AREAS, time.time()
-    site: Any = None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from ftckpt.commands.check_ranks import LaunchedRanks
-
-        site = LaunchedRanks()
-    found = []
-    for finding in _look(arguments, areas, site):
-        found.append(finding)
-        if site is None:
-            print(f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}", flush=True)
-    everything = {0: found} if site is None else dict(enumerate(codec.gather(site.group, found, list[Finding])))
-    if site is None or site.rank == 0:
-        _show(everything, alone=site is None)
-        if arguments.json is not None:
+    begin, rank, site, found = time.time(), int(os.environ.get("RANK", "0")), None, list[Finding]()
+    try:
+        site = _site(arguments)
+    except RuntimeError as error:
+        _tell(found, _lost(error))
+    else:
+        _find(arguments, site, found)
+    everything = {rank: found} if site is None else site.collect(found)
+    try:
+        if site is None or rank == 0:
+            _show(everything, alone=site is None)
+        if arguments.json is not None and rank == 0:
             arguments.json.write_text(json.dumps(_as_json(everything, begin), indent=1) + "\n")
+    finally:
+        if site is not None:
+            site.leave()
     return int(any(one.state == FAILED for of_rank in everything.values() for one in of_rank))
+
+
+def _site(arguments: argparse.Namespace) -> Any:
+    """The other ranks; None: alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from ftckpt.commands.check_ranks import LaunchedRanks
+
+    return LaunchedRanks(arguments.smp_listen, arguments.rack)
+
+
+def _find(arguments: argparse.Namespace, site: Any, found: list[Finding]) -> None:
+    """Look, and append to ``found``: whatever ends that early, what was found by then is there."""
+    try:
+        for finding in _look(arguments, arguments.only or _AREAS, site):
+            if site is None:
+                _tell(found, finding)
+            else:
+                found.append(finding)
+    except (RuntimeError, OSError, FtckptError) as error:
+        if site is None:
+            raise
+        found.append(_lost(error))
+        site.group.give_up(in_words(error))  # the others wait for this rank
+
+
+def _lost(error: Exception) -> Finding:
+    how = "see what the logs of all ranks say; ranks meet at the interface that GLOO_SOCKET_IFNAME names"
+    return Finding("network", "ranks", FAILED, in_words(error), how)
+
+
+def _tell(found: list[Finding], finding: Finding) -> None:
+    found.append(finding)
+    print(f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}", flush=True)
 
 
 def _require_writable(path: Path) -> None:
@@ -102,7 +160,8 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
     # Of a look that all ranks take together, none is left out on some of them alone.
     without = [no_arena is not None] if site is None else codec.gather(site.group, no_arena is not None, bool)
     if "host" in areas and (site is None or site.leads):
-        yield from look_at_host(arguments.arena, int(arguments.node_gib * 2**30), 1 if site is None else site.local)
+        cores = [os.sched_getaffinity(0)] if site is None else site.cores
+        yield from look_at_host(arguments.arena, arguments.node_memory or 0, cores)
     elif no_arena is not None:
         yield no_arena
     if "device" in areas and any(without):

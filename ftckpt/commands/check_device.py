@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ftckpt.capture.affinity import cores_of_node, format_cores, num_nodes, numa_node_of
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.commands.check_busy_device import LOOKS
 from ftckpt.commands.check_queues import QUEUES
@@ -54,6 +55,8 @@ def look_at_device(
     device = torch.device("cuda", local % torch.cuda.device_count()) if is_here() else torch.device("cpu")
     known = attempt(_AREA, "device", partial(_known, device))
     yield known
+    if known.state == PASSED:
+        yield attempt(_AREA, "NUMA", partial(_near, device))
     with ExitStack() as stack:
         bench = known if known.state == FAILED else _bench(stack, arena, device, mib)
         # Before anything is looked at together: a rank without would leave the others waiting for it.
@@ -75,6 +78,24 @@ def _known(device: torch.device) -> Finding:
     queues = os.environ.get(QUEUES, "as the driver has it")
     text = f"{name}, {stack}, torch {torch.__version__}, {QUEUES} {queues}"
     return Finding(_AREA, "device", PASSED if device.type == "cuda" else SKIPPED, text)
+
+
+def _near(device: torch.device) -> Finding:
+    """Whether this rank runs where its device is attached: across NUMA nodes copies and launches take longer."""
+    name, own, node = "NUMA", os.sched_getaffinity(0), numa_node_of(device)
+    there = cores_of_node(node)
+    if num_nodes() < 2 or node is None or not there:
+        text = "one NUMA node" if num_nodes() < 2 else "no cores are known to be near the device"
+        return Finding(_AREA, name, SKIPPED, text)
+    text = f"cores {format_cores(own)} of this rank, {format_cores(there)} near the device on NUMA node {node}"
+    figures = {"cores": float(len(own)), "near_cores": float(len(own & there))}
+    if not own & there:
+        how = (
+            f"bind the rank to NUMA node {node}: torchrun --numa-binding node, srun --gpu-bind=closest, or "
+            f"numactl --cpunodebind={node}"
+        )
+        return Finding(_AREA, name, WARNED, f"{text}: not one is", how, figures)
+    return Finding(_AREA, name, PASSED, text, figures=figures)
 
 
 def _bench(stack: ExitStack, arena: Path, device: torch.device, mib: int) -> Bench | Finding:

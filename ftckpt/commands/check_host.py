@@ -8,10 +8,11 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
+from ftckpt.capture.affinity import format_cores, num_nodes
 from ftckpt.commands.findings import FAILED, PASSED, WARNED, Finding, attempt
 from ftckpt.model.text import human
 from ftckpt.store.environment import hazards
@@ -26,13 +27,13 @@ _LEAST_FILES = 4096
 """Descriptors of an SMP with the connections of a large job."""
 
 
-def look_at_host(arena: Path, need_bytes: int, ranks: int) -> Iterator[Finding]:
+def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Iterator[Finding]:
     """Each finding as it comes.
 
     Args:
         arena: where arenas will lie.
         need_bytes: of a node, as ``ftckpt plan`` says; 0: unknown.
-        ranks: of the job on this node.
+        ranks: the cores of each rank of the job on this node, first of the one that starts the SMP.
     """
     no_arena = arena_problem(arena)
     in_arena: tuple[tuple[str, Callable[[], Finding]], ...] = (
@@ -151,16 +152,31 @@ def _locked_memory() -> Finding:
     )  # fmt: skip
 
 
-def _cores(ranks: int) -> Finding:
-    cores, nodes = len(os.sched_getaffinity(0)), len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    text = f"{cores} cores for {ranks} rank(s) and the SMP, {max(1, nodes)} NUMA node(s)"
-    figures = {"cores": float(cores), "ranks": float(ranks)}
-    if cores > ranks:
+def _cores(ranks: Sequence[Set[int]]) -> Finding:
+    """Of all ranks together: a launcher may have bound each to its own. The SMP runs where the first rank does, which
+    starts it."""
+    cores, first = set[int]().union(*ranks), ranks[0]
+    text = f"{len(cores)} cores for {len(ranks)} rank(s) and the SMP, {_per_rank(ranks)}"
+    text += f"{max(1, num_nodes())} NUMA node(s)"
+    figures = {"cores": float(len(cores)), "ranks": float(len(ranks)), "smp_cores": float(len(first))}
+    if len(cores) > len(ranks) and len(first) > 1:
         return Finding(_AREA, "cores", PASSED, text, figures=figures)
+    if len(cores) > len(ranks):
+        text += f"; the SMP has core {format_cores(first)} alone, which is its node's first rank's"
     return Finding(
         _AREA, "cores", WARNED, f"{text}: what ftckpt computes, training does not get",
         "give ranks more cores (--cpus-per-task), or take --ftckpt-smp-cores lower", figures,
     )  # fmt: skip
+
+
+def _per_rank(ranks: Sequence[Set[int]]) -> str:
+    """How many each rank has, where no two share one."""
+    sizes = sorted(map(len, ranks))
+    if len(ranks) == 1 or sum(sizes) > len(set[int]().union(*ranks)):
+        return ""
+    return (
+        f"{sizes[0]} of its own each, " if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]} of its own each, "
+    )
 
 
 def _kernel() -> Finding:

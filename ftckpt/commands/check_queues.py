@@ -25,8 +25,8 @@ from ftckpt.commands.findings import FAILED, SKIPPED, Finding
 from ftckpt.errors import in_words
 
 QUEUES = "GPU_MAX_HW_QUEUES" if torch.version.hip else "CUDA_DEVICE_MAX_CONNECTIONS"
-_KNOWN = ("device", "collectives beside copies")
-"""What says nothing anew: which device it is, and what one process alone cannot do."""
+_KNOWN = ("device", "NUMA", "collectives beside copies")
+"""What says nothing anew: which device it is and where, and what one process alone cannot do."""
 _AREA, _NAME = "device", "other queues"
 _BUSY = "busy or unavailable"
 """What a driver says of a device that has been given to one process alone."""

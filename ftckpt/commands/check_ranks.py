@@ -4,88 +4,81 @@ from __future__ import annotations
 
 import os
 import secrets
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import xxhash
 
-from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
-from ftckpt.errors import ConfigError
-from ftckpt.events import Events
+from ftckpt.capture.affinity import format_cores, parse_cores
+from ftckpt.commands.check_pairs import NodeFacts, look_at_pairs
+from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
 from ftckpt.frameworks.launcher import node_name
 from ftckpt.group import Group
-from ftckpt.job.addresses import listening_address, machine
-from ftckpt.model.codec import gather
-from ftckpt.model.snapshot import SnapshotId
-from ftckpt.smp.channel import Deadlines, Delivery, Trust
-from ftckpt.smp.peers import Peers
-from ftckpt.smp.requests import ChunkRequest
-from ftckpt.smp.server import Server
+from ftckpt.job.addresses import machine
+from ftckpt.model.codec import decode, encode, gather
+from ftckpt.model.text import listed
+from ftckpt.notice import Notice
 from ftckpt.store.directory import leave_word, node_directory, read_word, remove_tree
 
 _AREA = "network"
-_SECS = 30.0
+_GROUP_SECS = 30.0
+"""For which a rank waits for all others."""
+_LOST_SECS = 1.5 * _GROUP_SECS
+"""Within which all ranks notice that their group is lost."""
+_POLL_SECS = 0.2
 _MOST_SKEW_SECS = 1.0
-_BYTES = 32 << 20
-_ROUNDS, _TRIPS = 3, 20
-_MOST_PAIRED = 8
-"""Nodes of which each talks to each other; of more each talks to the next."""
-_LEAST_RATE = 1e8
-_PROBE = SnapshotId(bytes(16), 0)
 
 
 class RankFacts(NamedTuple):
-    """Where a rank is, and the time there."""
+    """Where a rank is, the time there, and the cores that it may run on."""
 
     node: str
     machine: str
     time: float
-
-
-class Port(NamedTuple):
-    """Where the server of a node listens; ``number`` 0: at none, for the reason ``problem``."""
-
-    host: str = ""
-    number: int = 0
-    problem: str = ""
+    cores: str
+    rack: str
 
 
 class LaunchedRanks:
-    """The ranks that a launcher has started, this one among them. Every method is collective."""
+    """The ranks that a launcher has started, this one among them. Every method is collective.
 
-    def __init__(self) -> None:
+    Args:
+        listen: where SMPs listen, as the setting ``smp_listen``.
+        rack: as the setting.
+    """
+
+    def __init__(self, listen: str, rack: str) -> None:
         dist.init_process_group("gloo")
-        self.group = Group(_SECS)
+        self.group = Group(_GROUP_SECS)
         self.group.gather(b"")  # the times below are taken together
-        me = RankFacts(node_name("", os.environ), machine(), time.time())
+        cores = format_cores(os.sched_getaffinity(0))
+        me = RankFacts(node_name("", os.environ), machine(), time.time(), cores, rack)
         self.ranks = gather(self.group, me, RankFacts)
-        self.rank, self.me = self.group.rank, me
-        self.leads = next(rank for rank, one in enumerate(self.ranks) if one.node == me.node) == self.rank
+        self.rank, self.me, self._listen = self.group.rank, me, listen
+        self.leads = self.nodes[me.node].first == self.rank
 
     def as_training(self) -> dist.ProcessGroup:
         """All ranks, connected as training connects them."""
         backend = "nccl" if torch.cuda.is_available() else "gloo"  # under ROCm RCCL goes by this name
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=2 * _SECS))
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=2 * _GROUP_SECS))
         return group
 
     @property
-    def local(self) -> int:
-        """Ranks of this node."""
-        return sum(one.node == self.me.node for one in self.ranks)
+    def cores(self) -> list[set[int]]:
+        """Of each rank of this node."""
+        return [parse_cores(one.cores) for one in self.ranks if one.node == self.me.node]
 
     @property
-    def leaders(self) -> dict[str, int]:
-        """The first rank of each node."""
-        found: dict[str, int] = {}
+    def nodes(self) -> dict[str, NodeFacts]:
+        """By name, in the order of their first ranks."""
+        found: dict[str, NodeFacts] = {}
         for rank, one in enumerate(self.ranks):
-            found.setdefault(one.node, rank)
+            found.setdefault(one.node, NodeFacts(rank, one.machine, one.rack))
         return found
 
     def look(self, arena: Path | None) -> Iterator[Finding]:
@@ -93,10 +86,10 @@ class LaunchedRanks:
         yield self._clocks()
         if arena is not None:
             yield self._directory(arena)
-        if len(self.leaders) == 1:
+        if len(self.nodes) == 1:
             yield Finding(_AREA, "SMP pairs", SKIPPED, "one node: nothing is sent")
         else:
-            yield from self._pairs()
+            yield from look_at_pairs(self.group, self.nodes, self._listen)
 
     def _clocks(self) -> Finding:
         skew = max(one.time for one in self.ranks) - min(one.time for one in self.ranks)
@@ -119,7 +112,7 @@ class LaunchedRanks:
                 left = leave_word(node_dir) if self.leads else ""
             finally:
                 words = gather(self.group, left, str)
-            if read_word(node_dir) != words[self.leaders[self.me.node]]:
+            if read_word(node_dir) != words[self.nodes[self.me.node].first]:
                 problem = f"{node_dir.parent.parent} of rank {self.rank} is not that of its node's first rank"
         except Exception as error:  # noqa: BLE001 - told below, by all ranks together
             problem = str(error)
@@ -131,74 +124,47 @@ class LaunchedRanks:
                 "host", "one directory", FAILED, problem,
                 "let containers of a node share it (one --ipc, a hostPath), or give each a name with FTCKPT_NODE",
             )  # fmt: skip
-        return Finding("host", "one directory", PASSED, f"the {self.local} rank(s) of node {self.me.node} see one")
+        return Finding(
+            "host", "one directory", PASSED, f"the {len(self.cores)} rank(s) of node {self.me.node} see one"
+        )
 
-    def _pairs(self) -> Iterator[Finding]:
-        """Pair by pair, so that no two share a link, by the protocol of SMPs."""
-        secret = bytes.fromhex(gather(self.group, secrets.token_hex(32) if self.rank == 0 else "", str)[0])
-        trust, nodes = Trust(secret), list(self.leaders)
-        with _serving(self.leads, trust, [one.machine for one in self.ranks]) as port:
-            ports = gather(self.group, port, Port)
-            places = {node: ports[rank] for node, rank in self.leaders.items()}
-            far = nodes if len(nodes) <= _MOST_PAIRED else []
-            pairs = [(a, b) for a in far for b in far if a != b]
-            pairs = pairs or [(a, b) for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
-            for reader, other in pairs:
-                found: list[Finding] = []
-                if self.leads and self.me.node == reader:
-                    found.append(attempt(_AREA, f"from {other}", _talk(trust, other, places[other])))
-                self.group.gather(b"")
-                yield from found
-
-
-@contextmanager
-def _serving(serves: bool, trust: Trust, machines: Sequence[str]) -> Iterator[Port]:
-    """The port at which an SMP's server gives bytes away; 0 where none does."""
-    if not serves:
-        yield Port()
-        return
-    data = bytes(_BYTES)
-    views = {0: memoryview(data)[:1], 1: memoryview(data)}
-    hashes = {chunk: xxhash.xxh3_64_intdigest(view) for chunk, view in views.items()}
-
-    @contextmanager
-    def find(request: Any) -> Iterator[Delivery | None]:
-        yield Delivery(views[request.chunk], hashes[request.chunk])
-
-    server = Server({}, find=find, events=Events(None, 0))
-    try:
+    def collect(self, found: list[Finding]) -> dict[int, list[Finding]]:
+        """What all ranks have found, by rank; of a lost group what the first rank has from the store in time."""
         try:
-            host = listening_address("", machines, os.environ)
-            port = Port(host, server.listen(host, trust))
-        except ConfigError as error:  # told: the others wait for this rank
-            port = Port(problem=str(error))
-        yield port
-    finally:
-        server.close()
+            return dict(enumerate(gather(self.group, found, list[Finding])))
+        except RuntimeError:
+            pass
+        if self.rank == 0:
+            return self._told(found)
+        self._notice(f"found/{self.rank}").post(encode(found).decode())
+        return {self.rank: found}
 
+    def _told(self, found: list[Finding]) -> dict[int, list[Finding]]:
+        """``found`` and what the others have told the store of the job, and which of them have not."""
+        everything, end = {0: found}, time.monotonic() + _LOST_SECS
+        # One notice for each: it asks a store that does not answer no more than once.
+        silent = {rank: self._notice(f"found/{rank}") for rank in range(1, self.group.size)}
+        while silent and time.monotonic() < end:
+            for rank, notice in list(silent.items()):
+                with suppress(ValueError):  # nothing yet, or that the store cannot be reached
+                    everything[rank] = decode(notice.read().encode(), list[Finding])
+                    del silent[rank]
+                if time.monotonic() >= end:
+                    break
+            time.sleep(_POLL_SECS)
+        if silent:
+            text = f"{len(silent)} of {self.group.size} ranks told nothing: {listed(list(map(str, silent)), 4)}"
+            nodes = listed(sorted({self.ranks[rank].node for rank in silent}), 4)
+            found.append(Finding(_AREA, "told nothing", FAILED, f"{text}, of {nodes}", "see what their logs say"))
+        return everything
 
-def _talk(trust: Trust, node: str, place: Port) -> Callable[[], Finding]:
-    def talk() -> Finding:
-        if place.problem:
-            raise ConfigError(place.problem)
-        peers = Peers(Deadlines(_SECS, _SECS, _SECS))
-        try:
-            peers.configure({node: (place.host, place.number)}, trust)
-            secs: dict[int, list[float]] = {0: [], 1: []}
-            for chunk in (0,) * _TRIPS + (1,) * _ROUNDS:
-                begin = time.perf_counter()
-                fetch = peers.fetch(node, ChunkRequest(_PROBE, "probe", chunk), _BYTES)
-                if not fetch.done.wait(_SECS) or fetch.data is None:
-                    raise TimeoutError(fetch.error or f"{node} at {place.host} does not answer")
-                secs[chunk].append(time.perf_counter() - begin)
-        finally:
-            peers.close()
-        trip, rate = statistics.median(secs[0][1:]), _BYTES / statistics.median(secs[1])
-        text = f"{rate / 1e9:.2f} GB/s, {1e3 * trip:.2f} ms there and back, at {place.host}"
-        figures = {"bytes_per_sec": rate, "round_trip_secs": trip}
-        if rate < _LEAST_RATE:
-            how = "name the fast interface with --ftckpt-smp-listen"
-            return Finding(_AREA, f"from {node}", WARNED, text, how, figures)
-        return Finding(_AREA, f"from {node}", PASSED, text, figures=figures)
+    def leave(self) -> None:
+        """Behind the first rank, which shows what was found: a launcher ends all ranks when one has failed."""
+        shown, end = self._notice("shown"), time.monotonic() + 2 * _LOST_SECS
+        if self.rank == 0:
+            shown.post("all of it")
+        while self.rank and not shown.read() and time.monotonic() < end:
+            time.sleep(_POLL_SECS)
 
-    return talk
+    def _notice(self, what: str) -> Notice:
+        return Notice(f"{self.group.name}/check/{what}")

@@ -14,6 +14,7 @@ from dataclasses import Field, asdict, fields
 from functools import partial
 from typing import Any
 
+from ftckpt.commands.node_memory_option import add_node_memory
 from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, plan
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
@@ -28,7 +29,6 @@ from ftckpt.persist.storage import open_storage
 from ftckpt.persist_setting import taken_over
 from ftckpt.setting import convert, reader_of
 from ftckpt.smp.link import NetworkLimit, unknown_limit
-from ftckpt.units import sized
 
 _MANY_RANKS = 20_000
 """Above that a plan takes seconds: people are told."""
@@ -57,10 +57,9 @@ def add_plan(commands: Any) -> None:
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
     for name in ("network_gbps", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
-    parser.add_argument(
-        "--node-memory", type=_node_bytes, metavar="SIZE",
-        help="host memory of a node beside training, such as 512GiB: whether all fits is answered; status 1: no",
-    )  # fmt: skip
+    add_node_memory(
+        parser, "host memory of a node beside training, such as 512GiB: whether all fits is answered; status 1: no"
+    )
     parser.add_argument(
         "--iteration-secs",
         type=float,
@@ -248,17 +247,6 @@ def _assumptions(
         yield "what auto comes to is not known without the length of an iteration (--iteration-secs)"
     if verdict is not None:
         yield from verdict.assumed()
-
-
-def _node_bytes(text: str) -> int:
-    """As ``memory_limit`` is written: a number alone is in GiB."""
-    try:
-        nbytes = sized(text, GIB) * GIB
-    except ValueError:
-        nbytes = 0.0
-    if not 1 <= nbytes < 1 << 60:
-        raise ConfigError(f"--node-memory: {text!r} is no memory of a node; give a size such as 512GiB")
-    return int(nbytes)
 
 
 def _interval(setting: Field[Any], of: str) -> Callable[[str], int | str]:

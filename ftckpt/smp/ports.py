@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ftckpt.errors import ConfigError
 
-_PORTS = range(20000, 29000)
+PORTS = range(20000, 29000)
 """Below those that a kernel lends to outgoing connections (Linux: 32768 to 60999). Other nodes remember the port, and
 an SMP that takes the place of a killed one must find it free. Launchers' usual ports lie above (29400, 29500)."""
 _TRIES = 8
@@ -66,7 +66,7 @@ def _first_free(host: str, port: int, take: Callable[[int, tuple[str, int]], T])
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--ftckpt-smp-listen: {host!r} is no address: {error}") from None
-    some = random.SystemRandom().sample(_PORTS, _TRIES)
+    some = random.SystemRandom().sample(PORTS, _TRIES)
     for wanted in (*([port] if port else []), *some, 0):
         try:
             return take(family, (host, wanted))

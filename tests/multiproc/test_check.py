@@ -1,13 +1,10 @@
-"""``ftckpt check``: what it finds, that it finds what is wrong, and that all ranks of a job to come are asked."""
+"""``ftckpt check``: what it finds, and that it finds what is wrong."""
 
 from __future__ import annotations
 
 import errno
 import json
-import os
-import re
 import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.commands import check_device, check_queues, device_bench
+from ftckpt.commands import check, check_device, check_queues, device_bench
 from ftckpt.commands.check_host import look_at_host
 from ftckpt.commands.check_queues import QUEUES, look_with_other_queues, other_setting
 from ftckpt.commands.check_thorough import NOT_THOROUGH, look_thoroughly
@@ -29,8 +26,6 @@ from ftckpt.windows.clock import make_clock
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
-
-ROOT = Path(__file__).parents[2]
 
 
 def by_name(found: Any) -> dict[str, Finding]:
@@ -51,15 +46,63 @@ def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_a_node_needs_and_has_not(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--arena", str(arena_root), "--only", "host", "--node-gib", "1e6"]) == 1
+    assert main(["check", "--arena", str(arena_root), "--host", "--node-memory", "1e6"]) == 1
     out = capsys.readouterr().out
     assert "failed  host: room: " in out and "FAILED host, room: " in out
-    assert main(["check", "--node-gib", "-1"]) == 2 and main(["check", "--mib", "0"]) == 2
-    assert "--node-gib -1: name GiB" in capsys.readouterr().err
+    assert "976.6 TiB are needed" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--node-memory", "-1"], "--node-memory: '-1' is no memory of a node; give a size such as 512GiB"),
+        (["--node-memory", "4furlongs"], "give a size such as 512GiB"),
+        (["--mib", "0"], "--mib 0: name 1 to 1048576 MiB, or a size such as 64MiB"),
+        (["--mib", "nan"], "--mib nan: name"),
+        (["--only", "host,disk"], "--only host,disk: 'disk' is none of host, device, network"),
+        (["--thorough", "-1"], "--thorough -1: name seconds"),
+    ],
+)
+def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_sizes_have_units(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--arena", str(arena_root), "--host"]
+    for size, needed in (("3GiB", "3.0 GiB"), ("3", "3.0 GiB"), ("3072mb", "3.0 GiB"), ("512 MiB", "512.0 MiB")):
+        main([*words, "--node-memory", size])
+        assert f"{needed} are needed" in capsys.readouterr().out
+
+
+def test_what_is_looked_at(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--device --thorough`` is the device alone, for as long as ``--thorough`` alone says."""
+    told = list[Any]()
+
+    def look(*given: Any) -> Any:
+        told.append(given)
+        return iter([Finding("device", "rate", PASSED, "")])
+
+    monkeypatch.setattr(check_device, "look_at_device", look)
+    found = list[set[str]]()
+    monkeypatch.setattr(check, "_show", lambda everything, alone: found.append({one.area for one in everything[0]}))
+    for words in (
+        ["--device", "--thorough"], ["--only", "device", "--mib", "64MiB", "--thorough", "3"],
+        ["--only", "host,device"], ["--host", "--network"], ["--only", "host", "--only", "network"], [],
+    ):  # fmt: skip
+        assert main(["check", "--arena", str(arena_root), *words]) == 0
+    assert found == [
+        {"device"},
+        {"device"},
+        {"host", "device"},
+        *[{"host", "network"}] * 2,
+        {"host", "device", "network"},
+    ]
+    assert [(mib, thorough.secs) for _, mib, thorough, _ in told] == [(256, 120), (64, 3), (256, 0), (256, 0)]
 
 
 def test_a_place_that_is_none(tmp_path: Path) -> None:
-    found = by_name(look_at_host(tmp_path / "none", 0, 1))
+    found = by_name(look_at_host(tmp_path / "none", 0, [{0, 1}]))
     assert found["arena"].state == FAILED and "none does not exist" in found["arena"].text
     assert found["kernel"].state == PASSED, "and what does not lie there is looked at all the same"
     assert not {"room", "memory rate", "locks", "surroundings"} & set(found), "of its parent nothing is said"
@@ -255,26 +298,3 @@ def test_a_rank_without_room_leaves_no_other_waiting(arena_root: Path) -> None:
     assert first["collectives beside copies"] == f"{SKIPPED}: there is a rank without copies"
     assert first["exact copies"].startswith(PASSED) and "compute beside copies" in first
     assert ended >= last
-
-
-def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:
-    script = tmp_path / "rank.sh"
-    script.write_text(
-        f"export FTCKPT_NODE=node$((LOCAL_RANK / 2))\nexec {sys.executable} -m ftckpt check "
-        f"--arena {arena_root} --mib 4 --json {tmp_path}/found.json\n"
-    )
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*words, "bash", str(script)], env=environ, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    ranks = json.loads((tmp_path / "found.json").read_text())["ranks"]
-    assert ranks.keys() == {"0", "1", "2"}
-    names = {rank: {one["name"]: one["state"] for one in found} for rank, found in ranks.items()}
-    assert names["0"]["from node1"] == names["2"]["from node0"] == PASSED and "from node0" not in names["1"]
-    assert {found["one directory"] for found in names.values()} == {PASSED}
-    assert "collectives beside copies" in names["1"] and "exact copies" in names["1"]
-    assert "room" in names["2"] and "room" not in names["1"], "a node is looked at once"
-    assert re.search("PASSED +host +one directory", done.stdout)
-    assert not list(arena_root.iterdir()), "nothing is left"

@@ -65,8 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
     "commands": {
-        "group", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job", "convert",
-        "frameworks",
+        "group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job",
+        "convert", "frameworks",
     },
     "standin": set(),
     "__main__": {"commands.main"},

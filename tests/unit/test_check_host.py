@@ -1,0 +1,57 @@
+"""What ``ftckpt check`` says of the cores of ranks, however a launcher has bound them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftckpt.capture import affinity
+from ftckpt.commands import check_device
+from ftckpt.commands.check_host import look_at_host
+from ftckpt.commands.findings import PASSED, SKIPPED, WARNED, Finding
+
+
+def cores(tmp_path: Path, *ranks: set[int]) -> Finding:
+    return next(one for one in look_at_host(tmp_path / "none", 0, ranks) if one.name == "cores")
+
+
+def test_ranks_that_are_bound_have_the_cores_of_all(tmp_path: Path) -> None:
+    found = cores(tmp_path, {0, 1}, {2, 3}, {4, 5}, {6, 7})
+    assert found.state == PASSED and found.figures["cores"] == 8
+    assert found.text.startswith("8 cores for 4 rank(s) and the SMP, 2 of its own each, ")
+    assert "1 to 2 of its own each" in cores(tmp_path, {0, 1}, {2}).text
+    shared = cores(tmp_path, {0, 1, 2}, {0, 1, 2})
+    assert shared.state == PASSED and shared.text.startswith("3 cores for 2 rank(s) and the SMP, ")
+    assert "own" not in shared.text and "own" not in cores(tmp_path, {0, 1}).text
+
+
+def test_too_few_cores(tmp_path: Path) -> None:
+    for ranks in ([{0}, {1}], [{0, 1}, {0, 1}], [{0}]):
+        assert cores(tmp_path, *ranks).state == WARNED
+    found = cores(tmp_path, {0}, {1, 2, 3})
+    assert found.state == WARNED and "the SMP has core 0 alone" in found.text and found.remedy
+
+
+@pytest.mark.parametrize(
+    ("node", "lists", "state"),
+    [
+        (0, ["{own}", "{other}"], PASSED), (1, ["{own}", "{other}"], WARNED), (1, ["{own}", ""], SKIPPED),
+        (None, ["{own}", "{other}"], SKIPPED), (0, ["{other}"], SKIPPED),
+    ],
+)  # fmt: skip
+def test_a_rank_and_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int | None, lists: list[str], state: str
+) -> None:
+    own = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(affinity, "SYSFS", tmp_path)
+    monkeypatch.setattr(check_device, "numa_node_of", lambda device: node)
+    for number, text in enumerate(lists):
+        (folder := tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+        (folder / "cpulist").write_text(text.format(own=own, other=5000) + "\n")
+    found = check_device._near(torch.device("cuda", 0))
+    assert found.state == state, found
+    if state == WARNED:
+        assert "5000 near the device on NUMA node 1: not one is" in found.text and "--cpunodebind=1" in found.remedy
