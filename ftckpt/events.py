@@ -94,7 +94,10 @@ EVENTS: dict[str, EventKind] = {
         nodes="of the job, now", seen="how many", secs="that the job has trained, as if always on these nodes",
         given_secs="between two, as assumed", mtbf_secs="between two, by both",
     ),
-    "ended_without_a_word": _quiet("ranks of the node are gone and had not left", text="which, and where they were"),
+    "ended_without_a_word": _quiet(
+        "ranks of the node are gone, had not left, and have not said why",
+        text="which, by what signal or with what exit code where that was seen, and where they were",
+    ),
     "failures_unknown": _loud("failures that the job has had cannot be read or kept: they do not count", error="why"),
     "closed": _quiet("this rank's session has ended", iteration="of the last boundary; -1: there was none"),
     "close_incomplete": _quiet("other ranks did not come to close(): arenas may stay", error="what was seen"),

@@ -396,6 +396,7 @@ class Daemon:
             remove_job_if_empty(self._root, self.job, self.node)
         except (OSError, FtckptError) as error:
             log.warning("%s", error)
+        self._deaths.close()
         self.events.close()
         log.removeHandler(self.log)
         self.log.close()

@@ -2,53 +2,75 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ftckpt.store.ends import EndNote, silent_end
-from ftckpt.store.memory import cgroup_directories
+from ftckpt.store.ends import EndNote, silent_ends
+from ftckpt.store.exits import ExitWatch
+from ftckpt.store.memory import cgroup_directories, oom_kills
+from ftckpt.store.page import pid_of
 from ftckpt.store.pulse import RankPulse
 
-_STRUCK = "the kernel's OOM killer has struck here (memory.events)"
+_STRUCK = "the kernel's OOM killer has struck here (oom_kill of the memory cgroup)"
 
 
 class DeathWatch:
     """Tells once of each rank that is gone, but for those that were gone at the first look: an attempt may be shorter
     than the time between two.
 
-    The kernel tells nobody but a parent how a process ended. That memory was too small shows in the counts of its
-    OOM killer, of the groups of processes that this one is in.
+    By which signal, or with which exit code, is told where the kernel shows it. That memory was too small shows in
+    the counts of its OOM killer, of the groups of processes that this one and the ranks are in.
     """
 
     def __init__(self, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> None:
         self._places = (proc, cgroup_root)
         self._gone: set[int] | None = None  # owners that were
-        self._killed = self._oom_kills()
+        self._living: set[int] = set()  # owners whose groups are counted
+        self._kills: dict[Path, int] = {}
+        self._count(())
+        self._exits = ExitWatch()
 
-    def look(self, pulses: Sequence[RankPulse], told: Collection[int] = ()) -> Iterator[EndNote]:
-        """What is to be told, if anything is; ``pulses``: of the node's ranks now; ``told``: ranks of whose end
-        something is known."""
+    def look(self, pulses: Sequence[RankPulse], told: Mapping[int, bool] | None = None) -> list[EndNote]:
+        """What is to be told, if anything is; ``pulses``: of the node's ranks now; ``told``: see ``ends.told_of``."""
         gone = [pulse for pulse in pulses if pulse.lives is False]
         dead = [pulse for pulse in gone if self._gone is not None and pulse.owner not in self._gone]
         # Those of another container, of which nothing is known for now, too: they may be of an earlier attempt.
         self._gone = {pulse.owner for pulse in pulses if not pulse.lives}
-        if dead:
-            killed = self._oom_kills()
-            out_of_memory, self._killed = killed > self._killed, killed
-            silent = [pulse for pulse in dead if pulse.rank not in told]
-            if silent:
-                yield silent_end(silent, time.time(), f"; {_STRUCK}" if out_of_memory else "")
-            elif out_of_memory:
-                yield EndNote(time.time(), _STRUCK)
+        ends = list(self._ends_of(dead, told or {})) if dead else []
+        living = {pulse.owner for pulse in pulses if pulse.lives and pulse.is_here}
+        self._exits.follow(living)
+        if living != self._living:
+            self._count(living)
+        return ends
 
-    def _oom_kills(self) -> int:
-        """Since the machine started, in the groups of this process."""
-        kills = 0
-        for directory in cgroup_directories(*self._places):
-            with suppress(OSError, ValueError, IndexError):
-                for line in (directory / "memory.events").read_text().splitlines():
-                    if line.startswith("oom_kill "):
-                        kills += int(line.split()[1])
-        return kills
+    def close(self) -> None:
+        """It looks no more."""
+        self._exits.close()
+
+    def _ends_of(self, dead: Sequence[RankPulse], told: Mapping[int, bool]) -> Iterator[EndNote]:
+        silent = [
+            pulse
+            for pulse in dead
+            # What others could only call gone is told again by who has seen how.
+            if pulse.rank not in told or (not told[pulse.rank] and self._exits.exit_of(pulse.owner).status)
+        ]
+        struck = self._has_struck()
+        beside = dict.fromkeys((0, int(signal.SIGKILL)), f"; {_STRUCK}") if struck else {}
+        ends = list(silent_ends(silent, self._exits.exit_of, beside))
+        yield from ends
+        if struck and not any(_STRUCK in end.text for end in ends):
+            yield EndNote(time.time(), _STRUCK)
+
+    def _has_struck(self) -> bool:
+        """Whether the OOM killer has since this was asked last, or since a group is looked at."""
+        before, self._kills = self._kills, {directory: oom_kills(directory) for directory in self._kills}
+        return any(kills > before[directory] for directory, kills in self._kills.items())
+
+    def _count(self, living: Collection[int]) -> None:
+        """Look at the groups of this process and of these."""
+        processes = ["self", *(str(pid_of(owner)) for owner in living)]
+        found = {directory for one in processes for directory in cgroup_directories(*self._places, one)}
+        before, self._living = self._kills, set(living)
+        self._kills = {one: before[one] if one in before else oom_kills(one) for one in found}

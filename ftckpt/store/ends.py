@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ftckpt.model.text import listed
 from ftckpt.store.directory import ENDS_NAME, PULSE_NAME
+from ftckpt.store.exits import Exit, exit_now
 from ftckpt.store.page import pid_of
 from ftckpt.store.pulse import Pulse, RankPulse
 
@@ -26,6 +28,7 @@ _MOST_CHARS = 300
 _MOST_NAMED = 8
 _LOST_ANOTHER = re.compile("(closed|reset) by peer|Broken pipe|remote process exited")
 """What gloo, NCCL and torch's store say on a rank whose peer is gone."""
+_SILENTLY = "ended without a word"
 
 
 class EndNote(NamedTuple):
@@ -40,19 +43,43 @@ class EndNote(NamedTuple):
         """Causes before consequences: who has lost another rank may have noticed before anybody saw that one gone."""
         return lost_another(self.text), self.time
 
+    @property
+    def names_cause(self) -> bool:
+        """Whether it says more of its ranks than that they are gone."""
+        return f") {_SILENTLY}" not in self.text
+
 
 def lost_another(text: str) -> bool:
     """Whether an error is of a rank whose peer is gone: a consequence, of which that one has the cause."""
     return _LOST_ANOTHER.search(text) is not None
 
 
-def silent_end(dead: Sequence[RankPulse], time_secs: float, beside: str = "") -> EndNote:
-    """Of ranks that are gone and have not said why."""
-    first = min(dead, key=lambda pulse: pulse.beat_ns)
-    who = listed([f"{pulse.rank} (pid {pid_of(pulse.owner)})" for pulse in dead], _MOST_NAMED)
-    text = f"rank{'s' if len(dead) > 1 else ''} {who} ended without a word, in {first.section.label}, "
-    text += f"{first.phase or 'before a first phase'}, after iteration {first.iteration}{beside}"
-    return EndNote(time_secs, text, tuple(pulse.rank for pulse in dead))
+def silent_ends(
+    dead: Sequence[RankPulse], exit_of: Callable[[int], Exit] = exit_now, beside: Mapping[int, str] | None = None
+) -> Iterator[EndNote]:
+    """Of ranks that are gone and have not said why: a note of all that have ended in the same way.
+
+    ``exit_of`` tells it of an owner; ``beside``, by the status, is what is known besides.
+    """
+    seen = {pulse.owner: exit_of(pulse.owner) if pulse.is_here else Exit(0, time.time()) for pulse in dead}
+    for status in dict.fromkeys(one.status for one in seen.values()):
+        alike = [pulse for pulse in dead if seen[pulse.owner].status == status]
+        first = min(alike, key=lambda pulse: pulse.beat_ns)
+        who = listed([f"{pulse.rank} (pid {pid_of(pulse.owner)})" for pulse in alike], _MOST_NAMED)
+        text = f"rank{'s' if len(alike) > 1 else ''} {who} {_how(status, len(alike) > 1)}, in {first.section.label}, "
+        text += f"{first.phase or 'before a first phase'}, after iteration {first.iteration}"
+        text += (beside or {}).get(status, "")
+        began = min(seen[pulse.owner].time for pulse in alike)
+        yield EndNote(began, text, tuple(pulse.rank for pulse in alike))
+
+
+def _how(status: int, several: bool) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        known = number in set(signal.Signals)
+        name = signal.Signals(number).name if known else f"signal {number}"
+        return f"{'were' if several else 'was'} ended by {name}"
+    return f"{'have' if several else 'has'} exited with code {os.WEXITSTATUS(status)}" if status else _SILENTLY
 
 
 def tell(node_dir: Path, end: EndNote) -> None:
@@ -88,15 +115,17 @@ def tell_silent(node_dir: Path) -> None:
     if (node_dir / PULSE_NAME).exists():  # to open it would make it
         told = told_of(node_dir)
         dead = [one for one in Pulse.open(node_dir, None).ranks() if one.lives is False and one.rank not in told]
-        if dead:
-            tell(node_dir, silent_end(dead, time.time()))
+        for end in silent_ends(dead):
+            tell(node_dir, end)
 
 
-def told_of(node_dir: Path) -> frozenset[int]:
-    """Ranks of which something was told since ``forget``."""
+def told_of(node_dir: Path) -> dict[int, bool]:
+    """Ranks of which something was told since ``forget``, and whether that names a cause."""
+    told: dict[int, bool] = {}
     with suppress(OSError):
-        return frozenset(rank for end in read(node_dir) for rank in end.ranks)
-    return frozenset()
+        for end in read(node_dir):
+            told |= {rank: end.names_cause or told.get(rank, False) for rank in end.ranks}
+    return told
 
 
 def read(node_dir: Path) -> list[EndNote]:
@@ -109,10 +138,19 @@ def read(node_dir: Path) -> list[EndNote]:
         with suppress(ValueError):
             at, ranks, text = line.split(" ", 2)
             end = EndNote(float(at), text, tuple(map(int, ranks.split(","))) if ranks != "-" else ())
-            # Two that end at once may both have told of a third.
-            if not end.ranks or end.ranks not in [one.ranks for one in ends]:
-                ends.append(end)
-    return sorted(ends, key=lambda end: end.order)
+            ends.append(end)
+    return sorted(_without_repetitions(ends), key=lambda end: end.order)
+
+
+def _without_repetitions(ends: Sequence[EndNote]) -> list[EndNote]:
+    """Two that end at once may both have told of a third, and an SMP may know more of that one than they."""
+    named = {rank for end in ends if end.names_cause for rank in end.ranks}
+    left: list[EndNote] = []
+    for end in ends:
+        is_told = end.ranks in [one.ranks for one in left] or (not end.names_cause and named.issuperset(end.ranks))
+        if not end.ranks or not is_told:
+            left.append(end)
+    return left
 
 
 def forget(node_dir: Path) -> None:

@@ -85,15 +85,23 @@ def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
     return [limit for root, parts, names in _groups(proc, cgroup_root) for limit in _group_limits(root, parts, names)]
 
 
-def cgroup_directories(proc: Path, cgroup_root: Path) -> list[Path]:
-    """Those that bound the memory of this process, own first; some may not be there."""
-    found = _groups(proc, cgroup_root)
+def cgroup_directories(proc: Path, cgroup_root: Path, process: str = "self") -> list[Path]:
+    """Those that bound the memory of ``process``, own first; some may not be there."""
+    found = _groups(proc, cgroup_root, process)
     return [root.joinpath(*parts[:depth]) for root, parts, _ in found for depth in range(len(parts), -1, -1)]
 
 
-def _groups(proc: Path, cgroup_root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, ...]]]:
-    """Each of this process's groups for memory: the root below which it lies, its parts, names of its files."""
-    for line in read_lines(proc / "self" / "cgroup"):
+def oom_kills(directory: Path) -> int:
+    """How many processes of a group for memory the kernel's OOM killer has ended, in version 2 those of groups below
+    it, too; 0 where nothing says."""
+    return max(_statistic(directory / name, "oom_kill") for name in ("memory.events", "memory.oom_control"))
+
+
+def _groups(
+    proc: Path, cgroup_root: Path, process: str = "self"
+) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, ...]]]:
+    """Each of a process's groups for memory: the root below which it lies, its parts, names of its files."""
+    for line in read_lines(proc / process / "cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         # Version 2 has one line, and no controllers in it.

@@ -15,6 +15,7 @@ PAGE_BYTES = 16384
 """256 entries of 64 bytes, a cache line each: no two writers share one."""
 _PID_BITS = 22
 """PID_MAX_LIMIT of 64-bit Linux."""
+_CORE_FLAG = 0x80
 
 
 def map_page(path: Path, num_bytes: int = PAGE_BYTES) -> memoryview:
@@ -49,13 +50,31 @@ def owner_word(pid: int) -> int:
     Raises:
         OSError, ValueError: no such process, or not readable.
     """
+    state, word, _ = _stat(pid)
+    return 0 if state in (b"Z", b"X", b"x") else word
+
+
+def exit_status(owner: int) -> int:
+    """How the process named by an owner's word has ended, as ``os.waitpid`` gives it without the flag of a core file,
+    while it waits for its parent; 0 where that cannot be seen: before and behind, and where this process may not look
+    into that one."""
+    try:
+        state, word, status = _stat(pid_of(owner))
+    except (OSError, ValueError):
+        return 0
+    return status & ~_CORE_FLAG if state == b"Z" and word == owner else 0
+
+
+def _stat(pid: int) -> tuple[bytes, int, int]:
+    """State, owner word and exit status of a process. Raises OSError, ValueError."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         # Behind the name: field 3 of proc(5), the state, is first, field 22, the start time, is number 19.
         fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
     if len(fields) < 20:
         raise ValueError(f"/proc/{pid}/stat cannot be read")
     # A pid comes back; a pid with the time at which its process began does not.
-    return 0 if fields[0] in (b"Z", b"X", b"x") else (int(fields[19]) << _PID_BITS | pid) & (1 << 64) - 1
+    word = (int(fields[19]) << _PID_BITS | pid) & (1 << 64) - 1
+    return fields[0], word, int(fields[49]) if len(fields) > 49 else 0
 
 
 def pid_of(owner: int) -> int:

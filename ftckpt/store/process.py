@@ -84,6 +84,10 @@ class Process:
             time.sleep(_POLL_SECS)
         return True
 
+    def fileno(self) -> int:
+        """Its pidfd, which becomes readable when it ends; -1: there is none."""
+        return self._fd
+
     def close(self) -> None:
         """Let go of it; a second call does nothing."""
         if self._fd >= 0:

@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from ftckpt.config import Config
 from ftckpt.events import Events
@@ -17,8 +20,11 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.smp.deaths import DeathWatch
 from ftckpt.store import ends
 from ftckpt.store.ends import EndNote
+from ftckpt.store.exits import Exit
 from ftckpt.store.outcome import LauncherRun
+from ftckpt.store.page import owner_word
 from ftckpt.store.pulse import PulseSection, RankPulse
+from tests.support.waiting import until
 
 ALIVE = RankPulse(0, 3, 77, 11, "forward", 5, 1, True)
 
@@ -72,7 +78,117 @@ def test_the_kernel_s_killer_is_named(tmp_path: Path) -> None:
     events.write_text("max 4\noom 3\noom_kill 3\n")
     (end,) = watch.look([replace(one, lives=False) for one in pair])
     assert end.text.startswith("ranks 3 (pid 77), 4 (pid 78) ended without a word, in step, forward")
-    assert end.text.endswith("; the kernel's OOM killer has struck here (memory.events)") and end.ranks == (3, 4)
+    assert end.text.endswith(
+        "; the kernel's OOM killer has struck here (oom_kill of the memory cgroup)"
+    ) and end.ranks == (3, 4)
+
+
+@pytest.mark.parametrize("line", ["0::/job/step", "4:memory:/job/step"])
+def test_the_killer_is_seen_in_the_groups_of_ranks(tmp_path: Path, line: str) -> None:
+    """An SMP in a step of its own is in another group, and version 1 counts in that of the process alone."""
+    root = tmp_path / ("memory" if "memory" in line else "")
+    name = "memory.oom_control" if "memory" in line else "memory.events"
+    for process, group in (("self", "/smp"), ("77", "/job/step")):
+        (tmp_path / process).mkdir()
+        (tmp_path / process / "cgroup").write_text(line.replace("/job/step", group) + "\n")
+    (root / "job" / "step").mkdir(parents=True)
+    (counts := root / "job" / "step" / name).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    watch = DeathWatch(tmp_path, tmp_path)
+    assert watch.look([ALIVE]) == []
+    counts.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    (end,) = watch.look([replace(ALIVE, lives=False)])
+    assert end.text.endswith("iteration 11; the kernel's OOM killer has struck here (oom_kill of the memory cgroup)")
+    assert watch.look([ALIVE]) == watch.look([replace(ALIVE, owner=78)]) == []
+    (end,) = watch.look([replace(ALIVE, owner=78, lives=False)])
+    assert end.text.endswith("after iteration 11"), "it has struck another time"
+
+
+Sleeping = list[tuple[subprocess.Popen[bytes], RankPulse]]
+
+
+@pytest.fixture
+def sleeping() -> Iterator[Sleeping]:
+    """Four that live, as ranks 0 to 3."""
+    processes = [subprocess.Popen(["sleep", "100"]) for _ in range(4)]
+    owners = [owner_word(process.pid) for process in processes]
+    ranks = [replace(ALIVE, place=rank, rank=rank, owner=owner) for rank, owner in enumerate(owners)]
+    yield list(zip(processes, ranks, strict=True))
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def end_by(sleeping: Sleeping, rank: int, number: int) -> RankPulse:
+    """Ends by that signal, and waits for its parent."""
+    process, pulse = sleeping[rank]
+    process.send_signal(number)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return replace(pulse, lives=False)
+
+
+def test_the_signal_is_named_and_its_consequences_come_behind_it(tmp_path: Path, sleeping: Sleeping) -> None:
+    watch = DeathWatch(tmp_path, tmp_path)
+    assert watch.look([pulse for _, pulse in sleeping]) == []
+    dead = []
+    for rank, number in ((2, signal.SIGSEGV), (0, signal.SIGTERM), (1, signal.SIGTERM)):
+        dead.append(end_by(sleeping, rank, number))
+        until(lambda one=dead[-1]: one.owner in watch._exits._exits)
+        sleeping[rank][0].wait()  # its parent takes it long before the SMP looks again
+    segv, term = sorted(watch.look([*sorted(dead, key=lambda one: one.rank), sleeping[3][1]]))
+    pid = sleeping[2][0].pid
+    assert segv.text == f"rank 2 (pid {pid}) was ended by SIGSEGV, in step, forward, after iteration 11"
+    assert term.text.startswith("ranks 0 (pid ") and ") were ended by SIGTERM, in step" in term.text
+    assert (segv.ranks, term.ranks) == ((2,), (0, 1)) and segv.time < term.time
+    watch.close()
+
+
+def test_memory_is_no_cause_of_other_signals(tmp_path: Path, sleeping: Sleeping) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/step\n")
+    (tmp_path / "step").mkdir()
+    (events := tmp_path / "step" / "memory.events").write_text("oom_kill 0\n")
+    watch = DeathWatch(tmp_path, tmp_path)
+    watch.look([pulse for _, pulse in sleeping])
+    events.write_text("oom_kill 1\n")
+    killed, other = watch.look([end_by(sleeping, 0, signal.SIGKILL), end_by(sleeping, 1, signal.SIGABRT)])
+    assert "was ended by SIGKILL" in killed.text and killed.text.endswith("(oom_kill of the memory cgroup)")
+    assert "was ended by SIGABRT" in other.text and other.text.endswith("after iteration 11")
+    events.write_text("oom_kill 2\n")
+    abort, struck = watch.look([end_by(sleeping, 2, signal.SIGABRT)])
+    assert abort.text.endswith("after iteration 11") and struck.text.startswith("the kernel's OOM killer")
+    watch.close()
+
+
+def test_who_knows_how_a_rank_has_ended_says_it_in_place_of_who_does_not(tmp_path: Path, sleeping: Sleeping) -> None:
+    """A rank that has lost it says at once that it is gone; the SMP looks a moment later."""
+    watch = DeathWatch(tmp_path, tmp_path)
+    watch.look([pulse for _, pulse in sleeping])
+    dead = [end_by(sleeping, rank, signal.SIGABRT) for rank in (0, 1, 2)]
+    # Of those, 1 is told of by a rank that has come too late, and 2 has said itself what is wrong.
+    for told in ends.silent_ends([dead[1]], exit_of=lambda owner: Exit(0, 5.0)):
+        ends.tell(tmp_path, told)
+    assert not told.names_cause
+    ends.tell(tmp_path, EndNote(4.0, "rank 2: ValueError: loss is nan", (2,)))
+    assert ends.told_of(tmp_path) == {1: False, 2: True}
+    for one in watch.look(dead, ends.told_of(tmp_path)):
+        ends.tell(tmp_path, one)
+    first, second = ends.read(tmp_path)
+    assert first.text == "rank 2: ValueError: loss is nan"
+    assert second.ranks == (0, 1) and ") were ended by SIGABRT, in" in second.text
+    assert watch.look(dead, {}) == []
+    watch.close()
+
+
+def test_a_rank_that_loses_another_says_how_that_has_ended(tmp_path: Path) -> None:
+    """Before its parent has taken it."""
+    script = KILLED.format(node_dir=str(tmp_path), place=1, signal=int(signal.SIGABRT))
+    process = subprocess.Popen([sys.executable, "-c", script])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    ends.tell_silent(tmp_path)
+    ends.tell_silent(tmp_path)
+    (told,) = ends.read(tmp_path)
+    assert told.text.startswith(f"rank 1 (pid {process.pid}) was ended by SIGABRT, in step, forward")
+    process.wait()
 
 
 def test_who_has_said_why_it_ended_did_not_end_without_a_word(tmp_path: Path) -> None:
@@ -84,23 +200,27 @@ def test_who_has_said_why_it_ended_did_not_end_without_a_word(tmp_path: Path) ->
     watch, other = DeathWatch(tmp_path, tmp_path), DeathWatch(tmp_path, tmp_path)
     assert [*watch.look(pair), *other.look(pair)] == []
     dead = [replace(one, lives=False) for one in pair]
-    (end,) = watch.look(dead, {3})
+    (end,) = watch.look(dead, {3: True})
     assert end.ranks == (4,) and end.text.startswith("rank 4 (pid 78) ended without a word")
-    assert list(watch.look(dead, {3})) == []
+    assert list(watch.look(dead, {3: True})) == []
     events.write_text("oom_kill 1\n")
-    (end,) = other.look(dead, {3, 4})
-    assert end.text == "the kernel's OOM killer has struck here (memory.events)" and not end.ranks
+    (end,) = other.look(dead, {3: True, 4: True})
+    assert end.text == "the kernel's OOM killer has struck here (oom_kill of the memory cgroup)" and not end.ranks
+
+
+KILLED = """
+import os, resource
+from pathlib import Path
+from ftckpt.store.pulse import Pulse
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+Pulse.open(Path({node_dir!r}), {place}, {place}).beat(7, "forward")
+os.kill(os.getpid(), {signal})
+"""
 
 
 def killed_rank(node_dir: Path, place: int) -> None:
     """A rank that has trained with the memory of ``node_dir`` and was killed."""
-    script = f"""
-import os, signal, sys
-from pathlib import Path
-from ftckpt.store.pulse import Pulse
-Pulse.open(Path({str(node_dir)!r}), {place}, {place}).beat(7, "forward")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+    script = KILLED.format(node_dir=str(node_dir), place=place, signal=int(signal.SIGKILL))
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
 
 
