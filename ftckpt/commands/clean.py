@@ -22,7 +22,7 @@ def add_clean(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Delete and return the exit status: 1 where there is no such job. Raises ArenaError where the job is alive."""
     is_there = job_directory(arguments.arena, arguments.job).exists()
-    removed = clean_job(arguments.arena, arguments.job)
+    removed = clean_job(arguments.arena, arguments.job, lambda line: print(line, file=sys.stderr))
     for path in removed:
         print(f"removed {path}")
     if not is_there:

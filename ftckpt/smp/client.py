@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import SmpError
+from ftckpt.events import log
 from ftckpt.smp import BUSY_STATUS
 from ftckpt.smp.channel import Deadlines, PeerError, SilentError, Trust, VersionError, connect
 from ftckpt.smp.log_tail import LogTail
@@ -94,8 +95,10 @@ class SmpClient:
         process = Process.open(pid)
         try:
             # Half of the time to answer, half to go.
-            self._call(EndRequest(), timeout_secs / 2)
+            kept = self._call(EndRequest(), timeout_secs / 2).get("log")
             _wait_gone(self.node_dir, process, deadline)
+            if kept:
+                log.info("ftckpt: what the SMP of node %s warned of: its log goes to %s", self.node, kept)
         except SmpError:
             if not end_smp(self.node_dir, max(1.0, deadline - time.monotonic())):
                 raise

@@ -48,6 +48,7 @@ from ftckpt.store.directory import (
 )
 from ftckpt.store.ends import EndNote, tell, told_of
 from ftckpt.store.failures import read_failures
+from ftckpt.store.kept_logs import keep_logs, kept_path
 from ftckpt.store.locks import FileLock, holder_of
 from ftckpt.store.memory import may_hang, used_bytes
 from ftckpt.store.outcome import LauncherRun
@@ -64,7 +65,7 @@ _EVENTS = 5
 """That its status tells."""
 _HUNG = 2
 """The exit code of attempts after the last: that of a job which ftckpt has ended."""
-_OVER = "the job is over"
+_OVER, _REMOVED = "the job is over", "its directory was removed"
 _PAUSE_SECS = 1.0
 """After duties failed: an error that stays must not fill the log nor take a core."""
 
@@ -205,7 +206,7 @@ class Daemon:
         now = time.monotonic()
         self.log.trim()
         if holder_of(self.node_dir / SMP_LOCK_NAME) != os.getpid():
-            self._end_for("its directory was removed")
+            self._end_for(_REMOVED)
             return
         if self._trainer_lives() or self._duties.saving:
             self._last_trainer = now
@@ -265,10 +266,17 @@ class Daemon:
         """Further attempts of the launcher run end at once: they would come no further."""
         self.events.emit("hung_again", iteration=place.iteration, section=place.section, phase=place.phase)
         text = f"the job has hung twice at the same place ({place}); stacks are in {self.node_dir / SMP_LOG_NAME}"
+        text += self._kept_later("; once the job's memory is removed: {}")
         run = LauncherRun(place.run)
         run.end(_HUNG, text)
         if run.problem:
             self.events.emit("smp_error", error=f"the launcher may start the job again: {run.problem}")
+
+    def _kept_later(self, text: str) -> str:
+        """With the place where the log is kept; nothing where there is none."""
+        with suppress(OSError):
+            return text.format(kept_path(self.job, self.node))
+        return ""
 
     def _hello(self, _request: HelloRequest | None = None) -> dict[str, Any]:
         return {
@@ -367,7 +375,8 @@ class Daemon:
 
     def _end(self, _request: EndRequest) -> dict[str, Any]:
         self._end_for(_OVER)
-        return {"pid": os.getpid()}
+        is_loud = self.log.text(self.job, self.node).is_loud
+        return {"pid": os.getpid(), "log": self._kept_later("{}") if is_loud else ""}
 
     def _end_for(self, reason: str) -> None:
         self._ending = self._ending or reason
@@ -376,8 +385,6 @@ class Daemon:
         """End in an order in which a kill half-way leaves what a new SMP takes over. The lock goes last."""
         log.info("the SMP ends: %s", self._ending or "an error")
         self._pulse.leave_smp()  # first: a trainer that waits for protection sees at once that nobody works on it
-        if self._ending == _OVER and self.log.warnings:  # the directory goes with the job
-            self.log.keep(self.job, self.node)
         if self._answer is not None:
             self._answer.close()
         self._server.close()
@@ -399,6 +406,8 @@ class Daemon:
         self._deaths.close()
         self.events.close()
         log.removeHandler(self.log)
+        if self._ending == _REMOVED or (mine and self._ending == _OVER):  # else who removes the directory keeps it
+            keep_logs([self.log.text(self.job, self.node)])  # last: home may be on storage that hangs
         self.log.close()
 
 

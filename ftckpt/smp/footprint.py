@@ -19,13 +19,12 @@ from ftckpt.model import codec
 from ftckpt.smp.hangs import HangPlace
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
 from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
+from ftckpt.store.kept_logs import SmpLog, read_log
 
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # malloc.h; larger blocks go back to the system when they are freed
 _LOG_BYTES = 256 << 10
 _MESSAGE_CHARS = 4000
 _WARNINGS, _WARNING_CHARS = 8, 400
-_KEPT_LOGS = 16
-"""Of SMPs that warned of something, of jobs that have ended."""
 _MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
 """A description as it came, with room for what JSON escapes."""
 
@@ -129,20 +128,9 @@ class BoundedLog(logging.Handler):
         except (OSError, ValueError):
             pass  # a full tmpfs must not end what guards the rest of it
 
-    def keep(self, job: str, node: str) -> Path | None:
-        """Copy it to where it outlives the job; the oldest there go. Where that is; None: it cannot be."""
-        home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-        directory = Path(home) / "ftckpt"
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = directory / f"{job}-{node}.log"
-            path.write_bytes(os.pread(self.fd, _LOG_BYTES, 0))
-            kept = sorted(directory.glob("*.log"), key=lambda one: one.stat().st_mtime)
-            for old in kept[:-_KEPT_LOGS]:
-                old.unlink(missing_ok=True)
-        except OSError:
-            return None
-        return path
+    def text(self, job: str, node: str) -> SmpLog:
+        """What it has now, also where the file was removed."""
+        return SmpLog(job, node, read_log(self.fd))
 
     def trim(self) -> None:
         """Keep the file short; what others write into it (a traceback at the end) counts as well."""

@@ -12,13 +12,15 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ftckpt.errors import ArenaError
+from ftckpt.events import log
 from ftckpt.model.manifest import Manifest
 from ftckpt.setting_checks import is_name
+from ftckpt.store.kept_logs import keep_logs, take_log
 from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of
 from ftckpt.store.process import Process
 
@@ -208,7 +210,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """Delete the node's directory, and the job's, if no arena is left; whether the node's is gone.
 
     The process that holds the job's lock calls this; for any other it does nothing while the lock is held. An SMP
-    that serves there yet has nothing to guard any more: it is ended.
+    that serves there yet has nothing to guard any more: it is ended, and its log kept where it warned of something.
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
@@ -220,21 +222,33 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
         is_held = holder_of(node_dir / JOB_LOCK_NAME) not in (None, os.getpid())
         if others or is_held or not end_smp(node_dir, _END_SECS):
             return False
-        try:
-            remove_smp_files(node_dir)
-            # The job's lock goes last: until then no other attempt takes the directory for its own.
-            for name in own:
-                (node_dir / name).unlink(missing_ok=True)
-            node_dir.rmdir()
-        except OSError:  # an arena was created meanwhile
-            return False
+        smp_log = take_log(node_dir / SMP_LOG_NAME, job, node)
+        is_gone = _remove_node(node_dir, own)
+        keep_logs([smp_log])
+        return is_gone
     with suppress(OSError):  # another node of this host was first, or is not done
         node_dir.parent.rmdir()
     return True
 
 
-def clean_job(root: Path, job: str) -> list[Path]:
-    """Delete every arena of ``job`` on this node and end its SMPs; returns the arenas that were deleted.
+def _remove_node(node_dir: Path, names: Collection[str]) -> bool:
+    """Delete these files, those of the SMP, and the directories; whether the node's is gone."""
+    try:
+        remove_smp_files(node_dir)
+        # The job's lock goes last: until then no other attempt takes the directory for its own.
+        for name in names:
+            (node_dir / name).unlink(missing_ok=True)
+        node_dir.rmdir()
+    except OSError:  # an arena was created meanwhile
+        return False
+    with suppress(OSError):  # another node of this host was first, or is not done
+        node_dir.parent.rmdir()
+    return True
+
+
+def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> list[Path]:
+    """Delete every arena of ``job`` on this node and end its SMPs; returns the arenas that were deleted. ``tell`` is
+    called with where the logs of SMPs are kept that warned of something.
 
     Raises:
         ArenaError: a live process holds a lock of the job, an SMP does not end, or the directory belongs to another
@@ -260,9 +274,11 @@ def clean_job(root: Path, job: str) -> list[Path]:
         for node_dir in node_dirs:  # no trainer lives: none would miss it, and none starts it anew
             if not end_smp(node_dir, _END_SECS):
                 raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
+        logs = [take_log(node_dir / SMP_LOG_NAME, job, node_dir.name) for node_dir in node_dirs]
         for path in arenas:
             remove_arena(path)
         _remove_found(job_dir, found)
+    keep_logs(logs, tell)
     return arenas
 
 

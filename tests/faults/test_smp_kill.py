@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -21,6 +23,7 @@ import pytest
 from ftckpt.errors import SmpError
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.footprint import SmpConfig
+from ftckpt.store.directory import clean_job
 from ftckpt.store.ends import read as read_ends
 from ftckpt.store.locks import JobLock
 from ftckpt.store.outcome import LauncherRun
@@ -130,7 +133,16 @@ def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) ->
     assert site.pids() == [], "a watch that was stopped starts none"
 
 
-def test_what_it_sees_reaches_the_job_and_outlives_it(site: Site) -> None:
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the log of the SMP outlives the job."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "ftckpt" / f"{JOB}@{NODE}.log"
+
+
+def test_what_it_sees_reaches_the_job_and_outlives_it(
+    site: Site, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     client, told = site.start(), list[str]()
     client.configure(site.description())
     watch = Watch(client, Told(), tell=told.append)
@@ -148,13 +160,39 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(site: Site) -> None:
         trainer.kill()
         trainer.communicate(timeout=10)
     (end,) = read_ends(site.node_dir)
-    assert end.text.startswith(f"rank 10 (pid {trainer.pid}) ended without a word, in step, forward, after iteration")
+    assert end.text.startswith(f"rank 10 (pid {trainer.pid}) was ended by SIGKILL, in step, forward, after iteration")
     assert told == ["refused: configure: job is 'another', this is the SMP of 'job'"]
-    kept = Path(os.environ["XDG_STATE_HOME"]) / "ftckpt" / f"{JOB}-{NODE}.log"
     assert not kept.exists()
-    client.end()
+    with caplog.at_level(logging.INFO, "ftckpt"):
+        client.end()
     assert told[0] in kept.read_text(), "the directory of the node goes with the job"
-    kept.unlink()
+    assert f"its log goes to {kept}" in caplog.text
+
+
+def test_its_log_outlives_a_job_that_failed(site: Site, kept: Path) -> None:
+    client = site.start()
+    with suppress(SmpError):
+        client.configure({**site.description(), "job": "another"})
+    said: list[str] = []
+    clean_job(site.root, JOB, said.append)
+    log = kept.read_text()
+    assert "refused: configure" in log and "ends: signal SIGTERM" in log, "all of it, once"
+    assert said == [f"ftckpt: what the SMP of node {NODE} warned of: its log is kept in {kept}"]
+    assert not list(site.root.iterdir()) and len(list(kept.parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize("end", ["its directory is removed", "nobody trains"])
+def test_its_log_outlives_the_directory_where_no_other_process_keeps_it(site: Site, kept: Path, end: str) -> None:
+    client = site.start()
+    with suppress(SmpError):
+        client.configure({**site.description(), "job": "another"})
+    if end == "nobody trains":
+        client.configure(site.description(smp_idle_secs=1.0))
+    else:
+        shutil.rmtree(site.node_dir.parent)
+    until(lambda: not site.pids())
+    assert "refused: configure" in kept.read_text() and len(list(kept.parent.iterdir())) == 1
+    assert not list(site.root.iterdir())
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ case "$*" in
     if [ -f fails ]; then [ ! -e once.left ] || rm fails once.left; exit 2; fi
     cat saved
     ;;
-*" clean "*) echo clean >>log && rm -r memory/ftckpt-job ;;
+*" clean "*) echo removed arenas; cat kept >&2; echo clean >>log && rm -r memory/ftckpt-job ;;
 esac
 """
 SAVED = "node n: iteration 7 is at /storage, after 0.1 s\n"
@@ -50,7 +50,8 @@ class Step:
         self.here, self.memory = here, here / "memory" / "ftckpt-job"
         self.memory.mkdir(parents=True)
         (here / "saved").write_text(saved)
-        (here / "log").touch()
+        for name in ("log", "kept"):
+            (here / name).touch()
         says = dict(zip(("squeue", "scontrol"), slurm, strict=True))
         scripts = {"python3": PYTHON.format(here=here), **{n: f"#!/bin/bash\necho '{t}'\n" for n, t in says.items()}}
         for name, text in scripts.items():
@@ -65,7 +66,8 @@ class Step:
 
     def end(self, told: bool = True) -> tuple[int, list[str]]:
         """The code with which it ends, and what was called."""
-        with subprocess.Popen(self._command, env=self._env, stdout=subprocess.DEVNULL) as process:
+        said = (self.here / "said").open("w")
+        with said, subprocess.Popen(self._command, env=self._env, stdout=said) as process:
             try:
                 if told:
                     until((self.here / "runs").exists, "the SMP does not run")
@@ -122,6 +124,13 @@ def test_a_save_that_succeeds_in_the_end_counts(tmp_path: Path) -> None:
     (tmp_path / "fails").touch()
     (tmp_path / "once.left").touch()
     assert step.end() == (143, ["save", "save", "clean", "ended"])
+
+
+def test_where_the_log_is_kept_is_said(tmp_path: Path) -> None:
+    step = Step(tmp_path, "", ("COMPLETING", STAYS))
+    (tmp_path / "kept").write_text("its log is kept in /home\n")
+    assert step.end() == (143, ["clean", "ended"])
+    assert (tmp_path / "said").read_text() == "smp_step.sh: its log is kept in /home\n"
 
 
 def test_the_end_of_the_smp_is_that_of_the_step(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""Logs of SMPs that outlive the memory of their jobs: which, where, how many, and that nobody waits for them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ftckpt.commands.main import main
+from ftckpt.store import kept_logs
+from ftckpt.store.directory import SMP_LOG_NAME, clean_job, node_directory, remove_job_if_empty
+from ftckpt.store.kept_logs import SmpLog, keep_logs, take_log
+
+QUIET = b"2026-01-01 00:00:00,000 INFO SMP of job train\n"
+LOUD = QUIET + b"2026-01-01 00:00:01,000 WARNING ftckpt smp-n0: corrupt {}\n"
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where logs are kept; not there yet."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "ftckpt"
+
+
+def names(state: Path) -> list[str]:
+    return sorted(path.name for path in state.iterdir()) if state.exists() else []
+
+
+def test_those_that_warned_are_kept_and_it_is_told_where(state: Path) -> None:
+    told: list[str] = []
+    keep_logs([SmpLog("train", "n0", LOUD), SmpLog("train", "n1", QUIET), SmpLog("train", "n2", b"")], told.append)
+    assert names(state) == ["train@n0.log"] and (state / "train@n0.log").read_bytes() == LOUD
+    assert told == [f"ftckpt: what the SMP of node n0 warned of: its log is kept in {state / 'train@n0.log'}"]
+    assert (state / "train@n0.log").stat().st_mode & 0o777 == 0o600 and state.stat().st_mode & 0o777 == 0o700
+    assert SmpLog("train", "n0", QUIET + b"Traceback (most recent call last):\n").is_loud, "it ended by an error"
+
+
+def test_a_rerun_overwrites_nothing_and_the_oldest_go(state: Path) -> None:
+    for run in range(6):
+        keep_logs([SmpLog("train", "n0", LOUD + b"run %d" % run)])
+    assert names(state) == ["train@n0.log", *(f"train@n0.log.{number}" for number in (1, 2, 3))]
+    kept = [(state / f"train@n0.log{suffix}").read_bytes()[-1:] for suffix in ("", ".1", ".2", ".3")]
+    assert kept == [b"5", b"4", b"3", b"2"]
+
+
+def test_each_node_has_its_own_number_of_them(state: Path) -> None:
+    """A home directory may be that of all nodes."""
+    for node in range(64):
+        keep_logs([SmpLog("train", f"n{node}", LOUD)])
+    assert len(names(state)) == 64
+    for job in range(20):
+        keep_logs([SmpLog(f"other{job}", "n7", LOUD)])
+        os.utime(state / f"other{job}@n7.log", (job, job))
+    assert len(names(state)) == 63 + 16
+    assert "other4@n7.log" not in names(state) and "other5@n7.log" in names(state), "the oldest have gone"
+
+
+def test_where_there_is_no_room_for_it_that_is_told(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    state.parent.write_text("a file")
+    keep_logs([SmpLog("train", "n0", LOUD)], told.append)
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    keep_logs([SmpLog("train", "n0", LOUD)], told.append)
+    assert "cannot be kept: [Errno 20]" in told[0] and told[1].endswith("cannot be kept: no home directory")
+    assert not Path("~").exists()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Home is on storage that hangs."""
+    answers = threading.Event()
+    monkeypatch.setattr(kept_logs, "kept_path", lambda job, node: answers.wait() and Path("/nowhere"))
+    monkeypatch.setattr(kept_logs, "_WAIT_SECS", 0.2)
+    yield
+    answers.set()
+
+
+@pytest.mark.usefixtures("hanging")
+def test_nobody_waits_for_storage_that_hangs(arena_root: Path) -> None:
+    told: list[str] = []
+    node_dir = node_directory(arena_root, "train", "n0")
+    (node_dir / SMP_LOG_NAME).write_bytes(LOUD)
+    begin = time.monotonic()
+    clean_job(arena_root, "train", told.append)
+    assert time.monotonic() - begin < 5 and not list(arena_root.iterdir())
+    assert told == ["ftckpt: what the SMP of node n0 warned of: storage did not answer for 0.2 s"]
+
+
+def test_of_those_that_take_it_at_once_one_has_it(tmp_path: Path) -> None:
+    (tmp_path / SMP_LOG_NAME).write_bytes(LOUD)
+    first, second = (take_log(tmp_path / SMP_LOG_NAME, "train", "n0") for _ in range(2))
+    assert (first.text, second.text) == (LOUD, b"") and not list(tmp_path.iterdir())
+    os.mkfifo(tmp_path / SMP_LOG_NAME)
+    assert take_log(tmp_path / SMP_LOG_NAME, "train", "n0").text == b"", "nobody waits for who would write into it"
+
+
+def test_who_removes_an_empty_directory_keeps_the_log(state: Path, arena_root: Path) -> None:
+    """No SMP may live that could."""
+    node_dir = node_directory(arena_root, "train", "n0")
+    (node_dir / SMP_LOG_NAME).write_bytes(LOUD)
+    assert remove_job_if_empty(arena_root, "train", "n0")
+    assert (state / "train@n0.log").read_bytes() == LOUD and not list(arena_root.iterdir())
+
+
+def test_clean_keeps_the_logs_of_all_nodes_and_says_where(
+    state: Path, arena_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for node in ("n0", "n1"):
+        (node_directory(arena_root, "train", node) / SMP_LOG_NAME).write_bytes(LOUD + node.encode())
+    assert main(["clean", "train", "--arena", str(arena_root)]) == 0
+    assert [(state / f"train@{node}.log").read_bytes()[-2:] for node in ("n0", "n1")] == [b"n0", b"n1"]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" ")[2] for line in said] == [str(state / f"train@n{node}.log") for node in (0, 1)]
+    assert not list(arena_root.iterdir())
