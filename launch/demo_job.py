@@ -288,6 +288,8 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Start:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
     env.setdefault("FTCKPT_DEVICE", "cpu")
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    # Warnings of these faults are none of the user's.
+    env["XDG_STATE_HOME"] = str((run.folder / "state").resolve())
     # Agents would keep the address of the first store when its node is lost: each attempt opens one of its own.
     env |= {faults.PLAN_VAR: str(plan.resolve()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with socket.socket() as probe:

@@ -71,10 +71,10 @@ def test_where_there_is_no_room_for_it_that_is_told(state: Path, monkeypatch: py
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Home is on storage that hangs."""
     answers = threading.Event()
-    monkeypatch.setattr(kept_logs, "kept_path", lambda job, node: answers.wait() and Path("/nowhere"))
+    monkeypatch.setattr(kept_logs, "kept_path", lambda job, node: answers.wait() and tmp_path / "late")
     monkeypatch.setattr(kept_logs, "_WAIT_SECS", 0.2)
     yield
     answers.set()
