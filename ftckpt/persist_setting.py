@@ -31,7 +31,7 @@ def _here() -> str:
     try:
         return os.getcwd()
     except OSError:  # somebody has deleted it
-        return "/"
+        return ""
 
 
 _STARTED_IN = _here()
@@ -44,6 +44,8 @@ def absolute(place: str) -> str:
     if not place or "://" in place or (program and not taken_over(place)):
         return place
     path = os.path.normpath(os.path.join(_STARTED_IN, taken_over(place) if program else place))
+    if not os.path.isabs(path):
+        raise ConfigError(f"{place}: the directory that the job was started in is gone; give the whole path")
     return f"{program}:{path}" if program else path
 
 

@@ -327,8 +327,11 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         code = _exit_code(ended.code)
         if code:
             go_on()
-        if code and _is_of_argparse(ended):
-            _run_of().end(code, "the script does not take its arguments: its own line above says which")
+        run = _run_of()
+        # Behind a start that trained these arguments are good, and what is wrong with them, such as a number of ranks
+        # that has changed, may be over at the next one.
+        if code and _is_of_argparse(ended) and not run.before.attempts:
+            run.end(code, "the script does not take its arguments: its own line above says which")
     except BaseException as error:  # noqa: BLE001 - a script's own error, shown as the interpreter shows it
         _go_on_after(error)  # here, too: the script may have put a hook of its own in the place of ftckpt's
         sys.excepthook(type(error), error, error.__traceback__)

@@ -119,7 +119,7 @@ class AttemptRecord:
         kind = ended_by(last and last.record, StartFacts(self._found, self._runs, lost, taken_back))
         if kind == NODE and last is not None:
             gone = sorted(set(last.record.nodes) - set(self._found))
-            self._ends.append(f"nothing is left in the memory of node(s) {listed(gone)}")
+            self._ends.insert(0, f"nothing is left in the memory of node(s) {listed(gone)}")
         begins = FailureRecord(self._config.job, 1, owner, nodes, self._runs, time.time())
         self.record = next_record(last, kind, begins).with_ends(self._ends)
         rates = expected(mtbf_secs(check_mtbf(self._config.mtbf), len(nodes)), self.record, len(nodes))

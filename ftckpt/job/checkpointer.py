@@ -464,7 +464,9 @@ class Checkpointer:
 
     def _last_words(self) -> str:
         text = f"the job has ended after iteration {self._boundary}, and its memory is given back"
-        return text if self.config.persist else f"{text}; nothing of it is on storage, as --ftckpt-persist names none"
+        if self.config.persist:
+            return text
+        return f"{text}; without --ftckpt-persist none of it comes to storage by itself"
 
     def _stop(self) -> None:
         # In this order: copies stop before the arena that they write can go.

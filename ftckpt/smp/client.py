@@ -98,7 +98,8 @@ class SmpClient:
             kept = self._call(EndRequest(), timeout_secs / 2).get("log")
             _wait_gone(self.node_dir, process, deadline)
             if kept:
-                log.info("ftckpt: what the SMP of node %s warned of: its log goes to %s", self.node, kept)
+                where = f"its log is kept in {kept}, where that can be written"
+                log.info("ftckpt: what the SMP of node %s warned of: %s", self.node, where)
         except SmpError:
             if not end_smp(self.node_dir, max(1.0, deadline - time.monotonic())):
                 raise

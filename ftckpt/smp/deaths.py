@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,10 +10,12 @@ from pathlib import Path
 
 from ftckpt.store.ends import EndNote, silent_ends
 from ftckpt.store.exits import ExitWatch
-from ftckpt.store.memory import cgroup_directories, oom_kills
+from ftckpt.store.memory import oom_group, oom_kills
 from ftckpt.store.page import pid_of
 from ftckpt.store.pulse import RankPulse
 
+_OOM_SECS = 5.0
+"""Within which a rank is seen gone that the OOM killer has ended, or whose end it has caused."""
 _STRUCK = "the kernel's OOM killer has struck here (oom_kill of the memory cgroup)"
 
 
@@ -29,11 +32,13 @@ class DeathWatch:
         self._gone: set[int] | None = None  # owners that were
         self._living: set[int] = set()  # owners whose groups are counted
         self._kills: dict[Path, int] = {}
+        self._struck = -math.inf  # when it was seen that the OOM killer has
         self._count(())
         self._exits = ExitWatch()
 
     def look(self, pulses: Sequence[RankPulse], told: Mapping[int, bool] | None = None) -> list[EndNote]:
         """What is to be told, if anything is; ``pulses``: of the node's ranks now; ``told``: see ``ends.told_of``."""
+        self._look_for_kills()
         gone = [pulse for pulse in pulses if pulse.lives is False]
         dead = [pulse for pulse in gone if self._gone is not None and pulse.owner not in self._gone]
         # Those of another container, of which nothing is known for now, too: they may be of an earlier attempt.
@@ -56,21 +61,22 @@ class DeathWatch:
             # What others could only call gone is told again by who has seen how.
             if pulse.rank not in told or (not told[pulse.rank] and self._exits.exit_of(pulse.owner).status)
         ]
-        struck = self._has_struck()
+        struck, self._struck = time.monotonic() - self._struck < _OOM_SECS, -math.inf
         beside = dict.fromkeys((0, int(signal.SIGKILL)), f"; {_STRUCK}") if struck else {}
         ends = list(silent_ends(silent, self._exits.exit_of, beside))
         yield from ends
         if struck and not any(_STRUCK in end.text for end in ends):
             yield EndNote(time.time(), _STRUCK)
 
-    def _has_struck(self) -> bool:
-        """Whether the OOM killer has since this was asked last, or since a group is looked at."""
-        before, self._kills = self._kills, {directory: oom_kills(directory) for directory in self._kills}
-        return any(kills > before[directory] for directory, kills in self._kills.items())
+    def _look_for_kills(self) -> None:
+        """Each time: what the OOM killer did long before a rank dies has nothing to do with that."""
+        before, self._kills = self._kills, {group: oom_kills(group) for group in self._kills}
+        if any(kills > before[group] for group, kills in self._kills.items()):
+            self._struck = time.monotonic()
 
     def _count(self, living: Collection[int]) -> None:
         """Look at the groups of this process and of these."""
         processes = ["self", *(str(pid_of(owner)) for owner in living)]
-        found = {directory for one in processes for directory in cgroup_directories(*self._places, one)}
+        found = {oom_group(*self._places, one) for one in processes} - {None}
         before, self._living = self._kills, set(living)
-        self._kills = {one: before[one] if one in before else oom_kills(one) for one in found}
+        self._kills = {one: before[one] if one in before else oom_kills(one) for one in found if one is not None}

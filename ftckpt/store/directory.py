@@ -20,7 +20,7 @@ from ftckpt.errors import ArenaError
 from ftckpt.events import log
 from ftckpt.model.manifest import Manifest
 from ftckpt.setting_checks import is_name
-from ftckpt.store.kept_logs import keep_logs, take_log
+from ftckpt.store.kept_logs import SmpLog, keep_logs, take_log
 from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of
 from ftckpt.store.process import Process
 
@@ -263,7 +263,9 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
     node_dirs = [path for path in found if _is_plain_dir(path)]
     arenas = [path for node_dir in node_dirs for path in list_arenas(node_dir)]
     temporaries = [path for node_dir in node_dirs for path in _temporaries(node_dir, "")]
+    logs: list[SmpLog] = []
     with ExitStack() as locks:
+        locks.callback(keep_logs, logs, tell)  # behind the locks, and where something cannot be removed, too
         # All locks before the first file goes: nothing is deleted of a job of which one process lives.
         for node_dir in node_dirs:
             require_own(node_dir)
@@ -274,11 +276,10 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
         for node_dir in node_dirs:  # no trainer lives: none would miss it, and none starts it anew
             if not end_smp(node_dir, _END_SECS):
                 raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
-        logs = [take_log(node_dir / SMP_LOG_NAME, job, node_dir.name) for node_dir in node_dirs]
+        logs += [take_log(node_dir / SMP_LOG_NAME, job, node_dir.name) for node_dir in node_dirs]
         for path in arenas:
             remove_arena(path)
         _remove_found(job_dir, found)
-    keep_logs(logs, tell)
     return arenas
 
 

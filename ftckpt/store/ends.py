@@ -40,8 +40,9 @@ class EndNote(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Causes before consequences: who has lost another rank may have noticed before anybody saw that one gone."""
-        return lost_another(self.text), self.time
+        """Causes before consequences: who has lost another rank may have noticed before anybody saw that one gone,
+        and a launcher ends by SIGTERM whatever is left."""
+        return lost_another(self.text) or f"ended by {signal.SIGTERM.name}" in self.text, self.time
 
     @property
     def names_cause(self) -> bool:

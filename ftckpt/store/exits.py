@@ -93,4 +93,6 @@ class _Waiting:
             for fd, _ in self._epoll.poll():
                 if fd == self._bell:
                     return
+                # By hand: a copy in a process that was forked meanwhile would keep it, and tell of it again.
+                self._epoll.unregister(fd)
                 self._ended(fd)

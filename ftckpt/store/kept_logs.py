@@ -77,8 +77,11 @@ def keep_logs(logs: Sequence[SmpLog], tell: Callable[[str], None] = log.info) ->
         if one.is_loud:
             said: list[str] = [f"storage did not answer for {_WAIT_SECS:g} s"]
             keeping = threading.Thread(target=_keep, args=(one, said), name="ftckpt-log", daemon=True)
-            keeping.start()
-            keeping.join(_WAIT_SECS)
+            try:
+                keeping.start()
+                keeping.join(_WAIT_SECS)
+            except RuntimeError as error:  # a limit of processes
+                said.append(f"its log cannot be kept: {error}")
             tell(f"ftckpt: what the SMP of node {one.node} warned of: {said[-1]}")
 
 

@@ -91,10 +91,21 @@ def cgroup_directories(proc: Path, cgroup_root: Path, process: str = "self") -> 
     return [root.joinpath(*parts[:depth]) for root, parts, _ in found for depth in range(len(parts), -1, -1)]
 
 
-def oom_kills(directory: Path) -> int:
-    """How many processes of a group for memory the kernel's OOM killer has ended, in version 2 those of groups below
-    it, too; 0 where nothing says."""
-    return max(_statistic(directory / name, "oom_kill") for name in ("memory.events", "memory.oom_control"))
+_OOM_FILES = ("memory.events.local", "memory.oom_control", "memory.events")
+"""Of version 2, of version 1, and of kernels before 5.2, which count groups below as well."""
+
+
+def oom_group(proc: Path, cgroup_root: Path, process: str) -> Path | None:
+    """The group that counts what the kernel's OOM killer does to ``process``: its own, as those above it count what
+    becomes of other jobs. None where nothing says."""
+    found = cgroup_directories(proc, cgroup_root, process)
+    return next((group for group in found if any((group / name).exists() for name in _OOM_FILES)), None)
+
+
+def oom_kills(group: Path) -> int:
+    """How many of its processes the kernel's OOM killer has ended."""
+    name = next((name for name in _OOM_FILES if (group / name).exists()), _OOM_FILES[-1])
+    return _statistic(group / name, "oom_kill")
 
 
 def _groups(

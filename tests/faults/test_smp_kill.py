@@ -166,7 +166,7 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(
     with caplog.at_level(logging.INFO, "ftckpt"):
         client.end()
     assert told[0] in kept.read_text(), "the directory of the node goes with the job"
-    assert f"its log goes to {kept}" in caplog.text
+    assert f"its log is kept in {kept}" in caplog.text
 
 
 def test_its_log_outlives_a_job_that_failed(site: Site, kept: Path) -> None:

@@ -454,3 +454,10 @@ def test_what_no_arena_can_have_is_refused_at_once() -> None:
     for settings, flag in (({"slots": MAX_SLOTS + 1}, "slots"), ({"objects_mib": "1TiB"}, "objects_mib")):
         with pytest.raises(ConfigError, match=f"{flag}: .* is too large; the most is"):
             Config(**settings)
+
+
+def test_a_relative_directory_of_a_directory_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.persist_setting._STARTED_IN", "")
+    assert Config(events="/there").events == "/there"
+    with pytest.raises(ConfigError, match="stored: the directory that the job was started in is gone"):
+        Config(persist="stored")

@@ -15,7 +15,7 @@ import pytest
 from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.job.attempt import AttemptRecord, AttemptSight
-from ftckpt.model.failures import FailureRecord
+from ftckpt.model.failures import FailureRecord, LastAttempt
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.smp.deaths import DeathWatch
 from ftckpt.store import ends
@@ -244,10 +244,46 @@ def test_causes_of_all_nodes_are_told_first() -> None:
     lost = EndNote(1.0, "rank 0: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.7]:1", (0,))
     gone = EndNote(1.4, "rank 1 (pid 7) ended without a word", (1,))
     own = EndNote(0.9, "rank 1: ValueError: loss is nan", (1,))
+    term = EndNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in step", (2,))
     for others, first in ((gone, "node n1: rank 1 (pid 7)"), (own, "node n1: rank 1: ValueError")):
-        attempt.begin([AttemptSight(-1, "", None, (lost,)), AttemptSight(-1, "", None, (others,))])
+        attempt.begin([AttemptSight(-1, "", None, (lost, term)), AttemptSight(-1, "", None, (others,))])
         record = attempt_ends(attempt)
-        assert len(record) == 2 and record[0].startswith(first)
+        assert len(record) == 3 and record[0].startswith(first)
+
+
+def test_a_node_that_is_gone_is_the_cause() -> None:
+    """Of what ranks of other nodes say; the record keeps of each attempt what comes first."""
+    topology = Topology(0, (RankPlace({"dp": 0}, "n0"),), {"dp": 1})
+    attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
+    before = FailureRecord("job", 1, "o", ("n0", "n1"), (), 1.0)
+    lost = EndNote(1.0, "rank 0: RuntimeError: Connection closed by peer", (0,))
+    attempt.begin([AttemptSight(-1, "", LastAttempt(before, 2.0), (lost,))])
+    attempt.learn("o2", on_storage=None, lost=False, taken_back=False)
+    assert attempt.record is not None
+    assert attempt.record.ends[0] == "attempt 1: nothing is left in the memory of node(s) n1"
+
+
+def test_what_befalls_another_job_or_was_long_ago_is_no_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group above that of the ranks counts every job of the node."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/slurm/job_1\n")
+    for group in ("slurm", "slurm/job_1"):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "memory.events").write_text("oom_kill 0\n")
+    (tmp_path / "slurm" / "job_1" / "memory.events.local").write_text("oom_kill 0\n")
+    watch = DeathWatch(tmp_path, tmp_path)
+    assert watch.look([ALIVE]) == []
+    (tmp_path / "slurm" / "memory.events").write_text("oom_kill 1\n")
+    (end,) = watch.look([replace(ALIVE, lives=False)])
+    assert end.text.endswith("after iteration 11")
+    assert watch.look([replace(ALIVE, owner=78)]) == []
+    (tmp_path / "slurm" / "job_1" / "memory.events.local").write_text("oom_kill 1\n")
+    assert watch.look([replace(ALIVE, owner=78)]) == []
+    monkeypatch.setattr("ftckpt.smp.deaths._OOM_SECS", 0.0)
+    (end,) = watch.look([replace(ALIVE, owner=78, lives=False)])
+    assert end.text.endswith("after iteration 11")
 
 
 def attempt_ends(attempt: AttemptRecord) -> tuple[str, ...]:

@@ -105,3 +105,18 @@ def test_where_the_kernel_does_not_show_it_nothing_is_said(tmp_path: Path, monke
         (tmp_path / "stat").write_text("5 (py (x) thon) " + " ".join(fields))
         monkeypatch.setattr(page, "open", lambda path, mode: (tmp_path / "stat").open(mode), raising=False)
         assert exit_status(77 << 22 | 5) == status, "a core file is no other end"
+
+
+def test_a_copy_in_another_process_ends_no_watch(watch: ExitWatch) -> None:
+    """Who is forked at that moment has one until it becomes another program."""
+    first, second = (subprocess.Popen(["sleep", "100"]) for _ in range(2))
+    owners = [owner_word(process.pid) for process in (first, second)]
+    watch.follow(set(owners))
+    copies = [os.dup(fd) for fd in list(watch._processes)]
+    for process, owner in zip((first, second), owners, strict=True):
+        process.kill()
+        until(lambda owner=owner: watch.exit_of(owner).status == signal.SIGKILL)
+        process.wait()
+    until(lambda: set(watch._exits) == set(owners))
+    for copy in copies:
+        os.close(copy)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ftckpt.commands.main import main
-from ftckpt.store import kept_logs
+from ftckpt.store import directory, kept_logs
 from ftckpt.store.directory import SMP_LOG_NAME, clean_job, node_directory, remove_job_if_empty
 from ftckpt.store.kept_logs import SmpLog, keep_logs, take_log
 
@@ -89,6 +89,34 @@ def test_nobody_waits_for_storage_that_hangs(arena_root: Path) -> None:
     clean_job(arena_root, "train", told.append)
     assert time.monotonic() - begin < 5 and not list(arena_root.iterdir())
     assert told == ["ftckpt: what the SMP of node n0 warned of: storage did not answer for 0.2 s"]
+
+
+def test_it_is_kept_where_something_else_cannot_be_removed(
+    state: Path, arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node_dir = node_directory(arena_root, "train", "n0")
+    (node_dir / SMP_LOG_NAME).write_bytes(LOUD)
+
+    def busy(*_: object) -> None:
+        raise OSError(16, "it is busy")
+
+    monkeypatch.setattr(directory, "_remove_found", busy)
+    with pytest.raises(OSError, match="busy"):
+        clean_job(arena_root, "train")
+    assert (state / "train@n0.log").read_bytes() == LOUD
+
+
+def test_a_process_that_may_start_no_thread_ends_all_the_same(
+    state: Path, arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        keep_logs([SmpLog("train", "n0", LOUD)], told.append)
+    assert "cannot be kept: can't start new thread" in told[0] and not state.exists()
 
 
 def test_of_those_that_take_it_at_once_one_has_it(tmp_path: Path) -> None:

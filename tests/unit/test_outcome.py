@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -446,6 +447,17 @@ def test_arguments_that_a_script_does_not_take_are_tried_once(script: str, code:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "FTCKPT_RUN": "a", "FTCKPT_NODE": "n", "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", text], env=env, timeout=60, check=False, stdout=subprocess.DEVNULL)
     assert LauncherRun("a.n").read().code == code
+
+
+def test_arguments_that_have_trained_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with them, as a number of ranks that is left, may be over at the next start."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    LauncherRun("a.n").begin("job")
+    script = f"import sys\nfrom ftckpt.frameworks import launcher\ndef main(argv):\n    {PARSES}p.error('no')\n"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "FTCKPT_RUN": "a", "FTCKPT_NODE": "n", "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", f"{script}launcher.leave(main)"], env=env, timeout=60, check=False)
+    assert ended.returncode == 2 and LauncherRun("a.n").read().code is None
 
 
 LEAVING = """
