@@ -58,11 +58,11 @@ def taken_over(config: Config, args: Namespace) -> Config:
         ),
         (
             config.interval == "auto",
-            "--ftckpt-interval auto takes snapshots of other iterations than --save-interval",
+            "--ftckpt-interval: auto takes snapshots of other iterations than --save-interval",
         ),
         (
             every % config.least_interval,
-            f"--ftckpt-interval {config.interval} does not divide --save-interval {every}",
+            f"--ftckpt-interval: {config.interval} does not divide --save-interval {every}",
         ),
     ):
         if wrong:

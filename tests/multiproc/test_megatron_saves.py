@@ -179,8 +179,8 @@ GOOD = {"save": "/a", "save_interval": 10, "ckpt_format": "torch_dist", "save_re
         ({"no_save_optim": True}, {}, "--no-save-optim is not followed"),
         ({"dataloader_save": "/b"}, {}, "--dataloader-save is what Megatron's own saving writes"),
         ({}, {"persist_interval": 10}, "--save-interval says how often"),
-        ({}, {"interval": "auto"}, "interval auto takes snapshots of other iterations"),
-        ({}, {"interval": 3}, "interval 3 does not divide --save-interval 10"),
+        ({}, {"interval": "auto"}, "interval: auto takes snapshots of other iterations"),
+        ({}, {"interval": 3}, "interval: 3 does not divide --save-interval 10"),
     ],
 )
 def test_what_cannot_be_taken_over_is_refused(args: dict[str, Any], settings: dict[str, Any], text: str) -> None:
