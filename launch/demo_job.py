@@ -46,7 +46,7 @@ _POLL_SECS = 0.02
 _TIMEOUT_SECS, _STALL_SECS = 600.0, 180.0
 _OCCASIONS = 8
 """Iterations in which a snapshot may be met that is written: beside busy cores they wait for protection."""
-_WAIT_SECS = 1.0
+_WAIT_SECS, _MOST_WAIT_SECS = 1.0, 8.0
 """By which an iteration is longer while protection is waited for."""
 
 Settings = Mapping[str, Any]
@@ -184,7 +184,8 @@ class Strike:
         scene = self.scene
         if scene.rank is None:
             waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in self._occasions())
-            return [faults.Fault(0, at, "boundary", marker, "stall", secs=_WAIT_SECS) for at, marker in waits]
+            secs = _wait_secs()
+            return [faults.Fault(0, at, "boundary", marker, "stall", secs=secs) for at, marker in waits]
         first = faults.Fault(
             scene.rank, self.iteration, scene.point, self.marker, "kill", scene.ordinal, scene.secs
         )  # fmt: skip
@@ -202,6 +203,11 @@ class Strike:
             return [json.loads(path.read_text()) for path in paths]
         except (FileNotFoundError, json.JSONDecodeError):  # not there, or being written
             return []
+
+
+def _wait_secs() -> float:
+    """How long an iteration is until something is protected: SMPs leave cores that others use to them."""
+    return min(_MOST_WAIT_SECS, max(_WAIT_SECS, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 @dataclass
