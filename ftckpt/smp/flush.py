@@ -348,12 +348,14 @@ class Flush:
             raise _Halted
         # Right before: the job may go on elsewhere by now. What a run finds in its place is of a past it has left.
         is_owner = self._owns(storage)
-        if is_undone(origin, newest_of(self._origins()), self.snapshot.iteration):
-            raise ArenaError("the job has gone back to before it")
+        self._require_past(storage, path, origin)
         if is_owner and not self._gives_way(storage, path):
             return False
         if not pending.commit(stored.encode(), own, replaces=is_owner):
             raise StorageError(f"{self._orders.where}/{path}: is there already, of another run", lasting=True)
+        # Behind the commit, as the job looks for what it has undone behind its origin: of two that do so at the same
+        # moment one sees the other. And before older ones go, of which one is what the job goes on from.
+        self._require_past(storage, path, origin)
         self._events.emit(
             "committed", iteration=self.snapshot.iteration, path=f"{self._orders.where}/{pending.folder}",
             bytes=stored.nbytes, shards=len(shards),
@@ -365,6 +367,13 @@ class Flush:
         except (StorageError, *_LOST) as error:
             self._tell(str(error))  # the checkpoint is there; the next one tidies up
         return True
+
+    def _require_past(self, storage: Storage, path: str, origin: Checkpoint) -> None:
+        """Raises ArenaError where the job has gone back to before the snapshot, which no start takes then."""
+        if is_undone(origin, newest_of(self._origins()), self.snapshot.iteration):
+            if self._is_there(storage, path):
+                retention.void(storage, [self.snapshot])
+            raise ArenaError("the job has gone back to before it")
 
     def _gives_way(self, storage: Storage, path: str) -> bool:
         """Whether nobody needs what another past of the job has left where this snapshot goes."""

@@ -106,7 +106,7 @@ def test_each_failure_counts_once_by_its_kind(training: dict[str, Any], arena_ro
     follows(NODE, "persisted")
     assert jobs.events(training, "restored")[0]["source"] == "peer_parity"
     said = jobs.events(training, "failures")[0]["ends"]
-    assert said[-1] == "nothing is left in the memory of node(s) n1" and len(said) == 2, said
+    assert said[0] == "nothing is left in the memory of node(s) n1" and len(said) == 2, said
     clean_job(arena_root, "test")
     follows(JOB, "kept")
     assert jobs.events(training, "restored")[0]["source"] == "storage"

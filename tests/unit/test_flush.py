@@ -467,6 +467,33 @@ def test_what_a_job_goes_back_from_while_it_is_on_its_way_is_not_committed(
     assert "the job has gone back to before it" in job.smps[0].events.of("not_flushed")[0]["reason"]
 
 
+def test_what_a_job_goes_back_from_while_it_is_committed_is_void(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job has looked for what it has undone a moment before that came to be there. What it goes on from stays."""
+    monkeypatch.setitem(job.settings, "persist_keep", 1)
+    first, commits = Checkpoint(generation=1, undone=1), PendingCheckpoint.commit
+    arenas = [arena for node in job.nodes for arena in node.arenas]
+    for arena in arenas:
+        arena.control.mark_origin(first)
+    job.start()
+    job.snapshot(0, 5)
+    job.flush(5)
+    job.settled(5)
+
+    def late(*arguments: Any, **options: Any) -> bool:
+        is_there = commits(*arguments, **options)
+        for arena in arenas:
+            arena.control.mark_origin(next_origin(NOTHING, first, storage_counts=False, before=7))
+        return is_there
+
+    monkeypatch.setattr(PendingCheckpoint, "commit", late)
+    job.snapshot(1, 7)
+    job.flush(7)
+    until(lambda: job.smps[0].events.of("not_flushed"))
+    assert "the job has gone back to before it" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    storage = FileStorage(job.where)
+    assert {one.iteration for one in retention.voided(storage)} == {7} and 5 in committed(storage)
+
+
 def test_what_was_read_before_another_node_went_back_is_of_the_past_before(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
