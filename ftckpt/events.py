@@ -94,7 +94,7 @@ EVENTS: dict[str, EventKind] = {
         nodes="of the job, now", seen="how many", secs="that the job has trained, as if always on these nodes",
         given_secs="between two, as assumed", mtbf_secs="between two, by both",
     ),
-    "ended_without_a_word": _quiet(
+    "ranks_ended": _quiet(
         "ranks of the node are gone, had not left, and have not said why",
         text="which, by what signal or with what exit code where that was seen, and where they were",
     ),

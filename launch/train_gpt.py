@@ -88,7 +88,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     output = parser.add_argument_group("output")
     output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
     output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
-    output.add_argument("--log-digest", type=Path, help="JSON lines: of each tensor a hash that no layout changes")
+    output.add_argument(
+        "--log-digest",
+        type=Path,
+        help="JSON lines: of each tensor a hash that no layout changes (in a checkout of ftckpt)",
+    )
     output.add_argument(
         "--digest-until", type=int, help="after this iteration only of what is restored; default: all"
     )
@@ -366,7 +370,11 @@ def log(job: Job, metrics: dict[str, Any]) -> None:
 def make_digester(job: Job) -> Any:
     from ftckpt.group import Group
     from ftckpt.megatron.state import MegatronState
-    from tests.support.digest import Digester
+
+    try:
+        from tests.support.digest import Digester
+    except ModuleNotFoundError:
+        raise SystemExit("--log-digest: only a checkout of ftckpt can make it") from None
 
     described = MegatronState(job.model, job.optimizer, job.scheduler, {}).describe()
     return Digester(described, Group(120).gather, dist.get_rank(), rows=NUM_TOKENS)

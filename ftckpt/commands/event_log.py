@@ -16,6 +16,8 @@ from ftckpt.event_file import with_older
 from ftckpt.model.text import listed
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
+MOST_LINE_BYTES = 16 << 20
+"""What is longer is no event's: whatever has no ends of lines is read in such parts."""
 
 
 class EventLogError(FtckptError):
@@ -34,7 +36,7 @@ class EventLog:
     ``num_lost`` those that were never written; ``is_cut``: of some file what was first is gone."""
 
     def __init__(self, directory: Path) -> None:
-        names = sorted(path.name for path in directory.iterdir() if path.suffix == ".jsonl")
+        names = sorted(path.name for path in directory.iterdir() if path.suffix == ".jsonl" and is_log(path))
         numbers = {name: int(match[1]) for name in names if (match := _RANK_FILE.fullmatch(name))}
         self.directory = directory
         self.rank_files = [directory / name for name in sorted(numbers, key=numbers.__getitem__)]
@@ -62,7 +64,7 @@ class EventLog:
 
     def _lines(self, path: Path, file: BinaryIO) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
         offset = 0
-        for line in file:
+        while line := file.readline(MOST_LINE_BYTES):
             if line.endswith(b"\n") and line.strip():
                 if (fields := parse_line(line)) is None:
                     self.num_broken += 1
@@ -83,6 +85,12 @@ class EventLog:
         return notes
 
 
+def is_log(path: Path) -> bool:
+    """Whether it can be read to its end: in a directory that holds anything a link may lead to a device, or a FIFO to
+    nobody."""
+    return path.is_file()
+
+
 def event_logs(run: Path, remedy: str) -> list[EventLog]:
     """The logs at or below ``run``; ``remedy`` is how to get some, for errors.
 
@@ -91,7 +99,8 @@ def event_logs(run: Path, remedy: str) -> list[EventLog]:
     """
     if not run.is_dir():
         raise EventLogError(f"{run}: no such directory; {remedy}, and give that DIR here")
-    directories = [Path(directory) for directory, _, names in os.walk(run) if any(map(_RANK_FILE.fullmatch, names))]
+    found = {Path(directory): filter(_RANK_FILE.fullmatch, names) for directory, _, names in os.walk(run)}
+    directories = [directory for directory, names in found.items() if any(is_log(directory / name) for name in names)]
     if not directories:
         raise EventLogError(f"{run}: no event logs (rank0.jsonl and so on) here; {remedy}")
     return [EventLog(directory) for directory in directories]

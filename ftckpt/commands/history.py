@@ -21,7 +21,15 @@ from typing import Any
 
 from ftckpt.commands.attempts import Attempt
 from ftckpt.commands.charts import pieces
-from ftckpt.commands.event_log import EventLog, event_logs, note_of_choice, parse_line, whole_number
+from ftckpt.commands.event_log import (
+    MOST_LINE_BYTES,
+    EventLog,
+    event_logs,
+    is_log,
+    note_of_choice,
+    parse_line,
+    whole_number,
+)
 from ftckpt.events import EVENTS
 
 PARTS = ("detect", "rejoin", "rebuild", "load", "first-step")
@@ -164,7 +172,7 @@ def read_losses(directories: Sequence[Path]) -> tuple[list[tuple[int, float]], i
     scripts write them; and how many were no finite numbers."""
     for directory in directories:
         for path in sorted(directory.glob("*.jsonl")):
-            rows = list(_loss_lines(path))
+            rows = list(_loss_lines(path)) if is_log(path) else []
             if rows:
                 finite = [row for row in rows if math.isfinite(row[1])]
                 return finite, len(rows) - len(finite)
@@ -173,7 +181,7 @@ def read_losses(directories: Sequence[Path]) -> tuple[list[tuple[int, float]], i
 
 def _loss_lines(path: Path) -> Iterator[tuple[int, float]]:
     with open(path, "rb") as file:
-        for line in file:
+        while line := file.readline(MOST_LINE_BYTES):
             fields = parse_line(line) if line.endswith(b"\n") else None
             if fields is None:
                 continue

@@ -37,7 +37,7 @@ _MEGATRON = (
     "configs/*.flags",
 )
 
-_WATCH = "ftckpt status first    # from another terminal, while it trains"
+_WATCH = "ftckpt status    # from another terminal, while it trains"
 
 KITS = {
     "torchrun": Kit(
@@ -45,7 +45,7 @@ KITS = {
         (*_ALWAYS, *_MEGATRON),
         (
             "bash {here}launch/torchrun.sh --job first {here}launch/train_gpt.py --pp 2 --iterations 1000 --ftckpt",
-            "bash {here}launch/torchrun.sh --job first --runner none {here}launch/train_plain.py --iterations 1000 "
+            "bash {here}launch/torchrun.sh --job plain --runner none {here}launch/train_plain.py --iterations 1000 "
             "--ftckpt",
             _WATCH,
         ),

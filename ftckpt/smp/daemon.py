@@ -215,7 +215,7 @@ class Daemon:
         pulses = self._ranks()
         for end in self._deaths.look(pulses, told_of(self.node_dir)):
             tell(self.node_dir, end)
-            self.events.emit("ended_without_a_word", text=end.text)
+            self.events.emit("ranks_ended", text=end.text)
         self._look_for_hangs(pulses)
         whole, protected = self._duties.marks()
         self._whole.note(whole, now)

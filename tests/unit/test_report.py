@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import tracemalloc
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from ftckpt.commands.attempts import Age
 from ftckpt.commands.charts import Curve, curve_chart, pieces, thin
-from ftckpt.commands.event_log import EventLogError
+from ftckpt.commands.event_log import MOST_LINE_BYTES, EventLogError, event_logs
 from ftckpt.commands.history import PARTS, read_history
 from ftckpt.commands.main import main
 from ftckpt.commands.page import ranges
@@ -359,3 +362,20 @@ def test_a_number_too_large_for_a_float_is_a_broken_line(tmp_path: Path) -> None
         content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         (tmp_path / "events" / f"{name}.jsonl").write_bytes(content)
     check_page(render(read_history(tmp_path), Additions()))
+
+
+def test_what_is_no_log_is_not_read(tmp_path: Path) -> None:
+    """A link to a device has no end, and whoever opens a FIFO waits; a file without ends of lines is read in parts."""
+    for name, made in (("a", lambda path: path.symlink_to("/dev/zero")), ("b", os.mkfifo)):
+        (tmp_path / name).mkdir()
+        made(tmp_path / name / "rank0.jsonl")
+    with pytest.raises(EventLogError, match="no event logs"):
+        event_logs(tmp_path, "")
+    (tmp_path / "c").mkdir()
+    with open(tmp_path / "c" / "rank0.jsonl", "wb") as file:
+        file.truncate(1 << 28)
+    (log,) = event_logs(tmp_path, "")
+    tracemalloc.start()
+    assert not list(islice(log.lines(log.rank_files[0]), 1))
+    assert tracemalloc.get_traced_memory()[1] < 4 * MOST_LINE_BYTES
+    tracemalloc.stop()
