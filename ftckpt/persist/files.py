@@ -57,8 +57,8 @@ class FileStorage(Storage):
             if not self._root.exists():
                 # Not made here: where a file system is not mounted, that would fill the disk below its place.
                 raise StorageError(
-                    f"{where}: is not there: a wrong path, or the first time; then make it, with mkdir -p, on storage "
-                    "that all nodes share",
+                    f"{where}: is not there: a wrong path, or the first time; then make it, with mkdir -p, on "
+                    "storage that all nodes share",
                     lasting=True,
                 )
             status = self._root.stat()

@@ -365,7 +365,7 @@ def test_a_number_too_large_for_a_float_is_a_broken_line(tmp_path: Path) -> None
 
 
 def test_what_is_no_log_is_not_read(tmp_path: Path) -> None:
-    """A link to a device has no end, and whoever opens a FIFO waits; a file without ends of lines is read in parts."""
+    """A link to a device has no end, and a FIFO is waited for; a file without ends of lines is read in parts."""
     for name, made in (("a", lambda path: path.symlink_to("/dev/zero")), ("b", os.mkfifo)):
         (tmp_path / name).mkdir()
         made(tmp_path / name / "rank0.jsonl")
