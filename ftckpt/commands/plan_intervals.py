@@ -106,7 +106,7 @@ class Answer(NamedTuple):
     waste: Waste
 
 
-class Uncovered(NamedTuple):
+class UncoveredLoss(NamedTuple):
     """Failures of some kinds, at which training begins anew."""
 
     kinds: str
@@ -118,7 +118,7 @@ class IntervalForecast:
     """Answers from memory to storage."""
 
     answers: tuple[Answer, ...]
-    uncovered: Uncovered | None
+    uncovered: UncoveredLoss | None
     """What none of them answers."""
     assumed: tuple[str, ...]
     best: int
@@ -205,7 +205,7 @@ def forecast(
         answers.append(_answer("a node", "protected memory", protected, tier, iteration))
     kinds = "the whole job" if survives_nodes else "a node, or the whole job,"
     secs = storage_mtbf_secs(rates, survives_nodes)
-    uncovered = None if config.persist else Uncovered(kinds, secs)
+    uncovered = None if config.persist else UncoveredLoss(kinds, secs)
     if config.persist:
         tier = Tier(secs, FLUSH_SLOWS * costs.flush, late_secs=costs.flush)
         stored = max(every, round(min(storage_interval_secs(tier) / iteration, _MOST)))

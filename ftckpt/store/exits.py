@@ -35,7 +35,7 @@ class ExitWatch:
         self._processes: dict[int, tuple[int, Process]] = {}  # owners, by pidfd; the thread closes what it has taken
         self._known: frozenset[int] = frozenset()  # owners that are followed, or cannot be
         self._exits: dict[int, Exit] = {}
-        self._thread: _Waiting | None = None  # nothing is open before there is a process
+        self._thread: _WaitThread | None = None  # nothing is open before there is a process
 
     def follow(self, owners: Set[int]) -> None:
         """These live, and no others are asked for any more."""
@@ -46,7 +46,7 @@ class ExitWatch:
         for owner in new:
             process = Process.open(pid_of(owner), owner)
             if process is not None and process.fileno() >= 0:
-                self._thread = self._thread or _Waiting(self._taken)
+                self._thread = self._thread or _WaitThread(self._taken)
                 self._processes[process.fileno()] = owner, process
                 self._thread.wait_for(process)
 
@@ -67,7 +67,7 @@ class ExitWatch:
         process.close()  # by the thread alone: while it is open no other one has its number
 
 
-class _Waiting:
+class _WaitThread:
     """The thread; ``ended`` is called with the pidfd of each process, which it has to close."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
