@@ -13,7 +13,6 @@ import xxhash
 
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ArenaError, CorruptError
-from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.rebuild import Bytes, Fix
@@ -43,7 +42,6 @@ class Build:
         package: None only where bad chunks alone are repaired in place.
         num_slots: of an arena that must be created.
         keep: what ``choice.worth_keeping`` says.
-        origin: what ``OpenArenas.origin`` says.
     """
 
     def __init__(
@@ -53,11 +51,8 @@ class Build:
         package: Package | None,
         num_slots: int,
         keep: Sequence[Collection[SnapshotId]],
-        *,
-        origin: Checkpoint = NOTHING,
     ) -> None:
         self.fix = fix
-        self._origin = origin
         self._node_dir = node_dir
         self._package = package
         self._num_slots = num_slots
@@ -119,9 +114,6 @@ class Build:
         # No slot but this one: the others get theirs when training begins, and may be what this node has no room for.
         self._arena = self._existing(path) or Arena.create(self._node_dir, self._whole.manifest, self._num_slots, 0)
         self._arena.lock(_LOCK_SECS)
-        # Before the slot: without it a later start would take for undone, or for good, what is not.
-        if self._arena.control.origin().generation < self._origin.generation:
-            self._arena.control.mark_origin(self._origin)
         self._slot = _pick(self._arena, self._whole.snapshot, self._keep)
         self._begin()
 

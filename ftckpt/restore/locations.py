@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ftckpt.errors import ArenaError, FtckptError
+from ftckpt.errors import ArenaError
 from ftckpt.model import codec
-from ftckpt.model.loaded import NOTHING, Checkpoint, newest_of
 from ftckpt.restore.slot_file import SlotFile
-from ftckpt.store.arena import Arena, open_control
-from ftckpt.store.directory import list_arenas
+from ftckpt.store.arena import Arena
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
 
@@ -75,8 +72,6 @@ class OpenArenas:
 
     def __init__(self, node_dir: Path, borrowed: Mapping[str, Arena] = MappingProxyType({})) -> None:
         self.node_dir = node_dir
-        self.origin = NOTHING
-        """Of what is rebuilt here: the newest of all nodes, by which what is left of snapshots counts."""
         self._borrowed = borrowed
         self._arenas: dict[str, Arena] = {}
         self._files: dict[SlotAt, SlotFile] = {}
@@ -133,12 +128,3 @@ class OpenArenas:
         self._files.clear()
         self._arenas.clear()
         self._parity.clear()
-
-
-def origin_of(node_dir: Path) -> Checkpoint:
-    """The newest that arenas of this node have."""
-    origins: list[Checkpoint] = []
-    for path in list_arenas(node_dir):
-        with suppress(FtckptError), open_control(path) as control:  # what is wrong with it the inventory tells
-            origins.append(control.origin())
-    return newest_of(origins)

@@ -149,7 +149,7 @@ class Repairer:
         for shard, fix in self._rebuild.fixes.items():
             if self._builders[shard] == self._group.rank:
                 package = packages.get(shard)
-                self._builds[shard] = Build(arenas.node_dir, fix, package, num_slots, keep, origin=arenas.origin)
+                self._builds[shard] = Build(arenas.node_dir, fix, package, num_slots, keep)
         self._site.arenas.close()  # files may be freed or replaced from here on, by any rank of the node
         self._have_room(keep)
         for opened in gather_all(self._group, self._open_builds, dict[str, SlotAt]):

@@ -144,7 +144,7 @@ class ShardFetch:
             if (at.node, at.arena) == (fix.at.node, name) and self._is_of_file(at, damage, file):
                 chunks = tuple(chunk for chunk in damage.chunks if chunk < image.num_stepped_chunks)
                 fix = replace(fix, at=at, chunks=chunks, parts=damage.parts)
-        return Build(node_dir, fix, package, self._slots, self._keep(), origin=self._arenas.origin)
+        return Build(node_dir, fix, package, self._slots, self._keep())
 
     def _is_of_file(self, at: SlotAt, damage: Damage, file: ShardFile) -> bool:
         """Whether a slot has what the file has, but for a few bad chunks."""

@@ -2,7 +2,7 @@
 
 A record file (``record``) with one record per slot: fields are the sequence, the bytes of objects in use and their
 checksum, words the checksums of the chunks. Its text is the shard's name, its first number the bytes of a chunk.
-Behind the header lie seven marks. What a kill or a flip leaves is argued in ``record``.
+Behind the header lie five marks. What a kill or a flip leaves is argued in ``record``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ftckpt.errors import ArenaError, ConfigError, CorruptError
-from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.manifest import MAX_CHUNKS
-from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import record
 from ftckpt.store.image import SlotImage
 from ftckpt.store.record import MARK_BYTES, Format, Header, Mark, Records, Stores
@@ -26,14 +25,13 @@ MAX_SLOTS = 64
 """``checks`` has fixed places for as many leases and COVERED records."""
 MAX_SHARD_BYTES = 256
 """Room for the shard's name; that of a directory may have 200."""
-FORMAT = Format("control block", b"FTCKPTCB", 3, fixed_bytes=7 * MARK_BYTES)
+FORMAT = Format("control block", b"FTCKPTCB", 4, fixed_bytes=5 * MARK_BYTES)
 
-_PLACES = tuple(record.HEADER_BYTES + MARK_BYTES * place for place in range(7))
-_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN, _FLUSH, _RETURN = _PLACES
+_PLACES = tuple(record.HEADER_BYTES + MARK_BYTES * place for place in range(5))
+_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _FLUSH = _PLACES
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, behind the first 8 bytes
 _U64 = struct.Struct("<Q")
-_TWO_U64 = struct.Struct("<QQ")  # in the place of a lineage
 _MAX_SEQUENCE = 1 << 48
 """What stands in the record of a slot that holds nothing is not proven: beyond this it is damage, not a number."""
 
@@ -200,13 +198,6 @@ class ControlBlock:
         """Remember how many bytes of a snapshot this rank's windows were measured to take."""
         self._marks[_CAPACITY].write(None, nbytes)
 
-    def mark_origin(self, loaded: Checkpoint) -> None:
-        """Remember what of storage the snapshots go on from."""
-        # First: a kill between the two leaves what went back already, of which the slots are void before.
-        self._marks[_RETURN].write(SnapshotId(bytes(LINEAGE_BYTES), loaded.limit), loaded.returned)
-        began = SnapshotId(_TWO_U64.pack(loaded.undone, loaded.before), max(0, loaded.iteration))
-        self._marks[_ORIGIN].write(began, 2 * loaded.generation + loaded.named)
-
     def whole(self) -> SnapshotId | None:
         """The newest snapshot that every rank is known to have sealed; None if there is none.
 
@@ -234,19 +225,6 @@ class ControlBlock:
         """Bytes that this rank's windows were measured to take; None if they were not, or the mark is lost."""
         marked = self._marks[_CAPACITY].read()
         return None if marked is None else marked[1]
-
-    def origin(self) -> Checkpoint:
-        """What of storage the snapshots go on from; nothing where they began without, or the mark is lost."""
-        marked = self._marks[_ORIGIN].read()
-        began, numbers = marked or (None, 0)
-        if began is None:
-            return NOTHING
-        undone, before = _TWO_U64.unpack(began.lineage)
-        back, returned = self._marks[_RETURN].read() or (None, 0)
-        return Checkpoint(
-            began.iteration or NOTHING.iteration, bool(numbers % 2), numbers // 2, undone,
-            before=before, returned=returned, limit=back.iteration if back is not None else 0,
-        )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the buffer."""

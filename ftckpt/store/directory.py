@@ -41,6 +41,8 @@ FAILURES_NAME = ".failures"
 """What is known of the failures that the job has had, see ``ftckpt.store.failures``."""
 ENDS_NAME = ".ends"
 """How the last attempt has ended, see ``ftckpt.store.ends``."""
+LINEAGE_NAME = ".lineage"
+"""The history that the node's snapshots belong to, see ``ftckpt.store.lineage_file``."""
 MIRROR_NAME = ".mirror"
 """Packages of shards of other nodes, which the SMP keeps."""
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_NAME, PULSE_NAME)
@@ -214,7 +216,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
-        own = (BUDGET_NAME, PINNING_NAME, WORD_NAME, FAILURES_NAME, ENDS_NAME, JOB_LOCK_NAME)
+        own = (BUDGET_NAME, PINNING_NAME, WORD_NAME, FAILURES_NAME, ENDS_NAME, LINEAGE_NAME, JOB_LOCK_NAME)
         known = (*own, MIRROR_NAME, *SMP_NAMES)
         # The pattern is that of what an SMP was building: see ``remove_half_made``.
         others = any(entry.name not in known and not entry.match(".*.new") for entry in node_dir.iterdir())

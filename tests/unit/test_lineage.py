@@ -1,0 +1,126 @@
+"""Which snapshots are in the history of a head: pure functions over lists of branches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.model import codec
+from ftckpt.model.lineage import (
+    NO_CHECKPOINT,
+    NO_LIMIT,
+    UNKNOWN,
+    Branch,
+    Lineage,
+    LoadedCheckpoint,
+    is_past,
+    last_shared,
+    lineage_after,
+    newest,
+    rollback_reason,
+)
+
+FIRST = lineage_after(UNKNOWN, NO_CHECKPOINT, None, -1, ())
+
+
+def test_rolling_back_makes_a_branch_and_abandons_only_what_is_newer() -> None:
+    back = FIRST.branch(40)
+    assert back.branches == (Branch(1), Branch(2, 40))
+    assert [is_past(FIRST, iteration, back) for iteration in (0, 40, 41, 90)] == [True, True, False, False]
+    assert is_past(back, 90, back) and is_past(FIRST, 90, FIRST)
+
+
+def test_rolling_back_further_than_a_branch_leaves_that_branch() -> None:
+    middle = FIRST.branch(40)
+    back = middle.branch(20)
+    assert back.branches == (Branch(1), Branch(3, 20))
+    assert [last_shared(FIRST, back), last_shared(middle, back), last_shared(FIRST, middle)] == [20, 20, 40]
+
+
+def test_rolling_back_within_a_branch_keeps_the_branches_before_it() -> None:
+    middle = FIRST.branch(40)
+    back = middle.branch(60)
+    assert back.branches == (Branch(1), Branch(2, 40), Branch(3, 60))
+    # A node that knows generation 1 alone was away since before 40.
+    assert [last_shared(FIRST, back), last_shared(middle, back)] == [40, 60]
+
+
+def test_a_history_without_a_past_shares_nothing() -> None:
+    fresh = FIRST.branch(-1)
+    assert fresh.branches == (Branch(2, -1),) and last_shared(FIRST, fresh) == -1
+    assert not is_past(FIRST, 0, fresh)
+
+
+def test_where_no_lineage_was_recorded_what_is_there_counts() -> None:
+    assert last_shared(UNKNOWN, FIRST.branch(3)) == NO_LIMIT and is_past(UNKNOWN, 90, FIRST.branch(3))
+
+
+BRANCHING = st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 30)), max_size=6)
+
+
+@given(BRANCHING, st.integers(0, 40))
+def test_is_past_agrees_with_a_history_that_is_followed_step_by_step(branching: list[tuple[int, int]], at: int) -> None:
+    """Against a model: of each lineage the generation that took each iteration, by replaying every branch."""
+    histories, taken = [FIRST], [[1] * 41]
+    for parent, iteration in branching:
+        parent %= len(histories)
+        generation = 1 + max(one.generation for one in histories)
+        histories.append(histories[parent].branch(iteration, after=generation - 1))
+        taken.append([*taken[parent][: iteration + 1], *[generation] * (40 - iteration)])
+    for one, ours in zip(histories, taken, strict=True):
+        for head, theirs in zip(histories, taken, strict=True):
+            assert is_past(one, at, head) == (ours[: at + 1] == theirs[: at + 1])
+
+
+def test_the_head_is_the_newest_that_any_node_knows() -> None:
+    back = FIRST.branch(40)
+    assert newest([UNKNOWN, back, FIRST]) == back and newest([]) == UNKNOWN
+    found = [Lineage(back.branches, found=found) for found in (3, 70, 5)]
+    assert newest([*found, FIRST]).found == 70
+
+
+@pytest.mark.parametrize(
+    ("loaded", "head", "counts"),
+    [
+        (NO_CHECKPOINT, FIRST, False),
+        (LoadedCheckpoint(20), FIRST, False),  # the newer of the two counts
+        (LoadedCheckpoint(20), Lineage(FIRST.branches, found=20), False),
+        (LoadedCheckpoint(20), Lineage(FIRST.branches, found=50), True),
+        (LoadedCheckpoint(20, lasting=False), Lineage(FIRST.branches, found=50), False),
+        (LoadedCheckpoint(0), Lineage(FIRST.branches, found=50), False),  # storage that is not mounted
+        (LoadedCheckpoint(20, named=True), FIRST, True),
+        (LoadedCheckpoint(20, named=True), Lineage(FIRST.branches, ("load of iteration 20",)), False),
+        (LoadedCheckpoint(30, named=True), Lineage(FIRST.branches, ("load of iteration 20",)), True),
+        (LoadedCheckpoint(0, in_training=True), FIRST, True),
+    ],
+)
+def test_what_a_script_loads_counts_over_newer_snapshots_only_on_purpose(
+    loaded: LoadedCheckpoint, head: Lineage, counts: bool
+) -> None:
+    assert bool(rollback_reason(loaded, head)) == counts
+
+
+def test_a_restart_continues_its_lineage_and_remembers_what_was_asked_and_found() -> None:
+    after = lineage_after(FIRST, LoadedCheckpoint(50), 60, 60, ("rollback-before 61",))
+    assert (after, after.requests, after.found) == (FIRST, ("rollback-before 61",), 50)
+    assert lineage_after(after, LoadedCheckpoint(30), 60, -1, ()).found == 50
+    assert not lineage_after(after, NO_CHECKPOINT, 60, -1, ()).requests
+
+
+def test_what_storage_has_and_a_restart_skips_is_abandoned() -> None:
+    after = lineage_after(FIRST, NO_CHECKPOINT, 40, 60, ())
+    assert after.branches == (Branch(1), Branch(2, 40)) and not is_past(FIRST, 60, after)
+
+
+def test_a_start_from_a_checkpoint_of_the_script_has_no_past() -> None:
+    head = FIRST.branch(40)
+    after = lineage_after(head, LoadedCheckpoint(70), None, -1, ())
+    assert after.branches == (Branch(3),) and after.found == 70
+    assert lineage_after(head, LoadedCheckpoint(70, lasting=False), None, -1, ()).found == -1
+
+
+def test_a_lineage_is_what_it_was_after_json() -> None:
+    lineage = Lineage(FIRST.branch(40).branches, ("restore-from iter_0000040-g1",), 7)
+    read = codec.decode(codec.encode(lineage), Lineage)
+    assert (read, read.requests, read.found) == (lineage, lineage.requests, 7)
