@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from ftckpt.model.snapshot import SnapshotId
+
 NO_LIMIT = (1 << 63) - 1
 """The last iteration that two histories share where one of them continues the other."""
 
@@ -77,6 +79,46 @@ def last_shared(one: Lineage, other: Lineage) -> int:
 def is_past(lineage: Lineage, iteration: int, head: Lineage) -> bool:
     """Whether the snapshot of ``iteration``, taken under ``lineage``, is in the history of ``head``."""
     return iteration <= last_shared(lineage, head)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The explicit acts that the settings of a start name: ``rollback_before`` an iteration, ``restore_from`` a
+    checkpoint on storage. Each counts once: a start whose lineage remembers it resumes."""
+
+    before: int = 0
+    name: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """As a lineage remembers them."""
+        before = (f"rollback-before {self.before}",) if self.before else ()
+        return (*before, f"restore-from {self.name}") if self.name else before
+
+    def since(self, head: Lineage) -> Request:
+        """Of these what ``head`` does not remember."""
+        return Request(
+            0 if f"rollback-before {self.before}" in head.requests else self.before,
+            "" if f"restore-from {self.name}" in head.requests else self.name,
+        )
+
+
+NO_REQUEST = Request()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The snapshots that a restart may take: those in the past of ``head``, or ``only`` one that the user names."""
+
+    head: Lineage = UNKNOWN
+    only: SnapshotId | None = None
+
+    def takes(self, lineage: Lineage, snapshot: SnapshotId) -> bool:
+        """Whether a snapshot that was taken under ``lineage`` is among them."""
+        return snapshot == self.only if self.only is not None else is_past(lineage, snapshot.iteration, self.head)
+
+
+ANY = Selection()
 
 
 def newest(lineages: Iterable[Lineage]) -> Lineage:

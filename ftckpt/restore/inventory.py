@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, FtckptError, MismatchError
+from ftckpt.model.lineage import UNKNOWN, Lineage, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, axes_of, layouts_differ, shard_names
 from ftckpt.parity.groups import ParityGroup, slot_groups
@@ -25,6 +26,7 @@ from ftckpt.restore.locations import OpenArenas, PackageAt, SlotAt
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import arena_path, list_arenas
 from ftckpt.store.image import SlotImage
+from ftckpt.store.lineage_file import read_lineage
 from ftckpt.store.package import list_packages, load
 from ftckpt.store.parity_file import ParityFile, list_parity, snapshot_of
 
@@ -75,10 +77,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What lies in the memory of one node, or of all nodes."""
+    """The contents of the memory of one node, which belong to its ``lineage``, or of all nodes."""
 
     arenas: tuple[ArenaReport, ...] = ()
     packages: tuple[PackageReport, ...] = ()
+    lineage: Lineage = UNKNOWN
 
     @classmethod
     def join(cls, reports: Iterable[Inventory]) -> Inventory:
@@ -91,16 +94,18 @@ class Inventory:
         """Whether there is a package of ``snapshot``."""
         return any(package.snapshot == snapshot for package in self.packages)
 
-    def until(self, iteration: int) -> Inventory:
-        """Without snapshots of this iteration and behind it, as if there never were any."""
+    def selected(self, selection: Selection) -> Inventory:
+        """Without the snapshots of this node that a restart may not take, as if there never were any."""
+
+        def takes(snapshot: SnapshotId | None) -> bool:
+            return snapshot is not None and selection.takes(self.lineage, snapshot)
 
         def reduced(report: ArenaReport) -> ArenaReport:
-            slots = tuple(slot for slot in report.slots if slot.snapshot.iteration < iteration)
-            whole = report.whole if report.whole is not None and report.whole.iteration < iteration else None
-            return replace(report, slots=slots, whole=whole)
+            slots = tuple(slot for slot in report.slots if takes(slot.snapshot))
+            return replace(report, slots=slots, whole=report.whole if takes(report.whole) else None)
 
-        packages = tuple(package for package in self.packages if package.snapshot.iteration < iteration)
-        return Inventory(tuple(map(reduced, self.arenas)), packages)
+        packages = tuple(package for package in self.packages if takes(package.snapshot))
+        return Inventory(tuple(map(reduced, self.arenas)), packages, self.lineage)
 
     def of_shards(self, shards: Collection[str]) -> tuple[Inventory, tuple[Problem, ...]]:
         """Without packages of other shards than these, each of which is a problem."""
@@ -121,7 +126,7 @@ def take_inventory(arenas: OpenArenas, node: str, turn: int = 0, turns: int = 1)
     packages = list_packages(arenas.node_dir) if turn == 0 else ()
     reports = (_report_at(arenas, path, node) for path in list_arenas(arenas.node_dir)[turn::turns])
     named = (PackageReport(node, name.path.name, name.shard, name.snapshot) for name in packages)
-    return Inventory(tuple(reports), tuple(named))
+    return Inventory(tuple(reports), tuple(named), read_lineage(arenas.node_dir))
 
 
 def _report_at(arenas: OpenArenas, path: Path, node: str) -> ArenaReport:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -16,26 +17,36 @@ from ftckpt.errors import ArenaError, ConfigError, LostError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import objects
-from ftckpt.model.failures import LastAttempt
 from ftckpt.model.layouts import layout_name
-from ftckpt.model.loaded import NOTHING, Checkpoint, counts_until, newest_of, next_origin, rollback
+from ftckpt.model.lineage import (
+    NO_CHECKPOINT,
+    UNKNOWN,
+    Lineage,
+    NO_REQUEST,
+    LoadedCheckpoint,
+    Request,
+    Selection,
+    lineage_after,
+    rollback_reason,
+)
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
-from ftckpt.persist import retention
+from ftckpt.persist import commit, retention
 from ftckpt.restore.choice import Decision
 from ftckpt.restore.chosen import ChosenSlots, Needs
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute
-from ftckpt.restore.locations import OpenArenas, origin_of
-from ftckpt.restore.look import drop_undone, look
+from ftckpt.restore.locations import OpenArenas
+from ftckpt.restore.look import Seen, look
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Coming, Search, pass_over
-from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook
+from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook, ask
 from ftckpt.restore.straight import Reading, fits
 from ftckpt.restore.threads import threads_of
-from ftckpt.restore.voiding import void
+from ftckpt.restore.voiding import adopt, void
+from ftckpt.store.lineage_file import read_lineage
 
 _LINEAGE_BYTES = 16
 _MOST_NAMED = 8
@@ -50,17 +61,17 @@ class _There(NamedTuple):
     iterations: tuple[int, ...]
 
     @classmethod
-    def of(cls, newest: int, reports: Sequence[Inventory] | None, shelf: Shelf) -> _There:
-        in_memory = {slot.snapshot for one in reports or () for arena in one.arenas for slot in arena.slots}
-        found = {snapshot.iteration for snapshot in in_memory | {one.snapshot for one in shelf.snapshots}}
-        return cls(newest, tuple(sorted(found)))
+    def of(cls, seen: Seen) -> _There:
+        in_memory = {slot.snapshot for one in seen.reports or () for arena in one.arenas for slot in arena.slots}
+        found = {snapshot.iteration for snapshot in in_memory | {one.snapshot for one in seen.shelf.snapshots}}
+        return cls(max(seen.newest(seen.head), seen.shelf.newest), tuple(sorted(found)))
 
     def nothing_before(self, limit: int) -> str:
         """What is wrong with going back to before an iteration of which nothing is there that is older."""
         names = listed([str(one) for one in self.iterations], _MOST_NAMED)
         have = f", which have iterations {names}" if names else ""
         return (
-            f"--ftckpt-restore-before: no snapshot before iteration {limit} is whole in memory or on storage{have}; "
+            f"--ftckpt-rollback-before: no snapshot before iteration {limit} is whole in memory or on storage{have}; "
             "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
         )
 
@@ -87,16 +98,17 @@ class Restart:
         self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
         self._is_touched = False  # the live state, by what is coming
         self._offered = NO_SHELF  # what counts on storage
-        self._bad: set[SnapshotId] = set()  # or undone: on storage no start is to take it
         self.on_storage = -1
         """The newest iteration on storage up to the one that training goes on from, -1 for none; from ``load`` on, or
         from ``choose`` where nothing is loaded."""
-        self.origin = NOTHING
-        """Of the snapshots that will be taken, see ``next_origin``; from ``choose`` on."""
+        self._head = self._requested = UNKNOWN  # of the job, and with the branch that this start makes
+        self._asked: tuple[str, ...] = ()  # the explicit acts of this start
+        self._loaded = NO_CHECKPOINT
+        self._nodes_know = False  # all of them, the head
+        self.lineage = UNKNOWN
+        """Of the snapshots that will be taken; from ``load`` on, or from ``choose`` where nothing is loaded."""
         self.why = ""
         """Why memory is not gone on from, in words; empty where it is, and where there is nothing in it."""
-        self.taken_back = False
-        """Whether somebody has gone back to an older state; from ``choose`` on."""
         self._has_lost = False
         self.cast: frozenset[str] = frozenset()
         """Names of this rank's fragments that ``load`` has made of their masters."""
@@ -105,122 +117,143 @@ class Restart:
         where all was taken as it lay in memory."""
 
     def choose(
-        self, on_lost: str, loaded: Checkpoint = NOTHING, reshapes: bool = False, before: int = 0,
-        unproven: bool = False,
+        self, on_lost: str, loaded: LoadedCheckpoint = NO_CHECKPOINT, reshapes: bool = False,
+        request: Request = NO_REQUEST, unproven: bool = False,
     ) -> Decision | None:  # fmt: skip
         """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
 
         ``unproven``: what nothing must be rebuilt of may be verified by ``load``, on the way, where nothing that is
         there would be gone on with if it proved bad.
 
-        None: there is none, or what was ``loaded`` from storage counts, because it is newer, or is what the operator
-        goes back to. ``reshapes``: whether a snapshot of another layout will do. ``before``: only one of an iteration
-        before this one will do, and newer ones never happened; 0, or what an earlier start went back before: any.
+        None: there is none, or what was ``loaded`` by the script counts, because it is newer, or is what the user goes
+        back to. ``reshapes``: whether a snapshot of another layout will do. ``request``: the explicit acts of this
+        start; what the lineage remembers counts no more.
 
         Raises:
             LostError: snapshots were lost and ``on_lost`` is ``fail``, or ``storage`` and nothing was loaded; or
-                there is none ``before``.
-            ConfigError: ranks have loaded different iterations, or one that is not ``before``.
-            StorageError: what is newer on storage cannot be undone.
+                nothing that was requested is there.
+            ConfigError: ranks have loaded different iterations, or one that is not before the requested one.
+            StorageError: storage cannot record the branch that was requested, or has no checkpoint of that name.
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        shelf_look = ShelfLook(
-            self._group, self._storage, self._events, before, self._job,
-            origin=lambda: origin_of(self._node_dir),
-        )  # fmt: skip
+        lineage = partial(read_lineage, self._node_dir)
+        shelf_look = ShelfLook(self._group, self._storage, self._events, request, lineage=lineage)
         seen = look(self._group, self._topology, self._arenas, shelf_look, loaded)
-        loaded, whole, newest = seen.loaded, seen.whole, seen.newest
-        self._shelf, self._reports = seen.shelf, seen.reports
-        # A node that was away, or a start that was killed while it marked, has left older ones.
-        origin = newest_of(seen.origins)
-        shelf = seen.shelf.without_undone(origin)
-        # There, too: memory, which knows of it, may be lost until the job has come as far again.
-        self._bad.update({one.snapshot for one in seen.shelf.snapshots} - {one.snapshot for one in shelf.snapshots})
-        if any(counts_until(one, origin) is not None for one in seen.origins):
-            leads = self._topology.is_node_leader
-            together(self._group, lambda: drop_undone(self._arenas, self._events, origin) if leads else None)
-            self._reports = None  # something of it may have gone
-        self._arenas.origin = origin
-        there = _There.of(max(newest, shelf.newest), seen.reports, shelf)
-        limit = self._limit(before, origin, there.newest, loaded)
-        shelf = shelf.before(limit) if limit else shelf
-        self._offered = shelf
-        reason = rollback(loaded, origin) if not limit or loaded.named else ""
-        self.taken_back = bool(limit or reason)
-        decision = None
-        # What is given up is not searched for: it need not be whole, or of this layout.
+        self._loaded, self._head, self._shelf, self._reports = seen.loaded, seen.head, seen.shelf, seen.reports
+        self._asked = tuple(filter(None, (*request.texts, seen.loaded.request)))
+        self._adopt_head(seen)
+        there = _There.of(seen)
+        new = self._requests_since(request, seen, there)
+        selection = self._selected(new, seen)
+        self._requested = selection.head
+        self._offered = shelf = seen.shelf.selected(selection)
+        reason = rollback_reason(seen.loaded, seen.head) if new == NO_REQUEST or seen.loaded.named else ""
+        whole, decision = seen.whole(seen.head), None
+        # What is abandoned is not searched for: it need not be whole, or of this layout.
         if reason and whole >= 0:
-            self.why = f"{reason}; memory ({whole}) is given up"
-            self._events.emit("rolled_back", loaded=loaded.iteration, in_memory=whole, reason=reason)
+            self.why = f"{reason}; memory ({whole}) is abandoned"
+            self._events.emit("rolled_back", iteration=seen.loaded.iteration, newest=whole, reason=reason)
         elif not reason:
-            wish = _Wish(on_lost, loaded, reshapes, limit, unproven)
-            decision = self._newest(wish, shelf, newest, there.newest)
-        if limit:
-            self._undo(limit, decision, loaded, there, on_lost)
-        self.origin = next_origin(loaded, origin, storage_counts=decision is None, before=before)
+            wish = _Wish(on_lost, seen.loaded, reshapes, selection, unproven, new != NO_REQUEST)
+            decision = self._newest(wish, shelf, seen.newest(selection.head))
+        if new != NO_REQUEST:
+            self._record_request(new, decision, there, on_lost)
         if decision is None:
-            self._go_on_from(loaded.iteration)
+            self._go_on_from(None)
         return decision
 
-    def _limit(self, before: int, origin: Checkpoint, newest: int, loaded: Checkpoint) -> int:
-        """The iteration before which the job goes back now; 0 where it does not.
-
-        An earlier start with the same number has done so already: the snapshots since then remember it. Where there
-        is nothing yet, nothing is to be undone, and later starts go on, too. What was loaded in training is behind
-        that start.
-        """
-        if not before or loaded.generation or max(newest, loaded.iteration) < 0:
-            return 0
-        if before == origin.before:
-            text = f"--ftckpt-restore-before {before}: an earlier start went back, and this one goes on; to go back"
-            self._events.announce(f"{text} once more, start once without it, or name another iteration")
-            return 0
-        if loaded.iteration >= before:
-            raise ConfigError(
-                f"--ftckpt-restore-before: {before}, but the script has loaded iteration {loaded.iteration} from "
-                "storage: let it load one before that, or none"
-            )
-        return before
-
-    def _undo(self, limit: int, decision: Decision | None, loaded: Checkpoint, there: _There, on_lost: str) -> None:
-        """No later start takes what is newer, wherever it lies; memory is voided in ``void_newer``."""
-        if decision is None and not loaded.is_one and on_lost != "fresh":
-            raise LostError(there.nothing_before(limit))
-        leads = self._storage and self._group.rank == 0
-        undone = together(
-            self._group, lambda: self._shelf.void_from(limit, self._group.name, self._job) if leads else []
-        )
-        iteration = decision.snapshot.iteration if decision is not None else max(0, loaded.iteration)
-        if there.newest < limit and not undone:
-            text = f"--ftckpt-restore-before {limit}: nothing is there of that iteration or behind it"
-            self._events.announce(f"{text}, and nothing is undone; goes on from iteration {iteration}")
+    def _adopt_head(self, seen: Seen) -> None:
+        """A node that was away, or was killed before it wrote what others did, has snapshots of an abandoned branch:
+        they are void before anything is reconstructed there."""
+        known = [one.lineage for one in seen.memory if one.lineage.branches]
+        self._nodes_know = len(known) == len(self._topology.nodes) and all(one == seen.head for one in known)
+        if all(one == seen.head for one in known):
             return
-        self._events.emit(
-            "went_back", iteration=iteration, before=limit, on_storage=[one.iteration for one in undone]
-        )
-        self._events.announce(
-            f"--ftckpt-restore-before {limit}: goes back to iteration {iteration}; what is newer is undone"
-        )
 
-    def _newest(self, wish: _Wish, shelf: Shelf, in_memory: int, there: int) -> Decision | None:
-        """The newest of what is ``in_memory`` and of all that is ``there``, iterations; None: what was loaded is."""
-        if not wish.before and 0 <= there < wish.loaded.iteration:
+        def adopt_here() -> None:
+            if self._topology.is_node_leader and (arenas := adopt(self._node_dir, seen.head)):
+                reason = f"this node has snapshots of an abandoned branch, in {listed(arenas)}"
+                self._events.emit("rolled_back", iteration=seen.head.branches[-1].iteration, reason=reason)
+
+        together(self._group, adopt_here)
+        self._reports = None  # something of it may be void
+
+    def _requests_since(self, request: Request, seen: Seen, there: _There) -> Request:
+        """The requests that this start has to fulfil; where nothing is there, there is nothing to go back from."""
+        loaded, new = seen.loaded, request.since(seen.head)
+        if loaded.in_training:  # after the start that fulfilled them
+            return NO_REQUEST
+        if new.texts != request.texts:
+            done = ", ".join(f"--ftckpt-{text}" for text in request.texts if text not in new.texts)
+            self._events.announce(
+                f"{done}: an earlier start did that, and this one resumes; to do it once more, start once without it"
+            )
+        if new.name and seen.shelf.named is None:
+            raise StorageError(
+                f"--ftckpt-restore-from {new.name}: {self._storage or 'no --ftckpt-persist is named, which'} has no such "
+                "checkpoint; 'ftckpt list' shows the names",
+                lasting=True,
+            )
+        if new.before and max(there.newest, loaded.iteration) < 0:
+            return NO_REQUEST
+        if new.before and loaded.iteration >= new.before:
+            raise ConfigError(
+                f"--ftckpt-rollback-before: {new.before}, but the script has loaded iteration {loaded.iteration}: let "
+                "it load one before that, or none"
+            )
+        return new
+
+    def _selected(self, new: Request, seen: Seen) -> Selection:
+        """The snapshots that may be taken, under the lineage that this start branches."""
+        if new.name and (named := seen.shelf.named) is not None:
+            head = named.lineage.branch(named.snapshot.iteration, after=seen.head.generation)
+            return Selection(head, named.snapshot)
+        return Selection(seen.head.branch(new.before - 1) if new.before else seen.head)
+
+    def _record_request(self, new: Request, decision: Decision | None, there: _There, on_lost: str) -> None:
+        """Storage knows of the branch before anything in memory is void: it counts there whatever becomes of memory."""
+        asked = ", ".join(f"--ftckpt-{text}" for text in new.texts)
+        if decision is None and not self._loaded.is_one and on_lost != "fresh":
+            raise LostError(there.nothing_before(new.before))
+        if self._storage and self._shelf.storage is None:
+            raise StorageError(f"{asked}: storage cannot record it: {self._shelf.problem}", lasting=True)
+        iteration = decision.snapshot.iteration if decision is not None else max(0, self._loaded.iteration)
+        self._claim(replace(self._requested, requests=self._asked))
+        self._events.emit("rolled_back", iteration=iteration, newest=there.newest, reason=asked)
+        self._events.announce(f"{asked}: restores iteration {iteration}; what is newer is abandoned, not deleted")
+
+    def _claim(self, lineage: Lineage) -> None:
+        """Storage has ``lineage`` as the head. Collective."""
+
+        def claim() -> None:
+            storage = self._shelf.storage
+            if storage is None or self._group.rank != 0:
+                return
+            ask(lambda: commit.claim(storage, self._group.name, self._job, lineage))
+            if self._shelf.reader:  # to a claim all readers are killed ones
+                ask(lambda: retention.hold(storage, self._shelf.reader))
+
+        together(self._group, claim)
+
+    def _newest(self, wish: _Wish, shelf: Shelf, in_memory: int) -> Decision | None:
+        """The newest of what is ``in_memory``, an iteration, and of what storage has; None: what was loaded is."""
+        if not wish.is_requested and 0 <= max(in_memory, shelf.newest) < wish.loaded.iteration:
             self._give_up_older(in_memory, wish.loaded)
             decision = None
         else:
             decision = self._search(wish, shelf)
-        if decision is None and not wish.before:
+        if decision is None and not wish.is_requested:
             shelf.require_seen()
         return decision
 
     def _search(self, wish: _Wish, shelf: Shelf) -> Decision | None:
         # What is on its way may prove to be bad when some of it is in place: only where nothing of the live state
         # would be gone on with then.
-        overlaps = not wish.before and not wish.loaded.is_one and wish.on_lost != "fresh"
+        overlaps = not wish.is_requested and not wish.loaded.is_one and wish.on_lost != "fresh"
         search = Search(
             self._group, self._topology, self._events, self._arenas, reshapes=wish.reshapes, shelf=shelf,
-            slots=self._slots, before=wish.before, overlaps=overlaps, unproven=overlaps and wish.unproven,
+            slots=self._slots, selection=wish.selection, overlaps=overlaps, unproven=overlaps and wish.unproven,
             reports=self._reports,
         )  # fmt: skip
         self._reports = None  # of the first search alone
@@ -234,7 +267,6 @@ class Restart:
         try:
             decision = run()
         except LostError as error:
-            self._bad |= search.bad
             shelf.require_seen()
             if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
                 raise LostError(f"{error}. {_remedy(loaded)}") from None
@@ -242,10 +274,9 @@ class Restart:
             self.why = f"snapshots were lost: {error}"
             self._has_lost = True
             return None
-        if decision is not None and decision.snapshot.iteration < loaded.iteration:
+        if decision is not None and decision.snapshot.iteration < loaded.iteration and wish.selection.only is None:
             self._give_up_older(decision.snapshot.iteration, loaded)
             return None
-        self._bad |= search.bad
         self.usage, self._coming = search.usage, search.coming
         if decision is not None and search.coming is not None:
             if search.coming.slots is None:
@@ -255,14 +286,9 @@ class Restart:
                 self._decide = lambda: self._search(wish, left)
         return decision
 
-    def _give_up_older(self, in_memory: int, loaded: Checkpoint) -> None:
-        self._events.emit("older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
-        self.why = f"memory ({in_memory}) is older and given up"
-
-    @property
-    def last(self) -> LastAttempt | None:
-        """The last attempt of the job, as storage knows of it; from ``choose`` on."""
-        return self._shelf.last
+    def _give_up_older(self, in_memory: int, loaded: LoadedCheckpoint) -> None:
+        self._events.emit("memory_older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
+        self.why = f"memory ({in_memory}) is older and abandoned"
 
     @property
     def lost(self) -> bool:
@@ -330,7 +356,7 @@ class Restart:
                 if self._decide is None:
                     raise
                 if isinstance(error, StorageError):
-                    pass_over(self._events, decision.snapshot, error, self._bad)
+                    pass_over(self._events, decision.snapshot, error)
             finally:
                 self._end_coming()
             try:
@@ -339,16 +365,28 @@ class Restart:
                 error.touched = self._is_touched
                 raise
 
-    def _go_on_from(self, iteration: int) -> None:
-        """What has proven bad on storage, or was undone, is void there: whoever asks how far the job has come would
-        take it for its last, and what comes there next would wait until training has passed it."""
-        there = (one.snapshot.iteration for one in self._offered.snapshots)
-        self.on_storage = max((one for one in there if one <= iteration), default=-1)
-        if self._bad and self._group.rank == 0 and self._offered.storage is not None:
-            try:
-                retention.void(self._offered.storage, list(self._bad))
-            except StorageError as error:
-                self._events.emit("storage_fails", error=f"what counts no more is not marked as void: {error}")
+    def _go_on_from(self, iteration: int | None) -> None:
+        """The lineage of what follows is known: what storage has of newer ones was bad, or cannot be read."""
+        there = [one.snapshot.iteration for one in self._offered.snapshots]
+        self.on_storage = max((one for one in there if iteration is None or one <= iteration), default=-1)
+        self.lineage = lineage_after(self._requested, self._loaded, iteration, max(there, default=-1), self._asked)
+
+    def record_lineage(self) -> None:
+        """Nodes, and storage where it must, remember the lineage of what follows. Before anybody trains, after ``load``
+        or a ``choose`` that gave nothing.
+
+        Raises:
+            ArenaError: a node cannot write it.
+            StorageError: storage cannot.
+        """
+        lineage, head = self.lineage, self._head
+        is_same = (lineage.branches, lineage.requests, lineage.found) == (head.branches, head.requests, head.found)
+        if is_same and self._nodes_know:
+            return
+        if lineage != self._requested:
+            self._claim(lineage)  # first: what storage remembers counts for nodes that were killed before they did
+        leads = self._topology.is_node_leader
+        together(self._group, lambda: adopt(self._node_dir, lineage) if leads else None)
 
     def _decided_anew(self) -> Decision:
         """Another decision than the one that was coming."""
@@ -485,13 +523,14 @@ class _Wish(NamedTuple):
     """What is looked for, see ``Restart.choose``."""
 
     on_lost: str
-    loaded: Checkpoint
+    loaded: LoadedCheckpoint
     reshapes: bool
-    before: int
+    selection: Selection
     unproven: bool
+    is_requested: bool
 
 
-def _remedy(loaded: Checkpoint) -> str:
+def _remedy(loaded: LoadedCheckpoint) -> str:
     if loaded.is_one:
         return f"Go on from iteration {loaded.iteration}, as loaded from storage, with --ftckpt-on-lost storage"
     return (

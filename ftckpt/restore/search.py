@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
-from ftckpt.errors import DamagedError, FtckptError, LostError, MismatchError, StorageError
+from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import codec
+from ftckpt.model.lineage import ANY, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist.shards import StoredSnapshot
@@ -49,8 +50,8 @@ _FETCHES = 3
 """Of one snapshot: beside what was brought a slot that nobody had looked at may prove bad, and is brought, too."""
 
 
-def pass_over(events: Events, snapshot: SnapshotId, error: StorageError, bad: set[SnapshotId]) -> None:
-    """What is on storage of ``snapshot`` cannot be read: an older one will do. It is ``bad`` where that is proven.
+def pass_over(events: Events, snapshot: SnapshotId, error: StorageError) -> None:
+    """What is on storage of ``snapshot`` cannot be read: an older one will do.
 
     Raises:
         StorageError: on all ranks: storage is away, and will have it when it is back.
@@ -58,12 +59,10 @@ def pass_over(events: Events, snapshot: SnapshotId, error: StorageError, bad: se
     if not error.lasting:
         away = StorageError(
             f"iteration {snapshot.iteration} cannot be read: {error}; start again when storage is back, or name "
-            "--ftckpt-restore-before, which undoes it, to go on from an older one"
+            "--ftckpt-rollback-before, which abandons it, to go on from an older one"
         )
         away.of_all_ranks = True
         raise away
-    if isinstance(error, DamagedError):
-        bad.add(snapshot)
     events.emit("storage_damaged", iteration=snapshot.iteration, error=str(error))
 
 
@@ -107,25 +106,23 @@ class Search:
     what.
 
     ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage. ``slots``: of arenas
-    that must be made for it. ``before``: only snapshots in memory of iterations before this one count; 0: all.
+    that must be made for it. ``selection``: the snapshots in memory that may be taken.
     ``overlaps``: what lies on storage alone is decided on before it has come, and with ``unproven`` what memory has
     before it is proven, see ``coming``. ``reports``: the first inventory, of all ranks, where it was taken.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
-        shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0, overlaps: bool = False, unproven: bool = False,
+        shelf: Shelf = NO_SHELF, slots: int = 2, selection: Selection = ANY, overlaps: bool = False, unproven: bool = False,
         reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
-        self.bad: set[SnapshotId] = set()
-        """What is on storage and has proven bad."""
         self.coming: Coming | None = None
         """What brings the snapshot that was decided on, where it has not come: nothing of it is proven, and it may
         prove to be bad."""
         self._overlaps, self._unproven, self._reports = overlaps, unproven, reports
         self._reshapes = reshapes
-        self._shelf, self._slots, self._before = shelf, slots, before
+        self._shelf, self._slots, self._selection = shelf, slots, selection
         self._group = group
         self._topology = topology
         self._threads = threads_of(topology)
@@ -212,7 +209,7 @@ class Search:
         try:
             brought = list(fetch.run().values())
         except StorageError as error:
-            pass_over(self._events, snapshot, error, self.bad)
+            pass_over(self._events, snapshot, error)
             return False
         for at in brought:
             findings.damage.pop(at, None)
@@ -242,7 +239,7 @@ class Search:
             straight.close()
             if not isinstance(error, StorageError):
                 raise
-            pass_over(self._events, stored.snapshot, error, self.bad)
+            pass_over(self._events, stored.snapshot, error)
             return None
         self.coming = Coming(straight, fetch)
         self.usage = {"storage": reader.usage}
@@ -292,13 +289,13 @@ class Search:
         return self._join(gather_all(self._group, lambda: part_of_inventory(self._topology, self._arenas), Inventory))
 
     def _join(self, reports: Sequence[Inventory]) -> Inventory:
-        every = Inventory.join(reports)
+        every = Inventory.join([report.selected(self._selection) for report in reports])
         for report in every.arenas:
             if report.problems:
                 self._events.emit("arena_problem", shard=report.shard, problems=report.problems)
         inventory, problems = every.of_shards(known_shards(every.arenas, self._topology))
         self._report_problems(problems)
-        return inventory.until(self._before) if self._before else inventory
+        return inventory
 
     def _gather_shield(self, query: Query) -> Shield:
         """All about the protection of a snapshot, from the leaders of all nodes."""

@@ -11,16 +11,15 @@ from ftckpt.errors import LostError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.model import codec
-from ftckpt.model.failures import LastAttempt
-from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone
+from ftckpt.model.lineage import UNKNOWN, Lineage, Request, Selection, is_past, newest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
-from ftckpt.persist.failures import last_attempt
+from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage, patiently
 
 _NEWEST = 10
-"""Snapshots on storage that a restart looks at: should all of them be bad, older ones are for people to choose."""
+"""Snapshots on storage that a restart reads about: should all of them be bad, older ones are for people to choose."""
 
 _PATIENCE_SECS = 30.0
 """How long a restart tries what storage does not give: less than ranks wait for each other."""
@@ -40,13 +39,17 @@ class Shelf:
     """Whether that passes: what cannot be seen now may be seen by a later start."""
     reader: str = ""
     """As whom this restart keeps what is there from being removed."""
-    last: LastAttempt | None = None
-    """The last attempt of the job, as storage knows of it."""
+    lineage: Lineage = UNKNOWN
+    """The head, as far as storage has recorded it."""
+    named: StoredSnapshot | None = None
+    """The one that ``Request.name`` names."""
+    abandoned: tuple[str, ...] = ()
+    """Names of checkpoints that are not in the past of the job."""
     bad: tuple[int, ...] = ()
     """Iterations that have proven bad."""
 
     def close(self) -> None:
-        """What this restart has not read it reads no more."""
+        """Release the hold on what is there."""
         if self.storage is not None and self.reader:
             with suppress(StorageError):  # the claim of the run that follows does so, too
                 retention.let_go(self.storage, self.reader)
@@ -58,11 +61,16 @@ class Shelf:
             return LostError(
                 f"none of the snapshots on storage ({', '.join(map(str, there))}) can be used; the log says why"
             )
-        return LostError(f"what is on storage cannot be seen: {self.problem}") if self.problem else None
+        if self.abandoned:
+            return LostError(
+                f"storage has only checkpoints of abandoned branches ({', '.join(self.abandoned[:_NEWEST])}): name one "
+                "with --ftckpt-restore-from"
+            )
+        return LostError(f"storage cannot be read: {self.problem}") if self.problem else None
 
     def require_seen(self) -> None:
-        """Nothing older than what memory last called whole may be gone on from before storage was seen: it may have
-        something newer, which the next checkpoint would count as undone, and remove.
+        """Refuses to go on from less than what memory last called whole before storage was seen: storage may have
+        something newer, which the next checkpoint would abandon.
 
         Raises:
             StorageError: on all ranks: it is away.
@@ -75,51 +83,17 @@ class Shelf:
             away.of_all_ranks = True
             raise away
 
-    @property
-    def origins(self) -> list[Checkpoint]:
-        """What the snapshots went on from."""
-        return [one.origin for one in self.snapshots]
-
-    def without_undone(self, origin: Checkpoint) -> Shelf:
-        """Without snapshots of a history that was undone since."""
-        left = (one for one in self.snapshots if not is_undone(one.origin, origin, one.snapshot.iteration))
-        return replace(self, snapshots=tuple(left))
-
-    def before(self, iteration: int) -> Shelf:
-        """Without snapshots of this iteration and behind it."""
-        return replace(self, snapshots=tuple(one for one in self.snapshots if one.snapshot.iteration < iteration))
+    def selected(self, selection: Selection) -> Shelf:
+        """With the snapshots alone that a restart may take."""
+        every = self.snapshots if self.named is None else (self.named, *self.snapshots)
+        left = {one.snapshot: one for one in every if selection.takes(one.lineage, one.snapshot)}
+        abandoned = [str(CheckpointName(one.snapshot.iteration)) for one in every if one.snapshot not in left]
+        return replace(self, snapshots=tuple(left.values()), abandoned=(*self.abandoned, *abandoned))
 
     def without(self, snapshot: SnapshotId) -> Shelf:
         """Without a snapshot that has proven bad."""
         left = tuple(one for one in self.snapshots if one.snapshot != snapshot)
         return replace(self, snapshots=left, bad=(*self.bad, snapshot.iteration))
-
-    def void_from(self, iteration: int, owner: str, job: str = "") -> list[SnapshotId]:
-        """No later start takes what storage has of this iteration and behind it; returns what that is. Called by one
-        rank, for the run ``owner`` of ``job``.
-
-        Raises:
-            StorageError: storage fails, or cannot be seen.
-        """
-        if self.storage is None:
-            text = "--ftckpt-restore-before: storage cannot be seen, and what is newer there not be undone"
-            raise StorageError(f"{text}: {self.problem}", lasting=True)
-        storage, undone = self.storage, list[SnapshotId]()
-        # First: an SMP of an earlier run may be about to commit what is undone here, which cannot be seen yet. What
-        # is known of failures stays: this run tells of its own when it trains.
-        failures = self.last.record if self.last is not None else None
-        ask(lambda: commit.claim(storage, owner, job, failures))
-        if self.reader:  # to a claim all readers are killed ones
-            ask(lambda: retention.hold(storage, self.reader))
-        for number in ask(lambda: commit.committed(storage)):
-            if number >= iteration:
-                try:
-                    undone.append(_manifest(storage, number).snapshot)
-                except StorageError as error:
-                    if not error.lasting:
-                        raise  # what is damaged no start can take
-        ask(lambda: retention.void(storage, undone))
-        return undone
 
     @property
     def newest(self) -> int:
@@ -137,15 +111,30 @@ class Look(NamedTuple):
     length: int
 
 
+class _Found(NamedTuple):
+    """What rank 0 has read: manifests of the newest that count, as texts, the head that storage has recorded, names of
+    those that do not count, the manifest of the one that was named, why there may be more, and whether that passes."""
+
+    texts: list[str]
+    lineage: Lineage = UNKNOWN
+    abandoned: tuple[str, ...] = ()
+    named: str = ""
+    problem: str = ""
+    is_away: bool = False
+
+
 class ShelfLook:
-    """How ranks look at storage, one for all of them: ``see`` on each, ``join`` with what all have seen."""
+    """How ranks look at storage, one for all of them: ``see`` on each, ``join`` with what all have seen.
+
+    ``lineage`` gives what rank 0's node knows of the head.
+    """
 
     def __init__(
-        self, group: Group, where: str, events: Events, before: int = 0, job: str = "", *,
-        origin: Callable[[], Checkpoint] = lambda: NOTHING,
+        self, group: Group, where: str, events: Events, request: Request, *,
+        lineage: Callable[[], Lineage] = lambda: UNKNOWN,
     ) -> None:  # fmt: skip
-        self._group, self._events, self._origin = group, events, origin
-        self._where, self._before, self._job = where, before, job
+        self._group, self._events, self._lineage = group, events, lineage
+        self._where, self._request = where, request
         self._storage: Storage | None = None
         self._told = b""
 
@@ -166,13 +155,11 @@ class ShelfLook:
         if self._storage is not None and self._group.rank == 0:
             _require_own(self._storage)
             _hold(self._storage, self._reader, self._events)
-            texts, problem, is_away = _read(self._storage, self._events, self._before, self._origin())
-            found = texts, problem, is_away, self._last_attempt(self._storage)
-            self._told = codec.encode(found)
+            self._told = codec.encode(_read(self._storage, self._events, self._request, self._lineage()))
         return Look(away, len(self._told))
 
     def join(self, seen: Sequence[Look]) -> Shelf:
-        """What is there; with ``before`` the newest before that iteration, too. Collective."""
+        """What is there. Collective."""
         if not self._where:
             return NO_SHELF
         leads = self._group.rank == 0
@@ -184,16 +171,16 @@ class ShelfLook:
             return Shelf(problem=away, is_away=True)
         # The length is known: a broadcast takes as many bytes on all ranks.
         data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
-        texts, problem, is_away, last = codec.decode(data, tuple[list[str], str, bool, LastAttempt | None])
-        snapshots = tuple(StoredSnapshot.decode(text.encode(), self._where) for text in texts)
-        return Shelf(self._storage, snapshots, problem, is_away, self._reader if leads else "", last)
+        found = codec.decode(data, _Found)
+        snapshots = tuple(self._decoded(text) for text in found.texts)
+        return Shelf(
+            self._storage, snapshots, found.problem, found.is_away, self._reader if leads else "",
+            lineage=newest([found.lineage, *(one.lineage for one in snapshots)]),
+            named=self._decoded(found.named) if found.named else None, abandoned=found.abandoned,
+        )  # fmt: skip
 
-    def _last_attempt(self, storage: Storage) -> LastAttempt | None:
-        try:
-            return ask(lambda: last_attempt(storage, self._job))
-        except StorageError as error:
-            self._events.emit("storage_fails", error=f"failures of the job are not known: {error}")
-            return None
+    def _decoded(self, text: str) -> StoredSnapshot:
+        return StoredSnapshot.decode(text.encode(), self._where)
 
 
 def _open(where: str) -> tuple[Storage | None, str]:
@@ -221,46 +208,39 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
         events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
 
 
-def _read(
-    storage: Storage, events: Events, before: int, origin: Checkpoint = NOTHING
-) -> tuple[list[str], str, bool]:  # fmt: skip
-    """The newest manifests that count, those before an iteration among them, why there may be more, and whether a
-    later start may see them.
-
-    What never happened, as far as ``origin`` says, is among them, but in the place of none that counts.
-    """
-    texts, problem, is_away = list[str](), "", False
+def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> _Found:
+    """The newest manifests that count, and of those before ``request.before`` as many, with what else is there."""
+    found = _Found([])
     try:
         void = ask(lambda: retention.voided(storage))
-        there = ask(lambda: commit.committed(storage))
-        wanted = [_NEWEST, _NEWEST if before else 0]  # of all, of those before it
-        for iteration in there:
-            is_older = iteration < before
-            if wanted[0] <= 0 and not (is_older and wanted[1] > 0):
+        head = newest([head, ask(lambda: commit.claimed_lineage(storage))])
+        found = found._replace(lineage=head)
+        wanted = [_NEWEST, _NEWEST if request.before else 0]  # of all, of those before it
+        for name in ask(lambda: commit.checkpoints(storage)):
+            is_older, is_named = name.iteration < request.before, str(name) == request.name
+            if wanted[0] <= 0 and not (is_older and wanted[1] > 0) and not is_named:
                 continue
             try:
-                stored = _manifest(storage, iteration)
+                stored = ask(lambda name=name: retention.read_manifest(storage, name))  # type: ignore[misc]
             except StorageError as error:
                 if not error.lasting:
                     raise
-                events.emit("storage_damaged", iteration=iteration, error=str(error))
-                problem = problem or str(error)
+                events.emit("storage_damaged", iteration=name.iteration, error=str(error))
+                found = found._replace(problem=found.problem or str(error))
             else:
                 if stored.snapshot in void:
                     continue
-                texts.append(stored.encode().decode())
-                if is_undone(stored.origin, origin, iteration):
+                if is_named:
+                    found = found._replace(named=stored.encode().decode())
+                if not is_past(stored.lineage, name.iteration, head):
+                    found = found._replace(abandoned=(*found.abandoned, str(name)))
                     continue
+                found.texts.append(stored.encode().decode())
             wanted = [wanted[0] - 1, wanted[1] - is_older]
     except StorageError as error:
         events.emit("storage_fails", error=str(error))
-        problem, is_away = str(error), not error.lasting
-    return texts, problem, is_away
-
-
-def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:
-    name = commit.manifest_of(iteration)
-    return StoredSnapshot.decode(ask(lambda: storage.read(name)), f"{storage.where}/{name}")
+        found = found._replace(problem=str(error), is_away=not error.lasting)
+    return found
 
 
 def ask(action: Callable[[], T]) -> T:
