@@ -98,9 +98,7 @@ class Config:
     persist: str = declare(
         "",
         "where snapshots go in the background: a directory that all nodes share, or s3://, gs:// or az:// with "
-        "bucket and folder; or megatron: to --save each --save-interval iterations, in the place of "
-        "Megatron's own saving; or deepspeed:DIR: what save_checkpoint(DIR) is called for, in its place; default: "
-        "nowhere",
+        "bucket and folder; default: nowhere",
     )
     persist_format: str = declare(
         "snapshot",

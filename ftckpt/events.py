@@ -299,8 +299,7 @@ EVENTS: dict[str, EventKind] = {
     # Storage.
     "persisted": _quiet("a snapshot is on storage, all of it", iteration=_ITERATION, secs="since it was chosen"),
     "not_persisted": _loud(
-        "a snapshot did not come to storage; a newer one is tried", iteration=_ITERATION,
-        secs="since it was chosen, 0 if it was not"
+        "a snapshot did not come to storage; a newer one is tried", iteration=_ITERATION, secs="since it was chosen"
     ),
     "last_not_taken": _loud(
         "the job ends, and of its last iteration there is no snapshot", iteration="the last one", reason="why",
@@ -320,9 +319,6 @@ EVENTS: dict[str, EventKind] = {
     "not_exported": _loud(
         "a snapshot is on storage, and what others load was not made of it", iteration=_ITERATION,
         format="as ftckpt convert names it", reason="why",
-    ),
-    "not_taken_over": _loud(
-        "the framework saves by itself, in the place of which ftckpt was to", iteration="that it saves", reason="why"
     ),
     "prefetched": _quiet(
         "a part of a snapshot on storage was read before the restart asked for it, while ranks still started",

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ftckpt.errors import ConfigError
-from ftckpt.persist_setting import DEEPSPEED, check_persist, program_of
+from ftckpt.persist_setting import check_persist
 from ftckpt.setting import flag_of
 
 if TYPE_CHECKING:
@@ -116,32 +116,12 @@ def _check_layouts(layouts: str) -> None:
 def _check_storage(config: Config) -> None:
     check_persist(config.persist, config.persist_format)
     # From the class: a value that was not given.
-    names_interval = config.persist_interval != type(config).persist_interval
-    if not config.persist and names_interval:
+    if not config.persist and config.persist_interval != type(config).persist_interval:
         raise ConfigError(
             "--ftckpt-persist-interval: nothing comes to storage without --ftckpt-persist, which names it"
         )
-    if program_of(config.persist) == DEEPSPEED:
-        _check_follows_script(config, names_interval)
     if config.persist_compress == "zstd":
         _require_installed("zstandard", "--ftckpt-persist-compress: zstd", "storage")
-
-
-def _check_follows_script(config: Config, names_interval: bool) -> None:
-    """What says otherwise than the script when something is saved is refused."""
-    for wrong, text in (
-        (names_interval, "save_checkpoint says when: no --ftckpt-persist-interval"),
-        (
-            config.interval == "auto",
-            "--ftckpt-interval auto takes snapshots of other iterations than save_checkpoint is called at",
-        ),
-        (
-            config.persist_at_end == "off",
-            "--ftckpt-persist-at-end off would lose what is on its way when the job ends",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(f"--ftckpt-persist: deepspeed: {text}")
 
 
 def _check_metrics(config: Config) -> None:

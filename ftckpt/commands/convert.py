@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ftckpt.convert.conversion import Conversion, Options
     from ftckpt.convert.language.spec import Spec
 
-FORMATS = ("universal", "deepspeed-universal", "deepspeed", "megatron-dist", "safetensors")
+FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _INTERRUPTED = 130
 """What shells say of a command that Ctrl-C ended."""
@@ -38,7 +38,6 @@ def add_convert(commands: Any) -> None:
     parser.add_argument("source", nargs="+", type=Path, metavar="SRC", help="checkpoint, or directories with arenas")
     parser.add_argument("destination", type=Path, metavar="DST", help="directory to make; broken off, DST.partial")
     parser.add_argument("--to", choices=FORMATS, default="universal", help="format of DST (default: %(default)s)")
-    parser.add_argument("--outline", type=Path, metavar="DIR", help="what --to deepspeed fills in: see the README")
     parser.add_argument("--spec", metavar="FILE|NAME", help="where parameters lie, if the checkpoint does not say it")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the specification"
@@ -94,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> None:
     spec = _spec(arguments)
     with closing(open_reader(arguments.source, ReadOptions(spec, arguments.iteration, options.roles))) as reader:
         max_file = size(arguments.max_file, "--max-file")
-        writer = open_writer(arguments.destination, arguments.to, max_file, arguments.outline)
+        writer = open_writer(arguments.destination, arguments.to, max_file)
         conversion = prepare(reader, writer, options)
         for line in _described(conversion, options, spec, arguments):
             print(line)
@@ -125,7 +124,6 @@ def _options(arguments: argparse.Namespace) -> Options:
         # Resolved: the same command from another directory goes on with what was begun.
         "source": " ".join(str(path.resolve()) for path in arguments.source),
         "--to": arguments.to,
-        "--outline": str(arguments.outline.resolve()) if arguments.outline is not None else "",
         "--spec": f"{arguments.spec or ''} {' '.join(sorted(arguments.set))}".strip(),
     }
     options = Options(max_memory=size(arguments.max_memory, "--max-memory"), roles=roles, identity=identity)

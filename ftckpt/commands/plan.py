@@ -26,7 +26,6 @@ from ftckpt.model.text import human
 from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.storage import open_storage
-from ftckpt.persist_setting import taken_over
 from ftckpt.setting import convert, reader_of
 from ftckpt.smp.link import NetworkLimit, unknown_limit
 
@@ -224,7 +223,7 @@ def _seen(arguments: argparse.Namespace) -> FailureRecord | None:
     """What the job at ``--seen`` knows of failures. Raises ConfigError where nothing is there."""
     if arguments.seen is None:
         return None
-    where = taken_over(arguments.seen) or arguments.seen
+    where = arguments.seen
     if "://" not in where and not os.path.exists(where):
         raise ConfigError(f"--seen: {where} is not there; name the storage that the job writes to")
     last = last_attempt(open_storage(snapshots_at(where), "--seen"))

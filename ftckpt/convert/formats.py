@@ -12,7 +12,6 @@ from ftckpt.convert.arenas import ArenaReader
 from ftckpt.convert.catalog import Reader, Writer
 from ftckpt.convert.deepspeed import files as deepspeed_files
 from ftckpt.convert.deepspeed import universal_reader as deepspeed_universal
-from ftckpt.convert.deepspeed.outlined_writer import DeepSpeedOutlinedWriter
 from ftckpt.convert.deepspeed.reader import DeepSpeedReader
 from ftckpt.convert.deepspeed.universal_reader import DeepSpeedUniversalReader
 from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter
@@ -26,7 +25,6 @@ from ftckpt.convert.snapshots import SnapshotReader
 from ftckpt.convert.storage import PARTIAL
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
-from ftckpt.persist.place import OUTLINED
 
 
 @dataclass(frozen=True)
@@ -138,18 +136,8 @@ def format_of(path: Path) -> str:
     raise ConvertError(f"{path}: is no checkpoint that is known here; known are {', '.join(_FORMATS)}")
 
 
-def open_writer(path: Path, to: str, max_file_bytes: int = MAX_FILE_BYTES, outline: Path | None = None) -> Writer:
-    """A writer of format ``to`` at ``path``; ``outline`` is what ``deepspeed`` fills in.
-
-    Raises:
-        ConvertError: a name that is not known; an outline is missing, is none, or means nothing for the format.
-    """
-    if to == OUTLINED and outline is not None:
-        return DeepSpeedOutlinedWriter(path, outline)
-    if to == OUTLINED:
-        raise ConvertError(f"--to {to}: fills in what save_checkpoint has outlined: name that with --outline")
-    if outline is not None:
-        raise ConvertError(f"--outline: means nothing for --to {to}, only for {OUTLINED}")
+def open_writer(path: Path, to: str, max_file_bytes: int = MAX_FILE_BYTES) -> Writer:
+    """A writer of format ``to`` at ``path``. Raises ConvertError for a name that is not known."""
     if to not in _WRITERS:
-        raise ConvertError(f"--to: {to!r} is not known; known are {', '.join([*_WRITERS, OUTLINED])}")
+        raise ConvertError(f"--to: {to!r} is not known; known are {', '.join(_WRITERS)}")
     return _WRITERS[to](path, max_file_bytes)

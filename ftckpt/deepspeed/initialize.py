@@ -25,7 +25,6 @@ objects: dict[str, Any] = {}
 """The script's own, by name."""
 _runner = False
 _is_attached_later = False
-_at_end: Callable[[], bool] | None = None
 
 
 class _ImportWatch(importlib.abc.MetaPathFinder):
@@ -103,21 +102,13 @@ def leave() -> None:
     _end(remove=False)
 
 
-def at_end(function: Callable[[], bool] | None) -> None:
-    """What is to be called when training has ended well, see ``Checkpointer.close``: for the engine that is followed
-    now."""
-    global _at_end
-    _at_end = function
-
-
 def _end(remove: bool) -> None:
-    checkpointer, last = door.checkpointer, _at_end
-    at_end(None)
+    checkpointer = door.checkpointer
     if checkpointer is not None:
         try:
             door.leave()
         finally:
-            checkpointer.close(remove=remove, make_up=last if remove else None)
+            checkpointer.close(remove=remove)
 
 
 def remove() -> None:

@@ -12,7 +12,7 @@ import deepspeed
 import torch.distributed as dist
 
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize, optimizers, saves, support
+from ftckpt.deepspeed import initialize, optimizers, support
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
 from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer, waits_in
@@ -28,7 +28,6 @@ from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
 from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.compile_locks import release_orphans
-from ftckpt.persist_setting import DEEPSPEED, program_of
 
 _DATA, _SCRIPT = "ftckpt.data", "ftckpt.script"
 _OWNS_DATA = "data"
@@ -71,10 +70,8 @@ class EngineSession:
         self._engine = engine
         self._objects = dict(objects)
         self._begins = begins
-        if program_of(config.persist) == DEEPSPEED:
-            saves.prepare(config)
         examines = versions.admit("DeepSpeed", deepspeed.__version__, config)
-        self._start = doors.start(config, lambda: _place(engine), saves_of=DEEPSPEED, examines=examines)
+        self._start = doors.start(config, lambda: _place(engine), examines=examines)
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self._fresh_scheduler = copy.deepcopy(schedulers.save(engine.lr_scheduler))
@@ -88,9 +85,7 @@ class EngineSession:
             door.leave()  # a refusal leaves the engine as it was
             raise
         self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, check_counted=check_counted)
-        self._saves = saves.Saves(self._hooks, self._start.config) if program_of(config.persist) else None
         self._follow()
-        initialize.at_end(self._saves.end if self._saves is not None else None)
         door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
             checkpointer.events.announce(
@@ -145,13 +140,11 @@ class EngineSession:
             self._hooks.follow_micro_batches()
         door.hooks.wrap(self._engine, "load_checkpoint", self._load_checkpoint)
         door.hooks.wrap(self._engine, "destroy", self._destroy)
-        if self._saves is not None:
-            door.hooks.wrap(self._engine, "save_checkpoint", self._saves.save)
         door.hooks.wrap(self._engine, "save_checkpoint", self._save_checkpoint)
         door.hooks.wrap(self._engine, "compile", _refuse_compile)
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.take_boundary()  # what is saved is of that iteration, and may be its snapshot
+        self.take_boundary()  # what is saved is of that iteration
         return original(*args, **kwargs)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

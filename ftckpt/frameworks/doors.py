@@ -26,7 +26,6 @@ from ftckpt.frameworks.launcher import (
     node_name,
     tell_if_drawn,
 )
-from ftckpt.persist_setting import program_of
 from ftckpt.store.outcome import LauncherRun, launcher_run
 
 if TYPE_CHECKING:
@@ -231,7 +230,6 @@ def read_ahead(config: Config) -> None:
 def start(
     config: Config,
     place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
-    saves_of: str = "",
     examines: str = "",
 ) -> Start:
     """Name the job and the node, and gather where every rank stands. Collective; torch.distributed is initialised.
@@ -239,21 +237,16 @@ def start(
     Args:
         config: ``job`` and ``node`` need not be given.
         place: gives this rank's coordinates and the sizes of the layout; refuses what the framework cannot do.
-        saves_of: the program in whose place ``persist`` may save.
         examines: the release that is to show that it fits.
 
     Raises:
-        ConfigError: ``persist`` is in the place of another program; a name is none, or no job name can be found;
-            ranks have different ones; two ranks claim the same coordinates.
+        ConfigError: a name is none, or no job name can be found; ranks have different ones; two ranks claim the
+            same coordinates.
         FtckptError: what ``place`` raises on any rank, on all.
         SystemExit: an earlier attempt of this launcher run ended the job.
     """
     if not logging.getLogger("ftckpt").hasHandlers():
         log_to_stderr()  # a script that has not configured logging would be told nothing
-    if (program := program_of(config.persist)) not in ("", saves_of):
-        raise ConfigError(
-            f"--ftckpt-persist: {program} does not train here, and saves nothing: name a directory or a URL"
-        )
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     tell_if_drawn(config.job, os.environ)
     read_ahead(config)  # of a script that has told nobody before

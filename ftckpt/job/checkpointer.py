@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from operator import index
 from pathlib import Path
@@ -39,8 +39,6 @@ from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import PulseCount
 from ftckpt.windows.iteration import COMPUTE
 from ftckpt.windows.pacer import Pacer
-
-_POLL_SECS = 0.02
 
 
 class Checkpointer:
@@ -83,8 +81,6 @@ class Checkpointer:
         self._closed = False
         self._fenced = False  # since the last boundary
         self._examination = Examination(examines) if examines else None
-        self.saved = -1
-        """The iteration that a framework has saved by itself, so that it need not come to storage at the end."""
 
     @property
     def off(self) -> bool:
@@ -110,22 +106,6 @@ class Checkpointer:
     def persisted(self) -> SnapshotId | None:
         """The newest snapshot of this attempt that is on storage; None where none is."""
         return self._state.flushes.persisted
-
-    @property
-    def persisting(self) -> SnapshotId | None:
-        """The snapshot that is on its way to storage; None where none is."""
-        return self._state.flushes.current
-
-    def has_smp(self, timeout_secs: float) -> bool:
-        """Whether this node's SMP knows what to do, now or within ``timeout_secs``: it starts beside training."""
-        deadline = time.monotonic() + timeout_secs
-        while not (guards := self._protection.smp_guards) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECS)
-        return guards
-
-    def bring(self, iteration: int) -> None:
-        """The snapshot of ``iteration``, which is under way, is to go to storage. All ranks call it, or none."""
-        self._state.flushes.ask(iteration)
 
     @property
     def lineage(self) -> bytes:
@@ -363,9 +343,7 @@ class Checkpointer:
         with self.section("save"):
             return save.run(path, max_file_bytes, precision)
 
-    def close(
-        self, remove: bool | None = None, done: bool = True, make_up: Callable[[], bool] | None = None
-    ) -> None:  # fmt: skip
+    def close(self, remove: bool | None = None, done: bool = True) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
 
         They stay with ``remove=False`` and no other rank is waited for; that is the default while an exception is
@@ -374,10 +352,7 @@ class Checkpointer:
         With the arenas removed the job is ``done``: no further attempt of its launcher trains anything, whatever
         becomes of this one. So what must be done at the end, and may fail, comes before. They stay where the last
         snapshot is to be on storage and is not. Not ``done``, training goes on from another state, which undoes what
-        memory has: none of it comes to storage, but for what a framework's own checkpoint lacks yet.
-
-        ``make_up``: called where all ranks end well, before memory goes; whether a framework has saved the newest
-        state by itself there, as that was not on storage.
+        memory has: none of it comes to storage.
 
         Raises:
             StorageError: under ``on_error: raise``, where the last snapshot did not come to storage.
@@ -388,7 +363,7 @@ class Checkpointer:
         remove = not in_error if remove is None else remove
         failure: StorageError | None = None
         if remove:
-            remove, failure = self._bring_home(done, make_up)
+            remove, failure = self._bring_home(done)
         else:
             self._fence()  # nothing more is trained: the last snapshot is good
             if self._state.lost:
@@ -415,34 +390,30 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
-    def _bring_home(self, done: bool, make_up: Callable[[], bool] | None) -> tuple[bool, StorageError | None]:
+    def _bring_home(self, done: bool) -> tuple[bool, StorageError | None]:
         """What is not on storage when memory goes is lost: whether it may go, and what is to be raised."""
-        wants = self._snapshots is not None and self._rank.storage.wants_any(done)
-        problem, raises = self._persist_last(done) if wants else "", self.config.on_error == "raise"
-        if make_up is not None:  # whatever came: it may have more to say
-            with self.section("save"):  # the SMP still watches
-                problem = "" if make_up() else problem
-        if not problem:
-            return not (wants and self.group.lost), None
-        text = f"the last snapshot did not come to storage: {problem}"
-        if not done and not raises:  # what is undone is of no use to a restart
-            self.events.announce(f"{text}; training goes on from another state, and memory has that alone")
+        if not done or self._snapshots is None or not self._rank.storage.wants_last:
+            return True, None
+        if not (problem := self._persist_last()):
             return not self.group.lost, None
-        text += f"; memory keeps it: {save_command(self.config)}, or a start under this name, which goes on from it"
-        if raises:
+        text = (
+            f"the last snapshot did not come to storage: {problem}; memory keeps it: {save_command(self.config)}, or "
+            "a start under this name, which goes on from it"
+        )
+        if self.config.on_error == "raise":
             return False, StorageError(text, lasting=True)
         self.events.announce(text)
         return False, None
 
-    def _persist_last(self, done: bool) -> str:
+    def _persist_last(self) -> str:
         """Why the last snapshot is not on storage; empty where it is."""
         shard, snapshots = self._shard, self._snapshots
         assert shard is not None and snapshots is not None
-        # Not where training goes on from another state, and nowhere before the first boundary of this attempt.
-        boundary = self._boundary if done and self._protection.is_set_up else -1
+        # Not before the first boundary of this attempt.
+        boundary = self._boundary if self._protection.is_set_up else -1
         rank = RankEnd(
             self.config, self.events, self._state, self._protection, shard=shard, kept=snapshots.kept,
-            boundary=boundary, saved=self.saved, begin=snapshots.take,
+            boundary=boundary, begin=snapshots.take,
         )  # fmt: skip
         try:
             try:
@@ -450,7 +421,7 @@ class Checkpointer:
             except FtckptError as error:  # told already; all ranks go on together to what is left
                 self.events.emit("close_incomplete", error=str(error))
             with self.section("save"):
-                return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank, done))
+                return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank))
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
             return f"whether it is there is not known ({error})"

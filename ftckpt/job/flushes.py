@@ -15,7 +15,6 @@ from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.failures import FailureRate
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.tiers import JOB, NODE, Tier, storage_interval_secs, storage_mtbf_secs
-from ftckpt.persist_setting import DEEPSPEED, program_of
 from ftckpt.store.pulse import FlushState
 from ftckpt.windows.cost import Wish
 
@@ -80,8 +79,6 @@ class Flushes:
     timeout_secs: float = 0.0
     tunes: bool = False
     mtbf_secs: float = math.inf
-    only_asked: bool = False
-    """Whether those alone go there that are asked for: none in the place of one that does not come."""
     current: SnapshotId | None = None
     persisted: SnapshotId | None = None
     """The newest that is on storage, of those of this attempt."""
@@ -104,8 +101,6 @@ class Flushes:
         """As configured; ``mtbf_secs`` see above."""
         if not config.persist:
             return cls(0)
-        if program_of(config.persist) == DEEPSPEED:  # its script asks for each
-            return cls(_MOST, config.persist_timeout_secs, only_asked=True)
         tunes = config.persist_interval == "auto"
         interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
         return cls(interval, config.persist_timeout_secs, tunes, mtbf_secs)
@@ -121,15 +116,6 @@ class Flushes:
         if self.interval and not self.tunes:
             self.due = self._behind(max(0, on_storage))
 
-    def ask(self, iteration: int) -> None:
-        """The snapshot of ``iteration`` is to go there, whatever the interval says."""
-        self.due = iteration
-
-    @property
-    def asked(self) -> int:
-        """The iteration that is asked for and not chosen yet; -1: none."""
-        return self.due if self.only_asked and self.due < _MOST else -1
-
     def resume(self, iteration: int) -> None:
         """Training goes on behind ``iteration``, -1 for the beginning."""
         if self.tunes:
@@ -141,11 +127,7 @@ class Flushes:
         yield from self._tune(verdict.flush_interval)
         if self.current is not None or newest is None or not self.interval or newest.iteration < self.due:
             return
-        if self.only_asked and newest.iteration > self.due:
-            text = f"iteration {self.due} did not come to storage: there is no snapshot of it any more"
-            yield Announcement("not_persisted", {"iteration": self.due, "secs": 0.0}, error=text)
-            self.due = self._behind(newest.iteration)
-        elif verdict.flushed != Coverage.CANNOT:
+        if verdict.flushed != Coverage.CANNOT:
             self.current, self.due, self.chosen_secs = newest, self._behind(newest.iteration), now_secs
             self._last = newest.iteration
 
@@ -189,9 +171,7 @@ class Flushes:
 
     def _again(self, iteration: int) -> None:
         """That one has not come: the next one will do."""
-        self._last = None
-        if not self.only_asked:
-            self.due = iteration
+        self._last, self.due = None, iteration
 
     def _behind(self, iteration: int) -> int:
         if self.tunes:

@@ -22,13 +22,12 @@ class End(NamedTuple):
     """What one rank has and knows where the job ends, and nothing is trained or taken any more.
 
     ``boundary``: the iteration of its last one in this attempt, of which a snapshot is wanted; -1: of none.
-    ``saved``: the newest iteration that a framework has saved by itself. ``sealed``: what its arena holds.
-    ``protected``, ``going`` (to storage, or asked for) and ``persisted`` as this rank has read of them.
+    ``sealed``: what its arena holds. ``protected``, ``going`` (to storage) and ``persisted`` as this rank has read of
+    them.
     ``objection``: why it cannot take a snapshot of its last boundary; empty where it can.
     """
 
     boundary: int = -1
-    saved: int = -1
     sealed: tuple[SnapshotId, ...] = ()
     protected: SnapshotId | None = None
     going: SnapshotId | None = None
@@ -39,19 +38,16 @@ class End(NamedTuple):
 class JobEnd(NamedTuple):
     """What all ranks together have where the job ends.
 
-    ``newest``, ``going``: sealed by all of them, and ``going`` not known to be on storage. ``lacking``: the last
-    iteration, where a snapshot of it is missing; -1 where none is. ``objection``: why that cannot be taken; empty
-    where it can. ``keep``: what must not be written over for it. ``persisted``: what is on storage. ``saved``: the
-    newest iteration that a framework has saved.
+    ``newest``: sealed by all of them. ``lacking``: the last iteration, where a snapshot of it is missing; -1 where
+    none is. ``objection``: why that cannot be taken; empty where it can. ``keep``: what must not be written over for
+    it. ``persisted``: what is on storage.
     """
 
     newest: SnapshotId | None
-    going: SnapshotId | None
     lacking: int
     objection: str
     keep: frozenset[SnapshotId]
     persisted: frozenset[SnapshotId]
-    saved: int
 
     @classmethod
     def of(cls, ranks: Sequence[End]) -> JobEnd:
@@ -67,14 +63,13 @@ class JobEnd(NamedTuple):
         # Marked after a verdict of all nodes: one mark is proof enough, and behind it no older one is needed.
         protected = _newest(rank.protected for rank in ranks if rank.protected is not None)
         boundaries = [rank.boundary for rank in ranks]
-        saved = max(rank.saved for rank in ranks)
-        have = max(saved, newest.iteration if newest is not None else -1)
+        have = newest.iteration if newest is not None else -1
         lacking = max(boundaries) if max(boundaries) > have else -1
         objections = [f"rank {number}: {rank.objection}" for number, rank in enumerate(ranks) if rank.objection]
         if min(boundaries) != max(boundaries):
             objections.insert(0, f"ranks have come to different iterations: {min(boundaries)} and {max(boundaries)}")
         keep = frozenset(one for one in (newest, protected, going) if one is not None)
-        return cls(newest, going, lacking, "".join(objections[:1]), keep, persisted, saved)
+        return cls(newest, lacking, "".join(objections[:1]), keep, persisted)
 
 
 class RankEnd:
@@ -82,13 +77,13 @@ class RankEnd:
 
     Args:
         kept: of the last boundary.
-        boundary: its iteration; ``saved``: see End.
+        boundary: its iteration.
         begin: begins to take a snapshot; returns the slot.
     """
 
     def __init__(
         self, config: Config, events: Events, state: RankState, protection: Protection, *,
-        shard: Shard, kept: LastBoundary | None, boundary: int, saved: int, begin: Callable[[Take], int],
+        shard: Shard, kept: LastBoundary | None, boundary: int, begin: Callable[[Take], int],
     ) -> None:  # fmt: skip
         self._timeout_secs = config.fence_timeout_secs
         self._events = events
@@ -97,22 +92,17 @@ class RankEnd:
         self._shard = shard
         self._kept = kept
         self._boundary = boundary
-        self._saved = saved
         self._begin = begin
 
     def find(self) -> End:
         """What this rank has, when its copies have ended."""
-        capture, flushes = self._shard.capture, self._state.flushes
+        capture, state = self._shard.capture, self._state
         objection = self._state.objection or self._settle()
         if not objection:
             objection = "nothing is kept of it" if self._kept is None else self._kept.objection(self._boundary)
         sealed = tuple(capture.arena.snapshots()) if capture is not None else ()
-        going = flushes.current
-        if going is None and flushes.asked >= 0:
-            going = SnapshotId(self._state.lineage, flushes.asked)
-        return End(
-            self._boundary, self._saved, sealed, self._state.targets.protected, going, flushes.persisted, objection,
-        )  # fmt: skip
+        flushes = state.flushes
+        return End(self._boundary, sealed, state.targets.protected, flushes.current, flushes.persisted, objection)
 
     def prove(self) -> str:
         """Whether all ranks copy what they must; says why not. Collective."""

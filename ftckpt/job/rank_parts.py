@@ -18,7 +18,6 @@ from ftckpt.job.session import RankState
 from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
-from ftckpt.persist_setting import MEGATRON
 from ftckpt.store.memory import may_hang
 from ftckpt.store.outcome import LauncherRun
 
@@ -81,8 +80,3 @@ class RankParts:
 def _check(config: Config) -> None:
     if not config.job or not config.node:
         raise ConfigError("job and node: both need a name")
-    if config.persist == MEGATRON:
-        raise ConfigError(
-            "--ftckpt-persist: megatron is for a job that Megatron-LM's own train loop saves; name a directory "
-            "or a URL"
-        )

@@ -18,7 +18,6 @@ from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.notice import Notice
 from ftckpt.persist.place import Place, prepare
-from ftckpt.persist_setting import taken_over
 
 
 def save_command(config: Config) -> str:
@@ -51,10 +50,6 @@ class RankStorage:
         """Whether the last snapshot of the job is to come there."""
         return bool(self._config.persist) and self._config.persist_at_end == "on"
 
-    def wants_any(self, done: bool) -> bool:
-        """Whether anything may have to be brought where memory goes, because the job is ``done`` or undoes it."""
-        return self.wants_last and (done or bool(taken_over(self._config.persist)))
-
     def prepare(self) -> None:
         """Make the place ready. Raises StorageError where it cannot be used, and trying again is of no use."""
         try:
@@ -63,28 +58,19 @@ class RankStorage:
             if error.lasting:
                 raise StorageError(f"--ftckpt-persist: {error}", lasting=True) from None
 
-    def bring_last(self, rank: RankEnd, done: bool = True) -> str:
+    def bring_last(self, rank: RankEnd) -> str:
         """Bring the last snapshot, which is taken where it is missing and can be; returns why it did not come, empty
-        where it did. Of a job that is not ``done`` the last one is undone: a later start would find it.
+        where it did.
 
         Raises:
             RuntimeError: a rank is gone.
         """
         ending = JobEnd.of(codec.gather(self._group, rank.find(), End))
         last = self._take_missing(ending, rank) or ending.newest
-        # Megatron would have saved that one, too.
-        bring = [ending.going if taken_over(self._config.persist) else None]
-        if done and last is not None and last.iteration > ending.saved:
-            bring.append(last)
-        # All of them, whichever fails.
-        came = {
-            one: flush_last(self._group, self._events, one, self, self._config.persist_timeout_secs)
-            for one in dict.fromkeys(bring)
-            if one is not None and one not in ending.persisted
-        }
-        # What is older than a framework's own checkpoint no restart would take.
-        lacking = [one for one, is_there in came.items() if not is_there and one.iteration > ending.saved]
-        return self._problem_at_end(lacking[-1]) if lacking else ""
+        if last is None or last in ending.persisted:
+            return ""
+        came = flush_last(self._group, self._events, last, self, self._config.persist_timeout_secs)
+        return "" if came else self._problem_at_end(last)
 
     @property
     def trying(self) -> str:

@@ -32,7 +32,6 @@ from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
 from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist_setting import taken_over
 from ftckpt.windows.cost import Wish
 
 _MORE_ROUNDS = 5
@@ -106,7 +105,6 @@ class RankState:
         self.flushes = Flushes.of(config)
         self.ages = Ages(config, protects)
         self._slow_ranks = slow_ranks
-        self._is_exact = bool(taken_over(config.persist))
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
         self._last_posted = 0  # the number of a round
@@ -223,8 +221,7 @@ class RankState:
             actions += self.targets.learn(verdict, self.lineage, now_secs)
             # Where protection fails for long storage is all the more worth having.
             protects = self.targets.interval and not self.targets.given_up
-            # In the place of another's saving it is this very iteration, which need not come to be protected.
-            newest = self.targets.protected if protects and not self._is_exact else self.whole
+            newest = self.targets.protected if protects else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
             if verdict.will == Will.SKIP:
                 self.interval.skipped(verdict.number)

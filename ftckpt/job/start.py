@@ -18,7 +18,6 @@ from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.training_state import Description
-from ftckpt.persist_setting import taken_over
 from ftckpt.restore import prefetch
 from ftckpt.restore.restart import Restart
 from ftckpt.windows.pacer import Pacer
@@ -112,9 +111,8 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
         lineage = restart.void_newer(decision)
         if decision is not None:
             decision = restart.load(decision, training_state, described)
-        # Behind the load, which may find that something is bad. What Megatron has saved needs no saving anew.
-        saved = checkpoint.iteration if taken_over(config.persist) else -1
-        rank.state.flushes.begin(max(restart.on_storage, saved))
+        # Behind the load, which may find that something is bad.
+        rank.state.flushes.begin(restart.on_storage)
         _expect_failures(rank, restart)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_begin(restart.why))

@@ -17,7 +17,6 @@ from ftckpt.errors import LayoutError
 from ftckpt.frameworks import doors
 from ftckpt.frameworks.launcher import log_once, world_size
 from ftckpt.model.layouts import Choice, JobSizes, Layouts, choose, layout_name
-from ftckpt.persist_setting import MEGATRON
 
 if TYPE_CHECKING:
     from ftckpt.job.checkpointer import Checkpointer
@@ -114,7 +113,6 @@ def attach(
     start = doors.start(
         config,
         lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))),
-        saves_of=MEGATRON,
         examines=examines,
     )
     if config.layouts:

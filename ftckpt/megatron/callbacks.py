@@ -12,10 +12,9 @@ import argparse
 import copy
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -26,7 +25,6 @@ from ftckpt.errors import FtckptError, UnsupportedError
 from ftckpt.frameworks import doors, launcher
 from ftckpt.job.compile_locks import release_orphans
 from ftckpt.megatron import door
-from ftckpt.persist_setting import MEGATRON
 
 if TYPE_CHECKING:
     from ftckpt.megatron.charts import Charts
@@ -108,15 +106,9 @@ def switch_on(config: Config) -> None:
     """
     door.config = config
     if config.enabled:
-        _read_ahead(config)
+        doors.read_ahead(config)
         launcher.isolate()
         release_orphans()  # Megatron and the script may compile an operator from here on
-
-
-def _read_ahead(config: Config) -> None:
-    # The runner is here before Megatron has parsed anything.
-    save = launcher.option("--save", sys.argv[1:]) if config.persist == MEGATRON else ""
-    doors.read_ahead(replace(config, persist=f"{MEGATRON}:{os.path.abspath(save)}") if save else config)
 
 
 @_ends_in_one_line
@@ -140,12 +132,7 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
 
     global _charts, _counters
     _counters, _charts = Counters(args), Charts(args)
-    config = door.config
-    if config.persist == MEGATRON:
-        from ftckpt.megatron import saves
-
-        config = saves.taken_over(config, args)
-    checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters}, config)
+    checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters})
     if checkpointer is not None:
         loaded = int(getattr(args, "iteration", 0) or 0)
         # Not equal with --finetune, which begins to count at 0, whatever is loaded.
@@ -153,8 +140,6 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
         # Others than those of --save may lie on the nodes themselves, and go with one.
         lasting = named or getattr(args, "non_persistent_ckpt_type", None) is None
         checkpointer.restore(newer_than=loaded, rollback=named, lasting=lasting)
-        if config.persist != door.config.persist:
-            saves.take_over(checkpointer, args)
 
 
 def set_rng() -> None:

@@ -19,7 +19,7 @@ from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import OWNER_NAME, folder_of
 from ftckpt.persist.files import FileStorage, sync_directory
-from ftckpt.persist.place import OUTLINED, ExportPlace
+from ftckpt.persist.place import ExportPlace
 
 MARK_NAME = "ftckpt.json"
 """In each export: its snapshot."""
@@ -40,7 +40,6 @@ _FORMS = {
     "universal": _Form("latest", False, "iter_{:07d}\n"),
     "megatron-dist": _Form("latest_checkpointed_iteration.txt", True, "{}"),
     "deepspeed-universal": _Form("latest_universal", True, "global_step{}"),
-    OUTLINED: _Form("latest", True, ""),
 }
 
 
@@ -58,7 +57,6 @@ class Exports:
     """
 
     def __init__(self, place: ExportPlace, snapshots: str) -> None:
-        self._place = place
         self._form = _FORMS[place.form]
         self._root, self._work = Path(place.root), Path(snapshots) / WORK_NAME
         self._storage = FileStorage(place.root)
@@ -68,10 +66,6 @@ class Exports:
         """For what is written: it is as open to others as the directory that it comes to, whatever an SMP writes."""
         with explained(self._root):
             return 0o777 & ~self._root.stat().st_mode
-
-    def options(self, snapshot: SnapshotId) -> list[str]:
-        """What ``ftckpt convert`` must be told beside source, destination and format."""
-        return []
 
     def find(self) -> dict[SnapshotId, Path]:
         """All that are there."""
@@ -84,11 +78,11 @@ class Exports:
 
     def complete(self, snapshot: SnapshotId) -> bool:
         """Whether there is nothing to be made: of ``snapshot`` there is an export, which is named now where a kill
-        came before that, or another program, in whose place this one writes, has saved the iteration by itself."""
-        if snapshot in self.find():
-            self._name(snapshot.iteration)
-            return True
-        return self._place.is_theirs and self._is_of_this_run(self._root / folder_of(snapshot.iteration))
+        came before that."""
+        if snapshot not in self.find():
+            return False
+        self._name(snapshot.iteration)
+        return True
 
     @contextmanager
     def making(self, snapshot: SnapshotId) -> Iterator[Unpublished]:
@@ -129,8 +123,6 @@ class Exports:
     def retain(self, snapshots: Collection[SnapshotId]) -> list[int]:
         """Remove those of other snapshots, which are gone, or of a past that the job has left; returns their
         iterations."""
-        if self._place.is_theirs:
-            return []
         gone = {snapshot: path for snapshot, path in self.find().items() if snapshot not in snapshots}
         self._point_away_from([snapshot.iteration for snapshot in gone])
         with explained(self._root):
@@ -144,8 +136,7 @@ class Exports:
 
     def _displace(self, final: Path, made: Unpublished) -> None:
         """Make room where a history that the job has left had the same iteration."""
-        is_left = self._place.is_theirs and not self._is_of_this_run(final)
-        if not is_left and not (final / MARK_NAME).is_file():
+        if not (final / MARK_NAME).is_file():
             raise StorageError(f"{final}: is of another program, and stays as it is", lasting=True)
         self._point_away_from([made.snapshot.iteration])
         final.rename(made.path.with_name("replaced"))

@@ -12,26 +12,17 @@ from typing import NamedTuple
 from ftckpt.errors import StorageError
 from ftckpt.persist.commit import LATEST_NAME, OWNER_NAME
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist_setting import DEEPSPEED, MEGATRON, PERSIST_FORMATS, program_of, taken_over
+from ftckpt.persist_setting import PERSIST_FORMATS
 
 SNAPSHOT = PERSIST_FORMATS[0]
 FOLDER = "ftckpt"
-OUTLINED = "deepspeed"
-"""What DeepSpeed's own saving writes, of which no writer knows the files: it has outlined them."""
-THEIR_FORMS = {MEGATRON: "megatron-dist", DEEPSPEED: OUTLINED}
-"""What is written in the place of whose own saving."""
 
 
 class ExportPlace(NamedTuple):
-    """The directory ``root`` in which snapshots lie in ``form``, a format of ``ftckpt convert``.
-
-    ``is_theirs``: in the place of another program's own saving. Its checkpoints may be replaced, and nothing goes
-    with the snapshot that it was made from.
-    """
+    """The directory ``root`` in which snapshots lie in ``form``, a format of ``ftckpt convert``."""
 
     root: str
     form: str
-    is_theirs: bool = False
 
 
 class Place(NamedTuple):
@@ -43,9 +34,6 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, persist: str, form: str) -> Place:
         """What the settings ``persist`` and ``persist_format`` say."""
-        if directory := taken_over(persist):
-            form = THEIR_FORMS[program_of(persist)]
-            return cls(f"{directory}/{FOLDER}", ExportPlace(directory, form, is_theirs=True))
         if not persist or form == SNAPSHOT:
             return cls(persist)
         return cls(f"{persist}/{FOLDER}", ExportPlace(persist, form))

@@ -24,7 +24,6 @@ from ftckpt.persist.commit import committed, folder_of, manifest_of
 from ftckpt.persist.place import Place
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
-from ftckpt.persist_setting import MEGATRON
 from ftckpt.store.arena import open_control
 from ftckpt.store.directory import job_node_path, list_arenas
 from ftckpt.store.memory import available_bytes
@@ -149,7 +148,7 @@ def begin(config: Config) -> None:
     global _running
     where, seat = Place.of(config.persist, config.persist_format).snapshots, Seat.of(os.environ)
     # Nothing of this machine keeps what is read of an object store; of Megatron's place it is not known yet.
-    if _running is None and where and "://" not in where and where != MEGATRON and seat is not None:
+    if _running is None and where and "://" not in where and seat is not None:
         node_dir = job_node_path(Path(config.arena), config.job, config.node)
         _running = Prefetch(where, node_dir, seat, config.restore_before)
 

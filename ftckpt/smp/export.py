@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,8 +19,7 @@ from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import committed, folder_of, require_owner
 from ftckpt.persist.exports import Exports
-from ftckpt.persist.outlined import OutlinedExports
-from ftckpt.persist.place import OUTLINED, Place
+from ftckpt.persist.place import Place
 from ftckpt.persist.retention import read_manifest
 from ftckpt.persist.storage import Storage
 from ftckpt.smp.client import environment
@@ -49,13 +48,12 @@ def export(
     """
     assert place.exports is not None
     form, begun = place.exports.form, time.monotonic()
-    exports = (OutlinedExports if form == OUTLINED else Exports)(place.exports, place.snapshots)
+    exports = Exports(place.exports, place.snapshots)
     if not exports.complete(snapshot):
         require_owner(storage, owner)
         with exports.making(snapshot) as made:
             source = Path(place.snapshots, folder_of(snapshot.iteration))
-            options = ["--to", form, *exports.options(snapshot)]
-            _convert(source, made.path, options, umask=exports.umask, deadline=deadline, pause=pause)
+            _convert(source, made.path, form, umask=exports.umask, deadline=deadline, pause=pause)
             require_owner(storage, owner)
             path = exports.publish(made)
         secs = round(time.monotonic() - begun, 3)
@@ -80,14 +78,14 @@ def _may_be(storage: Storage, snapshot: SnapshotId) -> bool:
 
 
 def _convert(
-    source: Path, path: Path, options: Sequence[str], *, umask: int, deadline: float, pause: Callable[[float], None]
+    source: Path, path: Path, form: str, *, umask: int, deadline: float, pause: Callable[[float], None]
 ) -> None:
     """Raises StorageError where it fails, or is not done at the ``deadline``."""
     if time.monotonic() >= deadline:
         raise StorageError("no time was left for the conversion", lasting=True)
     # The module, not ``ftckpt``: that need not be on the path.
-    command = [sys.executable, "-m", "ftckpt.commands.main", "convert", str(source), str(path), *options]
-    command += ["--workers", "1", "--background"]
+    command = [sys.executable, "-m", "ftckpt.commands.main", "convert", str(source), str(path)]
+    command += ["--to", form, "--workers", "1", "--background"]
     # A file, not a pipe, which would fill up: it tells its progress.
     with TemporaryFile() as said:
         process = subprocess.Popen(

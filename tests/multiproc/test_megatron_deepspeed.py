@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -41,7 +40,7 @@ class Crash(Exception):
 
 def attempt(
     rank: int, world_size: int, fault: tuple[str, int] | None, arguments: dict[str, Any], section: dict[str, Any],
-    *, ends: bool = False, loop: Callable[[Any, Namespace], None] | None = None,
+    *, loop: Callable[[Any, Namespace], None] | None = None,
 ) -> tuple[list[Any], int | None, str]:  # fmt: skip
     """What one life of a job logs, what it had when it was set up, and how it ended."""
     from ftckpt.standin import deepspeed as standin
@@ -70,8 +69,6 @@ def attempt(
             training.pretrain(given)
     except (Crash, SystemExit, FtckptError) as error:
         ended = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if ends:
-        ftckpt.deepspeed.close()
     ftckpt.deepspeed.remove()  # the last snapshot is finished
     return lines, begun[0] if begun else None, ended
 
@@ -89,21 +86,16 @@ def own_loop(training: Any, arguments: Namespace, *, counts: bool) -> None:
         if counts:
             arguments.iteration = iteration
             arguments.consumed_train_samples += training.MICRO * model[0].gradient_accumulation_steps()
+    if arguments.save:
+        training.save_checkpoint(iteration, model)
 
 
 def loops(
-    rank: int, world_size: int, fault: tuple[str, int] | None, counts: bool, section: dict[str, Any]
-) -> tuple[list[Any], int | None, str]:
+    rank: int, world_size: int, fault: tuple[str, int] | None, counts: bool, section: dict[str, Any],
+    **arguments: Any,
+) -> tuple[list[Any], int | None, str]:  # fmt: skip
     """A life of a job with a loop of its own."""
-    return attempt(rank, world_size, fault, {}, section, loop=functools.partial(own_loop, counts=counts))
-
-
-def saves(rank: int, world_size: int, arguments: dict[str, Any], section: dict[str, Any]) -> Any:
-    """A life without a fault, at the end of which what it has saved is there."""
-    from ftckpt.job import takeover
-
-    takeover._SMP_SECS = 300.0  # beside other jobs an SMP may take long to start
-    return attempt(rank, world_size, None, arguments, section, ends=True)
+    return attempt(rank, world_size, fault, arguments, section, loop=functools.partial(own_loop, counts=counts))
 
 
 @dataclass(frozen=True)
@@ -194,17 +186,18 @@ def test_a_loop_that_begins_with_weights_of_another_job_goes_on(arena_root: Path
 
 
 @pytest.mark.slow
-def test_a_save_of_the_loop_is_of_the_iteration_that_it_has_counted(
-    settings: dict[str, Any], arena_root: Path, tmp_path: Path
+def test_a_save_behind_training_is_of_the_last_boundary_and_loads_without_ftckpt(
+    arena_root: Path, tmp_path: Path
 ) -> None:
-    """Taken over: at the save the snapshot of that very iteration is under way."""
+    (arena_root / "a").mkdir()
+    section = {"job": "saves", "enabled": True, "node": "node", "arena": str(arena_root / "a"), "protect": "none"}
     folder = str(tmp_path / "saved")
-    ours = {**settings, "enabled": True, "node": "node", "protect": "none", "persist": f"deepspeed:{folder}"}
-    section = {**ours, "objects_mib": 1, "on_error": "raise"}
-    arguments = {"save": folder, "save_interval": 4, "train_iters": 6}
-    (taken_over,) = run_ranks(saves, 1, arguments, section, stand_in=False)
-    assert not jobs.events(settings, "not_taken_over")
-    lines, _, ended = taken_over.value
-    loading = {"save": None, "load": folder, "train_iters": 6}
-    (loaded,) = run_ranks(attempt, 1, None, loading, {"enabled": False}, stand_in=False)
-    assert ended == "end" and loaded.value == ([line for line in lines if line[0][-1] in "56"], 5, "end")
+
+    def live(section: dict[str, Any], **arguments: Any) -> Any:
+        loop = functools.partial(loops, **arguments)
+        return run_ranks(loop, 1, None, True, section, stand_in=False)[0].value
+
+    live(section, save=folder, train_iters=4)
+    from_memory = live(section, train_iters=6)
+    from_storage = live({**section, "enabled": False}, load=folder, train_iters=6)
+    assert from_memory == from_storage and from_memory[1:] == (5, "end")

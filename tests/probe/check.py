@@ -78,14 +78,10 @@ class Check:
 
     def _convert(self, name: str, scene: Scene, outcome: Outcome) -> None:
         """What is left of the disturbed run is converted and loaded; so is what the undisturbed one saved."""
-        reference = self._reference(
-            name, scene if scene.takes_over else replace(scene, flags=f"{scene.flags} {SAVED}")
-        )
+        reference = self._reference(name, replace(scene, flags=f"{scene.flags} {SAVED}"))
         expected, counts, problems = rows(reference), [], []
-        with self._disturbed(name, scene) as (disturbed, job):
-            folder = self._work / name / "converted"
-            sources = taken_over(disturbed, folder) if scene.takes_over else converted(job, reference, folder)
-            for what, directory in sources:
+        with self._disturbed(name, scene) as (_, job):
+            for what, directory in converted(job, reference, self._work / name / "converted"):
                 for load in scene.loads:
                     run = self._load(f"{name}/{what}-{load.what}", scene, load, directory)
                     iteration = max(max(loaded(run), default=[]), default=0)
@@ -167,27 +163,6 @@ def converted(job: str, reference: Run, folder: Path) -> Iterator[tuple[str, Pat
     _convert(saved[0], folder / "universal", "universal")
     _convert(folder / "universal", folder / "checkpoint", "megatron-dist")
     yield "checkpoint", folder / "checkpoint"
-
-
-def taken_over(run: Run, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The newest that ftckpt has saved in the place of the program, with the tracker as it was behind it, in a folder
-    of its own: runs that load it save, too.
-
-    Raises:
-        RunError: there is none, or the program has saved more than where training ended.
-    """
-    prefix = run.program.checkpoint.partition("{")[0]
-    saved = {int(path.name.removeprefix(prefix)): path for path in run.storage.glob(f"{prefix}*")}
-    ours = [iteration for iteration, path in saved.items() if (path / "ftckpt.json").is_file()]
-    theirs = sorted(saved.keys() - set(ours))
-    last = int(run.tracker.read_text())
-    if not ours or theirs not in ([], [last]) or last != max(saved):
-        raise RunError(f"ftckpt has saved {sorted(ours)}, others are {theirs}, the tracker says {last}")
-    source = saved[max(ours)]
-    shutil.copytree(source, folder / source.name)
-    file, names = run.program.newest
-    (folder / file).write_text(names.format(max(ours)))
-    yield "takeover", folder
 
 
 def _convert(source: Path, destination: Path, to: str) -> None:

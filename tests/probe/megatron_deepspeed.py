@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.probe.lines import after
 from tests.probe.program import Program, in_front
-from tests.probe.scenes import NO_DROPOUT, RAMP_UP, ROUNDING, STORAGE, TAKEN_OVER, Kill, Load, Scene, layout
+from tests.probe.scenes import NO_DROPOUT, RAMP_UP, ROUNDING, STORAGE, Kill, Scene, layout
 from tests.support.processes import RunError
 
 _STANDIN = Path(__file__).parent / "standin"
@@ -122,11 +122,6 @@ _SCENES: dict[str, Scene] = {
     "storage-gone": _scene(
         "TP2 PP2, ZeRO 1, bf16, --save and --load, all memory lost",
         f"{layout(tp=2, pp=2)} {STORAGE}", 1, kills=(Kill(8, "job", lose="all"),), source="storage",
-    ),
-    "takeover": _scene(
-        "TP2 PP2, ZeRO 1, bf16, persist deepspeed: loaded without ftckpt",
-        f"{layout(tp=2, pp=2)} {TAKEN_OVER}", 1, kills=(), takes_over=True, loads=(Load("tp2pp2dp1"),),
-        ftckpt="--ftckpt-persist deepspeed:{storage} --ftckpt-slots 6",
     ),
     "reshape": _scene(
         "DP4, ZeRO 2, bf16, no pipeline: goes on with half the ranks, then with all of them again",

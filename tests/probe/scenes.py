@@ -34,7 +34,7 @@ LLAMA = (
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear"
 AUX_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 EXPERT_BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
-TAKEN_OVER = "--save {storage} --load {storage} --save-interval 5"
+
 SAVED = "--save {storage} --save-interval 5 --dist-ckpt-optim-fully-reshardable"
 STORAGE = "--save {storage} --load {storage} --save-interval 3"
 
@@ -76,7 +76,6 @@ class Scene:
 
     ``rounding``: by how much losses may differ, as a part of their size. ``loads``: the disturbed run is
     not started again; its snapshot is converted and loaded so, and so is what the undisturbed run saved.
-    ``takes_over``: what is loaded is what ftckpt has saved in the place of Megatron-LM, as it lies there.
     ``deepspeed``: DeepSpeed's JSON, for a program that has one.
     """
 
@@ -89,7 +88,6 @@ class Scene:
     source: str = "memory"
     rounding: float = 0.0
     loads: tuple[Load, ...] = ()
-    takes_over: bool = False
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -216,17 +214,6 @@ SCENES: dict[str, Scene] = {
             Load("tp1pp1dp2", layout(), ranks=2, rounding=ROUNDING),
             Load("tp1pp2dp1", layout(pp=2), ranks=2, rounding=ROUNDING),
         ),
-    ),
-    "takeover": Scene(
-        "GPT, TP2 PP2, distributed optimizer, bf16, --ftckpt-persist megatron: loaded without ftckpt",
-        f"{layout(tp=2, pp=2)} {SHARDED} {BF16} {NO_DROPOUT} {TAKEN_OVER}",
-        kills=(),
-        ftckpt="--ftckpt-persist megatron --ftckpt-slots 6",
-        loads=(
-            Load("tp2pp2dp1"),
-            Load("tp1pp1dp2", layout(), ranks=2, rounding=ROUNDING),
-        ),
-        takes_over=True,
     ),
     "convert-plain": Scene(
         "Llama-like, TP2, without distributed optimizer, bf16: converted, loaded with it as well",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config
+from tests.support import waiting
 from tests.support.event_logs import read_events
 from tests.support.faults import Fault
 from tests.support.pool import RankResult, run_ranks
@@ -99,7 +100,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
         start = job.checkpointer.restore()
         if job.checkpointer._protection.on:
             # Its few iterations are to be protected: an SMP starts beside training.
-            job.checkpointer.has_smp(10.0)
+            waiting.until(lambda: job.checkpointer._protection.smp_guards, "the SMP knows what to do", 30.0)
         job.data.consumed_samples += 1000 * run.perturb
         if run.spoil and rank == 1:
             pieces = job.checkpointer._shard._described.stepped

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -405,27 +404,18 @@ def test_where_replicas_have_drifted_apart_what_else_protects_stays() -> None:
         both._resolve(spans_nodes=False)
 
 
-@pytest.mark.parametrize(("makes_up", "stays"), [(True, False), (False, True)])
-def test_what_a_framework_makes_up_for_at_the_end_is_no_hang_and_needs_no_memory(makes_up: bool, stays: bool) -> None:
-    """Its own save of a large state takes longer than an iteration, and SMPs watch until memory goes."""
-    sections = list[str]()
+@pytest.mark.parametrize(("done", "brought"), [(True, [True]), (False, [])])
+def test_what_training_goes_back_from_does_not_come_to_storage(done: bool, brought: list[bool]) -> None:
+    came: list[bool] = []
 
-    @contextmanager
-    def section(name: str) -> Iterator[None]:
-        sections.append(name)
-        yield
-        sections.pop()
+    def persist() -> str:
+        came.append(True)
+        return ""
 
-    def make_up() -> bool:
-        assert sections == ["save"]
-        return makes_up
-
-    storage = SimpleNamespace(wants_any=lambda done: True)
-    checkpointer = checkpointer_of(storage=storage, protection=SimpleNamespace(section=section))
+    checkpointer = checkpointer_of(storage=SimpleNamespace(wants_last=True))
     checkpointer.group = SimpleNamespace(lost=False)  # type: ignore[assignment]
-    checkpointer._persist_last = lambda done: "no room"  # type: ignore[method-assign]
-    removes, failure = checkpointer._bring_home(True, make_up)
-    assert (removes, failure) == (not stays, None) and not sections
+    checkpointer._persist_last = persist  # type: ignore[method-assign]
+    assert checkpointer._bring_home(done) == (True, None) and came == brought
 
 
 def test_what_an_smp_would_do_is_told_where_none_runs() -> None:

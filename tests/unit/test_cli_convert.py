@@ -30,8 +30,6 @@ from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.convert.verification import verify
 from ftckpt.errors import ConfigError, ConvertError
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.outlines import Hole, Outline, SaveMark
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 
@@ -185,30 +183,6 @@ def test_verification_misses_rows_of_a_vocabulary_and_another_iteration(tmp_path
     other._catalog = dataclasses.replace(other.catalog, iteration=8)
     with raises(ConvertError, "iteration 8", "7"):
         verify(conversion, other, 1)
-
-
-def test_what_deepspeed_has_outlined_is_wanted_for_its_own_files_alone(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert "name that with --outline" in ftckpt(capsys, source, out, "--to", "deepspeed")[2]
-    assert "--outline: means nothing for --to universal" in ftckpt(capsys, source, out, "--outline", tmp_path)[2]
-    words = (source, out, "--to", "deepspeed", "--outline")
-    assert f"{tmp_path}: is no outline" in ftckpt(capsys, *words, tmp_path)[2]
-    outline = Outline(str(tmp_path), SnapshotId(b"a" * 16, 8))
-    assert "is not complete" in ftckpt(capsys, *words, outline.path)[2]
-    outline.files.mkdir(parents=True)
-    outline.write_table(0, {})
-    outline.complete(SaveMark("a", 1))
-    assert "is of iteration 8, and the source of 7" in ftckpt(capsys, *words, outline.path)[2]
-    outline = Outline(str(tmp_path), SnapshotId(b"a" * 16, 7))
-    hole = Hole(0, Fragment.whole("master/other", "F32", (2,), Box((0,), (2,))))
-    (outline.files / "a").mkdir(parents=True)
-    (outline.files / "a" / "b.pt").write_bytes(bytes(8))
-    outline.write_table(0, {"a/b.pt": [hole]})
-    outline.complete(SaveMark("a", 1))
-    assert "master/other is F32 (2,); the source has none" in ftckpt(capsys, *words, outline.path)[2]
-    assert not out.exists()
 
 
 def broken_off_after(files: int, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:

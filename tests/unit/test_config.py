@@ -67,7 +67,7 @@ def configs(draw: st.DrawFn) -> Config:
         elif setting.name in ("job", "node", "rack"):
             strategy = st.just("") | NAMES
         elif setting.name == "persist":
-            strategy = st.sampled_from(["", "/checkpoints/a", "s3://bucket/a", "megatron", "megatron:/checkpoints"])
+            strategy = st.sampled_from(["", "/checkpoints/a", "s3://bucket/a"])
         elif setting.name == "arena":
             strategy = TEXTS.map(lambda text: "/" + text)
         elif setting.name == "affinity":
@@ -267,9 +267,7 @@ def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
     assert [config.persist, config.events, config.arena, config.secret_file] == [
         f"{here}/{name}" for name in ("stored", "e", "a", "s")
     ]
-    kept = ("s3://bucket/a", "megatron", f"deepspeed:{here}/d")
-    given = ("s3://bucket/a", "megatron", "deepspeed:d")
-    assert tuple(Config(persist=persist).persist for persist in given) == kept
+    assert Config(persist="s3://bucket/a").persist == "s3://bucket/a"
 
 
 @pytest.mark.parametrize(
@@ -277,34 +275,14 @@ def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
     [
         ("", "universal", "persist_format: universal lies nowhere: name a directory with persist="),
         ("s3://bucket/a", "megatron-dist", "persist_format: megatron-dist is written into directories only"),
-        ("megatron", "universal", "persist_format: universal beside persist= megatron"),
-        ("deepspeed", "snapshot", "persist: 'deepspeed' names no directory: write deepspeed:DIR"),
-        ("deepspeed:", "snapshot", "persist: 'deepspeed:' names no directory"),
         ("foo:bar", "snapshot", r"persist: 'foo:bar' begins with no store .* or a directory, such as \./foo:bar$"),
         ("foo://bar", "snapshot", "persist: 'foo://bar' begins with no store .* or a directory$"),
         ("s3:/bucket/a", "snapshot", "persist: 's3:/bucket/a' begins with no store"),
-        ("deepspeed:s3://a/b", "snapshot", "persist: 'deepspeed:s3://a/b' names no directory"),
-        ("deepspeed:/a", "deepspeed-universal", "beside persist= deepspeed, which writes what deepspeed itself does"),
     ],
 )
 def test_a_format_that_cannot_lie_there_is_refused(persist: str, form: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config(persist=persist, persist_format=form)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"persist_interval": 10}, "save_checkpoint says when: no persist_interval="),
-        ({"interval": "auto"}, "interval= auto takes snapshots of other iterations"),
-        ({"persist_at_end": False}, "persist_at_end= off would lose what is on its way"),
-    ],
-)
-def test_what_says_otherwise_than_the_script_when_to_save_is_refused(
-    settings: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"persist: deepspeed: {message}"):
-        Config.from_mapping({"persist": "deepspeed:/a", **settings})
 
 
 @pytest.mark.parametrize("name", [s.name for s in fields(Config) if s.name != "enabled"])

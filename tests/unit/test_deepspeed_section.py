@@ -184,7 +184,7 @@ import ftckpt.deepspeed
 import deepspeed
 from ftckpt.deepspeed import initialize
 class Broken:
-    def close(self, remove, make_up):
+    def close(self, remove):
         raise OSError("disk")
 wrapped = deepspeed.initialize
 initialize.door.checkpointer = Broken()

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import ftckpt.plain
-from ftckpt.config import Config
 from ftckpt.deepspeed import initialize
-from ftckpt.errors import CaptureError, ConfigError, MismatchError, UnsupportedError
+from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers, torch_state
-from ftckpt.frameworks.doors import Door, Patches, Proxy, start
+from ftckpt.frameworks.doors import Door, Patches, Proxy
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
 from ftckpt.frameworks.tensors import LogicalBox, fragments, frozen_pieces, number_piece
@@ -50,15 +49,6 @@ def test_a_wrapped_method_keeps_its_name_and_signature_and_comes_back() -> None:
     patches.remove()
     assert "step" not in vars(engine) and not patches.has(engine, "step")
     assert engine.step(3) == "stepped 3"
-
-
-@pytest.mark.parametrize(
-    ("persist", "saves_of"), [("deepspeed:/a", "megatron"), ("megatron", ""), ("megatron", "deepspeed")]
-)
-def test_who_does_not_train_is_not_saved_for(persist: str, saves_of: str) -> None:
-    name = persist.partition(":")[0]
-    with raises(ConfigError, f"persist: {name} does not train here"):
-        start(Config(persist=persist), lambda: ({}, {}), saves_of=saves_of)
 
 
 def test_a_function_of_a_module_comes_back() -> None:

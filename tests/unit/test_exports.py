@@ -29,8 +29,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def exports(root: Path, *, is_theirs: bool = False) -> Exports:
-    return Exports(ExportPlace(str(root), "megatron-dist", is_theirs), str(root / "ftckpt"))
+def exports(root: Path) -> Exports:
+    return Exports(ExportPlace(str(root), "megatron-dist"), str(root / "ftckpt"))
 
 
 def convert(path: Path, iteration: int) -> None:
@@ -41,8 +41,8 @@ def convert(path: Path, iteration: int) -> None:
     (path / TRACKER).write_text(str(iteration))
 
 
-def make(root: Path, iteration: int, lineage: bytes = LINEAGE, *, is_theirs: bool = False) -> Path:
-    snapshot, there = SnapshotId(lineage, iteration), exports(root, is_theirs=is_theirs)
+def make(root: Path, iteration: int, lineage: bytes = LINEAGE) -> Path:
+    snapshot, there = SnapshotId(lineage, iteration), exports(root)
     if not there.complete(snapshot):
         with there.making(snapshot) as made:
             convert(made.path, iteration)
@@ -122,31 +122,6 @@ def claim_now(root: Path) -> None:
     claim(FileStorage(str(root / "ftckpt")), "a run", "job")
 
 
-def test_in_the_place_of_another_program_what_it_has_left_behind_is_replaced(root: Path) -> None:
-    convert(root, 5)
-    claim_now(root)
-    assert not exports(root, is_theirs=True).complete(SnapshotId(LINEAGE, 5))
-    make(root, 5, is_theirs=True)
-    assert (root / "iter_0000005" / "ftckpt.json").exists() and loadable(root) == 5
-
-
-def test_what_another_program_has_written_in_this_run_counts(root: Path) -> None:
-    claim_now(root)
-    there = exports(root, is_theirs=True)
-    convert(root, 15)
-    with there.making(SnapshotId(LINEAGE, 10)) as made:
-        convert(made.path, 10)
-        there.publish(made)
-    assert loadable(root) == 15, "it is newer"
-    assert there.complete(SnapshotId(LINEAGE, 15)) and not there.complete(SnapshotId(LINEAGE, 20))
-    with there.making(SnapshotId(LINEAGE, 20)) as made:
-        convert(made.path, 20)
-        convert(root, 20)
-        with raises(StorageError, "iter_0000020", "of another program"):
-            there.publish(made)
-    assert loadable(root) == 20 and not (root / "iter_0000020" / "ftckpt.json").exists()
-
-
 def test_a_job_that_went_back_names_what_it_writes(root: Path) -> None:
     """What was newer before it began is of a past that it has left."""
     make(root, 30)
@@ -161,7 +136,6 @@ def test_what_was_made_of_a_snapshot_goes_with_it(root: Path) -> None:
     for iteration in (5, 10, 15):
         make(root, iteration)
     five, ten, fifteen = (SnapshotId(LINEAGE, iteration) for iteration in (5, 10, 15))
-    assert exports(root, is_theirs=True).retain([fifteen]) == []
     assert exports(root).retain([ten, fifteen]) == [5]
     assert names(root) == {"iter_0000010", "iter_0000015", TRACKER, "ftckpt"} and not names(root / "ftckpt")
     assert exports(root).retain([five, ten]) == [15] and loadable(root) == 10, "never names what is gone"
@@ -196,7 +170,6 @@ def test_what_was_made_of_a_past_that_was_left_goes(root: Path, monkeypatch: pyt
 def test_snapshots_and_what_is_made_of_them_have_places_of_their_own(root: Path) -> None:
     assert Place.of("s3://bucket/a", "snapshot") == Place("s3://bucket/a")
     assert Place.of("/a", "universal") == Place("/a/ftckpt", ExportPlace("/a", "universal"))
-    assert Place.of("megatron:/a", "snapshot") == Place("/a/ftckpt", ExportPlace("/a", "megatron-dist", True))
     place = Place.of(str(root / "new"), "universal")
     with raises(StorageError, str(root / "new")):
         prepare(place)

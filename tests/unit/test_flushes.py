@@ -60,26 +60,6 @@ def test_the_first_at_or_behind_each_multiple_goes_to_storage() -> None:
     assert flushes.current == at(20)
 
 
-def test_where_a_script_asks_nothing_else_goes_there() -> None:
-    flushes = Flushes.of(Config(persist="deepspeed:/there"), 1.0)
-    learn(flushes, verdict(), 50)
-    assert flushes.current is None and flushes.asked == -1
-    flushes.ask(60)
-    assert flushes.asked == 60
-    learn(flushes, verdict(), 60)
-    assert flushes.current == at(60) and flushes.asked == -1
-    assert learn(flushes, verdict(60, CANNOT), 61) == ["not_persisted"]
-    learn(flushes, verdict(), 63)
-    assert flushes.current is None, "of which nobody has left anything to be filled in"
-    flushes.ask(70)
-    assert learn(flushes, verdict(), 72) == ["not_persisted"], "there is no snapshot of it"
-    assert flushes.current is None and flushes.asked == -1
-    flushes.ask(80)
-    learn(flushes, verdict(), 80)
-    flushes.forget()
-    assert flushes.current is None and flushes.asked == -1
-
-
 def test_a_job_that_goes_on_counts_from_there() -> None:
     flushes = Flushes(10, 100.0)
     flushes.begin(25)
@@ -147,15 +127,6 @@ def test_where_nothing_can_be_protected_what_is_whole_goes_to_storage() -> None:
         given_up = {"target": target.iteration, "cover": CANNOT} if target else {}
         state.learn([Verdict(number, number, **given_up)], 0.0)  # type: ignore[arg-type]
         assert (state.marks.flush is not None) == (number >= 4), number
-
-
-def test_in_the_place_of_another_program_it_is_that_very_iteration() -> None:
-    """It need not come to be protected, as another one does."""
-    state = RankState(Config(persist="megatron:/there", persist_interval=4), protects=True)
-    state.begin(LINEAGE, None, 0.0)
-    state.boundary(4)
-    state.learn([verdict(whole=4)], 0.0)
-    assert state.flushes.current == at(4)
 
 
 def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frameworks.charts": {"job"},
     "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome", "restore.prefetch"},
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
-    "deepspeed": {
-        "job", "frameworks", "windows.schedule", "model", "group", "persist.outlines", "persist.place",
-    },
+    "deepspeed": {"job", "frameworks", "windows.schedule", "model", "group"},
     "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
     "commands": {
         "group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job",

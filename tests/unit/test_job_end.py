@@ -36,7 +36,6 @@ def have(*iterations: int) -> tuple[SnapshotId, ...]:
         ([End(10, sealed=have(10, 7))] * 2, at(10), -1),
         ([End(10, sealed=have(10, 7)), End(10, sealed=have(7))], at(7), 10),  # on one rank it has failed
         ([End(10, sealed=have(8, 7)), End(10, sealed=have(9, 7))], at(7), 10),
-        ([End(10, saved=10, sealed=have(7))] * 2, at(7), -1),  # Megatron has it
         ([End(10, sealed=have(7)), End(10)], None, 10),
         ([End(-1, sealed=have(7))] * 2, at(7), -1),  # nothing was trained
         ([End()] * 2, None, -1),
@@ -54,7 +53,7 @@ def test_what_one_rank_calls_whole_all_ranks_keep() -> None:
     ending = JobEnd.of([behind, ahead])
     assert ending.newest == at(8) and ending.keep == {at(8), at(7), at(6)}
     assert JobEnd.of([ahead, behind]) == ending
-    assert ending.going == at(6) and JobEnd.of([behind, ahead._replace(persisted=at(6))]).going is None
+    assert JobEnd.of([behind, ahead._replace(persisted=at(6))]).keep == {at(8), at(7)}
 
 
 def test_any_objection_counts_and_so_do_other_iterations() -> None:
@@ -138,7 +137,7 @@ def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_o
     rank = RankEnd(
         Config(), Events(None, 0), state, SimpleNamespace(mark=marks.append),  # type: ignore[arg-type]
         shard=SimpleNamespace(capture=capture, complete=lambda keep: None), kept=None,  # type: ignore[arg-type]
-        boundary=10, saved=-1, begin=begin,
+        boundary=10, begin=begin,
     )  # fmt: skip
     assert not rank.take(at(10), frozenset(have(8, 5)))
     (take,) = taken
@@ -147,19 +146,10 @@ def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_o
     assert capture.done == ["begin", "fence", "settle"]
 
 
-@pytest.mark.parametrize(
-    ("persist", "done", "brought"),
-    [
-        ("/there", True, [9]),
-        ("/there", False, []),
-        ("deepspeed:/there", True, [7, 9]),
-        ("deepspeed:/there", False, [7]),
-    ],
-)
-def test_what_training_has_left_comes_to_storage_only_where_a_checkpoint_lacks_it(
-    persist: str, done: bool, brought: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("persisted", "brought"), [(None, [9]), (at(7), [9]), (at(9), [])])
+def test_the_last_snapshot_comes_to_storage_unless_it_is_there(
+    persisted: SnapshotId | None, brought: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed's checkpoint of 7 waits for what memory has of it."""
     came: list[int] = []
 
     def flush(group: object, events: object, last: SnapshotId, *_: object, **__: object) -> bool:
@@ -168,8 +158,7 @@ def test_what_training_has_left_comes_to_storage_only_where_a_checkpoint_lacks_i
 
     monkeypatch.setattr(rank_storage, "flush_last", flush)
     monkeypatch.setattr(rank_storage.codec, "gather", lambda group, mine, kind: [mine])
-    storage = RankStorage(Config(persist=persist), *(None,) * 4)  # type: ignore[arg-type]
-    rank = SimpleNamespace(find=lambda: End(sealed=have(7, 9), going=at(7)))
-    assert storage.wants_any(done) == bool(brought), "otherwise training does not wait"
-    assert not storage.bring_last(rank, done)  # type: ignore[arg-type]
+    storage = RankStorage(Config(persist="/there"), *(None,) * 4)  # type: ignore[arg-type]
+    rank = SimpleNamespace(find=lambda: End(sealed=have(7, 9), going=at(7), persisted=persisted))
+    assert not storage.bring_last(rank)  # type: ignore[arg-type]
     assert came == brought

@@ -328,7 +328,7 @@ def save_streamed(
     else:
         if done == like.nbytes:
             with open(file.name, "r+b") as opened, zipfile.ZipFile(file.name) as archive:
-                _set_crcs(opened, archive.start_dir, [(entry, begin + done, crc)])
+                _set_crc(opened, archive.start_dir, entry, begin + done, crc)
             return
     raise ConvertError(f"{file.name}: other than {like.nbytes} bytes came for its tensor")
 
@@ -343,50 +343,24 @@ def _entry(name: str) -> tuple[zipfile.ZipInfo, int]:
     return entry, entry.header_offset + _LOCAL.size + name_length + extra_length
 
 
-def set_checksums(path: Path) -> None:
-    """Keep the CRC-32 of each record of a file of ``torch.save`` that has none: it was filled in without torch.
-
-    Raises:
-        ConvertError: it is no such file.
-    """
-    data = map_file(path).data
-    records = archives.records_of(data, str(path))
-    crcs = {
-        record.key: zlib.crc32(data[record.begin : record.begin + record.nbytes])
-        for record in records
-        if record.nbytes and not record.crc
-    }
-    if crcs:
-        with path.open("r+b") as file, zipfile.ZipFile(path) as archive:
-            # As ``records_of`` lists them.
-            both = zip(archive.infolist(), records, strict=True)
-            found = [
-                (entry, record.begin + record.nbytes, crcs[record.key])
-                for entry, record in both
-                if record.key in crcs
-            ]
-            _set_crcs(file, archive.start_dir, found)
-
-
-def _set_crcs(file: BinaryIO, at: int, found: Iterable[tuple[zipfile.ZipInfo, int, int]]) -> None:
-    """Of entries, each with the end of its bytes and its CRC-32; ``at`` is where the central headers begin."""
-    # torch does not look at them, other readers of archives do.
-    packed: dict[bytes, bytes] = {}
-    for entry, end, crc in found:
-        packed[entry.filename.encode()] = value = struct.pack("<I", crc)
-        if entry.flag_bits & _HAS_DESCRIPTOR:
-            file.seek(end)
-            if file.read(4) == _DESCRIPTOR_SIGNATURE:
-                file.write(value)
-        else:
-            file.seek(entry.header_offset + _LOCAL_CRC)
+def _set_crc(file: BinaryIO, at: int, entry: zipfile.ZipInfo, end: int, crc: int) -> None:
+    """Keep the CRC-32 of an entry whose bytes end at ``end``; ``at`` is where the central headers begin."""
+    # torch does not look at it, other readers of archives do.
+    name, value = entry.filename.encode(), struct.pack("<I", crc)
+    if entry.flag_bits & _HAS_DESCRIPTOR:
+        file.seek(end)
+        if file.read(4) == _DESCRIPTOR_SIGNATURE:
             file.write(value)
+    else:
+        file.seek(entry.header_offset + _LOCAL_CRC)
+        file.write(value)
     # Central headers stand one behind the other; zipfile gives the begin of the first alone.
-    while packed:
+    found = b""
+    while found != name:
         file.seek(at)
         fields = _CENTRAL.unpack(file.read(_CENTRAL.size))
         name_length, extra_length, comment_length = fields[10:13]
-        if value := packed.pop(file.read(name_length), b""):
-            file.seek(at + _CENTRAL_CRC)
-            file.write(value)
+        found, header = file.read(name_length), at
         at += _CENTRAL.size + name_length + extra_length + comment_length
+    file.seek(header + _CENTRAL_CRC)
+    file.write(value)
