@@ -217,10 +217,7 @@ class Config:
     )
     lock_timeout_secs: float = declare(20.0, "longest wait for processes of an earlier attempt to end", minimum=0)
     start_timeout_secs: float = declare(
-        300.0,
-        "longest wait for the other ranks at start, restore and close, and longest search for them while training "
-        "runs, once connections broke",
-        minimum=1,
+        300.0, "longest wait for the other ranks at start, restore and close", minimum=1
     )
     replica_check_interval: int = declare(
         1000,

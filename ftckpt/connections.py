@@ -27,6 +27,10 @@ moment."""
 SPARE_DESCRIPTORS = 64
 """For what this process opens later: slots, logs, the SMP, what training itself opens."""
 
+STALL_SECS = 1800.0
+"""How long a rank may stand still, stopped or on a node that hangs, without breaking a group while training runs: as
+long as torch's own collectives wait by default."""
+
 _FOREVER = timedelta(days=365)
 """What gloo waits at most. A collective that it ends takes all of the group's connections with it, so ranks that are
 late, but alive, must not come to it: whoever waits has a deadline of its own."""
@@ -34,7 +38,7 @@ late, but alive, must not come to it: whoever waits has a deadline of its own.""
 
 _gloo: Any = ProcessGroupGloo  # torch's types leave out most of it
 _IS_RECENT = "lazy_init" in (_gloo.create_device.__doc__ or "") and hasattr(_gloo, "set_timeout")
-"""Of a torch that is not, gloo ends what is late by the group's deadline, and ranks connect anew."""
+"""Older torch knows one timeout of a gloo group, for connecting and for collectives."""
 
 
 def connect(name: str, store: Store, rank: int, size: int, timeout_secs: float) -> Any:
@@ -48,6 +52,11 @@ def connect(name: str, store: Store, rank: int, size: int, timeout_secs: float) 
     options._devices = [_device(interface) for interface in _interfaces()]
     options._threads = 2 * len(options._devices)
     options._timeout = timedelta(seconds=timeout_secs)
+    if not _IS_RECENT:
+        # That timeout must outlast a stall, so ranks that do not come are waited for here.
+        store.set(f"{name}/here/{rank}", "")
+        store.wait([f"{name}/here/{one}" for one in range(size)], timedelta(seconds=timeout_secs))
+        options._timeout = timedelta(seconds=max(timeout_secs, STALL_SECS))
     group = _gloo(PrefixStore(name, store), rank, size, options)
     if _IS_RECENT:
         group.set_timeout(_FOREVER)  # of collectives: connections keep that of the group's beginning

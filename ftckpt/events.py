@@ -121,13 +121,6 @@ EVENTS: dict[str, EventKind] = {
     "snapshot_error": _loud(
         "a snapshot failed on this rank", error="what was raised", in_a_row="failures without a success between"
     ),
-    "ranks_lost": _loud("ranks cannot reach each other: no snapshots until they have connected anew", error="why"),
-    "ranks_reunited": _loud(
-        "all ranks have connected anew, and snapshots go on", iteration="at whose boundary", secs="after this search"
-    ),
-    "reunion_failed": _quiet(
-        "ranks could not connect anew; they try again", iteration="at whose boundary", error="why"
-    ),
     "turned_off": _loud("no more snapshots in this attempt", reason="why"),
     "ages": _quiet(
         "how old the newest snapshots got: after the first minute, and where that has changed", secs="looked at",
@@ -338,7 +331,6 @@ EVENTS: dict[str, EventKind] = {
 """Every event that ftckpt writes; ``EVENTS.md`` is made of it."""
 
 ADVICE = {
-    "ranks_lost": "they search for each other; the network between nodes, or a node, is away",
     "turned_off": "training goes on without snapshots: start the job again when the reason is mended",
     "no_budget": "see whether the arena can be written",
     "replicas_differ": "where the script does not let them drift this is silent corruption: have that hardware "
@@ -492,6 +484,10 @@ class Events:
         """One line for people, from rank 0 and from processes with a name alone."""
         if self._rank == 0 or "process" in self._who:
             log.info("ftckpt: %s", written(text))
+
+    def warn(self, text: str) -> None:
+        """Log a warning for people, which is no event."""
+        log.warning("ftckpt %s: %s", self._name, written(text))
 
     def close(self) -> None:
         """Write what is left and close the file; events after this are only logged."""

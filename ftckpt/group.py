@@ -69,7 +69,7 @@ class Group:
     """All ranks of the job. ``timeout_secs`` bounds every call that waits for other ranks.
 
     Collective: every rank constructs it, at the same point of its program. A collective that fails on one rank fails
-    on all that wait in it, within some seconds, and the group is of no use from then on: it is ``lost``, until all
+    on all that wait in it, within some seconds, and the group is of no use from then on: it is ``broken``, until all
     ranks ``renew`` it. A collective that is late is not: it completes when the last rank comes, however late.
 
     Collectives use the connections of a ring alone; with messages a rank may have one to each of ``partners`` others,
@@ -85,7 +85,7 @@ class Group:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._frame_bytes = min(_MOST_FRAME_BYTES, max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // self.size))
-        self._timeout_secs = timeout_secs
+        self.timeout_secs = timeout_secs
         self._first_look_secs, self._longest_look_secs = look_secs(self.size)
         others = self.size - 1 if partners is None else partners
         self._descriptors = OWN_DESCRIPTORS + others + SPARE_DESCRIPTORS
@@ -116,26 +116,24 @@ class Group:
         return os.urandom(8)
 
     @property
-    def lost(self) -> bool:
+    def broken(self) -> bool:
         """Whether a collective has failed."""
         return bool(self._given_up)
 
     def give_up(self, reason: str) -> None:
-        """The group is lost; ranks that wait in a collective of it learn so."""
+        """Break the group; ranks that wait in a collective of it learn it."""
         if not self._given_up:
             self._give_up(reason)
 
-    def renew(self, name: str, part: str, timeout_secs: float) -> None:
-        """Connect all ranks anew, lost or not before, under a ``name`` that was not used before. Collective.
-
-        Groups of several ``part``s under one name are lost together.
+    def renew(self, name: str, timeout_secs: float) -> None:
+        """Connect all ranks again, broken or not before, under a ``name`` that was not used before. Collective.
 
         Raises:
-            LaunchError, RuntimeError: the group is lost.
+            LaunchError, RuntimeError: the group is broken.
         """
         self._notice = Notice(f"{name}/given-up")
         try:
-            self._connect(f"{name}/{part}")
+            self._connect(name)
             self._gather(b"", timeout_secs)
         except (errors.LaunchError, RuntimeError) as error:
             self.give_up(str(error))
@@ -146,7 +144,7 @@ class Group:
         self._unfinished: list[dist.Work] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a view of it
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
-        self._group = connect(name, job_store(), self.rank, self.size, self._timeout_secs)
+        self._group = connect(name, job_store(), self.rank, self.size, self.timeout_secs)
         self._spare: defaultdict[int, list[Minimum]] = defaultdict(list)  # by the number of values
         self._reused: list[Minimum] = []  # kept for good: no thread of torch is the last to have a tensor
         self._kept: list[Any] = [self._group, self._tensors, self._reused]
@@ -164,7 +162,7 @@ class Group:
 
     def gather(self, data: Bytes) -> list[bytes]:
         """Every rank's ``data``, in rank order."""
-        return self._gather(data, self._timeout_secs)
+        return self._gather(data, self.timeout_secs)
 
     def _gather(self, data: Bytes, timeout_secs: float) -> list[bytes]:
         # An all-gather takes as many bytes of each rank: the length, and the begin, which mostly is all of it.
@@ -193,7 +191,7 @@ class Group:
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """``data`` of rank ``source``; its length must be the same on all ranks."""
         tensor = _tensor(data)
-        self._run(lambda: self._group.broadcast(tensor, source), self._timeout_secs, tensor)
+        self._run(lambda: self._group.broadcast(tensor, source), self.timeout_secs, tensor)
         return tensor.numpy().tobytes()
 
     def barrier(self) -> None:
@@ -205,11 +203,11 @@ class Group:
 
         Messages of one ``tag`` between two ranks are received in the order in which they were sent.
         """
-        return Message(self._try(lambda: self._group.send([data], to, tag)), self._timeout_secs)
+        return Message(self._try(lambda: self._group.send([data], to, tag)), self.timeout_secs)
 
     def start_receive(self, into: torch.Tensor, source: int, tag: int = 0) -> Message:
         """Post the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
-        return Message(self._try(lambda: self._group.recv([into], source, tag)), self._timeout_secs)
+        return Message(self._try(lambda: self._group.recv([into], source, tag)), self.timeout_secs)
 
     def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, Minimum]:
         """Post an element-wise MIN; returns the work, for ``finish``, and what will have it."""

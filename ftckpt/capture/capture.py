@@ -135,7 +135,12 @@ class Capture:
     @property
     def lacks_slots(self) -> bool:
         """Whether some slots cannot be written, because they have no memory yet."""
-        return len(self._slots) < self.arena.control.slots
+        return self.num_slots < self.arena.control.slots
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that can be written."""
+        return len(self._slots)
 
     def holds(self, snapshot: SnapshotId) -> bool:
         """Whether a slot of this arena has it sealed."""

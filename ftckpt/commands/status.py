@@ -177,13 +177,9 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
         yield f"newest {name}: {_in_words(told[0]) if told else none}"
-    slow = [
-        f"rank {trainer['rank']} on {node['node']}"
-        for node in status["nodes"]
-        for trainer in node["trainers"]
-        if trainer.get("counts", {}).get("slow")
-    ]
-    if slow:
+    if without := _ranks_that_count(status, "no_snapshots"):
+        yield f"no snapshots are taken by {listed(without)}: the log of the job says why, once a minute"
+    if slow := _ranks_that_count(status, "slow"):
         yield f"slower than others of their stage: {listed(slow)}"
     served = [f"{node['node']}: {node['metrics']}" for node in status["nodes"] if node["metrics"]]
     if served:
@@ -201,6 +197,15 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         seen = ", ".join(f"{kind} {failures['seen'].get(kind, 0)}" for kind in KINDS)
         yield f"attempt {failures['attempt']}; failures before it: {seen}; {failures['hours']:.3g} h of training"
         yield from (f"  {text}" for text in failures["ends"])
+
+
+def _ranks_that_count(status: Mapping[str, Any], name: str) -> list[str]:
+    return [
+        f"rank {trainer['rank']} on {node['node']}"
+        for node in status["nodes"]
+        for trainer in node["trainers"]
+        if trainer.get("counts", {}).get(name)
+    ]
 
 
 def _outlook(restart: dict[str, Any]) -> str:

@@ -31,11 +31,6 @@ class OldArenaRemoval:
 
 
 @dataclass(frozen=True)
-class Arrange:
-    """Arenas were laid out anew while ranks lost each other: all arrange together who protects what lies in them."""
-
-
-@dataclass(frozen=True)
 class TurnOff:
     """No more snapshots in this process."""
 
@@ -68,4 +63,4 @@ class Skip:
     reason: str
 
 
-Action = WholeMark | TargetMarks | OldArenaRemoval | Arrange | TurnOff | Announcement
+Action = WholeMark | TargetMarks | OldArenaRemoval | TurnOff | Announcement

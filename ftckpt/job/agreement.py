@@ -116,34 +116,9 @@ class Verdict(NamedTuple):
             tuple(times),
         )
 
-    @classmethod
-    def from_row(cls, row: Sequence[int]) -> Verdict:
-        """Inverse of ``row``."""
-        number, whole, will, stretch, cost, target, cover, flush, flushed, flush_interval = row
-        return cls(
-            number,
-            whole,
-            Will(will),
-            stretch,
-            cost,
-            target,
-            Coverage(cover),
-            flush,
-            Coverage(flushed),
-            flush_interval,
-        )
-
-    @property
-    def row(self) -> tuple[int, ...]:
-        """For a rank that has missed it: all but times, which are told anew."""
-        return (
-            self.number, self.whole, self.will, self.stretch, self.cost, self.target, self.cover, self.flush,
-            self.flushed, self.flush_interval,
-        )  # fmt: skip
-
 
 class AgreementError(RuntimeError):
-    """The other ranks cannot be reached, and will not be before all ``renew`` the group."""
+    """The other ranks cannot be reached any more."""
 
 
 class Agreement:
@@ -158,9 +133,9 @@ class Agreement:
         self._unread: list[Verdict] = []
 
     @property
-    def lost(self) -> bool:
+    def broken(self) -> bool:
         """Whether the other ranks cannot be reached."""
-        return self._group.lost
+        return self._group.broken
 
     def give_up(self, reason: str) -> None:
         """The other ranks shall not wait for this one's rounds."""
@@ -169,16 +144,6 @@ class Agreement:
     def close(self) -> None:
         """Nothing more is posted, by any rank."""
         self._group.close()
-
-    def renew(self, name: str, part: str, timeout_secs: float) -> None:
-        """Connect all ranks anew, as ``Group.renew`` does; what was posted and not read is forgotten. Collective.
-
-        Raises:
-            LaunchError, RuntimeError: a rank did not come, or connections cannot be made.
-        """
-        self._posted.clear()
-        self._unread.clear()
-        self._group.renew(name, part, timeout_secs)
 
     def post(self, round_: Round) -> None:
         """Post this rank's round; never waits.

@@ -73,7 +73,8 @@ class NodeArenas:
         self._own: Path | None = None
         self._made: Path | None = None  # by this start
         self._supply: SlotSupply | None = None
-        self._lacks_slot = False  # and that was said
+        self.shortage = ""
+        """Why a slot has no memory yet, though it was to have it; empty where it is not so."""
         self._supplies_start = False  # whether it is of the slots that training begins with
         self._opened = False  # and nothing was supplied since
         self._needed: frozenset[SnapshotId] = frozenset()  # of what old arenas hold
@@ -247,7 +248,7 @@ class NodeArenas:
                 self._supply, self._supplies_start = None, False
                 self._old = [path for path in self._old if path.exists()]
         if allocated:
-            self._lacks_slot = False
+            self.shortage = ""
             self._events.emit("slots_allocated", path=str(arena.path), slots=allocated)
         # In the same call: what an old arena has just given back need not wait for the next boundary.
         if self._supply is None:
@@ -256,9 +257,9 @@ class NodeArenas:
 
     def _tell_lacking(self, arena: Arena, error: FtckptError) -> None:
         self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
-        if not self._lacks_slot:  # once, however often it is tried again
-            self._lacks_slot = True
-            self._events.announce(f"a slot is lacking, and snapshots are skipped for that: {error}")
+        if not self.shortage:  # once, however often it is tried again
+            self._events.warn(f"a slot has no memory, and snapshots are skipped for that: {error}")
+        self.shortage = str(error)
 
     def _begin_supply(self, arena: Arena, through: Callable[[], bool] | None = None) -> None:
         absent, first = absent_slots(arena), self._opened

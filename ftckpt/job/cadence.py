@@ -100,8 +100,3 @@ class Proofs:
         self.begun = self.begun or stepped
         if not self.begun:
             self.begin = number
-
-    def restart(self, iteration: int, number: int, begun: bool) -> None:
-        """Ranks that may have been through different ones count from snapshot ``number``, before the boundary of
-        ``iteration``."""
-        self.last, self.begin, self.begun = iteration, number, begun

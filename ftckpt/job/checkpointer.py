@@ -26,6 +26,7 @@ from ftckpt.job.garbage import no_collections
 from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.rank_storage import save_command
+from ftckpt.job.reminder import Reminder
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.shard import Shard
 from ftckpt.job.snapshots import Snapshots
@@ -80,6 +81,7 @@ class Checkpointer:
         self._boundary = -1  # the iteration of the last one
         self._closed = False
         self._fenced = False  # since the last boundary
+        self._reminder = Reminder(self.events)
         self._examination = Examination(examines) if examines else None
 
     @property
@@ -232,6 +234,7 @@ class Checkpointer:
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration
         self._snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
+        rank.links.begin_training()
         rank.attempt.keep()
         shard.supply()
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()
@@ -324,6 +327,13 @@ class Checkpointer:
         counts[PulseCount.DIFFERING] = self._shard.num_differing if self._shard is not None else 0
         counts[PulseCount.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
         counts[PulseCount.COMPUTE_US] = round(slow_ranks.compute_secs * 1e6)
+        if reason := self._state.off_reason:
+            reason += "; start the job again when that is mended"
+        elif self._shard is not None:
+            reason = self._shard.shortage
+        counts[PulseCount.NO_SNAPSHOTS] = int(bool(reason))
+        if not self.off or self.topology.rank == 0:  # all ranks are off together
+            self._reminder.update(reason)
         self._protection.tell_counts(counts)
 
     def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
@@ -366,8 +376,6 @@ class Checkpointer:
             remove, failure = self._bring_home(done)
         else:
             self._fence()  # nothing more is trained: the last snapshot is good
-            if self._state.lost:
-                self._rank.links.stop("a rank has ended")
         # Where nothing was restored either: who only looks at a state that is there need not train.
         if self._snapshots is not None and self._boundary < 0 and not in_error and done:
             self.events.announce("step() was never called: no snapshot was taken of this training")
@@ -395,7 +403,7 @@ class Checkpointer:
         if not done or self._snapshots is None or not self._rank.storage.wants_last:
             return True, None
         if not (problem := self._persist_last()):
-            return not self.group.lost, None
+            return not self.group.broken, None
         text = (
             f"the last snapshot did not come to storage: {problem}; memory keeps it: {save_command(self.config)}, or "
             "a start under this name, which goes on from it"

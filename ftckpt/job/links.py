@@ -1,4 +1,4 @@
-"""How a rank reaches all others: two groups of their own, which are lost together, and connected anew together."""
+"""The two groups through which a rank reaches all others. They break together, and are connected again at the end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ftckpt.errors import LaunchError
+from ftckpt.connections import STALL_SECS
 from ftckpt.group import Group
 from ftckpt.job.agreement import Agreement
-from ftckpt.job.reunion import Reunion
-from ftckpt.job.session import Standing
-from ftckpt.notice import job_store
 
 T = TypeVar("T")
 
@@ -19,60 +16,33 @@ T = TypeVar("T")
 class Links:
     """``group`` carries collectives that ranks enter together, ``agreement`` the rounds of each snapshot.
 
-    Where ranks cannot reach each other by one of the two they give up both.
+    A rank that cannot reach the others through one of them gives up both, so that all ranks learn it.
 
     Args:
-        start_timeout_secs: how long ranks wait for each other where the job begins and ends.
-        renew_timeout_secs: and where they connect anew.
-        group: of all ranks; a new one where None.
+        start_timeout_secs: longest wait for other ranks at start and end.
+        connect_timeout_secs: longest wait for a broken group to be connected again at the end.
+        group: all ranks; a new one where None.
     """
 
-    def __init__(self, start_timeout_secs: float, renew_timeout_secs: float, group: Group | None = None) -> None:
+    def __init__(self, start_timeout_secs: float, connect_timeout_secs: float, group: Group | None = None) -> None:
         self.group = group or Group(start_timeout_secs)
         # A group of its own: nothing else may come between two rounds, which pair up by their order alone.
         self.agreement = Agreement(Group(start_timeout_secs, partners=0))
-        self._reunion = Reunion(job_store(), f"{self.group.name}/reunion", self.group.size)
-        self._start_timeout_secs, self._renew_timeout_secs = start_timeout_secs, renew_timeout_secs
+        self._start_timeout_secs, self._connect_timeout_secs = start_timeout_secs, connect_timeout_secs
 
     @property
-    def lost(self) -> bool:
+    def broken(self) -> bool:
         """Whether some rank cannot be reached."""
-        return self.group.lost or self.agreement.lost
-
-    @property
-    def stopped(self) -> str:
-        """Why some rank does not come any more; "" while all may."""
-        return self._reunion.stopped
+        return self.group.broken or self.agreement.broken
 
     def give_up(self, reason: str) -> None:
-        """Both groups, as all ranks leave both together."""
+        """Break both groups: other ranks that wait in one of them learn it."""
         self.group.give_up(reason)
         self.agreement.give_up(reason)
 
-    def stop(self, reason: str) -> None:
-        """This rank does not connect anew: the others need not look for it."""
-        self._reunion.stop(reason)
-
-    def meets(self, iteration: int) -> str:
-        """At each boundary while they are lost: the name under which all connect anew at this one, or ""."""
-        return self._reunion.meets(iteration)
-
-    def renew(self, name: str, standing: Standing) -> list[Standing]:
-        """Connect all ranks anew, under the ``name`` of this boundary; returns what each of them knows. Collective.
-
-        Raises:
-            LaunchError, RuntimeError: not all could; they are given up again.
-        """
-        try:
-            for group, part in ((self.agreement, "rounds"), (self.group, "calls")):
-                group.renew(name, part, self._renew_timeout_secs)
-            standings = [Standing.decode(data) for data in self.group.gather(standing.encode())]
-        except (LaunchError, RuntimeError) as error:
-            self.give_up(str(error))
-            self._reunion.ended(well=False)
-            raise
-        self._reunion.ended(well=True)
-        return standings
+    def begin_training(self) -> None:
+        """From here on a rank that is stopped for long breaks nothing: the framework's own groups wait for it too."""
+        self.group.timeout_secs = max(self._start_timeout_secs, STALL_SECS)
 
     def part(self, leave: Callable[[], None]) -> None:
         """``leave``, and nothing after it; raises as ``meet``."""
@@ -80,19 +50,20 @@ class Links:
         self.agreement.close()
 
     def meet(self, place: str, action: Callable[[], T]) -> T:
-        """``action``, which is collective and can be done twice: where all come to in the end, ranks that have lost
-        each other meet once more. ``place`` is not used a second time.
+        """Run ``action``, which is collective and can be repeated, at the end of the job, where all ranks come. A
+        broken group is connected again for it, once. ``place`` is not used a second time.
 
         Raises:
             RuntimeError: of ``action``.
-            LaunchError: connections could not be made anew.
+            LaunchError: the group could not be connected again.
         """
+        self.group.timeout_secs = self._start_timeout_secs
         begin = time.monotonic()
         try:
             return action()
         except RuntimeError:
             left_secs = self._start_timeout_secs - (time.monotonic() - begin)
-            if not self.group.lost or left_secs <= 0:
+            if not self.group.broken or left_secs <= 0:
                 raise
-            self.group.renew(f"{self._reunion.name}/{place}", "calls", min(left_secs, self._renew_timeout_secs))
+            self.group.renew(f"{self.group.name}/{place}", min(left_secs, self._connect_timeout_secs))
             return action()

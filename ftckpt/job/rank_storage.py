@@ -125,12 +125,11 @@ class RankStorage:
         return None
 
     def _problem_at_end(self, lacking: SnapshotId) -> str:
-        """What the SMPs say of the last flush, that of ``lacking``. Collective; a rank that has lost the others knows
-        its own node's reason."""
+        """What the SMPs say of the last flush, that of ``lacking``. Collective; a rank that cannot reach the others
+        knows its own node's reason."""
         causes = [self._protection.smp.flush_problem(lambda: self.observe(lacking).goes_on)]
         with suppress(RuntimeError, LaunchError):
-            if not self._state.lost:
-                causes = codec.gather(self._group, causes[0], str)
+            causes = codec.gather(self._group, causes[0], str)
         return "; ".join(sorted(set(filter(None, causes)))) or _NOBODY
 
     def _notice(self, iteration: int) -> Notice:

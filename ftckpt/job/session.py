@@ -8,16 +8,12 @@ posts. Time is an argument, in seconds of any clock that does not go back.
 
 from __future__ import annotations
 
-import json
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from ftckpt.config import Config
 from ftckpt.job.actions import (
     Action,
     Announcement,
-    Arrange,
     OldArenaRemoval,
     Skip,
     Take,
@@ -37,43 +33,8 @@ from ftckpt.windows.cost import Wish
 _MORE_ROUNDS = 5
 """Rounds beyond ``error_limit`` after which a new interval begins: whoever still trains then has read of it."""
 
-_LONGEST_STEP_SECS = 10.0
-"""What an iteration counts at most while ranks look for each other: where training stands still nobody searches."""
-
 _MOST_COST = 1e6
 """Iterations that a snapshot may cost, as far as rounds say."""
-
-_REMEMBERED = 64
-"""Verdicts that a rank keeps for others that have not read them; whoever misses so many has been off for long."""
-
-
-class Standing(NamedTuple):
-    """What a rank knows when ranks have lost each other; these of all ranks make them alike again.
-
-    ``number``: of snapshots that were due so far. ``begun``, ``wrong``: what came of proofs. ``layouts``: how often
-    arenas were laid out anew, as far as it knows, ``arranged``: up to which of these it has arranged protection.
-    ``verdicts``: the newest that it has read.
-    """
-
-    number: int
-    begun: bool
-    wrong: bool
-    layouts: int
-    arranged: int
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def read(self) -> int:
-        """The number of the last verdict."""
-        return self.verdicts[-1].number if self.verdicts else 0
-
-    def encode(self) -> bytes:
-        return json.dumps([*self[:-1], [verdict.row for verdict in self.verdicts]]).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Standing:
-        number, begun, wrong, layouts, arranged, rows = json.loads(data)
-        return cls(number, begun, wrong, layouts, arranged, tuple(Verdict.from_row(row) for row in rows))
 
 
 class RankState:
@@ -81,8 +42,7 @@ class RankState:
 
     Events come in the order of training: ``begin`` once; at each boundary ``boundary`` and, where a snapshot is due,
     the round of the snapshot before (``round_to_post``, ``posted``) if it was not posted earlier, then ``learn`` or
-    ``miss``, then the proof, if ``proof_due``, and ``take``. ``fail`` and ``turn_off`` may come at any time; from
-    ``lose`` to ``reunite`` boundaries bring a ``search`` and nothing else.
+    ``miss``, then the proof, if ``proof_due``, and ``take``. ``fail`` and ``turn_off`` may come at any time.
     """
 
     def __init__(self, config: Config, protects: bool = False, slow_ranks: SlowRanks | None = None) -> None:
@@ -92,9 +52,8 @@ class RankState:
         """The newest snapshot that all ranks are known to have sealed."""
         self.iteration = -1
         """Of the last snapshot that was due, or of the one that was restored."""
-        self.off = False
-        self.lost = False
-        """Whether ranks have lost each other: until they are reunited nothing is posted, read or taken."""
+        self.off_reason = ""
+        """Why this rank takes, posts and reads nothing in this attempt any more; empty while it does."""
         self.failures = 0
         """In a row: a snapshot that was sealed ends the row."""
         # A rank that reads nothing posts OFF after error_limit rounds, so it is off before a change that it missed.
@@ -115,13 +74,8 @@ class RankState:
         self._said_off = False  # in a round that was not read yet
         self._gives_up = False
         self._missed = False  # the verdicts of this boundary
-        self._verdicts: deque[Verdict] = deque(maxlen=_REMEMBERED)
-        self._searched_secs = 0.0
-        self._seen_secs: float | None = None  # when the search came to a boundary
-        self._num_searched = 0  # boundaries
         self._whole_here_secs: float | None = None  # when a snapshot was whole in the arenas as they are laid out
         self._old_arenas = True
-        self._layouts = self._arranged = 0
         self._named: tuple[SnapshotId | None, ...] = ()
         self._keep: frozenset[SnapshotId] = frozenset()
 
@@ -171,7 +125,7 @@ class RankState:
         Whoever comes to a boundary posts for it, whatever failed there: rounds of all ranks pair up by their order
         alone.
         """
-        return self._last_posted < self.interval.number - self._reads and not self.off and not self.lost
+        return self._last_posted < self.interval.number - self._reads and not self.off
 
     def round_to_post(
         self, newest: SnapshotId | None, will: Will, wish: Wish, guard: Guard, now_secs: float,
@@ -211,7 +165,6 @@ class RankState:
     def learn(self, verdicts: Sequence[Verdict], now_secs: float) -> list[Action]:
         """All verdicts up to that of the last round were read."""
         self._reads = False
-        self._verdicts += verdicts
         actions: list[Action] = []
         marks, whole = self.marks, self.whole
         for verdict in verdicts:
@@ -253,9 +206,7 @@ class RankState:
         One that read late that all turn off does not enter a proof which the others, long off, do not come to.
         """
         others_left = self._last_round is not None and self._last_round < self.interval.number - 1
-        if self.lost or others_left:
-            return False
-        return self._wrong or self.proofs.due(self.iteration, self.interval.number)
+        return not others_left and (self._wrong or self.proofs.due(self.iteration, self.interval.number))
 
     @property
     def late(self) -> bool:
@@ -280,17 +231,9 @@ class RankState:
         self.proofs.learn(self.interval.number, stepped, not changed)
         self._wrong = changed and not new_arenas
         if new_arenas:
-            self._layouts += 1
-            self._in_new_arenas()
-
-    def arranged(self) -> None:
-        """Who protects what lies in the arenas as they are laid out now is arranged on this rank."""
-        self._arranged = self._layouts
-
-    def _in_new_arenas(self) -> None:
-        self.targets.forget()
-        self.flushes.forget()
-        self._old_arenas, self._whole_here_secs = True, None
+            self.targets.forget()
+            self.flushes.forget()
+            self._old_arenas, self._whole_here_secs = True, None
 
     def not_protected(self) -> list[Action]:
         """Nothing can be protected in the arenas as they are laid out now."""
@@ -313,7 +256,7 @@ class RankState:
     def take(self, has_room: bool, obstacle: str = "") -> Take | Skip | None:
         """What happens at this boundary; ``has_room``: a slot holds none of ``keep``. ``obstacle``: why this rank
         cannot write to one yet. None: ftckpt is off."""
-        if self.off or self.lost or self._will is None:
+        if self.off or self._will is None:
             return None
         if self._will != Will.GO:
             return Skip("a rank is not ready")
@@ -356,66 +299,14 @@ class RankState:
             actions.append(self.turn_off("too many failed snapshots in a row, and the other ranks do not answer"))
         return actions
 
-    def lose(self, error: str) -> list[Action]:
-        """Ranks have lost each other."""
-        if self.lost or self.off:
-            return []
-        self.lost, self._searched_secs, self._seen_secs = True, 0.0, None
-        self._num_searched = 0
-        return [Announcement("ranks_lost", {"error": error})]
-
-    def search(self, now_secs: float) -> list[Action]:
-        """Training is at a boundary, and ranks are lost."""
-        if self._seen_secs is not None:
-            self._searched_secs += min(now_secs - self._seen_secs, _LONGEST_STEP_SECS)
-        self._seen_secs = now_secs
-        self._num_searched += 1
-        # Others that are not lost notice when they wait for the next round: at a boundary with a snapshot, or the
-        # one after.
-        may_come = self._num_searched <= 2 * self.interval.spacing
-        if may_come or self._searched_secs <= self._config.start_timeout_secs:
-            return []
-        return [self.turn_off("the ranks have lost each other, and did not find together again")]
-
     @property
-    def standing(self) -> Standing:
-        """What this rank knows, for ``reunite`` of all ranks."""
-        layouts = self._layouts, self._arranged
-        return Standing(self.interval.number, self.proofs.begun, self._wrong, *layouts, tuple(self._verdicts))
-
-    def reunite(self, standings: Sequence[Standing], iteration: int, now_secs: float) -> list[Action]:
-        """All ranks have found each other at the boundary of ``iteration``, at which none takes a snapshot.
-
-        What only some had read all learn now: as none writes to a slot before it has read, those that had not still
-        have what the others count on. Rounds that nobody has read mean nothing to anybody.
-        """
-        fewest = min(standing.read for standing in standings)
-        if any(len(s.verdicts) == _REMEMBERED and s.verdicts[0].number > fewest + 1 for s in standings):
-            return [self.turn_off("ranks that have found each other again have been apart for too long")]
-        read = self.standing.read
-        known = {verdict.number: verdict for standing in standings for verdict in standing.verdicts}
-        self.lost = self._said_off = False
-        self.interval.number = max(standing.number for standing in standings)
-        self._last_posted = self.interval.number - 1
-        self.proofs.restart(iteration, self.interval.number, any(standing.begun for standing in standings))
-        self._wrong = any(standing.wrong for standing in standings)
-        searched = Announcement("ranks_reunited", {"iteration": iteration, "secs": self._searched_secs})
-        actions = self._end_layout(standings)
-        missed = [known[number] for number in sorted(known) if number > read]
-        return [searched, *actions, *self.learn(missed, now_secs)]
-
-    def _end_layout(self, standings: Sequence[Standing]) -> list[Action]:
-        """Where ranks lost each other behind the last step to new arenas some have not learnt of them, and nothing is
-        protected there. Once one rank has, all have made theirs."""
-        self._layouts = max(standing.layouts for standing in standings)
-        if all(standing.arranged == self._layouts for standing in standings):
-            return []
-        self._in_new_arenas()
-        return [Arrange(), *([WholeMark(self.whole)] if self.whole is not None else [])]
+    def off(self) -> bool:
+        """Whether this rank takes no snapshots in this attempt any more."""
+        return bool(self.off_reason)
 
     def turn_off(self, reason: str) -> TurnOff:
         """This rank takes, posts and reads nothing from now on."""
-        self.off = True
+        self.off_reason = reason
         return TurnOff(reason)
 
     def _interval_change(self, verdict: Verdict) -> Announcement:

@@ -33,6 +33,9 @@ from ftckpt.windows.clock import make_clock
 from ftckpt.windows.node_budget import NodeBudget
 from ftckpt.windows.pacer import Pacer
 
+_MIN_SLOTS = 2
+"""Slots with which snapshots go on: one is written while the other keeps the newest."""
+
 _MOST_NAMED = 5
 """Fragments in an event, or in what ranks tell each other."""
 
@@ -198,6 +201,12 @@ class Shard:
             lacks = self.capture.lacks_slots and not self.capture.has_room(keep)
             waits = lacks and self.capture.takes_fresh_slots
             self.capture.use_slots(self._arenas.complete(self.capture.arena, waits))
+
+    @property
+    def shortage(self) -> str:
+        """Why this rank can take no snapshots: one slot keeps the newest, and no other has memory; else empty."""
+        few = self.capture is not None and self.capture.num_slots < _MIN_SLOTS
+        return self._arenas.shortage if few else ""
 
     def let_go(self) -> bool:
         """ftckpt is off, and no proof follows: nothing of training's is held any more; whether anything was."""

@@ -14,7 +14,6 @@ from ftckpt.errors import CaptureError, FtckptError, SilentCorruptionError, Stor
 from ftckpt.job.actions import (
     Action,
     Announcement,
-    Arrange,
     OldArenaRemoval,
     Skip,
     Take,
@@ -23,7 +22,6 @@ from ftckpt.job.actions import (
     WholeMark,
 )
 from ftckpt.job.agreement import Coverage, Round, Will
-from ftckpt.job.losses import Losses
 from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.shard import Shard, corruption_text
 from ftckpt.model.snapshot import SnapshotId
@@ -56,7 +54,6 @@ class Snapshots:
         self._has_smp = rank.has_smp
         self._shard = shard
         self._pacer = pacer
-        self._losses = Losses(self._links, self._state, self._events)
         self.kept = kept
         """None where it is not wanted any more."""
         self._last_fenced = 0  # the number of a snapshot that was due
@@ -140,9 +137,9 @@ class Snapshots:
         """
         if self.capture is not None:
             self.capture.at_boundary()
-        if self._state.lost:
-            self._search(iteration)
-        elif self._state.boundary(iteration):
+        if self._state.off:  # since the fence of this step
+            return
+        if self._state.boundary(iteration):
             self._snapshot(iteration, begin)
         else:
             self._post()
@@ -198,7 +195,9 @@ class Snapshots:
     def fail(self, error: Exception) -> None:
         """A snapshot failed: past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
         self._numbers.failed(self._state.interval.number)
-        if not self._note_loss(error):
+        if self._links.broken:
+            self._disconnect(error)
+        else:
             self.execute(self._state.fail(repr(error)))
         if self._config.on_error == "raise":
             raise error
@@ -213,9 +212,8 @@ class Snapshots:
                 self._shard.note_capacity()
         except Exception as error:  # noqa: BLE001 - raised below
             problem = error
-            self._note_loss(error)
         # Collective: every rank enters a proof that is due, whatever it has read and whatever failed here.
-        if self._state.proof_due:
+        if self._state.proof_due and not self._links.agreement.broken:
             self._prove()
         self._pacer.learn()
         if problem is not None:
@@ -319,7 +317,6 @@ class Snapshots:
                 self.execute(self._state.not_protected())
             else:
                 self._mark_arrangement()
-        self._state.arranged()
 
     def _mark_arrangement(self) -> None:
         """Marks go to the arena as it is laid out. No mode may be left where no replica set spans nodes: what no
@@ -334,15 +331,11 @@ class Snapshots:
             self.capture.fence(self._config.fence_timeout_secs)
         self._last_fenced = self._state.interval.number  # only here: what has failed otherwise is tried again
 
-    def _note_loss(self, error: Exception) -> bool:
-        """Whether ranks have lost each other."""
-        actions = self._losses.note(error)
-        self.execute(actions or ())
-        return actions is not None
-
-    def _search(self, iteration: int) -> None:
-        self.execute(self._state.search(time.monotonic()))
-        self.execute(self._losses.meet(iteration))
+    def _disconnect(self, error: Exception) -> None:
+        """The connections to other ranks broke: no rank can agree with the others on a snapshot any more."""
+        self._links.give_up(str(error))
+        if not self._state.off:
+            self.execute([self._state.turn_off(f"the connections to other ranks broke: {error}")])
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -354,10 +347,6 @@ class Snapshots:
                 self._protection.mark(action)
             case OldArenaRemoval():
                 self._arenas.remove_old()
-            case Arrange():
-                if self.arena is not None:
-                    self.arena.control.mark_origin(self._arenas.origin)
-                self._protect_anew()
             case Announcement(event, fields, text):
                 self._events.emit(event, **fields)
                 if text:
@@ -366,7 +355,5 @@ class Snapshots:
                     raise StorageError(f"{action.error}: {self._storage.problem(fields['iteration'])}", lasting=True)
             case TurnOff(reason):
                 self._events.emit("turned_off", reason=reason)
-                if self._state.lost:
-                    self._links.stop(reason)
                 if self.capture is not None:
                     self.capture.stop()

@@ -137,6 +137,9 @@ METRICS: dict[str, Metric] = {
     "rank_silent_seconds": _of_ranks("gauge", "since its last sign of life", lambda trainer: trainer["secs"]),
     "rank_snapshots": _of_ranks("counter", "snapshots that it has begun", _counted("snapshots")),
     "rank_snapshots_skipped": _of_ranks("counter", "snapshots that were due and left out", _counted("skipped")),
+    "rank_no_snapshots": _of_ranks(
+        "gauge", "1 while it takes no snapshots; the log says why, once a minute", _counted("no_snapshots")
+    ),
     "rank_snapshots_failed": _of_ranks("counter", "snapshots that failed on it", _counted("failed")),
     "rank_blocked_seconds": _of_ranks(
         "counter", "for which its training waited, at boundaries and in fences", _counted("blocked_us", 1e-6)

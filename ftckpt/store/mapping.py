@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -124,6 +125,12 @@ def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool
 def _explained(error: OSError, path: Path, nbytes: int) -> Exception:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
         return error
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
+        return MemoryBudgetError(
+            f"{path}: ulimit -f: no file of this process may have more than {limit} bytes, and this one needs "
+            f"{nbytes}; raise it (ulimit -f unlimited, LimitFSIZE of a service)"
+        )
     free = os.statvfs(path.parent)
     return MemoryBudgetError(
         f"{path}: no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free now; enlarge the tmpfs "

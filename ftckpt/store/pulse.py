@@ -16,7 +16,7 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
   ns until which it rests, once it has protected the target
 * 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns; the
   SMP's word 10 is how many of 1000 parts of the node's cores others wanted when it began to rest
-* 16 to 26: what a rank counts, see ``PulseCount``
+* 16 to 27: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
 needs no header: zeros and foreign bytes name no live owner, and each writer overwrites its own entry as a whole.
@@ -110,6 +110,8 @@ class PulseCount(IntEnum):
     """Intervals between snapshots that training has passed since the newest whole one, or since it has begun."""
     PROTECTED_BEHIND = 10
     """The same of the newest protected one."""
+    NO_SNAPSHOTS = 11
+    """1 while it takes no snapshots: it has turned off, or its arena has too little memory."""
 
     @property
     def label(self) -> str:

@@ -284,7 +284,7 @@ COLLECTIVE = ("save", "describe", "choose", "lay out", "proof", "close")
 @pytest.mark.parametrize("stage", COLLECTIVE)
 def test_others_do_not_wait(stage: str, failing: Failing) -> None:
     """Where a rank fails by itself in what is collective, the others end, too, and say why."""
-    # At the end ranks that have lost each other meet once more: one that does not come is waited for so long.
+    # At the end broken groups are connected once more: a rank that does not come is waited for so long.
     failing.training = [*failing.training, "--ftckpt-agree-timeout-secs", "5"]
     failing.launch([Failure(stage, 1, "exit", nth=1)], *LONG)
     one = failing.wait_for("failure", lambda: fired(failing.failures))[0]

@@ -336,11 +336,13 @@ def test_a_foreign_error_of_one_rank_reaches_all() -> None:
     assert [result.value for result in run_ranks(fail_alone, 3)] == ["rank 1: KeyError: 'a bug'"] * 3
 
 
-def outlive_a_stall(rank: int, size: int, number: int) -> list[str]:
+def outlive_a_stall(rank: int, size: int, number: int, is_recent: bool) -> list[str]:
     """One rank stands still for longer than the group's deadline, while another posts on."""
+    from ftckpt import connections
     from ftckpt.group import Group
     from ftckpt.job.agreement import Agreement, Round
 
+    connections._IS_RECENT = is_recent
     agreement = Agreement(Group(LATE_SECS / 3))
     found: list[str] = []
     for iteration in range(number):
@@ -352,9 +354,10 @@ def outlive_a_stall(rank: int, size: int, number: int) -> list[str]:
     return [*found, str(read(agreement, 30.0))]
 
 
-def test_rounds_outlive_a_rank_that_stands_still_for_longer_than_the_deadline_of_the_group() -> None:
+@pytest.mark.parametrize("is_recent", [pytest.param(True, id="torch"), pytest.param(False, id="older torch")])
+def test_rounds_outlive_a_rank_that_stands_still_for_longer_than_the_deadline_of_the_group(is_recent: bool) -> None:
     """It is alive: what others have posted completes when it comes, and what nobody waited for is no error."""
-    punctual, late = (result.value for result in run_ranks(outlive_a_stall, 2, 4))
+    punctual, late = (result.value for result in run_ranks(outlive_a_stall, 2, 4, is_recent))
     every = str([(iteration, 1) for iteration in range(4)])
     assert punctual == ["None"] * 4 + [every] and late == [every]
 

@@ -12,16 +12,15 @@ from typing import Any
 
 from ftckpt.capture.capture import writable_slots
 from ftckpt.config import Config
-from ftckpt.job.actions import Arrange, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
+from ftckpt.job.actions import OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.agreement import Agreement, AgreementError, Will
-from ftckpt.job.reunion import Reunion
-from ftckpt.job.session import RankState, Standing
+from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 
-POSTED, PROOF, CONNECTED = "posted", "proof", "connected"
-"""Where a rank waits for others: with a deadline for their posts, without one in a proof or to connect anew."""
+POSTED, PROOF = "posted", "proof"
+"""Where a rank waits for others: with a deadline for their posts, without one in a proof."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Fate:
     they run on when the snapshot is dropped. ``impatient``: it waits for nobody's post. ``begin_fails``: its
     snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its node's SMP does, ``covers`` the
     target, does and ``rests`` behind it, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer
-    does. ``breaks``: where its connections do: before a ``post``, before a ``read``, in a ``proof``, in the last step
-    to a new ``layout``, or as all ``connect`` anew. ``store``: it ``answers``, or is ``slow``.
+    does. ``breaks``: where its connections do: before a ``post``, before a ``read``, in a ``proof``, or in the last
+    step to a new ``layout``.
     """
 
     copies: str = "sealed"
@@ -43,7 +42,6 @@ class Fate:
     smp: str = "covers"
     steps: bool = True
     breaks: str = ""
-    store: str = "answers"
 
 
 CALM = Fate()
@@ -52,14 +50,13 @@ CALM = Fate()
 class Rounds:
     """The all-reduce: the n-th posts of all ranks belong together, and are there when the last one is.
 
-    ``given_up``: the notice of a rank whose connections broke. ``came``: what ranks then told each other.
+    ``given_up``: the notice of a rank whose connections broke.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.posts: list[dict[int, Sequence[int]]] = []
         self.given_up = False
-        self.came: dict[int, bytes] = {}
 
     def put(self, rank: int, number: int, words: Sequence[int]) -> None:
         if len(self.posts) == number:
@@ -77,13 +74,13 @@ class RankGroup:
         self.rounds = rounds
         self._rank = rank
         self.num_posted = 0
-        self.lost = False
+        self.broken = False
 
     def give_up(self, reason: str) -> None:
-        self.lost = self.rounds.given_up = True
+        self.broken = self.rounds.given_up = True
 
     def start_minimum(self, words: Sequence[int]) -> tuple[int, Any]:
-        if self.lost:
+        if self.broken:
             raise RuntimeError("connections broke")
         number, self.num_posted = self.num_posted, self.num_posted + 1
         self.rounds.put(self._rank, number, words)
@@ -92,52 +89,12 @@ class RankGroup:
     def give_back(self, minimum: Any) -> None: ...
 
     def finish(self, number: int, timeout_secs: float) -> bool:
-        if not self.lost and self.rounds.complete(number):
+        if not self.broken and self.rounds.complete(number):
             return True
-        if self.lost or self.rounds.given_up:
-            self.lost = True
+        if self.broken or self.rounds.given_up:
+            self.broken = True
             raise RuntimeError("a rank gave up")
         return False
-
-
-class Board:
-    """The job's store."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-
-    def add(self, key: str, number: int) -> int:
-        self.texts[key] = str(int(self.texts.get(key, "0")) + number)
-        return int(self.texts[key])
-
-    def set(self, key: str, text: str) -> None:
-        self.texts[key] = text
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self.texts for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.texts[key].encode()
-
-    def compare_set(self, key: str, expected: str, text: str) -> bytes:
-        return self.texts.setdefault(key, text).encode()
-
-
-class Answer:
-    """A call of the store, at once or, where that is ``slow``, when somebody waits for it or asks a second time."""
-
-    def __init__(self, call: Callable[[], Any], slow: bool) -> None:
-        self.value: Any = None
-        self._call: Callable[[], Any] | None = call
-        self._slow = slow
-
-    def ended(self, patience_secs: float = 1.0) -> bool:
-        if self._slow and not patience_secs:
-            self._slow = False
-            return False
-        if self._call is not None:
-            self.value, self._call = self._call(), None
-        return True
 
 
 @dataclass
@@ -181,22 +138,11 @@ class Rank:
     def __post_init__(self) -> None:
         self.slots = dict.fromkeys(range(self.num_slots))
 
-    def start(self, config: Config, protects: bool, rounds: Rounds, board: Board) -> None:
+    def start(self, config: Config, protects: bool, rounds: Rounds) -> None:
         self.state = RankState(config, protects)
-        self._connect(rounds)
-        self.reunion = Reunion(
-            board, "reunion", rounds.size, lambda call: self._ask(Answer(call, self.fate.store == "slow"))
-        )
-        self.flight, self.read, self.waits = None, 0, ""
-
-    def _ask(self, answer: Answer) -> Answer:
-        if self.fate.store == "answers":
-            answer.ended()
-        return answer
-
-    def _connect(self, rounds: Rounds) -> None:
         self.group = RankGroup(rounds, self.index)
         self.agreement = Agreement(self.group)  # type: ignore[arg-type]
+        self.flight, self.read, self.waits = None, 0, ""
 
     @property
     def sealed(self) -> set[SnapshotId]:
@@ -233,8 +179,7 @@ class Rank:
         if state.undoes(iteration):
             self._go_back(job, iteration)
             return
-        if state.lost:
-            yield from self._search(job, iteration)
+        if state.off:
             return
         due = state.boundary(iteration)
         job.heard(self.index, iteration, due)
@@ -255,23 +200,23 @@ class Rank:
         self.waits = ""
         self._read(job)
         yield
-        if state.proof_due:
+        if state.proof_due and not self.group.broken:
             yield from self._prove(job)
         if self.missed:
             self._execute(state.fail("no answer"))
-        elif not state.lost:
+        else:
             self._take(job, fate)
 
     def _read(self, job: Job) -> None:
         state = self.state
-        if state.lost:
+        if state.off:
             return
         if self.fate.breaks == "read":
             self.group.give_up("")
         try:
             verdicts = self.agreement.read(0.0)
         except AgreementError:
-            self._lose()
+            self._disconnect()
             return
         if verdicts is None:
             self.missed = True
@@ -290,38 +235,13 @@ class Rank:
         yield
         self.waits = ""
         came = job.prove(number)
-        if not came or self.fate.breaks == "proof" or state.standing.arranged < job.knows.state.standing.layouts:
-            self._lose()
+        if not came or self.fate.breaks == "proof" or job.layout_broke:
+            self._disconnect()
 
-    def _lose(self) -> None:
+    def _disconnect(self) -> None:
         self.group.give_up("")
-        self._execute(self.state.lose("connections broke"))
-
-    def _search(self, job: Job, iteration: int) -> Generator[None]:
-        """A boundary while ranks are lost."""
-        state = self.state
-        self._execute(state.search(job.now_secs))
-        name = "" if state.off else self.reunion.meets(iteration)
-        if self.reunion.stopped and not state.off:
-            self._execute([state.turn_off(self.reunion.stopped)])
-        elif name:
-            rounds = job.connecting.setdefault(name, Rounds(len(job.ranks)))
-            self._connect(rounds)
-            if self.fate.breaks == "connect":
-                self.group.give_up("")
-            rounds.came[self.index] = state.standing.encode()
-            self.waits = CONNECTED
-            yield
-            self.waits = ""
-            if rounds.given_up or len(rounds.came) < rounds.size:
-                self.group.give_up("")
-                self.reunion.ended(well=False)
-                return
-            self.reunion.ended(well=True)
-            standings = [Standing.decode(data) for _, data in sorted(rounds.came.items())]
-            self._execute(state.reunite(standings, iteration, job.now_secs))
-            self.read = job.knows.read
-            job.reunited(rounds)
+        if not self.state.off:
+            self._execute([self.state.turn_off("connections broke")])
 
     def _take(self, job: Job, fate: Fate) -> None:
         writable = self._writable()
@@ -377,7 +297,7 @@ class Rank:
         try:
             self.agreement.post(round_)
         except AgreementError:
-            self._lose()
+            self._disconnect()
             return
         job.rounds_posted.setdefault(number, []).append(round_)
         state.posted(round_)
@@ -391,14 +311,9 @@ class Rank:
                     self.marks = decision
                 case OldArenaRemoval():
                     self.old.clear()
-                case Arrange():
-                    self.marks = self.state.marks
-                    self.state.arranged()
-                case TurnOff(reason):
+                case TurnOff():
                     assert self.state.off
                     self._drop()
-                    if self.state.lost:
-                        self.reunion.stop(reason)
 
     def lay_out_anew(self) -> None:
         whole = self.state.whole
@@ -441,8 +356,8 @@ class Job:
         self.went_back = False
         self.lives += 1
         self.iteration = restored.iteration if restored is not None else 0
-        rounds, board = Rounds(len(self.ranks)), Board()
-        self.connecting: dict[str, Rounds] = {}
+        rounds = Rounds(len(self.ranks))
+        self.layout_broke = False
         self.proofs: dict[int, dict[int, tuple[bool, bool]]] = {}
         self.proven: set[int] = set()
         self.unproven: set[int] = set()
@@ -450,7 +365,7 @@ class Job:
         self.rounds_posted: dict[int, list[Any]] = {}
         self.boundaries: dict[int, dict[int, bool]] = {}
         for rank in self.ranks:
-            rank.start(self.config, self.protects, rounds, board)
+            rank.start(self.config, self.protects, rounds)
             newer = {s for s in rank.sealed if s != restored and s.iteration >= self.iteration}
             rank.slots = {slot: None if held in newer else held for slot, held in rank.slots.items()}
             rank.old -= newer
@@ -466,8 +381,8 @@ class Job:
 
     @property
     def knows(self) -> Rank:
-        """A rank that has read as many verdicts as any, and knows how arenas are laid out."""
-        return max(self.ranks, key=lambda rank: (rank.read, rank.state.standing.layouts))
+        """A rank that has read as many verdicts as any."""
+        return max(self.ranks, key=lambda rank: rank.read)
 
     def iterate(self, fates: Sequence[Fate], choose: Callable[[int], int], stop_after: int = 1 << 30) -> None:
         """All ranks go through the next iteration, in an order that ``choose(number of ranks)`` decides step by step.
@@ -501,12 +416,10 @@ class Job:
         return ready[choose(len(ready))]
 
     def _blocked(self, rank: Rank) -> bool:
-        if rank.group.lost or rank.group.rounds.given_up:
+        if rank.group.broken or rank.group.rounds.given_up:
             return False
         if rank.waits == POSTED:
             return any(other.group.num_posted < rank.group.num_posted for other in self.ranks)
-        if rank.waits == CONNECTED:
-            return len(rank.group.rounds.came) < len(self.ranks)
         return rank.waits == PROOF and len(self.proofs[rank.state.interval.number]) < len(self.ranks)
 
     def heard(self, index: int, iteration: int, due: bool) -> None:
@@ -516,13 +429,6 @@ class Job:
         first = rank.agreement._posted[0][1]
         absent = [other for other in self.ranks if other.index not in rank.group.rounds.posts[first]]
         assert not any(other.state.off for other in absent), "a rank waits for one that turned off"
-
-    def reunited(self, rounds: Rounds) -> None:
-        """A rank is; those that were lost with it will be, or notice that they are lost again."""
-        if rounds.posts or self.rounds is rounds:
-            return
-        self.rounds, self.rounds_posted = rounds, {}
-        self.wrong = any(Standing.decode(data).wrong for data in rounds.came.values())
 
     def prove(self, number: int) -> bool:
         """What a proof does, on all ranks at once: it is collective, and so is a new layout. False: not all came."""
@@ -541,12 +447,11 @@ class Job:
         for rank in self.ranks:
             if rank.fate.breaks == "proof":
                 continue  # it comes here itself, and is lost
-            if not new_arenas or rank.fate.breaks != "layout":  # that one is lost, too, with its arena made
+            if not new_arenas or rank.fate.breaks != "layout":  # that one breaks, with its arena made
                 rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
                 rank.lay_out_anew()
-                if all(other.fate.breaks != "layout" for other in self.ranks):
-                    rank.state.arranged()
+                self.layout_broke |= rank.fate.breaks == "layout"
         return True
 
     def check(self) -> None:
@@ -554,13 +459,13 @@ class Job:
         if self.went_back:
             return
         knows = self.knows.state
+        # In a new layout, before all ranks know it, only the whole one lies in what old arenas are left.
+        kept = (knows.whole, *(() if self.layout_broke else (knows.targets.protected, knows.targets.target)))
         for rank in self.ranks:
-            lost = [
-                s for s in (knows.whole, knows.targets.protected, knows.targets.target) if s and s not in rank.sealed
-            ]
+            lost = [s for s in kept if s and s not in rank.sealed]
             assert not lost, f"rank {rank.index} has lost {[s.iteration for s in lost]}"
-            if rank.state.standing.layouts < knows.standing.layouts:
-                continue  # lost in a new layout: nothing that it keeps is there
+            if self.layout_broke:
+                continue
             own = rank.state.keep - rank.sealed
             assert not own or rank.read < self.knows.read, f"rank {rank.index} has overwritten its own {own}"
 
@@ -572,7 +477,7 @@ class Job:
         )
         for number, entered in self.proofs.items():
             assert len(entered) == len(self.ranks) or number in self.unproven, f"some ranks alone had proof {number}"
-        heard = [rank for rank in self.on if not rank.missed and not rank.state.lost and dues.get(rank.index)]
+        heard = [rank for rank in self.on if not rank.missed and dues.get(rank.index)]
         assert len({type(rank.decision) for rank in heard}) <= 1, "some ranks alone take the snapshot"
         assert len({rank.decision.keep for rank in heard if isinstance(rank.decision, Take)}) <= 1
         posted = self.rounds_posted.get(max(rank.group.num_posted for rank in self.ranks) - 1, [])

@@ -15,7 +15,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError, StorageError
 from ftckpt.events import Events
 from ftckpt.job import start
-from ftckpt.job.actions import Arrange, OldArenaRemoval, TargetMarks, TurnOff
+from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
 from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.job.checkpointer import Checkpointer
@@ -26,7 +26,7 @@ from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
-from ftckpt.model.loaded import NOTHING, Checkpoint
+from ftckpt.model.loaded import NOTHING
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes
@@ -173,20 +173,6 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
     assert state.targets.protected is None and not state.targets.interval
 
 
-def test_a_layout_in_which_ranks_were_lost_is_ended_behind_their_reunion() -> None:
-    """Its last step may have failed here: the arena does not say yet what its snapshots go on from."""
-    told: list[object] = []
-    arena = SimpleNamespace(control=SimpleNamespace(mark_origin=told.append))
-    protection = SimpleNamespace(arrange=lambda *given: told.append(given), protects=True, mark=told.append)
-    arenas = SimpleNamespace(origin=Checkpoint(3), coming_bytes=1, slots=4)
-    state = RankState(Config(), protects=True)
-    state.proved(stepped=True, changed=True, new_arenas=True)
-    snapshots = snapshots_of(SimpleNamespace(arena=arena), protection=protection, arenas=arenas, state=state)
-    snapshots.execute([Arrange()])
-    assert told == [Checkpoint(3), (arena, 1, 4), TargetMarks(None, None)]
-    assert state.standing.arranged == state.standing.layouts == 1
-
-
 @pytest.mark.parametrize("rebuilt", [False, True])
 def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     rebuilt: bool, monkeypatch: pytest.MonkeyPatch
@@ -279,15 +265,13 @@ def test_turning_off_stops_copies_and_unpins_nothing() -> None:
     assert done == ["turned_off", "stop"]
 
 
-def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_the_boundary() -> None:
+def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective_at_the_boundary() -> None:
     """They may have passed where it would wait for them."""
     entered: list[str] = []
-    links = SimpleNamespace(
-        lost=False, stopped="", meets=lambda iteration: "", give_up=lambda reason: entered.append("given up")
-    )
+    links = SimpleNamespace(broken=False, give_up=lambda reason: entered.append("given up"))
 
     def unreachable(round_: object) -> None:
-        links.lost = True
+        links.broken = True
         raise AgreementError("a rank has gone")
 
     links.agreement = SimpleNamespace(post=unreachable)
@@ -307,7 +291,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     state.learn([], 0.0)
     assert state.owes_round
     checkpointer.step(2)
-    assert state.lost and entered == ["given up", "ranks_lost", "fence", "pacer"]
+    assert state.off and entered == ["given up", "turned_off", "fence", "pacer"]
 
 
 def test_an_arena_of_which_no_slot_has_its_memory_yet_is_not_ready() -> None:
@@ -413,7 +397,7 @@ def test_what_training_goes_back_from_does_not_come_to_storage(done: bool, broug
         return ""
 
     checkpointer = checkpointer_of(storage=SimpleNamespace(wants_last=True))
-    checkpointer.group = SimpleNamespace(lost=False)  # type: ignore[assignment]
+    checkpointer.group = SimpleNamespace(broken=False)  # type: ignore[assignment]
     checkpointer._persist_last = persist  # type: ignore[method-assign]
     assert checkpointer._bring_home(done) == (True, None) and came == brought
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Action, Arrange, WholeMark
 from ftckpt.job.agreement import Coverage, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
-from ftckpt.job.session import RankState, Standing
+from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
 
@@ -214,33 +212,6 @@ def test_what_was_proven_last_is_what_held() -> None:
         state.proved(stepped=True, changed=changed, new_arenas=changed)
         held.append(state.proofs.held)
     assert held == [1, 2, 2, 8]
-
-
-@pytest.mark.parametrize("knows", ["one", "one, and has arranged", "all", "all, and have arranged"])
-def test_ranks_that_lost_each_other_in_a_new_layout_protect_there_together(knows: str) -> None:
-    """The last step to it fails on some rank, which does not know what the others know; or what is behind it does."""
-    ranks = [RankState(Config(), protects=True) for _ in range(2)]
-    for rank, state in enumerate(ranks):
-        state.begin(b"l" * 16, None, 0.0)
-        state.targets.target = state.whole = at(8)
-        state.proves()
-        if rank == 0 or knows.startswith("all"):
-            state.proved(stepped=True, changed=True, new_arenas=True)
-            if knows.endswith("arranged"):
-                state.arranged()
-        state.lose("why")
-
-    def reunited() -> list[list[Action]]:
-        standings = [Standing.decode(state.standing.encode()) for state in ranks]
-        return [state.reunite(standings, 10, 1.0)[1:] for state in ranks]
-
-    together = [Arrange(), WholeMark(at(8))] if knows != "all, and have arranged" else []
-    assert reunited() == [together] * 2
-    assert [state.targets.target for state in ranks] == [None] * 2, "no arena has it as it is laid out now"
-    for state in ranks:
-        state.arranged()
-        state.lose("once more")
-    assert reunited() == [[]] * 2
 
 
 def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:

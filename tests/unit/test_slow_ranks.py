@@ -98,8 +98,3 @@ def test_many_slow_ranks_are_one_line() -> None:
     (news,) = told([1.0] * 20 + [2.0] * 12)
     assert len(news.fields["ranks"]) == 8 and news.fields["num"] == 12
     assert "and 4 more" in news.text and len(news.text) < 500
-
-
-def test_a_verdict_that_another_rank_hands_on_is_short() -> None:
-    verdict = Verdict(100, 7, times=(1, 2))
-    assert Verdict.from_row(list(verdict.row)) == verdict._replace(times=NO_TIMES)

@@ -1,8 +1,9 @@
-"""Ranks that lose each other while all of them live: stopped for long, or with connections that break."""
+"""Ranks that cannot reach each other while all of them live: stopped for long, or with connections that break."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -13,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from ftckpt.job import reminder
 from ftckpt.persist.commit import committed
 from ftckpt.persist.storage import open_storage
+from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
-from tests.support.tiers import by_default
-from tests.support.waiting import meet
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -28,6 +29,7 @@ STILL_SECS = 1.5 * DEADLINE_SECS
 AT = 4
 """The iteration of the trouble: one with a proof, where there are any."""
 UNTIL = 40
+REPEAT_SECS = 0.2
 
 
 def descriptors() -> set[int]:
@@ -56,16 +58,18 @@ def stand_still(rank: int, here: Path) -> None:
         threading.Thread(target=wake, daemon=True).start()
 
 
-def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, end: str) -> int | None:
+def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, end: str) -> Any:
+    """Returns the iteration of the newest whole snapshot, and how many ranks say at the end that they take none."""
     import torch.distributed as dist
 
     here = Path(settings["events"]).parent
+    logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
+    reminder._REPEAT_SECS = REPEAT_SECS
     before = descriptors()
     checkpointer, state = plain.make(rank, world_size, settings)
     opened = descriptors() - before
     assert checkpointer.restore() is None
-    until = AT + 1 if end == "close soon" else UNTIL
-    for iteration in range(1, until + 1):
+    for iteration in range(1, UNTIL + 1):
         checkpointer.fence()
         if iteration == AT and trouble == "stop":
             stand_still(rank, here)
@@ -77,48 +81,50 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
         state.advance(iteration, float(iteration))
         checkpointer.step(iteration)
         time.sleep(0.02)
-    whole = checkpointer.whole
+    whole, pulses = checkpointer.whole, Pulse.open(checkpointer.node_dir, None).ranks()
+    dist.barrier()
     if end == "die":
-        meet(here / "trained", world_size)
         plain.die()
     checkpointer.close()
-    return whole.iteration if whole is not None else None
+    silent = sum(pulse.counts[PulseCount.NO_SNAPSHOTS] for pulse in pulses)
+    return whole.iteration if whole is not None else None, silent
 
 
 def deadlines(settings: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {**settings, "start_timeout_secs": DEADLINE_SECS, "agree_timeout_secs": DEADLINE_SECS / 2, **others}
 
 
-def test_a_rank_that_stands_still_for_longer_than_all_deadlines_ends_nothing(settings: dict[str, Any]) -> None:
-    settings = deadlines(settings, replica_check_interval=0)
-    results = run_ranks(train, RANKS, settings, "stop", "close")
-    assert [result.value for result in results] == [UNTIL - 1] * RANKS
-    assert not jobs.events(settings, "ranks_lost") and not jobs.events(settings, "turned_off")
-
-
-@pytest.mark.parametrize("trouble", by_default(["disconnect", "stop in a proof"], ["disconnect"]))
-def test_ranks_that_lose_each_other_find_together_and_a_restart_has_what_came_then(
-    trouble: str, settings: dict[str, Any]
+@pytest.mark.parametrize("where", ["stop", "stop in a proof"])
+def test_a_rank_that_stands_still_for_longer_than_all_deadlines_ends_nothing(
+    where: str, settings: dict[str, Any]
 ) -> None:
-    """In a proof ranks wait for each other: they give that up."""
-    settings = deadlines(settings, replica_check_interval=1000)
-    results = run_ranks(train, RANKS, settings, trouble, "die", expect_failures=True)
-    assert all(map(jobs.killed, results)), [result.error for result in results]
-    for event in ("ranks_lost", "ranks_reunited"):
-        assert {found["rank"] for found in jobs.events(settings, event)} == set(range(RANKS)), event
-    assert len({found["iteration"] for found in jobs.events(settings, "ranks_reunited")}) == 1
+    """In a proof the others wait for it in a collective."""
+    settings = deadlines(settings, replica_check_interval=1000 if where == "stop in a proof" else 0)
+    results = run_ranks(train, RANKS, settings, where, "close")
+    assert [result.value for result in results] == [(UNTIL - 1, 0)] * RANKS
     assert not jobs.events(settings, "turned_off")
-    start = {result.value[0] for result in run_ranks(plain.restored, RANKS, settings)}
-    assert start <= {UNTIL - 1, UNTIL}
 
 
-def test_a_job_that_ends_while_ranks_are_lost_leaves_nothing_but_its_last_iteration(
+def test_ranks_whose_connections_break_turn_off_and_train_on_and_say_so_again_and_again(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """They meet once more, for storage and for the end."""
+    settings = deadlines(settings, replica_check_interval=1000)
+    results = run_ranks(train, RANKS, settings, "disconnect", "die", expect_failures=True)
+    assert all(map(jobs.killed, results)), [result.error for result in results]
+    assert sorted(event["rank"] for event in jobs.events(settings, "turned_off")) == list(range(RANKS))
+    logs = [(tmp_path / f"log{rank}").read_text().splitlines() for rank in range(RANKS)]
+    repeated = [[line for line in log if "no snapshots are taken: " in line] for log in logs]
+    assert len(repeated[0]) > 1 and not any(repeated[1:]), "one rank speaks for all"
+    start = {result.value[0] for result in run_ranks(plain.restored, RANKS, settings)}
+    assert len(start) == 1 and start <= {AT - 2, AT - 1, AT}
+
+
+def test_a_job_whose_connections_broke_ends_as_any_other(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks are connected once more for storage, and once for the end."""
     (storage := tmp_path / "storage").mkdir()
     settings = deadlines(settings, replica_check_interval=0, persist=str(storage))
-    run_ranks(train, RANKS, settings, "disconnect", "close soon")
-    assert committed(open_storage(str(storage))) == [AT + 1]
-    assert jobs.events(settings, "ranks_lost") and not jobs.events(settings, "close_incomplete")
+    results = run_ranks(train, RANKS, settings, "disconnect", "close")
+    assert {result.value[1] for result in results} == {RANKS}
+    (last,) = committed(open_storage(str(storage)))
+    assert last in (AT - 2, AT - 1, AT) and not jobs.events(settings, "close_incomplete")
     assert not list(Path(settings["arena"]).iterdir())
