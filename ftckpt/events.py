@@ -324,10 +324,6 @@ EVENTS: dict[str, EventKind] = {
     "not_taken_over": _loud(
         "the framework saves by itself, in the place of which ftckpt was to", iteration="that it saves", reason="why"
     ),
-    "prefetched": _quiet(
-        "a part of a snapshot on storage was read before the restart asked for it, while ranks still started",
-        iteration=_ITERATION, bytes="read", secs="from when this rank knew its settings to the last of them",
-    ),
     "fetched": _quiet(
         "shards that memory lacked came from storage", iteration=_ITERATION, shards="their number", bytes="read",
         secs="it took",

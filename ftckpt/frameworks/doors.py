@@ -11,13 +11,13 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
+from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks.launcher import (
     code_if_over,
     follow_uncaught,
@@ -214,20 +214,6 @@ def naming_what_is_missing(examines: str) -> Iterator[None]:
         ) from error
 
 
-def read_ahead(config: Config) -> None:
-    """Settings are known, and all else takes long yet: begin to read what a restart from storage will ask for.
-
-    Returns at once, and raises nothing: what is wrong the start says.
-    """
-    if config.enabled and config.persist:
-        # Here: it needs what a rank without storage does not load before torch.
-        from ftckpt.restore import prefetch
-
-        with suppress(FtckptError, RuntimeError):  # a name that is none; no more threads
-            job, node = job_name(config.job, os.environ), node_name(config.node, os.environ)
-            prefetch.begin(replace(config, job=job, node=node))
-
-
 def start(
     config: Config,
     place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
@@ -256,7 +242,6 @@ def start(
         )
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     tell_if_drawn(config.job, os.environ)
-    read_ahead(config)  # of a script that has told nobody before
     from ftckpt.job.compile_locks import release_orphans
 
     release_orphans()  # an operator may be compiled in the first iteration

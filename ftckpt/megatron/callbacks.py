@@ -12,10 +12,9 @@ import argparse
 import copy
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -23,7 +22,7 @@ import ftckpt.megatron
 from ftckpt.config import Config
 from ftckpt.config import add_flags as add_flags_to
 from ftckpt.errors import FtckptError, UnsupportedError
-from ftckpt.frameworks import doors, launcher
+from ftckpt.frameworks import launcher
 from ftckpt.job.compile_locks import release_orphans
 from ftckpt.megatron import door
 from ftckpt.persist_setting import MEGATRON
@@ -108,15 +107,8 @@ def switch_on(config: Config) -> None:
     """
     door.config = config
     if config.enabled:
-        _read_ahead(config)
         launcher.isolate()
         release_orphans()  # Megatron and the script may compile an operator from here on
-
-
-def _read_ahead(config: Config) -> None:
-    # The runner is here before Megatron has parsed anything.
-    save = launcher.option("--save", sys.argv[1:]) if config.persist == MEGATRON else ""
-    doors.read_ahead(replace(config, persist=f"{MEGATRON}:{os.path.abspath(save)}") if save else config)
 
 
 @_ends_in_one_line

@@ -13,7 +13,6 @@ from ftckpt.group import Group, gather_each
 from ftckpt.model.loaded import Checkpoint, counts_until
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
-from ftckpt.restore import prefetch
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.search import part_of_inventory
@@ -59,7 +58,6 @@ def look(group: Group, topology: Topology, arenas: OpenArenas, shelf_look: Shelf
 
     seen, ranks, reports = gather_each(group, (shelf_look.see, Look), (read, _Memory), (report, Inventory | None))
     shelf = shelf_look.join(seen)
-    prefetch.go_on()
     differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
     if len(differing) > 1:
         found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job.save": {"group", "model", "store", "restore", "convert", "host_memory"},
     "frameworks": {"model", "group", "store.outcome", "store.ends"},
     "frameworks.charts": {"job"},
-    "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome", "restore.prefetch"},
+    "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome"},
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
     "deepspeed": {
         "job", "frameworks", "windows.schedule", "model", "group", "persist.outlines", "persist.place",
@@ -91,7 +91,6 @@ WITHOUT_TORCH = [name for name in IN_THE_SMP if name not in ON_THE_DEVICE] + [
     "ftckpt",
     "ftckpt.restore.inventory",
     "ftckpt.restore.choice",
-    "ftckpt.restore.prefetch",
     "ftckpt.frameworks.doors",
     "ftckpt.config",
     "ftckpt.events",
