@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import ftckpt.deepspeed
 from ftckpt.deepspeed import initialize, section
 from ftckpt.frameworks import launcher
-from ftckpt.job.compile_locks import release_orphans
 from ftckpt.job.garbage import imports_that_stay
 
 _USAGE = (
@@ -36,7 +35,6 @@ def _run(argv: Sequence[str]) -> int:
             importlib.import_module("ftckpt.standin.deepspeed").install()
         launcher.prepare(script, [*first, *arguments])
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
-    release_orphans()  # the script may compile an optimizer before it calls DeepSpeed
     # An engine is destroyed after an error too; how the script ends is known here alone.
     initialize.leave_the_end_to_the_runner()
     return launcher.run(script, ftckpt.deepspeed.close)

@@ -27,7 +27,6 @@ from ftckpt.frameworks.optimizers import load_groups, save_groups
 from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
 from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.job.checkpointer import Checkpointer
-from ftckpt.job.compile_locks import release_orphans
 from ftckpt.persist_setting import DEEPSPEED, program_of
 
 _DATA, _SCRIPT = "ftckpt.data", "ftckpt.script"
@@ -261,7 +260,6 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     launcher.go_on()
     if not dist.is_initialized():
         isolate_attempts()
-    release_orphans()  # before DeepSpeed compiles an optimizer, or waits for a dead process to do so
     begins = EpochBegins()
     with begins.recorded():
         made = original(*args, **kwargs)

@@ -242,9 +242,6 @@ def start(
         )
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     tell_if_drawn(config.job, os.environ)
-    from ftckpt.job.compile_locks import release_orphans
-
-    release_orphans()  # an operator may be compiled in the first iteration
     from ftckpt.group import Group
     from ftckpt.model.codec import gather
 

@@ -23,7 +23,6 @@ from ftckpt.config import Config
 from ftckpt.config import add_flags as add_flags_to
 from ftckpt.errors import FtckptError, UnsupportedError
 from ftckpt.frameworks import launcher
-from ftckpt.job.compile_locks import release_orphans
 from ftckpt.megatron import door
 from ftckpt.persist_setting import MEGATRON
 
@@ -108,7 +107,6 @@ def switch_on(config: Config) -> None:
     door.config = config
     if config.enabled:
         launcher.isolate()
-        release_orphans()  # Megatron and the script may compile an operator from here on
 
 
 @_ends_in_one_line

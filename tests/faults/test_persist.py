@@ -196,9 +196,9 @@ def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots
 @pytest.mark.parametrize("by_slots", [False, True], ids=["straight", "by slots"])
 def test_nothing_is_put_in_place_before_it_has_come(by_slots: bool, persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    there = stored(persisting)[0]
-    newest, shards = there.snapshot, there.shards.values()
-    assert all(shard.spare_bytes > 0 for shard in shards), "room for objects is not read"
+    one = stored(persisting)[0]
+    newest = one.snapshot
+    assert all(shard.spare_bytes > 0 for shard in one.shards.values()), "room for objects is not read"
     results = [result.value for result in run_ranks(restored_late, 4, persisting, by_slots)]
     assert results == [what_was(newest.iteration)] * 4
     there = [list(arena.snapshots()) for arena in arenas_of(persisting)]
