@@ -177,14 +177,6 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
         yield f"newest {name}: {_in_words(told[0]) if told else none}"
-    slow = [
-        f"rank {trainer['rank']} on {node['node']}"
-        for node in status["nodes"]
-        for trainer in node["trainers"]
-        if trainer.get("counts", {}).get("slow")
-    ]
-    if slow:
-        yield f"slower than others of their stage: {listed(slow)}"
     served = [f"{node['node']}: {node['metrics']}" for node in status["nodes"] if node["metrics"]]
     if served:
         yield f"metrics: {', '.join(served)}"

@@ -15,7 +15,7 @@ from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, optimizers, saves, support
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
-from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer, waits_in
+from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer
 from ftckpt.deepspeed.initialize import door
 from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.script import ScriptPosition
@@ -122,7 +122,7 @@ class EngineSession:
         data, script, before = self._data, self._script, int(self._engine.global_steps)
         objects = {**self._objects, _DATA: data, _SCRIPT: script}
         state = self._start.build(lambda: DeepSpeedState(self._engine, objects))
-        checkpointer = self._start.checkpointer(state, waits_in(self._engine))
+        checkpointer = self._start.checkpointer(state)
         data.set_rng, data.log = state.set_rng, checkpointer.events.announce
         script.log = checkpointer.events.announce
         restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True, undoes=undoes)

@@ -187,14 +187,11 @@ class Start:
 
         return together(self.group, make)
 
-    def checkpointer(self, state: TrainingState, waits_in: frozenset[str] = frozenset()) -> Checkpointer:
-        """A checkpointer for ``state``; ``waits_in`` as it has it. Collective."""
+    def checkpointer(self, state: TrainingState) -> Checkpointer:
+        """A checkpointer for ``state``. Collective."""
         from ftckpt.job.checkpointer import Checkpointer
 
-        return Checkpointer(
-            self.config, state, self.topology, group=self.group, run=self.run, examines=self.examines,
-            waits_in=waits_in,
-        )  # fmt: skip
+        return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run, examines=self.examines)
 
 
 @contextmanager

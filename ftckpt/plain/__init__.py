@@ -90,12 +90,12 @@ def attach(
     _check(config)
     _check_kinds(model, optimizer, objects)
     from ftckpt.plain.geometry import place_rank, unwrap
-    from ftckpt.plain.hooks import follow, waits_in
+    from ftckpt.plain.hooks import follow
     from ftckpt.plain.state import PlainState
 
     start = doors.start(config, lambda: place_rank(unwrap(model)))
     state = start.build(lambda: PlainState(model, optimizer, scheduler, objects or {}))
-    checkpointer = start.checkpointer(state, waits_in(model))
+    checkpointer = start.checkpointer(state)
     follow(patches, checkpointer, model, optimizer, state)
     return checkpointer
 

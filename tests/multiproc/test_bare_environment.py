@@ -43,7 +43,10 @@ def test_a_job_trains_without_a_home_a_name_a_temporary_directory_and_a_list_of_
             *("--layers", "1", "--hidden", "32", "--seq", "32", "--global-batch", "4", "--iterations", "3"),
             *("--ftckpt", "--ftckpt-job", "bare", "--ftckpt-arena", str(arena_root)),
         ],
-        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FTCKPT_RUN": "bare", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **ALONE},
+        env={
+            **env, **ALONE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FTCKPT_RUN": "bare",
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        },
         cwd=tmp_path, check=False, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
