@@ -230,12 +230,6 @@ class Config:
         "ends and is not started again, since nothing newer than the last proof is known to be good",
         choices=("report", "abort"),
     )
-    slow_rank_share: float = declare(
-        0.2,
-        "by which share a rank must compute longer than the median of its pipeline stage for the log to name it, "
-        "once in 100 iterations or more; 0: none is named",
-        minimum=0,
-    )
     on_error: str = declare(
         "continue",
         "what a failed snapshot, or one that does not come to storage, does to training",

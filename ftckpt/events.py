@@ -151,13 +151,6 @@ EVENTS: dict[str, EventKind] = {
     ),
     "no_budget": _loud("the node's copy budget cannot be shared: this rank copies without", error="why"),
     # Replicas and what is derived.
-    "slow_ranks": _quiet(
-        "ranks take longer for their compute steps than the median of their pipeline stage, as far as they wait for "
-        "no other in these; looked at once in 100 iterations or more",
-        ranks="the slowest: rank, node, compute_secs of an iteration, median_secs of the stage",
-        num="how many",
-        slow_rank_share="setting",
-    ),
     "replicas_differ": _loud(
         "ranks that should hold the same bits do not: each copies its own from now on", fragments="the first of them",
         num="how many", odd_ranks="ranks that hold other bits than most, where there are three replicas or more",
@@ -312,10 +305,6 @@ EVENTS: dict[str, EventKind] = {
     "not_exported": _loud(
         "a snapshot is on storage, and what others load was not made of it", iteration=_ITERATION,
         format="as ftckpt convert names it", reason="why",
-    ),
-    "prefetched": _quiet(
-        "a part of a snapshot on storage was read before the restart asked for it, while ranks still started",
-        iteration=_ITERATION, bytes="read", secs="from when this rank knew its settings to the last of them",
     ),
     "fetched": _quiet(
         "shards that memory lacked came from storage", iteration=_ITERATION, shards="their number", bytes="read",

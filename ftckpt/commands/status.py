@@ -179,8 +179,6 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"newest {name}: {_in_words(told[0]) if told else none}"
     if without := _ranks_that_count(status, "no_snapshots"):
         yield f"no snapshots are taken by {listed(without)}: the log of the job says why, once a minute"
-    if slow := _ranks_that_count(status, "slow"):
-        yield f"slower than others of their stage: {listed(slow)}"
     served = [f"{node['node']}: {node['metrics']}" for node in status["nodes"] if node["metrics"]]
     if served:
         yield f"metrics: {', '.join(served)}"

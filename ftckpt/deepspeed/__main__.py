@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import ftckpt.deepspeed
 from ftckpt.deepspeed import initialize, section
-from ftckpt.frameworks import doors, launcher
-from ftckpt.job.compile_locks import release_orphans
+from ftckpt.frameworks import launcher
 from ftckpt.job.garbage import imports_that_stay
 
 _USAGE = (
@@ -21,7 +20,7 @@ _USAGE = (
 
 def main(argv: Sequence[str]) -> int:
     """Run a training script as ``__main__`` with ``deepspeed.initialize`` wrapped; returns the exit code."""
-    return launcher.main(argv, "ftckpt.deepspeed", _USAGE, _run, lambda words: section.foreseen(words).job)
+    return launcher.main(argv, "ftckpt.deepspeed", _USAGE, _run, section.foreseen_job)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -35,9 +34,7 @@ def _run(argv: Sequence[str]) -> int:
         if launcher.wants_stand_in():
             importlib.import_module("ftckpt.standin.deepspeed").install()
         launcher.prepare(script, [*first, *arguments])
-        doors.read_ahead(section.foreseen(arguments))
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
-    release_orphans()  # the script may compile an optimizer before it calls DeepSpeed
     # An engine is destroyed after an error too; how the script ends is known here alone.
     initialize.leave_the_end_to_the_runner()
     return launcher.run(script, ftckpt.deepspeed.close)

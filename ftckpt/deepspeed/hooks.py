@@ -197,18 +197,6 @@ def _counts_batches(engine: Any) -> bool:
     )
 
 
-def waits_in(engine: Any) -> frozenset[str]:
-    """In which of the places above a rank waits for others, beside those of its own tensor parallelism.
-
-    Which optimizers of ZeRO reduce gradients inside a backward depends on more than their stage, and what a script
-    does between forward and backward is not known. A pipeline without ZeRO reduces in a step of its own.
-    """
-    stage, parts = engine.zero_optimization_stage(), engine.module.modules()
-    if stage >= 3 or engine.has_moe_layers or any(isinstance(part, torch.nn.SyncBatchNorm) for part in parts):
-        return frozenset({"forward", "backward"})
-    return frozenset() if engine.pipeline_parallelism and stage == 0 else frozenset({"backward"})
-
-
 def check_optimizer(engine: Any) -> None:
     """Refuse an engine whose optimizer cannot be fenced twice.
 

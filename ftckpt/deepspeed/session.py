@@ -15,7 +15,7 @@ from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, optimizers, support
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
-from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer, waits_in
+from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer
 from ftckpt.deepspeed.initialize import door
 from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.script import ScriptPosition
@@ -27,7 +27,6 @@ from ftckpt.frameworks.optimizers import load_groups, save_groups
 from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
 from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.job.checkpointer import Checkpointer
-from ftckpt.job.compile_locks import release_orphans
 
 _DATA, _SCRIPT = "ftckpt.data", "ftckpt.script"
 _OWNS_DATA = "data"
@@ -118,7 +117,7 @@ class EngineSession:
         data, script, before = self._data, self._script, int(self._engine.global_steps)
         objects = {**self._objects, _DATA: data, _SCRIPT: script}
         state = self._start.build(lambda: DeepSpeedState(self._engine, objects))
-        checkpointer = self._start.checkpointer(state, waits_in(self._engine))
+        checkpointer = self._start.checkpointer(state)
         data.set_rng, data.log = state.set_rng, checkpointer.events.announce
         script.log = checkpointer.events.announce
         restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True, undoes=undoes)
@@ -254,7 +253,6 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     launcher.go_on()
     if not dist.is_initialized():
         isolate_attempts()
-    release_orphans()  # before DeepSpeed compiles an optimizer, or waits for a dead process to do so
     begins = EpochBegins()
     with begins.recorded():
         made = original(*args, **kwargs)

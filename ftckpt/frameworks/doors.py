@@ -11,13 +11,13 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
+from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks.launcher import (
     code_if_over,
     follow_uncaught,
@@ -186,14 +186,11 @@ class Start:
 
         return together(self.group, make)
 
-    def checkpointer(self, state: TrainingState, waits_in: frozenset[str] = frozenset()) -> Checkpointer:
-        """A checkpointer for ``state``; ``waits_in`` as it has it. Collective."""
+    def checkpointer(self, state: TrainingState) -> Checkpointer:
+        """A checkpointer for ``state``. Collective."""
         from ftckpt.job.checkpointer import Checkpointer
 
-        return Checkpointer(
-            self.config, state, self.topology, group=self.group, run=self.run, examines=self.examines,
-            waits_in=waits_in,
-        )  # fmt: skip
+        return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run, examines=self.examines)
 
 
 @contextmanager
@@ -211,20 +208,6 @@ def naming_what_is_missing(examines: str) -> Iterator[None]:
         raise UnsupportedError(
             f"{examines} has not what ftckpt looks for: {error}; install a tested release, or switch ftckpt off"
         ) from error
-
-
-def read_ahead(config: Config) -> None:
-    """Settings are known, and all else takes long yet: begin to read what a restart from storage will ask for.
-
-    Returns at once, and raises nothing: what is wrong the start says.
-    """
-    if config.enabled and config.persist:
-        # Here: it needs what a rank without storage does not load before torch.
-        from ftckpt.restore import prefetch
-
-        with suppress(FtckptError, RuntimeError):  # a name that is none; no more threads
-            job, node = job_name(config.job, os.environ), node_name(config.node, os.environ)
-            prefetch.begin(replace(config, job=job, node=node))
 
 
 def start(
@@ -249,10 +232,6 @@ def start(
         log_to_stderr()  # a script that has not configured logging would be told nothing
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     tell_if_drawn(config.job, os.environ)
-    read_ahead(config)  # of a script that has told nobody before
-    from ftckpt.job.compile_locks import release_orphans
-
-    release_orphans()  # an operator may be compiled in the first iteration
     from ftckpt.group import Group
     from ftckpt.model.codec import gather
 

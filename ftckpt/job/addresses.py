@@ -83,7 +83,8 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
 def interfaces() -> dict[str, list[str]]:
     """Addresses of this machine's interfaces that are up, by name, in the kernel's order: IPv4 first."""
     found: dict[str, list[str]] = {}
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+    # A sandbox may refuse the list, or a socket: the way to another machine is looked for as well.
+    with suppress(OSError), closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         for _, name in socket.if_nameindex():
             request = _IFREQ.pack(name.encode())
             with suppress(OSError):

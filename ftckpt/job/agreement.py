@@ -32,13 +32,6 @@ class Coverage(IntEnum):
     CANNOT, WORKING, DONE, READY = -1, 0, 1, 2
 
 
-UNKNOWN_TIME = 1 << 62
-"""In the place of another rank's time, so that the minimum of all is what that rank has posted."""
-
-NO_TIMES = (UNKNOWN_TIME,) * 8
-"""Of as many ranks with each round."""
-
-
 class Round(NamedTuple):
     """What one rank posts.
 
@@ -46,8 +39,7 @@ class Round(NamedTuple):
     iteration that this rank has sealed in the lineage of the job, -1 for none. ``stretch``: by how much it wishes
     snapshots to be rarer; ``cost``: what one costs it, in millionths of an iteration. ``target``: the iteration of
     the target, -1 for none; ``cover``: how far its protection is. ``flush``, ``flushed``: the same of what goes to
-    storage; ``flush_interval``: the iterations between two that it wishes for, 0 where it has no wish. ``times``: see
-    ``SlowRanks``.
+    storage; ``flush_interval``: the iterations between two that it wishes for, 0 where it has no wish.
     """
 
     number: int
@@ -60,7 +52,6 @@ class Round(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
-    times: tuple[int, ...] = NO_TIMES
 
     def words(self) -> tuple[int, ...]:
         """What goes into an element-wise minimum over all ranks.
@@ -73,7 +64,7 @@ class Round(NamedTuple):
         wishes = -self.stretch, -self.cost, -self.flush_interval
         protect = self.target, -self.target, self.cover
         flush = self.flush, -self.flush, self.flushed
-        return self.newest, -self.newest, self.will, *wishes, *protect, *flush, *self.times
+        return self.newest, -self.newest, self.will, *wishes, *protect, *flush
 
 
 class Verdict(NamedTuple):
@@ -82,7 +73,7 @@ class Verdict(NamedTuple):
     ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
     least willing. ``stretch``, ``cost``, ``flush_interval``: the largest. ``target``: what all take for the target,
     -1 where they differ. ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to
-    storage. ``times``: of the ranks whose turn it was.
+    storage.
     """
 
     number: int
@@ -95,13 +86,12 @@ class Verdict(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
-    times: tuple[int, ...] = NO_TIMES
 
     @classmethod
     def of(cls, number: int, minima: Sequence[int]) -> Verdict:
         """Read the minimum of ``Round.words`` over all ranks."""
         newest, negated_newest, will, stretch, cost, flush_interval, *tasks = minima
-        target, negated_target, cover, flush, negated_flush, flushed, *times = tasks
+        target, negated_target, cover, flush, negated_flush, flushed = tasks
         return cls(
             number,
             newest if newest == -negated_newest else -1,
@@ -113,7 +103,6 @@ class Verdict(NamedTuple):
             flush if flush == -negated_flush else -1,
             Coverage(flushed),
             -flush_interval,
-            tuple(times),
         )
 
 

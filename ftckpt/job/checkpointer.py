@@ -60,7 +60,6 @@ class Checkpointer:
         group: all ranks; a new one if not given.
         run: what starts this process again when a rank fails; given to one of the ranks that it started here.
         examines: a framework's release that the first iterations are to show to fit.
-        waits_in: phases of computing in which a rank waits for others, too: ranks are not compared by these.
 
     Raises:
         ConfigError: ``job`` or ``node`` is empty; the directory for events cannot be written.
@@ -68,14 +67,13 @@ class Checkpointer:
 
     def __init__(
         self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None,
-        run: LauncherRun | None = None, *, examines: str = "", waits_in: frozenset[str] = frozenset(),
+        run: LauncherRun | None = None, *, examines: str = "",
     ) -> None:  # fmt: skip
         rank = self._rank = RankParts.attach(config, state, topology, group, run or LauncherRun(""))
         self.config, self.topology, self.events, self.group = rank.config, topology, rank.events, rank.group
         self.training_state = state
         self._state, self._protection = rank.state, rank.protection
         self._pacer: Pacer | None = None
-        self._waits_in = waits_in
         self._shard: Shard | None = None
         self._snapshots: Snapshots | None = None  # once the state is loaded, and the shard is laid out
         self._boundary = -1  # the iteration of the last one
@@ -221,7 +219,6 @@ class Checkpointer:
     def _restore(self, loaded: Checkpoint, unproven: bool) -> int | None:
         begin, rank = time.perf_counter(), self._rank
         described, near, self._pacer, kept = meet(rank)
-        self._pacer.waits_in = self._waits_in
         shard = self._shard = Shard(
             self.config, self.topology, self.group, arenas=rank.arenas, events=self.events, described=described,
             pacer=self._pacer, locality=near, redundancy=self._protection.redundancy,
@@ -320,13 +317,11 @@ class Checkpointer:
         return self._rank.numbers.report(who, self._boundary, self.whole, self.protected, attempt)
 
     def _tell_counts(self) -> None:
-        numbers, persisted, slow_ranks = self._rank.numbers, self.persisted, self._rank.slow_ranks
+        numbers, persisted = self._rank.numbers, self.persisted
         numbers.passed(self._boundary, self._state.interval.spacing, self.whole, self.protected)
         counts = numbers.counts
-        counts[PulseCount.SLOW] = int(slow_ranks.has_me and not self.off)
         counts[PulseCount.DIFFERING] = self._shard.num_differing if self._shard is not None else 0
         counts[PulseCount.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
-        counts[PulseCount.COMPUTE_US] = round(slow_ranks.compute_secs * 1e6)
         if reason := self._state.off_reason:
             reason += "; start the job again when that is mended"
         elif self._shard is not None:

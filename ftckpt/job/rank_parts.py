@@ -15,7 +15,6 @@ from ftckpt.job.numbers import RankNumbers
 from ftckpt.job.protection import Protection
 from ftckpt.job.rank_storage import RankStorage
 from ftckpt.job.session import RankState
-from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
 from ftckpt.store.memory import may_hang
@@ -39,7 +38,6 @@ class RankParts:
     arenas: NodeArenas
     attempt: AttemptRecord
     storage: RankStorage
-    slow_ranks: SlowRanks
     numbers: RankNumbers
     state: RankState
     has_smp: bool
@@ -65,15 +63,14 @@ class RankParts:
         links = Links(config.start_timeout_secs, config.agree_timeout_secs, group)
         protection = Protection(config, topology, links.group, events)
         config = replace(config, slots=protection.slots)
-        slow_ranks = SlowRanks(config, topology)
-        state = RankState(config, protection.protects, slow_ranks)
+        state = RankState(config, protection.protects)
         arenas = NodeArenas(
             config, topology, links.group, events, protection.least_slots, protects=protection.protects
         )
         return cls(
             config, topology, events, links, training_state, protection, arenas,
             AttemptRecord(config, topology, run, events), RankStorage(config, links.group, events, protection, state),
-            slow_ranks, RankNumbers(), state, protection.on,
+            RankNumbers(), state, protection.on,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ posts. Time is an argument, in seconds of any clock that does not go back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ftckpt.config import Config
 from ftckpt.job.actions import (
@@ -22,10 +22,9 @@ from ftckpt.job.actions import (
     WholeMark,
 )
 from ftckpt.job.ages import Ages
-from ftckpt.job.agreement import NO_TIMES, Round, Verdict, Will
+from ftckpt.job.agreement import Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
-from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
@@ -45,7 +44,7 @@ class RankState:
     ``miss``, then the proof, if ``proof_due``, and ``take``. ``fail`` and ``turn_off`` may come at any time.
     """
 
-    def __init__(self, config: Config, protects: bool = False, slow_ranks: SlowRanks | None = None) -> None:
+    def __init__(self, config: Config, protects: bool = False) -> None:
         self._config = config
         self.lineage = b""
         self.whole: SnapshotId | None = None
@@ -63,7 +62,6 @@ class RankState:
         self.targets = Targets.of(config) if protects else Targets(0)
         self.flushes = Flushes.of(config)
         self.ages = Ages(config, protects)
-        self._slow_ranks = slow_ranks
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
         self._last_posted = 0  # the number of a round
@@ -129,12 +127,9 @@ class RankState:
 
     def round_to_post(
         self, newest: SnapshotId | None, will: Will, wish: Wish, guard: Guard, now_secs: float,
-        *, flush: FlushGuard = NO_FLUSH, compute_secs: Callable[[], float] = float,
+        *, flush: FlushGuard = NO_FLUSH,
     ) -> Round:  # fmt: skip
-        """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot.
-
-        ``compute_secs``: see ``SlowRanks.post``.
-        """
+        """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
         # What was restored is of another lineage, and no snapshot of this one.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
         if self._gives_up or (self.failures >= self._config.error_limit and own <= self._newest):
@@ -143,8 +138,7 @@ class RankState:
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(wish.cost, _MOST_COST) * 1e6)
         number = self._last_posted + 1
-        times = self._slow_ranks.post(number, compute_secs) if self._slow_ranks is not None else NO_TIMES
-        return Round(number, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish), times)
+        return Round(number, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish))
 
     def empty_round(self) -> Round:
         """In the place of ``round_to_post`` where that raises: this rank has nothing and takes nothing."""
@@ -187,8 +181,6 @@ class RankState:
         if self.marks != marks:
             actions.append(self.marks)
         actions += self.ages.look(self.iteration, self.whole, self.targets.protected, verdicts, now_secs)
-        if self._slow_ranks is not None:
-            actions += self._slow_ranks.look(verdicts)
         if self._supersedes(now_secs):
             self._old_arenas = False
             actions.append(OldArenaRemoval())

@@ -282,7 +282,6 @@ class Snapshots:
             self._protection.observe(self._state.targets.target),
             now_secs,
             flush=self._protection.observe_flush(self._state.flushes.current),
-            compute_secs=self._pacer.compute_secs,
         )
         if round_.flush >= 0 and round_.flushed == Coverage.CANNOT:
             self._storage.tell_problem(round_.flush)

@@ -16,9 +16,7 @@ from ftckpt.job.shard import Shard, device_of, make_pacer
 from ftckpt.model import objects
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.text import human
 from ftckpt.model.training_state import Description
-from ftckpt.restore import prefetch
 from ftckpt.restore.restart import Restart
 from ftckpt.windows.pacer import Pacer
 
@@ -51,7 +49,6 @@ def meet(rank: RankParts) -> Preparation:
     rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node)
     if rank.topology.is_node_leader:
         rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
-    prefetch.pause()
     # Before anything is read: from here on no other attempt writes these arenas.
     rank.arenas.entry.enter()
     rank.protection.smp.tell_hazards(rank.arenas.path)
@@ -124,7 +121,6 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
         return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast, bool(restart.usage))
     finally:
         restart.close()
-        _tell_prefetched(rank)
 
 
 def _expect_failures(rank: RankParts, restart: Restart) -> None:
@@ -134,12 +130,3 @@ def _expect_failures(rank: RankParts, restart: Restart) -> None:
     )
     rank.state.flushes.expect(rates, rank.protection.survives_nodes)
     rank.protection.smp.failures = rank.attempt.record
-
-
-def _tell_prefetched(rank: RankParts) -> None:
-    if (read := prefetch.end()) is not None:
-        rank.events.emit("prefetched", iteration=read.iteration, bytes=read.bytes, secs=read.secs)
-        rank.events.announce(
-            f"{human(read.bytes)} of iteration {read.iteration} on storage were read while ranks started, in "
-            f"{read.secs:.1f} s"
-        )

@@ -104,7 +104,7 @@ def attach(
     import megatron.core
 
     from ftckpt.frameworks import versions
-    from ftckpt.megatron import geometry, hooks, phases
+    from ftckpt.megatron import geometry, hooks
     from ftckpt.megatron.optimizers import is_distributed
     from ftckpt.megatron.state import MegatronState
 
@@ -118,7 +118,7 @@ def attach(
     if config.layouts:
         _check_layout(start.topology.layout)
     state = start.build(lambda: MegatronState(model, optimizer, scheduler, objects or {}))
-    checkpointer = start.checkpointer(state, phases.waits_in(model[0]))
+    checkpointer = start.checkpointer(state)
     hooks.follow(checkpointer, optimizer, state)
     return checkpointer
 

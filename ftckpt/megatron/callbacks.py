@@ -22,8 +22,7 @@ import ftckpt.megatron
 from ftckpt.config import Config
 from ftckpt.config import add_flags as add_flags_to
 from ftckpt.errors import FtckptError, UnsupportedError
-from ftckpt.frameworks import doors, launcher
-from ftckpt.job.compile_locks import release_orphans
+from ftckpt.frameworks import launcher
 from ftckpt.megatron import door
 
 if TYPE_CHECKING:
@@ -106,9 +105,7 @@ def switch_on(config: Config) -> None:
     """
     door.config = config
     if config.enabled:
-        doors.read_ahead(config)
         launcher.isolate()
-        release_orphans()  # Megatron and the script may compile an operator from here on
 
 
 @_ends_in_one_line

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core import parallel_state as mpu
-from megatron.core.utils import get_model_config
 
 from ftckpt.frameworks.doors import Proxy
 from ftckpt.job.checkpointer import Checkpointer
@@ -71,12 +70,6 @@ def follow(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
 
     config.finalize_model_grads_func = finalize_in_the_tail
     config.timers = _begin(checkpointer, config, micro_batches)
-
-
-def waits_in(chunk: Any) -> frozenset[str]:
-    """In which compute steps of a schedule a rank waits for others, beside those of its own tensor and expert
-    parallelism."""
-    return frozenset({"forward", "backward"} if _shows_no_gaps(get_model_config(chunk)) else ())
 
 
 def _shows_no_gaps(config: Any) -> bool:

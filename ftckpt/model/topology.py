@@ -77,9 +77,6 @@ def layouts_differ(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[s
 MAX_SHARDS = 1 << 20
 """More than any job has: sizes that ask for more are damage."""
 
-_SLOWEST_FIRST = ("pp", "dp", "cp", "tp")
-"""Axes as Megatron and DeepSpeed number ranks if nobody says otherwise."""
-
 # The axis is as short as can be, so that digits in it do not take those of the index: ``e10`` is axis e, place 10.
 _PLACE = re.compile(r"(.+?)([0-9]+)")
 
@@ -130,22 +127,6 @@ def first_of_each_stage(shards: Sequence[str]) -> tuple[str, ...]:
         if not any(index for axis, index in places.items() if axis != "pp"):
             firsts.append((places.get("pp", 0), shard))
     return tuple(shard for _, shard in sorted(firsts))
-
-
-def in_rank_order(shards: Sequence[str]) -> tuple[str, ...]:
-    """Shards as ranks are most often dealt to them: those along ``tp`` are neighbours, then come ``cp`` and ``dp``,
-    and a stage of the pipeline is together. With other axes in the order in which their names have them.
-
-    Raises:
-        MismatchError: not the name of a shard.
-    """
-
-    def place(shard: str) -> tuple[int, ...]:
-        places = dict(_places(shard))
-        known = places.keys() <= set(_SLOWEST_FIRST)
-        return tuple(places.get(axis, 0) for axis in (_SLOWEST_FIRST if known else places))
-
-    return tuple(sorted(shards, key=place))
 
 
 @lru_cache(maxsize=8)

@@ -122,23 +122,6 @@ class FileStorage(Storage):
             for begin in range(0, nbytes, _AHEAD_STEP_BYTES):
                 os.posix_fadvise(file.fileno(), begin, _AHEAD_STEP_BYTES, os.POSIX_FADV_WILLNEED)
 
-    def bring_near(self, name: str, begin: int, nbytes: int) -> int:
-        path, position = self._path(name), begin
-        with (
-            self._explained(path),
-            open(path, "rb", buffering=0) as file,
-            open(os.devnull, "wb", buffering=0) as away,
-        ):
-            # Read and dropped in one call, without a copy or the interpreter. Advice is cut at what a disk takes at
-            # once, and before the next one waits for the interpreter: 5 ms beside a thread that builds a model.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads twice as far ahead
-            while position < begin + nbytes:
-                moved = os.sendfile(away.fileno(), file.fileno(), position, begin + nbytes - position)
-                if not moved:
-                    break  # shorter than was said: the restart finds that
-                position += moved
-        return position - begin
-
     def size(self, name: str) -> int | None:
         path = self._path(name)
         with self._explained(path):

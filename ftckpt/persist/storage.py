@@ -73,11 +73,6 @@ class Storage(ABC):
         """The first ``nbytes`` will be read soon: have them brought nearer meanwhile, where that is of use. Takes no
         memory that the system could not take back, and raises nothing."""
 
-    def bring_near(self, name: str, begin: int, nbytes: int) -> int:
-        """Have this machine read a part and keep it where it takes no memory that the system could not take back, so
-        that reads which follow find it there; returns when that is so. The bytes: 0 where nothing keeps them."""
-        return 0
-
     @abstractmethod
     def size(self, name: str) -> int | None:
         """Bytes of an object; None where there is none."""

@@ -51,7 +51,6 @@ def init_process_group(config: Config, *args: Any, **options: Any) -> None:
         from ftckpt.frameworks.rendezvous import isolate_attempts
 
         leave_if_over(config.job)
-        doors.read_ahead(config)  # before ranks wait for each other
         isolate_attempts()
     dist.init_process_group(*args, **options)
 
@@ -91,12 +90,12 @@ def attach(
     _check(config)
     _check_kinds(model, optimizer, objects)
     from ftckpt.plain.geometry import place_rank, unwrap
-    from ftckpt.plain.hooks import follow, waits_in
+    from ftckpt.plain.hooks import follow
     from ftckpt.plain.state import PlainState
 
     start = doors.start(config, lambda: place_rank(unwrap(model)))
     state = start.build(lambda: PlainState(model, optimizer, scheduler, objects or {}))
-    checkpointer = start.checkpointer(state, waits_in(model))
+    checkpointer = start.checkpointer(state)
     follow(patches, checkpointer, model, optimizer, state)
     return checkpointer
 

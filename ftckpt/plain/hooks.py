@@ -14,8 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from ftckpt.frameworks.doors import Patches
 from ftckpt.job.checkpointer import Checkpointer
@@ -54,16 +52,3 @@ def follow(
         model.register_forward_hook(after_forward),
     ]
     patches.undo.extend(handle.remove for handle in handles)
-
-
-def waits_in(model: torch.nn.Module) -> frozenset[str]:
-    """In which of the places above a rank waits for others: what lies between a forward and the fence has their
-    gradients in it, whoever reduces them."""
-    return frozenset({"forward", "backward"} if any(map(_forward_waits, model.modules())) else {"backward"})
-
-
-def _forward_waits(module: torch.nn.Module) -> bool:
-    """Whether its forward gathers parameters, receives buffers, or averages over a batch of all ranks."""
-    if isinstance(module, DistributedDataParallel):
-        return bool(module.broadcast_buffers) and next(module.buffers(), None) is not None
-    return isinstance(module, (FSDPModule, torch.nn.SyncBatchNorm))

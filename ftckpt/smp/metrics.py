@@ -145,14 +145,6 @@ METRICS: dict[str, Metric] = {
         "counter", "for which its training waited, at boundaries and in fences", _counted("blocked_us", 1e-6)
     ),
     "rank_copied_bytes": _of_ranks("counter", "copied into its slots", _counted("copied_bytes")),
-    "rank_compute_seconds": _of_ranks(
-        "gauge",
-        "what the compute steps of an iteration take it in which it waits for no other rank; 0: not known",
-        _counted("compute_us", 1e-6),
-    ),
-    "rank_slow": _of_ranks(
-        "gauge", "1 where it was slower than its stage when ranks were compared last", _counted("slow")
-    ),
     "rank_replicas_differing": _of_ranks(
         "gauge",
         "fragments of which it came to hold other bits than ranks that should hold the same",

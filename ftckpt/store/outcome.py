@@ -320,7 +320,11 @@ def _load(path: Path) -> RunOutcome:
 def _remove_stale() -> None:
     """Records of agents of this machine and pid namespace that have ended, and what is old where nobody can tell."""
     oldest = time.time() - _KEPT_SECS
-    for path in _folder().glob(f"*{_SUFFIX}"):
+    try:
+        there = list(_folder().glob(f"*{_SUFFIX}"))
+    except OSError:  # no temporary directory can be used
+        return
+    for path in there:
         with suppress(OSError):
             process = _OF_PROCESS.fullmatch(path.name.removesuffix(_SUFFIX))
             if process and f"{process[2]}-{process[3]}" == _machine():

@@ -16,7 +16,7 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
   ns until which it rests, once it has protected the target
 * 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns; the
   SMP's word 10 is how many of 1000 parts of the node's cores others wanted when it began to rest
-* 16 to 27: what a rank counts, see ``PulseCount``
+* 16 to 25: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
 needs no header: zeros and foreign bytes name no live owner, and each writer overwrites its own entry as a whole.
@@ -98,19 +98,15 @@ class PulseCount(IntEnum):
     BLOCKED_US = 3
     """Microseconds for which training waited, at boundaries and in fences."""
     COPIED_BYTES = 4
-    COMPUTE_US = 5
-    """Microseconds that the compute steps of an iteration take, as measured last."""
-    SLOW = 6
-    """1 where it was named as slower than the others of its stage when ranks were compared last."""
-    DIFFERING = 7
+    DIFFERING = 5
     """Fragments of which it held the same bits as others, and came to hold other ones."""
-    PERSISTED = 8
+    PERSISTED = 6
     """The iteration of the newest snapshot on storage, plus 1."""
-    WHOLE_BEHIND = 9
+    WHOLE_BEHIND = 7
     """Intervals between snapshots that training has passed since the newest whole one, or since it has begun."""
-    PROTECTED_BEHIND = 10
+    PROTECTED_BEHIND = 8
     """The same of the newest protected one."""
-    NO_SNAPSHOTS = 11
+    NO_SNAPSHOTS = 9
     """1 while it takes no snapshots: it has turned off, or its arena has too little memory."""
 
     @property

@@ -113,10 +113,6 @@ class IterationForecast:
     kinds: tuple[str, ...]
     secs: tuple[float, ...]
 
-    def secs_of(self, kinds: frozenset[str]) -> float:
-        """Expected seconds in spans of these kinds."""
-        return sum(secs for kind, secs in zip(self.kinds, self.secs, strict=True) if kind in kinds)
-
     def distance(self, other: IterationForecast) -> float:
         """How much of the iteration lies elsewhere than in ``other``, as a share; 1 where places differ."""
         if self is other:

@@ -16,7 +16,7 @@ from ftckpt.model.tiers import shortest_interval
 from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Windows
 from ftckpt.windows.clock import Clock, Moment
 from ftckpt.windows.cost import CostMeter, Wish
-from ftckpt.windows.iteration import COMPUTE, Iteration, Profile, in_windows
+from ftckpt.windows.iteration import Iteration, Profile, in_windows
 from ftckpt.windows.node_budget import Budget
 
 _JUDGED = 5
@@ -114,8 +114,6 @@ class Pacer:
         self._cost = 0.0
         self.wish = Wish()
         """What this rank wants of the intervals."""
-        self.waits_in: frozenset[str] = frozenset()
-        """Kinds of compute steps in which it waits for other ranks, too: how long they last says nothing of it."""
 
     @property
     def windows(self) -> Windows:
@@ -126,12 +124,6 @@ class Pacer:
     def capacity_bytes(self) -> int:
         """What the windows of one iteration can take; 0 until they were measured."""
         return self._capacity
-
-    def compute_secs(self) -> float:
-        """What those compute steps of an iteration take in which this rank waits for no other; 0 until that was
-        measured, or where training tells of none."""
-        timeline = self._profile.timeline if self._profile.measured else None
-        return timeline.secs_of(COMPUTE - self.waits_in) if timeline is not None else 0.0
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model's view of the schedule, see ``Profile.expect``."""

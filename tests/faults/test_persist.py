@@ -17,12 +17,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks.slow_storage import cached_bytes, drop
 from ftckpt.commands.main import main
-from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, StorageError
 from ftckpt.events import Events
-from ftckpt.frameworks import doors
 from ftckpt.job import node_smp
 from ftckpt.persist import retention
 from ftckpt.persist.commit import claim, committed, iteration_of
@@ -199,40 +196,13 @@ def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots
 @pytest.mark.parametrize("by_slots", [False, True], ids=["straight", "by slots"])
 def test_nothing_is_put_in_place_before_it_has_come(by_slots: bool, persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest = stored(persisting)[0].snapshot
+    one = stored(persisting)[0]
+    newest = one.snapshot
+    assert all(shard.spare_bytes > 0 for shard in one.shards.values()), "room for objects is not read"
     results = [result.value for result in run_ranks(restored_late, 4, persisting, by_slots)]
     assert results == [what_was(newest.iteration)] * 4
     there = [list(arena.snapshots()) for arena in arenas_of(persisting)]
     assert there == [[newest] if by_slots else []] * 4
-
-
-def built_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
-    """A model is built until the newest snapshot lies in the page cache, and then restored."""
-    config = Config(enabled=True, node=NODES[rank], **settings)
-    doors.read_ahead(config)
-    newest = stored(settings)[0]
-    folder = Path(settings["persist"]) / f"iter_{newest.snapshot.iteration:07d}"
-    wanted_bytes = sum(shard.nbytes - shard.spare_bytes for shard in newest.shards.values())
-    # The system takes some pages back whenever it likes.
-    until(lambda: cached_bytes(folder) >= 0.9 * wanted_bytes, "all of it was read", 60.0)
-    return restored(rank, world_size, settings)
-
-
-def test_storage_is_read_while_ranks_still_start(persisting: dict[str, Any], left: Path) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest = stored(persisting)[0]
-    try:
-        drop(Path(persisting["persist"]))
-    except RuntimeError as error:
-        pytest.skip(f"no disk: {error}")
-    results = [result.value for result in run_ranks(built_late, 4, persisting)]
-    assert results == [what_was(newest.snapshot.iteration)] * 4
-    told = {event["rank"]: event for event in jobs.events(persisting, "prefetched")}
-    assert {rank: event["bytes"] for rank, event in told.items()} == {
-        rank: shard.nbytes - shard.spare_bytes for rank in range(4) for shard in [newest.shards[f"dp{rank}"]]
-    }
-    assert all(shard.spare_bytes > 0 for shard in newest.shards.values()), "room for objects is not read"
-    assert {event["iteration"] for event in told.values()} == {newest.snapshot.iteration}
 
 
 def test_memory_counts_where_it_is_newer(persisting: dict[str, Any]) -> None:

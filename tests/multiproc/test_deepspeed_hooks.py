@@ -304,28 +304,3 @@ def removed(rank: int, world_size: int, shape: Shape, arena: str) -> list[str]:
 @pytest.mark.parametrize("name", by_default(["zero1", "zero3", "pp2"], ["zero3", "pp2"]))
 def test_remove_undoes_everything(name: str, arena_root: Path) -> None:
     assert results(removed, 2, SHAPES[name], str(arena_root)) == [[], []]
-
-
-def waited_for(rank: int, world_size: int, shape: Shape) -> list[str]:
-    job = build(shape)  # first: it puts the stand-in in place
-
-    from ftckpt.deepspeed.hooks import waits_in
-
-    return sorted(waits_in(job.engine))
-
-
-BOTH = ["backward", "forward"]
-WAITS = {
-    "bf16": (SHAPES["bf16"], ["backward"]),
-    "zero2": (SHAPES["zero2"], ["backward"]),
-    "zero3": (SHAPES["zero3"], BOTH),
-    "experts": (Shape(2, ["--num-experts", "2", "--ep", "2"], zero(1)), BOTH),
-    "pp2": (Shape(2, ["--pp", "2"], BF16), []),
-    "pp2-zero1": (Shape(2, ["--pp", "2"], BF16 | zero(1)), ["backward"]),
-}
-
-
-@pytest.mark.parametrize("name", by_default(WAITS, ["zero2", "zero3", "pp2"]))
-def test_where_ranks_wait_for_each_other_is_known(name: str) -> None:
-    shape, expected = WAITS[name]
-    assert results(waited_for, shape.ranks, shape) == [expected] * shape.ranks

@@ -98,19 +98,6 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
         [series("ftckpt_rank_replicas_differing", "3x60", rank="5"), series("ftckpt_iteration", "8x60")],
         "",
     ),
-    "slow": (
-        [series("ftckpt_rank_slow", "1x60", rank="5"), series("ftckpt_rank_alive", "1x60", rank="5")],
-        "FtckptSlowRank",
-    ),
-    "slow and gone": (
-        [series("ftckpt_rank_slow", "1x60", rank="5"), series("ftckpt_rank_alive", "0x60", rank="5")],
-        "",
-    ),
-    "slow once": ([series("ftckpt_rank_slow", "0x40 1x5 0x15", rank="5")], ""),
-    "slow since it is seen": (
-        [series("ftckpt_rank_slow", "_x40 1x20", rank="5"), series("ftckpt_rank_alive", "_x40 1x20", rank="5")],
-        "",
-    ),
     "hang": ([series("ftckpt_hangs_total", "0x55 1x5")], "FtckptHang"),
     "storage": ([series("ftckpt_storage_failing", "1x60")], "FtckptStorageFails"),
     "restarts": ([series("ftckpt_attempt", "1x10 1+1x50")], "FtckptRestarts"),

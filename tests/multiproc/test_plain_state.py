@@ -442,25 +442,6 @@ def test_no_door_trains_what_is_done(done: str, job: str, found: Any, tmp_path: 
     assert all(str(result).startswith(str(found)) for result in results), results
 
 
-def waited_for(rank: int, world_size: int) -> list[list[str]]:
-    """Of a model alone, under DDP, under DDP with buffers of the first replica, with SyncBatchNorm, and sharded."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    from ftckpt.plain.hooks import waits_in
-
-    norm = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    models = [
-        Odd(), DistributedDataParallel(Even()), DistributedDataParallel(Odd(), broadcast_buffers=False),
-        DistributedDataParallel(Odd()), norm, sharded_by_rows(world_size),
-    ]  # fmt: skip
-    return [sorted(waits_in(model)) for model in models]
-
-
-def test_where_replicas_wait_for_each_other_is_known() -> None:
-    (found, _) = [result.value for result in run_ranks(waited_for, 2, stand_in=False)]
-    assert found == [["backward"]] * 3 + [["backward", "forward"]] * 3
-
-
 def make_a_group(rank: int, world_size: int, job: str) -> Any:
     """What a script without a runner comes to behind one whose job has finished, under one name of a launcher run."""
     import tempfile

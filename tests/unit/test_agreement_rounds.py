@@ -20,7 +20,6 @@ ROUNDS = st.lists(
         cover=st.sampled_from(Coverage),
         flush=st.integers(-1, 3),
         flushed=st.sampled_from(Coverage),
-        times=st.tuples(st.integers(0, 3), st.integers(0, 1 << 62)),
     ),
     min_size=1,
     max_size=4,
@@ -43,5 +42,4 @@ def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Round]) -> None
         cover=min(round_.cover for round_ in rounds),
         flush=flushes.pop() if len(flushes) == 1 else -1,
         flushed=min(round_.flushed for round_ in rounds),
-        times=tuple(min(times) for times in zip(*(round_.times for round_ in rounds), strict=True)),
     )

@@ -275,9 +275,7 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
         raise AgreementError("a rank has gone")
 
     links.agreement = SimpleNamespace(post=unreachable)
-    pacer = SimpleNamespace(
-        wish=Wish(), compute_secs=float, enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
-    )
+    pacer = SimpleNamespace(wish=Wish(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer"))
     protection = SimpleNamespace(
         beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH
     )
@@ -306,7 +304,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     rounds: list[Any] = []
     guard = Guard()
     links = SimpleNamespace(agreement=SimpleNamespace(post=rounds.append))
-    pacer = SimpleNamespace(wish=Wish(), compute_secs=float, enter=lambda kind: None)
+    pacer = SimpleNamespace(wish=Wish(), enter=lambda kind: None)
     protection = SimpleNamespace(
         beat=lambda *_: None, observe=lambda target: guard, observe_flush=lambda flush: NO_FLUSH
     )

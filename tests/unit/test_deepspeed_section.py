@@ -315,3 +315,14 @@ def test_a_wrong_section_ends_the_script_in_one_line_before_anything_is_built(tm
 def test_help_lists_the_flags(tmp_path: Path) -> None:
     ended = run(tmp_path, "--help")
     assert ended.returncode == 0 and "--ftckpt-interval" in ended.stdout and "JSON" in ended.stdout
+
+
+def test_the_name_of_the_job_is_read_from_the_json_that_a_flag_names(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"ftckpt": {"enabled": true, "job": "one"}}')
+    assert section.foreseen_job(["--deepspeed_config", str(path)]) == "one"
+    assert section.foreseen_job(["--x"]) == section.foreseen_job(["--deepspeed_config"]) == ""
+    assert section.foreseen_job([f"--deepspeed_config={tmp_path / 'none'}"]) == ""
+    for wrong in ("{", "[]", '{"ftckpt": 3}', '{"ftckpt": {"job": "one"}}'):
+        path.write_text(wrong)
+        assert section.foreseen_job(["--deepspeed_config", str(path)]) == ""

@@ -359,16 +359,3 @@ def test_the_fence_stands_before_the_write_until_hooks_are_removed() -> None:
     assert recorder.log == ["write"]
     with raises(CaptureError, "step hooks"):
         state.save_objects()
-
-
-def test_megatron_steps_that_show_no_gaps_are_not_compared() -> None:
-    phases = pytest.importorskip("ftckpt.megatron.phases")
-
-    def waits_in(**config: bool) -> frozenset[str]:
-        chunk = torch.nn.Linear(1, 1)
-        chunk.config = types.SimpleNamespace(**config)
-        found: frozenset[str] = phases.waits_in(chunk)
-        return found
-
-    assert waits_in() == waits_in(overlap_moe_expert_parallel_comm=False) == frozenset()
-    assert waits_in(overlap_moe_expert_parallel_comm=True) == {"forward", "backward"}

@@ -92,17 +92,6 @@ def test_windows_are_planned_once_they_were_measured(tmp_path: Path) -> None:
     assert copied[-1]["window_capacity_bytes"] == 6 * MB
 
 
-def test_what_ranks_are_compared_by_has_no_wait_for_others_in_it(tmp_path: Path) -> None:
-    rank = Rank(tmp_path)
-    for _ in range(4):
-        rank.iterate()
-    found = []
-    for waits in ((), ("backward",), ("forward", "backward")):
-        rank.pacer.waits_in = frozenset(waits)
-        found.append(rank.pacer.compute_secs())
-    assert found == [3.0, 1.0, 0.0]
-
-
 def test_where_no_events_are_kept_iterations_are_learnt_some_at_once(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     for _ in range(4):

@@ -47,7 +47,6 @@ def test_a_script_under_deepspeed_is_awaited_only_where_nothing_was_touched(
         monkeypatch.setattr(session, name, value)
     monkeypatch.setattr(session.launcher, "go_on", lambda: None)
     monkeypatch.setattr(session.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(session, "release_orphans", lambda: None)
     config: Any = SimpleNamespace(on_lost="storage")
     if touched:
         with pytest.raises(LostError, match="gone"):
