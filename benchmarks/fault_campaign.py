@@ -1,10 +1,10 @@
 """A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
 
-Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines, kills trainers
-or SMPs at random instants, damages arenas, parity and packages, two faults at once, and starts the job again: first,
-maybe, with one rank on another machine of the same name, which is refused. What it restores is compared bit for bit; from
-where it must be able to go on is what the failure table says of this loss. A rank may crash once the job is done: it must
-not begin again.
+Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines, kills
+trainers or SMPs at random instants, damages arenas, parity and packages, two faults at once, and starts the job
+again: first, maybe, with one rank on another machine of the same name, which is refused. What it restores is
+compared bit for bit; from where it must be able to go on is what the failure table says of this loss. A rank may
+crash once the job is done: it must not begin again.
 
   python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
 """

@@ -145,7 +145,7 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(
         trainer.kill()
         trainer.communicate(timeout=10)
     (end,) = read_ends(site.node_dir)
-    assert end.text.startswith(f"rank 10 (pid {trainer.pid}) was ended by SIGKILL, in step, forward, after iteration")
+    assert end.text.startswith(f"rank 10 (pid {trainer.pid}) was ended by SIGKILL, in forward, after iteration")
     assert told == ["refused: configure: job is 'another', this is the SMP of 'job'"]
     assert not kept.exists()
     with caplog.at_level(logging.INFO, "ftckpt"):

@@ -136,8 +136,8 @@ def test_the_signal_is_named_and_its_consequences_come_behind_it(tmp_path: Path,
         sleeping[rank][0].wait()  # its parent takes it long before the SMP looks again
     segv, term = sorted(watch.look([*sorted(dead, key=lambda one: one.rank), sleeping[3][1]]))
     pid = sleeping[2][0].pid
-    assert segv.text == f"rank 2 (pid {pid}) was ended by SIGSEGV, in step, forward, after iteration 11"
-    assert term.text.startswith("ranks 0 (pid ") and ") were ended by SIGTERM, in step" in term.text
+    assert segv.text == f"rank 2 (pid {pid}) was ended by SIGSEGV, in forward, after iteration 11"
+    assert term.text.startswith("ranks 0 (pid ") and ") were ended by SIGTERM, in forward" in term.text
     assert (segv.ranks, term.ranks) == ((2,), (0, 1)) and segv.time < term.time
     watch.close()
 
@@ -187,7 +187,7 @@ def test_a_rank_that_loses_another_says_how_that_has_ended(tmp_path: Path) -> No
     ends.tell_silent(tmp_path)
     ends.tell_silent(tmp_path)
     (told,) = ends.read(tmp_path)
-    assert told.text.startswith(f"rank 1 (pid {process.pid}) was ended by SIGABRT, in step, forward")
+    assert told.text.startswith(f"rank 1 (pid {process.pid}) was ended by SIGABRT, in forward")
     process.wait()
 
 
@@ -244,7 +244,7 @@ def test_causes_of_all_nodes_are_told_first() -> None:
     lost = EndNote(1.0, "rank 0: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.7]:1", (0,))
     gone = EndNote(1.4, "rank 1 (pid 7) ended without a word", (1,))
     own = EndNote(0.9, "rank 1: ValueError: loss is nan", (1,))
-    term = EndNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in step", (2,))
+    term = EndNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in forward", (2,))
     for others, first in ((gone, "node n1: rank 1 (pid 7)"), (own, "node n1: rank 1: ValueError")):
         attempt.begin([AttemptSight(-1, "", None, (lost, term)), AttemptSight(-1, "", None, (others,))])
         record = attempt_ends(attempt)
