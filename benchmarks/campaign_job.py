@@ -41,16 +41,14 @@ class Plan:
     """One attempt: ``nodes[rank]`` names nodes; it trains ``iterations`` from where it starts, or until killed, and
     on until all ranks know of as many snapshots that have come to be ``protected``.
 
-    ``progress`` gets a file ``rank{R}`` once its rank has trained an iteration. All ranks evaluate after iteration
-    ``pause[0]`` for ``pause[1]`` seconds. Rank ``stray`` is on a machine of its own that has its node's name. Rank
-    ``crashing`` is aborted once it has closed; how it ended is in ``ended{R}``.
+    ``progress`` gets a file ``rank{R}`` once its rank has trained an iteration. Rank ``stray`` is on a machine of its
+    own that has its node's name. Rank ``crashing`` is aborted once it has closed; how it ended is in ``ended{R}``.
     """
 
     settings: Mapping[str, Any]
     nodes: Sequence[str]
     iterations: int
     progress: Path
-    pause: tuple[int, float] = (0, 0.0)
     stray: int | None = None
     crashing: int | None = None
     protected: int = 0
@@ -168,9 +166,6 @@ def train(rank: int, world_size: int, plan: Plan) -> Ended:
         state.advance(iteration)
         checkpointer.step(iteration)
         (plan.progress / f"rank{rank}").write_text(str(iteration))
-        if iteration == plan.pause[0]:
-            with checkpointer.section("evaluation"):
-                time.sleep(plan.pause[1])
     checkpointer.close()
     if rank == plan.crashing:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,10 +1,10 @@
 """A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
 
-Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines or has all
-pause for longer than an iteration may take, kills trainers or SMPs at random instants, damages arenas, parity and
-packages, two faults at once, and starts the job again: first, maybe, with one rank on another machine of the same
-name, which is refused. What it restores is compared bit for bit; from where it must be able to go on is what the
-failure table says of this loss. A rank may crash once the job is done: it must not begin again.
+Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines, kills
+trainers or SMPs at random instants, damages arenas, parity and packages, two faults at once, and starts the job
+again: first, maybe, with one rank on another machine of the same name, which is refused. What it restores is
+compared bit for bit; from where it must be able to go on is what the failure table says of this loss. A rank may
+crash once the job is done: it must not begin again.
 
   python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
 """
@@ -53,8 +53,6 @@ _GRACE_SECS = 30.0
 
 _DEADLINE_SECS = 6.0
 """Of a group whose rank is stopped for half as long again."""
-_HANG_SECS = 2.0
-"""What an iteration may take where ranks pause for twice as long, and hangs end a job."""
 _ITERATIONS_AFTER = 60
 """After a stall, until which a snapshot must have come."""
 _LINES = re.compile(r"^(ftckpt\.errors\.)?(\w*Error): (.*)$", re.MULTILINE)
@@ -178,17 +176,12 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: l
     """Train for a while, then kill some ranks, and maybe SMPs or arenas before; the launcher ends the others."""
     progress.mkdir()
     world_size, least = len(shape.nodes), dice.randint(1, 20)
-    trouble = dice.choice(["", "", "", "stall", "pause"])
-    pause = (0, 0.0)
+    trouble = dice.choice(["", "", "", "stall"])
     if trouble == "stall":
         shape.settings.update(start_timeout_secs=_DEADLINE_SECS, agree_timeout_secs=_DEADLINE_SECS / 2)
-    if trouble == "pause":
-        shape.settings.update(hang_secs=_HANG_SECS, on_hang="abort")
-        pause = (dice.randint(1, least), 2 * _HANG_SECS)
-        faults.append("a pause of all")
-    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress, pause), None
+    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress), None
     with spawn_ranks(train, world_size, plan, env=shape.env) as ranks:
-        _wait_for(ranks, progress, least + 1)  # past the pause
+        _wait_for(ranks, progress, least + 1)
         if trouble == "stall":
             _stall(ranks, progress, dice.randrange(world_size), shape, faults)
         time.sleep(dice.random() * 0.2)

@@ -117,7 +117,7 @@ def smp_secs(node_dir: Path) -> float:
 def run(tree: Path, protect: str, job: Mapping[str, int], ranks: int) -> dict[str, float]:
     """One job with the ftckpt of ``tree``."""
     folder = Path(tempfile.mkdtemp(prefix="ftckpt-bench-protection-"))
-    settings = {"protect": protect, "hang_secs": 0.0}
+    settings = {"protect": protect}
     command = [sys.executable, str(Path(__file__).resolve()), "--rank"]
     environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     try:

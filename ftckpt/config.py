@@ -147,17 +147,6 @@ class Config:
         3600.0, "time without any trainer after which the SMP ends itself; arenas stay", minimum=1
     )
     scrub_secs: float = declare(300.0, "pause between two checks of all snapshots; 0: no such checks", minimum=0)
-    hang_secs: float = declare(
-        600.0,
-        "time without progress of any rank that counts as a hang in an iteration; three times that, or three times "
-        "the longest that was seen, at start and in an evaluation, a save or a load; 0: no hang counts",
-        minimum=0,
-    )
-    on_hang: str = declare(
-        "report",
-        "what a hang leads to: its stacks are logged, and with abort its ranks ended",
-        choices=("report", "abort"),
-    )
     encrypt: bool = declare(False, "seal what SMPs of different nodes send each other, not only authenticate it")
     secret_file: str = declare("", "file with the secret that SMPs share; default: drawn anew at each start")
     rack: str = declare("", "label of this machine's rack, or other failure domain of several nodes; default: none")

@@ -268,20 +268,6 @@ EVENTS: dict[str, EventKind] = {
     "peer_lost": _loud("another node's SMP does not answer", node="name", reason="why"),
     "peer_back": _quiet("it answers again", node="name"),
     "peer_refused": _loud("somebody did not prove the job's secret", address="of the caller", reason="why"),
-    "hang": _loud(
-        "no rank of the node has moved for longer than its section may take", hang_secs="setting",
-        on_hang="setting", ends="whether the ranks are ended", again="whether the job was ended at this place before",
-        secs="since the last sign of life", ranks="where each is, since when, and how long it may be silent there",
-    ),
-    "stacks": _quiet(
-        "ranks that hang have written their stacks to stderr, and the SMP to its log", ranks="which",
-        missing="which have not, and why",
-    ),
-    "hung_again": _loud(
-        "the job has hung at the same place as before its restart: it is not started again",
-        iteration="of its last boundary", section="it is in", phase="it is in",
-    ),
-    "hang_aborted": _quiet("the ranks that hung were ended", killed="pids of those that did not end by themselves"),
     # Storage.
     "persisted": _quiet("a snapshot is on storage, all of it", iteration=_ITERATION, secs="since it was chosen"),
     "not_persisted": _loud(
@@ -334,8 +320,6 @@ ADVICE = {
     "corrupt": "parity rebuilds it where it can; have the node's memory tested if it comes again",
     "peer_lost": "no newer snapshot is protected until that node is back, or the job has started without it",
     "peer_refused": "another job's SMP, or a stranger: --ftckpt-smp-listen and --ftckpt-secret-file keep jobs apart",
-    "hang": "stacks go to this log; with --ftckpt-on-hang abort such a job is ended, for its launcher to start again",
-    "hung_again": "the stacks say where: mend that, then start the job again",
     "not_persisted": "the nodes' not_flushed and storage_fails say why",
     "not_flushed": "snapshots in memory stay: mend storage, or start with another --ftckpt-persist",
     "storage_fails": "full, away, or without permission: mend it while the job trains",

@@ -136,9 +136,8 @@ def _inspect_ranks(inspection: Inspection, node_dir: Path) -> None:
     for pulse in Liveness(node_dir).judge(Pulse.open(node_dir, None).ranks()):
         if pulse.lives is not False:
             inspection.notes.append(
-                f"{node_dir.name}: rank {pulse.rank}, pid {pid_of(pulse.owner)}: in {pulse.section.label}, "
-                f"{pulse.phase or 'before its first phase'}, after iteration {pulse.iteration}; "
-                f"last sign of life {max(0, now_ns - pulse.beat_ns) / 1e9:.1f} s ago"
+                f"{node_dir.name}: rank {pulse.rank}, pid {pid_of(pulse.owner)}: {pulse.where}; last heartbeat "
+                f"{max(0, now_ns - pulse.beat_ns) / 1e9:.1f} s ago"
             )
 
 

@@ -23,7 +23,6 @@ from ftckpt.setting_checks import is_name
 from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.footprint import SmpConfig
-from ftckpt.smp.hangs import Limits
 from ftckpt.smp.living import Liveness
 from ftckpt.smp.reports import rank_report, unpacked
 from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
@@ -227,7 +226,7 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
         state = replace(state, problem=str(error))
     if (node_dir / PULSE_NAME).exists():  # to open it would make it
         ranks = Liveness(node_dir).judge(Pulse.open(node_dir, None).ranks())
-        state = replace(state, trainers=tuple(rank_report(pulse, Limits()) for pulse in ranks))
+        state = replace(state, trainers=tuple(rank_report(pulse) for pulse in ranks))
     with suppress(OSError, ValueError):
         state = replace(state, last=read_failures(node_dir))
     if holder_of(node_dir / SMP_LOCK_NAME) is None:

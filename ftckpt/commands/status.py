@@ -322,7 +322,6 @@ def _node(node: NodeState) -> dict[str, Any]:
         "problem": node.problem,
         "smp": smp.get("pid"),
         "needs_smp": node.needs_smp,
-        "hangs": smp.get("hangs", 0),
         "trainers": living,
         "iteration": max((trainer["iteration"] for trainer in node.trainers), default=-1),
         "bytes": node.nbytes or None,
@@ -347,7 +346,7 @@ def _failures(last: list[LastAttempt]) -> dict[str, Any] | None:
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
     trainers = node["trainers"]
     slowest = min(trainers, key=lambda trainer: (trainer["iteration"], -trainer["secs"]), default=None)
-    where = f"{slowest['section']} {slowest['phase']}".strip() if slowest is not None else "-"
+    where = (slowest["phase"] or "set-up") if slowest is not None else "-"
     smp = (
         str(node["smp"])
         if node["smp"] is not None

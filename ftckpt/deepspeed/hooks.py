@@ -124,16 +124,15 @@ class EngineHooks:
             handle = optimizer.register_step_pre_hook(lambda *_: self.checkpointer.fence())
             self.patches.undo.append(handle.remove)
 
-    def tell_pauses(self) -> None:
-        """Whoever looks for hangs knows when the engine evaluates and saves; ``load_checkpoint`` is the session's."""
-        sections = {"eval_batch": "evaluation", "save_checkpoint": "save", "save_16bit_model": "save"}
-        for name, section in sections.items():
+    def see_pauses(self) -> None:
+        """What the engine evaluates and saves is no cost of snapshots; ``load_checkpoint`` is the session's."""
+        for name in ("eval_batch", "save_checkpoint", "save_16bit_model"):
             if hasattr(self.engine, name):
-                self.patches.wrap(self.engine, name, functools.partial(self._paused, section))
+                self.patches.wrap(self.engine, name, self._paused)
 
-    def _paused(self, section: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.checkpointer.section(section):
-            return original(*args, **kwargs)
+    def _paused(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.checkpointer.pause()
+        return original(*args, **kwargs)
 
     def _fenced(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.checkpointer.fence()
@@ -144,7 +143,7 @@ class EngineHooks:
         if module.training and torch.is_grad_enabled():
             self.begin()
         else:
-            self.checkpointer.beat(evaluates=True)
+            self.checkpointer.pause()
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self.engine.module.training and torch.is_grad_enabled()):

@@ -132,7 +132,7 @@ class EngineSession:
 
     def _follow(self) -> None:
         self._hooks.fence_optimizer()
-        self._hooks.tell_pauses()
+        self._hooks.see_pauses()
         if self._engine.pipeline_parallelism:
             follow_pipeline(self._hooks, self._draw_from)
         else:
@@ -151,8 +151,8 @@ class EngineSession:
         load is the user's wish."""
         self.take_boundary()
         self._hooks.checkpointer.fence()  # what is loaded must not be written below a copy
-        with self._hooks.checkpointer.section("load"):
-            result = self._load(original, args, kwargs)
+        self._hooks.checkpointer.pause()
+        result = self._load(original, args, kwargs)
         # From here on addresses, counters and perhaps the lineage are others: whatever counts, snapshots begin anew.
         loaded = self._engine.global_steps
         # DeepSpeed's way to say that there was no checkpoint to load.

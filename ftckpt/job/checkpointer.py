@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from operator import index
 from pathlib import Path
 
@@ -143,30 +142,15 @@ class Checkpointer:
                 if kind in COMPUTE and self._snapshots is not None:
                     self._snapshots.post_if_known()
 
-    def beat(self, evaluates: bool = False) -> None:
-        """A sign of life, for a script that is busy with something else than training for long. Takes microseconds.
+    def pause(self) -> None:
+        """Training pauses, such as for an evaluation or a save, until its next phase. Takes microseconds.
 
-        ``evaluates``: training pauses for an evaluation, which ends with its next phase.
+        The time until then does not count as a cost of snapshots.
         """
-        if evaluates:
-            self._pause()
-        self._protection.pause(evaluates)
-
-    def section(self, name: str) -> AbstractContextManager[None]:
-        """Training pauses for an ``evaluation``, a ``save`` or a ``load``, which may be silent for longer than an
-        iteration; how long is learnt from those that were seen. Sections may lie in each other.
-
-        Ranks that wait for one that pauses must be in the section too, up to the barrier at which they meet.
-
-        Raises:
-            ConfigError: another name.
-        """
-        self._pause()
-        return self._protection.section(name)
-
-    def _pause(self) -> None:
-        if self._pacer is not None and not self._closed and not self.off:
-            self._pacer.pause()
+        if self._pacer is not None and not self._closed:
+            self._protection.beat(self._boundary, "pause")
+            if not self.off:
+                self._pacer.pause()
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model of the schedule: its ``kinds`` of places between the schedule's begin and the fence, and their
@@ -282,7 +266,7 @@ class Checkpointer:
         if self.off or self._closed:
             self._let_go()
             self._tell_counts()
-            self.phase("start")  # a sign of life: what trains without snapshots is no hang
+            self.phase("start")
             return
         if not self._fenced:  # by a script that calls none: at the latest here, where the next snapshot begins
             self._fence()
@@ -345,8 +329,8 @@ class Checkpointer:
             RuntimeError: a rank is gone.
         """
         save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
-        with self.section("save"):
-            return save.run(path, max_file_bytes, precision)
+        self.pause()
+        return save.run(path, max_file_bytes, precision)
 
     def close(self, remove: bool | None = None, done: bool = True) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
@@ -423,8 +407,8 @@ class Checkpointer:
                 self._fence()
             except FtckptError as error:  # told already; all ranks go on together to what is left
                 self.events.emit("close_incomplete", error=str(error))
-            with self.section("save"):
-                return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank))
+            self.pause()
+            return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank))
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
             return f"whether it is there is not known ({error})"
@@ -476,8 +460,8 @@ class Checkpointer:
 
     def _examine(self, examination: Examination, capture: Capture, snapshots: Snapshots) -> None:
         try:
-            with self.section("save"):  # all that a rank has is read: nobody is to take that for a hang
-                examination.look(capture, self.config.fence_timeout_secs)
+            self.pause()  # all that a rank has is read
+            examination.look(capture, self.config.fence_timeout_secs)
         except (CaptureError, ArenaError) as error:
             snapshots.fail(error)
         if examination.over:

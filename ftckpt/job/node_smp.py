@@ -38,7 +38,6 @@ from ftckpt.smp.requests import guard_digest
 from ftckpt.store.directory import FAILURES_NAME, SMP_LOCK_NAME
 from ftckpt.store.environment import hazards
 from ftckpt.store.locks import holder_of
-from ftckpt.store.outcome import launcher_run
 
 _CLAIM_AGAIN_SECS, _MOST_CLAIM_AGAIN_SECS = 0.5, 60.0
 """Between attempts to claim a storage that fails, each pause twice the one before it."""
@@ -187,7 +186,6 @@ class NodeSmp:
         return {
             "job": config.job,
             "node": node,
-            "run": launcher_run(os.environ).name,
             "secret": self._secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
             "began": self.failures.began if self.failures is not None else 0.0,

@@ -5,8 +5,7 @@ What is to be protected, and when a target is given up, ``ftckpt.job.targets`` d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,8 +41,7 @@ from ftckpt.store.checks import CheckState
 from ftckpt.store.image import SlotImage
 from ftckpt.store.ledger import Ledger, for_protection, refusal, require, require_limit
 from ftckpt.store.parity_file import parity_bytes, parity_path
-from ftckpt.store.pulse import PAUSES, FlushState, Pulse, PulseSection
-from ftckpt.store.stacks import answer_signals
+from ftckpt.store.pulse import FlushState, Pulse
 
 _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
@@ -151,8 +149,6 @@ class Protection:
         self._reports: Sequence[SmpReport] = ()  # of its ranks
         self.is_set_up = False
         """Whether training has come to a boundary in this attempt."""
-        self._pauses: list[PulseSection] = []  # that it is in, the innermost last
-        self._at = -1, ""  # iteration and phase of the last beat
 
     @property
     def protects(self) -> bool:
@@ -284,9 +280,6 @@ class Protection:
         self._pulse = Pulse.open(node_dir, local.index(self._topology.rank), self._topology.rank)
         if self._pulse.problem is not None:
             self._events.emit("smp_error", error=self._pulse.problem)
-        signals = answer_signals() if self._config.hang_secs and self.on else None  # an SMP alone asks for stacks
-        if signals is not None:
-            self._pulse.announce_stacks(signals.word)
         if self._topology.is_node_leader:
             self._pulse.forget_others(len(local))
 
@@ -297,34 +290,15 @@ class Protection:
             self._arena.control.mark_target(marks.target)
             self._arena.control.mark_flush(marks.flush)
 
-    def beat(self, iteration: int, phase: str, evaluates: bool = False) -> None:
-        """Training is in ``phase`` of ``iteration``: who looks for hangs sees it. Takes microseconds."""
-        self._at = iteration, phase
+    def beat(self, iteration: int, phase: str) -> None:
+        """Training is in ``phase`` of ``iteration``: the SMP and ``ftckpt status`` see it. Takes microseconds."""
         if self._pulse is not None:
-            pauses = self._pauses or ([PulseSection.EVALUATION] if evaluates else [])
-            self._pulse.beat(iteration, phase, PulseSection.STEP if self.is_set_up else PulseSection.SETUP, *pauses)
+            self._pulse.beat(iteration, phase)
 
     def tell_counts(self, counts: Sequence[int]) -> None:
         """What this rank has counted: who watches the node sees it."""
         if self._pulse is not None:
             self._pulse.tell_counts(counts)
-
-    def pause(self, evaluates: bool) -> None:
-        """Training stays where it is and lives; ``evaluates``: an evaluation goes on until the next ``beat``."""
-        self.beat(*self._at, evaluates)
-
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        """See ``Checkpointer.section``."""
-        if name not in PAUSES:
-            raise ConfigError(f"section: {name!r} is not one of {', '.join(PAUSES)}")
-        self._pauses.append(PAUSES[name])
-        self.pause(False)
-        try:
-            yield
-        finally:
-            self._pauses.pop()
-            self.pause(False)
 
     def observe(self, target: SnapshotId | None) -> Guard:
         """What the node's SMP is seen to do, and to have done for the target."""

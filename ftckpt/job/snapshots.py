@@ -81,7 +81,6 @@ class Snapshots:
         if self.arena is None or not self._has_smp:
             self._protection.show(self._arenas.path)
             for setting, does in (
-                ("--ftckpt-on-hang abort", self._config.on_hang == "abort"),
                 ("--ftckpt-metrics-port", self._config.metrics_port),
                 ("--ftckpt-metrics-dir", self._config.metrics_dir),
             ):  # fmt: skip

@@ -174,7 +174,7 @@ def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
     if door.checkpointer is None:
         return config
     if forward_only:
-        door.checkpointer.beat(evaluates=True)
+        door.checkpointer.pause()
         return config
     phases: Any = importlib.import_module("ftckpt.megatron.phases")
     # A copy: one line at the start of a schedule could not take the listeners out of the loop's own at its end.

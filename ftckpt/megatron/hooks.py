@@ -9,7 +9,7 @@ Of Megatron-LM's train loop (``megatron.training``) five functions are wrapped, 
 module at run time, so that replacing the name is enough.
 
 A module that has lines of ours (patches/) is left alone: they act. For either, what evaluates, saves and loads is
-wrapped while a checkpointer follows: whoever looks for hangs must know of such pauses.
+wrapped while a checkpointer follows: the time that it takes is no cost of snapshots.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-_SECTIONS = {
-    "evaluate_and_print_results": "evaluation",
-    "evaluate": "evaluation",
-    "save_checkpoint_and_time": "save",
-    "save_checkpoint": "save",
-    "maybe_finalize_async_save": "save",
-    "load_checkpoint": "load",
-}
+_PAUSES = (
+    "evaluate_and_print_results",
+    "evaluate",
+    "save_checkpoint_and_time",
+    "save_checkpoint",
+    "maybe_finalize_async_save",
+    "load_checkpoint",
+)
 """Functions of ``megatron.training.training`` in which training pauses, as far as a release has them."""
 _BOUNDARY = tuple(inspect.signature(callbacks.boundary).parameters)
 """Arguments of ``checkpoint_and_decide_exit`` that are handed on."""
@@ -105,27 +105,22 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
         checkpointer.fence()
         return original(*args, **kwargs)
 
+    def pause_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Whether a save in the background has ended is asked in each iteration, and waited for at the end alone.
+        if kwargs.get("blocking") is not False:
+            checkpointer.pause()
+        return original(*args, **kwargs)
+
     if not callbacks.is_patched(optimizer_module):
         door.hooks.wrap(optimizer, "step_with_ready_grads", fence_first)
     training = sys.modules.get("megatron.training.training")
-    for name, section in _SECTIONS.items():
+    for name in _PAUSES:
         if callable(getattr(training, name, None)):
-            door.hooks.wrap(training, name, _pause_in(checkpointer, section))
+            door.hooks.wrap(training, name, pause_first)
     for leaf in leaf_optimizers(optimizer):
         if leaf.optimizer is not None:
             handle = leaf.optimizer.register_step_pre_hook(lambda *_: checkpointer.fence())
             door.hooks.undo.append(handle.remove)
-
-
-def _pause_in(checkpointer: Checkpointer, section: str) -> Callable[..., Any]:
-    def pause(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Whether a save in the background has ended is asked in each iteration, and waited for at the end alone.
-        if kwargs.get("blocking") is False:
-            return original(*args, **kwargs)
-        with checkpointer.section(section):
-            return original(*args, **kwargs)
-
-    return pause
 
 
 def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
@@ -148,7 +143,7 @@ def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
     if door.checkpointer is None:
         return original(**kwargs)
     if kwargs.get("forward_only", False):
-        door.checkpointer.beat(evaluates=True)
+        door.checkpointer.pause()
         return original(**kwargs)
     model = kwargs["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)

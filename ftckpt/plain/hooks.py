@@ -40,7 +40,7 @@ def follow(
         if module.training and torch.is_grad_enabled():
             checkpointer.phase("forward")
         else:
-            checkpointer.beat(evaluates=True)
+            checkpointer.pause()
 
     def after_forward(module: torch.nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():

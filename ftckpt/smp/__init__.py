@@ -6,7 +6,6 @@ In: arenas that trainers write, their requests, other nodes' SMPs. Out: checksum
   target) and ``scrub`` (bytes that went bad since), on ``arenas`` as mapped here and ``sources`` of bytes.
 * talk: ``channel`` (frames, proofs, deadlines; the protocol byte by byte), ``requests``, ``server``, ``ports``,
   ``client`` (a node's SMP as its trainers have it), ``peers`` (other nodes' as this one has them).
-* ``hangs``: ranks that do not move any more; ``hang_answer``: their stacks, and an end to them.
 * ``daemon``: the process, ``footprint``: what it takes and leaves, ``link``: what of the network.
 
 What on the wire is which: between nodes, and in principle on one node too, every record is *authenticated* (AES-256

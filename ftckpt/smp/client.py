@@ -61,7 +61,7 @@ class SmpClient:
         return self._call(HelloRequest(), timeout_secs)
 
     def status(self, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
-        """What the SMP does: trainers it sees, its memory, hangs, and ``duties``."""
+        """What the SMP does: trainers it sees, its memory, and ``duties``."""
         return self._call(StatusRequest(), timeout_secs)
 
     def listen(self, host: str, secret: bytes, port: int = 0, timeout_secs: float = _ANSWER_SECS) -> int:

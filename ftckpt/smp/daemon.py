@@ -1,11 +1,10 @@
-"""The SMP as a process: one loop that answers its trainers, does its duties, and watches who lives and who moves."""
+"""The SMP as a process: one loop that answers its trainers, does its duties, and watches which trainers live."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from ftckpt.smp.deaths import DeathWatch
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
-from ftckpt.smp.hang_answer import HangAnswer
-from ftckpt.smp.hangs import Hang, HangPlace, HangWatch, Limits
 from ftckpt.smp.living import Liveness
 from ftckpt.smp.reports import MarkHistory, packed, rank_report
 from ftckpt.smp.requests import (
@@ -41,17 +38,15 @@ from ftckpt.smp.requests import (
 from ftckpt.smp.server import Handler, Server
 from ftckpt.store.directory import (
     SMP_LOCK_NAME,
-    SMP_LOG_NAME,
     node_directory,
     remove_job_if_empty,
     remove_smp_files,
 )
-from ftckpt.store.ends import EndNote, tell, told_of
+from ftckpt.store.ends import tell, told_of
 from ftckpt.store.failures import read_failures
 from ftckpt.store.kept_logs import keep_logs, kept_path
 from ftckpt.store.locks import FileLock, holder_of
 from ftckpt.store.memory import may_hang, used_bytes
-from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse, RankPulse, SmpState
 
 _IDLE_WAIT_SECS, _QUIET_WAIT_SECS = 0.02, 0.1
@@ -63,8 +58,6 @@ _LOOK_SECS = 0.5
 """Between looks at locks and pulses, which cost system calls for each arena and rank."""
 _EVENTS = 5
 """That its status tells."""
-_HUNG = 2
-"""The exit code of attempts after the last: that of a job which ftckpt has ended."""
 _OVER, _REMOVED = "the job is over", "its directory was removed"
 _PAUSE_SECS = 1.0
 """After duties failed: an error that stays must not fill the log nor take a core."""
@@ -104,9 +97,6 @@ class Daemon:
         self._exporter = Exporter(job, node, self._measured, lambda text: self.events.emit("smp_error", error=text))
         self._config, self._digest = SmpConfig(), 0
         self._idle_secs = idle_secs
-        self._limits, self._on_hang, self._run_name = Limits(), "report", ""
-        self._hangs, self._num_hangs = HangWatch(), 0
-        self._answer: HangAnswer | None = None
         self._deaths = DeathWatch()
         self._whole, self._protected = MarkHistory(_LOOK_SECS), MarkHistory(_LOOK_SECS)
         self._begun = self._last_trainer = time.monotonic()
@@ -149,7 +139,6 @@ class Daemon:
                 return
             if state.secret:
                 self._open_port(state.host, state.secret, state.port)
-            self._limits, self._config.hang = Limits(longest_secs=state.longest_secs), state.hang
             if state.description is not None:
                 self._take(state.description)
             # The port may be another one than was stored.
@@ -212,11 +201,9 @@ class Daemon:
             self._last_trainer = now
         elif now - self._last_trainer >= self._idle_secs:
             self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")
-        pulses = self._ranks()
-        for end in self._deaths.look(pulses, told_of(self.node_dir)):
+        for end in self._deaths.look(self._ranks(), told_of(self.node_dir)):
             tell(self.node_dir, end)
             self.events.emit("ranks_ended", text=end.text)
-        self._look_for_hangs(pulses)
         whole, protected = self._duties.marks()
         self._whole.note(whole, now)
         self._protected.note(protected, now)
@@ -227,50 +214,6 @@ class Daemon:
 
     def _ranks(self) -> list[RankPulse]:
         return self._living.judge(self._pulse.ranks())
-
-    def _look_for_hangs(self, pulses: Sequence[RankPulse]) -> None:
-        now_ns = time.monotonic_ns()
-        is_notable = self._limits.learn(pulses, now_ns)
-        last = self._config.hang
-        iterations = [pulse.iteration for pulse in pulses if pulse.lives is not False]
-        if last is not None and iterations and min(iterations) > last.iteration:
-            self._config.hang, is_notable = None, True  # the job has come further since
-        if is_notable:
-            self._config.longest_secs = self._limits.longest_secs
-            self._store()
-        if self._answer is not None and self._answer.step(pulses):
-            self._answer = None
-        hang = self._hangs.look(pulses, self._limits, now_ns)
-        if hang is not None:
-            self._meet(hang)
-
-    def _meet(self, hang: Hang) -> None:
-        self._num_hangs += 1
-        ends = self._on_hang == "abort" and hang.is_known and not hang.elsewhere
-        place = hang.place(self._run_name)
-        is_again = place.repeats(self._config.hang)
-        self.events.emit(
-            "hang", hang_secs=self._limits.hang_secs, on_hang=self._on_hang, ends=ends, again=is_again,
-            **hang.fields(),
-        )  # fmt: skip
-        if self._answer is not None:
-            self._answer.close()
-        self._answer = HangAnswer(hang, self.events, ends, lambda: self._end_job(place) if is_again else None)
-        if ends:
-            tell(self.node_dir, EndNote(time.time(), f"it hung ({place}), and was ended for that"))
-            # Now, not when they are ended: another node's SMP may be the first to do that.
-            self._config.hang = place
-            self._store()
-
-    def _end_job(self, place: HangPlace) -> None:
-        """Further attempts of the launcher run end at once: they would come no further."""
-        self.events.emit("hung_again", iteration=place.iteration, section=place.section, phase=place.phase)
-        text = f"the job has hung twice at the same place ({place}); stacks are in {self.node_dir / SMP_LOG_NAME}"
-        text += self._kept_later("; once the job's memory is removed: {}")
-        run = LauncherRun(place.run)
-        run.end(_HUNG, text)
-        if run.problem:
-            self.events.emit("smp_error", error=f"the launcher may start the job again: {run.problem}")
 
     def _kept_later(self, text: str) -> str:
         """With the place where the log is kept; nothing where there is none."""
@@ -294,12 +237,11 @@ class Daemon:
             **self._hello(),
             "uptime_secs": round(time.monotonic() - self._begun, 3),
             "anon_bytes": anon_bytes(),
-            "hangs": self._num_hangs,
             "warnings": list(self.log.warnings),
             "events": self.events.last(_EVENTS),
             "whole": self._whole.fields(time.monotonic()),
             "protected": self._protected.fields(time.monotonic()),
-            "trainers": [rank_report(pulse, self._limits) for pulse in self._ranks()],
+            "trainers": [rank_report(pulse) for pulse in self._ranks()],
             "duties": {**self._duties.status(), "port": self._server.port, "connections": self._server.connections},
         }
 
@@ -352,8 +294,6 @@ class Daemon:
         if description.get("secret") and self._server.port:  # without one the duties go on with what they had
             self._server.replace_trust(self._duties.trust)
         self._living.know(description.get("places", {}))
-        self._limits.hang_secs, self._on_hang = settings.hang_secs, settings.on_hang
-        self._run_name = str(description.get("run", ""))
         self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
         self._config.description, self._digest = description, guard_digest(description)
         try:
@@ -385,8 +325,6 @@ class Daemon:
         """End in an order in which a kill half-way leaves what a new SMP takes over. The lock goes last."""
         log.info("the SMP ends: %s", self._ending or "an error")
         self._pulse.leave_smp()  # first: a trainer that waits for protection sees at once that nobody works on it
-        if self._answer is not None:
-            self._answer.close()
         self._server.close()
         self._exporter.close()
         self._duties.close()

@@ -16,7 +16,6 @@ from typing import Any
 
 from ftckpt.errors import SmpError
 from ftckpt.model import codec
-from ftckpt.smp.hangs import HangPlace
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
 from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
 from ftckpt.store.kept_logs import SmpLog, read_log
@@ -33,16 +32,13 @@ _MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
 class SmpConfig:
     """What a new SMP needs to go on where another was killed.
 
-    ``host``, ``port``, ``secret`` (hex): where it answers other nodes, and to whom; port 0: it does not. ``hang`` is
-    where the job hung last, unless it has come further since; ``longest_secs`` see ``hangs.Limits``.
+    ``host``, ``port``, ``secret`` (hex): where it answers other nodes, and to whom; port 0: it does not.
     """
 
     description: dict[str, Any] | None = None
     host: str = ""
     port: int = 0
     secret: str = field(default="", repr=False)
-    hang: HangPlace | None = None
-    longest_secs: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def leave(cls, node_dir: Path, description: Mapping[str, Any], host: str, port: int, secret: bytes) -> None:

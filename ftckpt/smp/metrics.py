@@ -123,7 +123,6 @@ METRICS: dict[str, Metric] = {
     "smp_memory_bytes": _gauge("private memory of the SMP", lambda status: status["anon_bytes"]),
     "received_bytes": _counter("from other nodes, for protection", lambda s: s["duties"]["received_bytes"]),
     "sent_bytes": _counter("to other nodes, for protection", lambda status: status["duties"]["sent_bytes"]),
-    "hangs": _counter("hangs that this SMP has seen", lambda status: status["hangs"]),
     "warnings": Metric("counter", "loud events of this SMP, by name (EVENTS.md)", _loud, "event"),
     "attempt": _gauge("the number of the job's attempt, from 1", lambda status: status["failures"].get("attempt")),
     "failures": Metric(

@@ -12,7 +12,7 @@ from ftckpt.errors import SmpError
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.inventory import NodeProtection
-from ftckpt.smp.hangs import Limits, describe
+from ftckpt.store.page import pid_of
 from ftckpt.store.pulse import PulseCount, RankPulse
 
 _MOST_BYTES = 64 << 20
@@ -39,10 +39,19 @@ def unpacked(text: str) -> NodeProtection:
         raise SmpError(f"what it says protects the snapshot is unusable: {error}") from None
 
 
-def rank_report(pulse: RankPulse, limits: Limits) -> dict[str, Any]:
-    """Where a rank is now, as ``hangs.describe`` has it, and its ``counts`` by ``PulseCount``."""
-    counts = {count.label: pulse.counts[count] for count in PulseCount}
-    return {**describe(pulse, time.monotonic_ns(), limits), "counts": counts}
+def rank_report(pulse: RankPulse) -> dict[str, Any]:
+    """Where a rank is: ``iteration`` is that of its last boundary, ``secs`` count from its last heartbeat; and its
+    ``counts`` by ``PulseCount``."""
+    return {
+        "rank": pulse.rank if pulse.rank >= 0 else None,
+        "place": pulse.place,
+        "pid": pid_of(pulse.owner),
+        "iteration": pulse.iteration,
+        "phase": pulse.phase,
+        "secs": round(max(0, time.monotonic_ns() - pulse.beat_ns) / 1e9, 3),
+        "lives": pulse.lives,
+        "counts": {count.label: pulse.counts[count] for count in PulseCount},
+    }
 
 
 class MarkHistory:

@@ -22,7 +22,7 @@ from ftckpt.smp.channel import Channel, Deadlines, PeerError
 from ftckpt.store.directory import is_shard
 from ftckpt.store.package import MAX_PACKAGE_BYTES
 
-VERSION = 5
+VERSION = 6
 """Of requests, and of what an SMP keeps in files; an SMP of another version is replaced."""
 MAX_REQUEST_BYTES = 8 << 20
 """A description of the groups of eight arenas of 64 GB takes about a tenth."""
@@ -51,7 +51,7 @@ class HelloRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class StatusRequest(SmpRequest):
-    """What do you do? Trainers that it sees, its memory, hangs, and ``duties``."""
+    """What do you do? Trainers that it sees, its memory, and ``duties``."""
 
     WORD = "status"
 

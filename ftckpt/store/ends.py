@@ -67,8 +67,7 @@ def silent_ends(
         alike = [pulse for pulse in dead if seen[pulse.owner].status == status]
         first = min(alike, key=lambda pulse: pulse.beat_ns)
         who = listed([f"{pulse.rank} (pid {pid_of(pulse.owner)})" for pulse in alike], _MOST_NAMED)
-        text = f"rank{'s' if len(alike) > 1 else ''} {who} {_how(status, len(alike) > 1)}, in {first.section.label}, "
-        text += f"{first.phase or 'before a first phase'}, after iteration {first.iteration}"
+        text = f"rank{'s' if len(alike) > 1 else ''} {who} {_how(status, len(alike) > 1)}, {first.where}"
         text += (beside or {}).get(status, "")
         began = min(seen[pulse.owner].time for pulse in alike)
         yield EndNote(began, text, tuple(pulse.rank for pulse in alike))

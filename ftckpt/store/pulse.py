@@ -1,4 +1,4 @@
-"""Who of a node moves: the ranks' places in training, and the sign of life of the node's SMP.
+"""Where the ranks of a node are in training, and the heartbeat of the node's SMP.
 
 ``.pulse`` in the node's directory is shared memory with one 256-byte entry per rank, indexed by the rank's place on
 the node; the last entry is the SMP's. An entry is 32 native 64-bit words with one writer:
@@ -11,11 +11,9 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
 * 5, 6: a rank's phase: up to 16 ASCII characters, the first in the low byte of word 5; of the SMP the
   iteration plus 1 that it cannot protect, and the digest of its configuration
 * 7: a rank's number plus 1; 0: unknown; of the SMP the key of the snapshot that it writes to storage; 0: none
-* 8: a rank's section; of the SMP how far that is
-* 9: what makes a rank write its stacks (``stacks.StackSignals``); 0: nothing does; of the SMP the CLOCK_MONOTONIC in
-  ns until which it rests, once it has protected the target
-* 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns; the
-  SMP's word 10 is how many of 1000 parts of the node's cores others wanted when it began to rest
+* 8: of the SMP how far that is
+* 9: of the SMP the CLOCK_MONOTONIC in ns until which it rests, once it has protected the target
+* 10: of the SMP how many of 1000 parts of the node's cores others wanted when it began to rest
 * 16 to 25: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
@@ -42,9 +40,8 @@ MAX_PLACES = 255
 """With the entry of the SMP they fill 64 KiB."""
 _ENTRY_WORDS = 32
 _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
-_OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION, _STACKS, _LONGEST = range(11)
-_STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE = _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION
-_REST_NS, _BUSY = _STACKS, _LONGEST
+_OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
+_STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS, _BUSY = range(4, 11)
 _COUNTS = 16
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
@@ -69,22 +66,6 @@ class FlushState(IntEnum):
     WORKING = 1
     DONE = 2
     CANNOT = 3
-
-
-class PulseSection(IntEnum):
-    """What a rank is busy with between two signs of life; how long that may take is another matter in each."""
-
-    SETUP = 0
-    """From its start to its first boundary: data loaders are built and kernels compiled."""
-    STEP = 1
-    EVALUATION = 2
-    SAVE = 3
-    LOAD = 4
-
-    @property
-    def label(self) -> str:
-        """As people and scripts write it."""
-        return "set-up" if self is PulseSection.SETUP else self.name.lower()
 
 
 class PulseCount(IntEnum):
@@ -115,18 +96,12 @@ class PulseCount(IntEnum):
         return self.name.lower()
 
 
-PAUSES = {section.label: section for section in (PulseSection.EVALUATION, PulseSection.SAVE, PulseSection.LOAD)}
-"""Sections that are told, by their label."""
-
-
 @dataclass(frozen=True)
 class RankPulse:
     """A rank's last sign of life. ``beat_ns`` is CLOCK_MONOTONIC; ``iteration`` and ``rank`` are -1 where unknown.
 
-    ``is_here`` is False for a process of another pid namespace, whose pid means nothing here: it cannot be signalled,
-    and ``lives`` is None where nothing else tells (``ftckpt.smp.living``). ``stacks`` is the word of its
-    ``StackSignals``. ``longest_ns[section]`` is the longest time between two beats of this rank in that section, of
-    those that have ended. ``counts[count]`` is what it has told of that ``PulseCount``.
+    ``is_here`` is False for a process of another pid namespace, whose pid means nothing here: ``lives`` is None where
+    nothing else tells (``ftckpt.smp.living``). ``counts[count]`` is what it has told of that ``PulseCount``.
     """
 
     place: int
@@ -137,15 +112,14 @@ class RankPulse:
     beat_ns: int
     beats: int
     lives: bool | None
-    section: PulseSection = PulseSection.STEP
-    stacks: int = 0
-    longest_ns: tuple[int, ...] = (0,) * len(PulseSection)
     counts: tuple[int, ...] = (0,) * len(PulseCount)
     is_here: bool = True
 
-
-_SECTIONS = frozenset(int(section) for section in PulseSection)
-_A_STEP = (PulseSection.STEP,)
+    @property
+    def where(self) -> str:
+        """In words."""
+        phase = f"in {self.phase}" if self.phase else "before its first phase"
+        return f"{phase}, after iteration {self.iteration}"
 
 
 class Pulse:
@@ -159,9 +133,6 @@ class Pulse:
         self._words = words
         self._base = None if place is None else place * _ENTRY_WORDS
         self._beats = self._smp_beats = 0
-        self._beat_ns = 0
-        self._sections: tuple[PulseSection, ...] = (PulseSection.SETUP,)
-        self._silences_ns = [0] * len(PulseSection)  # the longest in each section that has not ended yet
         self._phases: dict[str, tuple[int, int]] = {}
         self._namespace = pid_namespace() if problem is None else 0
         if self._base is not None:
@@ -184,45 +155,20 @@ class Pulse:
                 private_page(_PAGE_BYTES), None, f"{node_dir / PULSE_NAME}: no signs of life are shared: {error}"
             )
 
-    def beat(self, iteration: int, phase: str, *sections: PulseSection) -> None:
-        """This rank has come to ``phase`` of ``iteration``. Takes microseconds; for one thread at a time.
-
-        ``sections`` are those that it is in, the innermost last; default: a step.
-        """
+    def beat(self, iteration: int, phase: str) -> None:
+        """This rank has come to ``phase`` of ``iteration``. Takes microseconds; for one thread at a time."""
         if self._base is None:
             return
-        words, base, now_ns = self._words, self._base, time.monotonic_ns()
+        words, base = self._words, self._base
         code = self._phases.get(phase)
         if code is None:
             code = self._phases[phase] = _phase_words(phase)
         self._beats += 1
-        self._learn(sections or _A_STEP, now_ns)
         # Plus 1, here and for ranks: a page of zeros then reads as "unknown".
         words[base + _ITERATION] = max(0, iteration + 1)
         words[base + _PHASE], words[base + _PHASE_END] = code
-        words[base + _SECTION] = self._sections[-1]
         words[base + _BEATS] = self._beats
-        words[base + _BEAT_NS] = now_ns  # last: an age says how old the rest is at the most
-
-    def _learn(self, sections: tuple[PulseSection, ...], now_ns: int) -> None:
-        assert self._base is not None
-        # What lies behind belongs to the section that this rank was in.
-        inner = self._sections[-1]
-        self._silences_ns[inner] = max(self._silences_ns[inner], now_ns - self._beat_ns)
-        self._beat_ns = now_ns
-        if sections == self._sections:
-            return
-        # Told at its end: before that nobody knows how long the section may be silent.
-        for ended in {*self._sections} - {*sections}:
-            longest = self._base + _LONGEST + ended
-            self._words[longest] = max(self._words[longest], self._silences_ns[ended])
-            self._silences_ns[ended] = 0
-        self._sections = sections
-
-    def announce_stacks(self, word: int) -> None:
-        """What makes this rank write its stacks: the word of a ``StackSignals``."""
-        if self._base is not None:
-            self._words[self._base + _STACKS] = word
+        words[base + _BEAT_NS] = time.monotonic_ns()  # last: an age says how old the rest is at the most
 
     def tell_counts(self, counts: Sequence[int]) -> None:
         """What this rank has counted so far, by ``PulseCount``."""
@@ -344,7 +290,7 @@ class Pulse:
             self._words[base + word] = 0
         self._words[base + _NAMESPACE] = self._namespace
         self._words[base + _RANK] = number
-        self._words[base + _BEAT_NS] = self._beat_ns = time.monotonic_ns()
+        self._words[base + _BEAT_NS] = time.monotonic_ns()
         self._words[base + _OWNER] = owner
 
     def _read(self, place: int) -> RankPulse:
@@ -359,9 +305,6 @@ class Pulse:
             beat_ns=entry[_BEAT_NS],
             beats=entry[_BEATS],
             lives=self._lives(place),
-            section=PulseSection(entry[_SECTION]) if entry[_SECTION] in _SECTIONS else PulseSection.STEP,
-            stacks=entry[_STACKS],
-            longest_ns=tuple(entry[_LONGEST : _LONGEST + len(PulseSection)]),
             counts=tuple(entry[_COUNTS : _COUNTS + len(PulseCount)]),
             is_here=entry[_NAMESPACE] == self._namespace,
         )

@@ -23,7 +23,7 @@ from tests.support.waiting import meet, until
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 NODES = ["n0", "n1"]
-HOW = re.compile(r"\) (was ended by SIGKILL|ended without a word), in step, ")
+HOW = re.compile(r"\) (was ended by SIGKILL|ended without a word), in ")
 """Who started a rank may take what is left of it before the SMP sees it."""
 GIVEN = {PROCESS: 36.0, NODE: 360.0, JOB: 3600.0}
 

@@ -1,4 +1,4 @@
-"""An SMP killed, frozen or fooled: trainers go on, a new one takes over alone, and hung trainers are ended."""
+"""An SMP killed, frozen or fooled: trainers go on, and a new one takes over alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ from ftckpt.smp.footprint import SmpConfig
 from ftckpt.store.directory import clean_job
 from ftckpt.store.ends import read as read_ends
 from ftckpt.store.locks import JobLock
-from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.process import Process
 from ftckpt.store.pulse import Pulse
 from tests.support.killing import killed_at
@@ -36,28 +33,14 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 TRAIN = """
-import signal, sys, time
+import sys, time
 from pathlib import Path
-from ftckpt.store.process import Process
-from ftckpt.store.pulse import Pulse, PulseSection
-from ftckpt.store.stacks import answer_signals
-pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]) + 10)
-pulse.announce_stacks(answer_signals().word)
-if sys.argv[3] == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+from ftckpt.store.pulse import Pulse
+pulse = Pulse.open(Path(sys.argv[1]), 0, 10)
 print("up", flush=True)
-for iteration in range(int(sys.argv[4])):
+for iteration in range(1000):
     pulse.beat(iteration, "forward")
     time.sleep(0.05)  # an iteration
-for secs in map(float, sys.argv[5:]):
-    pulse.beat(iteration, "start", PulseSection.SAVE)
-    time.sleep(secs)
-    pulse.beat(iteration, "start")
-
-def hangs():
-    time.sleep(100)
-
-hangs()
 """
 
 
@@ -94,14 +77,16 @@ class Told:
 def test_a_new_one_takes_over_what_the_killed_one_was_told(site: Site, tmp_path: Path) -> None:
     client = site.start()
     port = client.listen("127.0.0.1", SECRET)
-    client.configure(site.description(hang_secs=1.0, events=str(tmp_path)))
-    trainer = python(TRAIN, site.node_dir, 0, "meek", 5)
+    client.configure(site.description(events=str(tmp_path)))
+    trainer = python(TRAIN, site.node_dir)
     try:
         killed = kill(client)
         assert {"smp.sock", "smp.json"} <= site.files(), "as a killed one leaves it"
         hello = site.start().hello()
         assert hello["pid"] != killed and hello["configured"] and hello["port"] == port
-        until(lambda: events(tmp_path, "hang"))  # it watches for what it was told to
+        until(lambda: site.start().status()["trainers"])
+        trainer.kill()
+        until(lambda: events(tmp_path, "ranks_ended"))  # where it was told to write events
         assert SECRET.hex() not in site.log
     finally:
         trainer.kill()
@@ -146,7 +131,7 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(
     client, told = site.start(), list[str]()
     client.configure(site.description())
     watch = Watch(client, Told(), tell=told.append)
-    trainer = python(TRAIN, site.node_dir, 0, "meek", 1000)
+    trainer = python(TRAIN, site.node_dir)
     try:
         until(lambda: client.status()["trainers"])
         time.sleep(1.0)  # two looks: one that has never seen it alive knows nothing of its end
@@ -160,7 +145,7 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(
         trainer.kill()
         trainer.communicate(timeout=10)
     (end,) = read_ends(site.node_dir)
-    assert end.text.startswith(f"rank 10 (pid {trainer.pid}) was ended by SIGKILL, in step, forward, after iteration")
+    assert end.text.startswith(f"rank 10 (pid {trainer.pid}) was ended by SIGKILL, in forward, after iteration")
     assert told == ["refused: configure: job is 'another', this is the SMP of 'job'"]
     assert not kept.exists()
     with caplog.at_level(logging.INFO, "ftckpt"):
@@ -326,156 +311,6 @@ def test_a_frozen_one_hangs_nobody(site: Site) -> None:
     finally:
         if site.pids() == [pid]:
             os.kill(pid, signal.SIGCONT)
-
-
-def trainers(site: Site, *kinds: tuple[Any, ...]) -> list[subprocess.Popen[str]]:
-    """Of each: ``meek`` or ``stubborn``, how many iterations it trains, and how long it saves after them."""
-    return [python(TRAIN, site.node_dir, place, *kind, stderr=subprocess.PIPE) for place, kind in enumerate(kinds)]
-
-
-def end_all(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
-        process.communicate(timeout=10)
-
-
-@pytest.mark.slow
-def test_a_hang_says_who_waits_where_and_ends_nobody(site: Site, tmp_path: Path) -> None:
-    client = site.start()
-    processes = trainers(site, ("meek", 10), ("meek", 30))
-    try:
-        client.configure(site.description(hang_secs=2.0, events=str(tmp_path)))
-        until(lambda: events(tmp_path, "hang"))
-        (hang,) = events(tmp_path, "hang")
-        assert hang["process"] == f"smp-{NODE}" and 2 <= hang["secs"] < 10 and hang["on_hang"] == "report"
-        first, second = hang["ranks"]
-        assert (first["rank"], first["iteration"], first["phase"], first["pid"]) == (
-            10,
-            9,
-            "forward",
-            processes[0].pid,
-        )
-        assert (second["rank"], second["iteration"]) == (11, 29) and first["secs"] > second["secs"] >= 2
-        lives_on(site.node_dir, 1.3)
-        assert len(events(tmp_path, "hang")) == 1, "once per hang"
-        assert all(process.poll() is None for process in processes)
-        assert client.status()["hangs"] == 1 and "hang" in site.log
-        until(lambda: events(tmp_path, "stacks"))
-        (stacks,) = events(tmp_path, "stacks")
-        assert stacks["ranks"] == [10, 11] and not stacks["missing"]
-        assert site.log.count("in hangs") == 2, "of both ranks"
-    finally:
-        end_all(processes)
-
-
-@pytest.mark.slow
-def test_a_save_is_no_hang_until_it_takes_far_longer_than_any_before(site: Site, tmp_path: Path) -> None:
-    client = site.start()
-    client.configure(site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)))
-    # Longer than an iteration may take, and not three times as long as the one before; then one for ever.
-    processes = trainers(site, ("meek", 3, 1.5, 2.5, 100), ("meek", 3, 1.5, 2.5, 100))
-    try:
-        until(lambda: events(tmp_path, "hang_aborted"), secs=60)
-        (hang,) = events(tmp_path, "hang")
-        assert [rank["section"] for rank in hang["ranks"]] == ["save", "save"] and hang["ends"]
-        assert all(7.5 <= rank["limit_secs"] <= rank["secs"] for rank in hang["ranks"])
-        assert [process.wait(10) for process in processes] == [-signal.SIGTERM] * 2
-    finally:
-        end_all(processes)
-    # Another SMP knows how long a save took.
-    kill(client)
-    (trainer,) = trainers(site, ("meek", 3, 3.2, 100))
-    try:
-        until(lambda: site.start().status()["trainers"][0]["section"] == "save")
-        assert site.start().status()["trainers"][0]["limit_secs"] >= 7.5
-    finally:
-        end_all([trainer])
-
-
-@pytest.mark.slow
-def test_a_save_that_nobody_has_seen_is_told_and_not_ended(site: Site, tmp_path: Path) -> None:
-    site.start().configure(site.description(hang_secs=0.5, on_hang="abort", events=str(tmp_path)))
-    processes = trainers(site, ("meek", 3, 100))
-    try:
-        until(lambda: events(tmp_path, "stacks"))
-        (hang,) = events(tmp_path, "hang")
-        assert not hang["ends"] and hang["ranks"][0]["limit_secs"] == 1.5
-        lives_on(site.node_dir, 1.0)
-        assert processes[0].poll() is None and not events(tmp_path, "hang_aborted")
-    finally:
-        end_all(processes)
-
-
-@pytest.mark.slow
-def test_a_hang_at_the_same_place_after_a_restart_is_the_end(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where records of launcher runs lie
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    client = site.start()
-    # In the third start it comes past that place, and is ended by something else.
-    for number, (run, iterations, ends) in enumerate(
-        [("a", 5, True), ("a", 5, True), ("a", 1000, False), ("a", 5, True), ("b", 5, True), ("b", 6, True)]
-    ):
-        client.configure({**site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)), "run": run})
-        before = len(events(tmp_path, "hang_aborted"))
-        processes = trainers(site, ("meek", iterations), ("meek", iterations))
-        try:
-            if ends:
-                until(lambda n=before: len(events(tmp_path, "hang_aborted")) > n, secs=60)
-            else:
-                until(lambda: (kept := SmpConfig.load(site.node_dir)) is not None and kept.hang is None)
-        finally:
-            end_all(processes)
-        if number == 0:  # what it knows outlives it
-            kill(client)
-            client = site.start()
-    assert [hang["again"] for hang in events(tmp_path, "hang")] == [False, True, False, False, False]
-    assert [LauncherRun(run).read().code for run in ("a", "b")] == [2, None]
-    assert "step, forward, after iteration 4" in LauncherRun("a").read().text
-    (again,) = events(tmp_path, "hung_again")
-    assert (again["iteration"], again["section"], again["phase"]) == (4, "step", "forward")
-
-
-@pytest.mark.slow
-def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> None:
-    processes = trainers(site, ("meek", 3), ("stubborn", 3), ("meek", 3))
-    bystander = trainers(site, ("meek", 3))[0]  # it has place 0 again: the entry of the first is its own now
-    processes, former = [bystander, *processes[1:]], processes[0]
-    os.kill(processes[2].pid, signal.SIGSTOP)
-    try:
-        client = site.start()
-        client.configure(site.description(hang_secs=2.0, on_hang="abort", events=str(tmp_path)))
-        until(lambda: events(tmp_path, "hang_aborted"), secs=30)
-        assert [process.wait(10) for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
-        assert site.log.count("in hangs") == 2, "before anything was ended"
-        (stacks,) = events(tmp_path, "stacks")
-        assert stacks["ranks"] == [10, 11] and "T (stopped)" in stacks["missing"]["12"]
-        (aborted,) = events(tmp_path, "hang_aborted")
-        assert sorted(aborted["killed"]) == sorted(process.pid for process in processes[1:])
-        assert former.poll() is None, "a process that no entry names"
-        assert len(events(tmp_path, "hang")) == 1
-        # The launcher starts them anew: they train, and are left alone.
-        again = trainers(site, ("meek", 1000), ("meek", 1000))
-        try:
-            pulse = Pulse.open(site.node_dir, None)  # longer than the two seconds of a hang
-            until(lambda: all(rank.iteration >= 50 for rank in pulse.ranks() if rank.place < len(again)))
-            assert all(process.poll() is None for process in again)
-            assert len(events(tmp_path, "hang")) == 1
-        finally:
-            end_all(again)
-    finally:
-        end_all([*processes, former])
-
-
-def test_trainers_that_have_not_begun_do_not_hang(site: Site, tmp_path: Path) -> None:
-    site.start().configure(site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)))
-    processes = trainers(site, ("meek", 0), ("meek", 0))
-    try:
-        lives_on(site.node_dir, 2.2)
-        assert all(process.poll() is None for process in processes) and not events(tmp_path, "hang")
-    finally:
-        end_all(processes)
 
 
 def test_the_end_of_the_job_after_a_kill_leaves_nothing(site: Site) -> None:

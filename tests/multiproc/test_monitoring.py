@@ -98,7 +98,6 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
         [series("ftckpt_rank_replicas_differing", "3x60", rank="5"), series("ftckpt_iteration", "8x60")],
         "",
     ),
-    "hang": ([series("ftckpt_hangs_total", "0x55 1x5")], "FtckptHang"),
     "storage": ([series("ftckpt_storage_failing", "1x60")], "FtckptStorageFails"),
     "restarts": ([series("ftckpt_attempt", "1x10 1+1x50")], "FtckptRestarts"),
     "restarts in its first hour": ([series("ftckpt_attempt", "_x40 1x1 2x1 3x1 4x1 5x1 6x1 7x6")], "FtckptRestarts"),

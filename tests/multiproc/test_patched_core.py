@@ -32,7 +32,7 @@ class Recorder:
     log, expected = [], None
     def fence(self): self.log.append("fence")
     def phase(self, kind): self.log.append(kind)
-    def beat(self, evaluates): self.log.append("evaluates" if evaluates else "beat")
+    def pause(self): self.log.append("pause")
     def expect(self, kinds, lengths): self.expected = list(kinds)
 
 hooks.install()  # the runner has done so
@@ -123,7 +123,7 @@ def test_the_lines_follow_and_fence_without_hooks(core: Path, tmp_path: Path, la
         assert seen["patched"] == list(callbacks.CORE)
         assert not seen["wrapped"] and not seen["guarded"], "a hook acts where a line does"
         assert seen["guards"] == 1, "torch's own hook before a step is all that is left"
-        assert seen["evaluated"] == ["evaluates"]
+        assert seen["evaluated"] == ["pause"]
         log = seen["trained"]
         told = [kind for kind in log if kind not in ("fence", "write")]
         assert [k for i, k in enumerate(told) if i == 0 or k != told[i - 1]] == seen["expected"]

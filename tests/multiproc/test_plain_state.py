@@ -322,7 +322,7 @@ def test_the_fence_comes_before_the_write_and_evaluation_is_a_sign_of_life() -> 
     seen = run_ranks(followed, 1, stand_in=False)[0].value
     assert seen["training"] == ["forward", "backward", "forward", "backward", "fence", "write"]
     assert seen["after a step"] == ""
-    assert seen["evaluation"] == ["evaluates", "evaluates"]
+    assert seen["evaluation"] == ["pause", "pause"]
     assert seen["no step"] == ""
 
 

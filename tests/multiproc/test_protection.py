@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -163,36 +161,6 @@ def test_a_killed_smp_is_followed_by_another_and_training_does_not_notice(plan: 
         again = len(told(plan))
         until(lambda: "protected" in [event["event"] for event in told(plan)[again:]])
         assert ranks.alive() == [0, 1, 2] and "snapshot_error" not in names(plan)
-
-
-def hang(rank: int, world_size: int, plan: Plan) -> Any:
-    """Train; from the tenth iteration on rank 1 does not come to its fence."""
-    import benchmarks.campaign_job as job
-
-    advance = job.KnownState.advance
-
-    def stuck(self: Any, iteration: int) -> None:
-        if rank == 1 and iteration == 10:
-            time.sleep(600)  # until it is killed
-        advance(self, iteration)
-
-    job.KnownState.advance = stuck  # type: ignore[method-assign]
-    return train(rank, world_size, plan)
-
-
-def test_hung_trainers_are_ended_where_that_was_asked_for_and_it_is_said_who_waited_where(plan: Plan) -> None:
-    # A slot more than protection needs: with three a snapshot is skipped while an SMP that finds no core is at the
-    # target, and the restart goes on from one that is older than the last two iterations.
-    settings = {**plan.settings, "hang_secs": 1.5, "on_hang": "abort", "on_error": "continue", "slots": 4}
-    plan = replace(plan, iterations=ENDLESS, settings=settings)
-    with spawn_ranks(hang, 3, plan) as ranks:
-        results = ranks.wait(60)
-    assert results is not None and all(result.exitcode for result in results)
-    (found, *_) = read_events(Path(plan.settings["events"]), "hang", of="smp-n0")
-    text = json.dumps(found)
-    assert '"iteration": 9' in text and "optimizer" in text
-    with_again = run_ranks(train, 3, replace(plan, iterations=3))
-    assert {result.value.start for result in with_again} <= {8, 9} and not any(r.value.wrong for r in with_again)
 
 
 def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: str) -> Any:

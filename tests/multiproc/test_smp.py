@@ -166,7 +166,7 @@ def test_modes_and_secrets(site: Site) -> None:
     client = site.start()
     port = client.listen("127.0.0.1", SECRET)
     assert port > 0 and client.hello()["port"] == port
-    client.configure(site.description(hang_secs=5.0))
+    client.configure(site.description())
     hello = client.hello()
     assert hello["configured"] and (hello["job"], hello["node"]) == (JOB, NODE)
     assert Pulse.open(site.node_dir, None).smp_alive(10)

@@ -17,7 +17,7 @@ from ftckpt.commands.job_nodes import nodes_here
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.metrics import METRICS, PREFIX, full_name
 from ftckpt.store.directory import clean_job, end_smp, node_directory
-from ftckpt.store.pulse import Pulse, PulseCount, PulseSection
+from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs
 from tests.support.smps import JOB, NODE, Site, site_at
 from tests.support.waiting import until
@@ -60,7 +60,7 @@ def test_who_asks_gets_what_is_so_at_that_moment(site: Site) -> None:
         counts[PulseCount.SNAPSHOTS], counts[PulseCount.BLOCKED_US] = iteration, 1500 * iteration
         counts[PulseCount.PERSISTED] = iteration
         pulse.tell_counts(counts)
-        pulse.beat(iteration, "start", PulseSection.STEP)
+        pulse.beat(iteration, "start")
         found = scraped(url)
         assert found[full_name("iteration"), ""] == found[full_name("rank_iteration"), "5"] == iteration
         assert found[full_name("rank_snapshots"), "5"] == iteration

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 
 class Recorder:
@@ -19,14 +18,8 @@ class Recorder:
     def phase(self, kind: str) -> None:
         self.log.append(kind)
 
-    def beat(self, evaluates: bool = False) -> None:
-        self.log.append("evaluates" if evaluates else "beat")
-
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        self.log.append(f"{name} begins")
-        yield
-        self.log.append(f"{name} ends")
+    def pause(self) -> None:
+        self.log.append("pause")
 
     def step(self, iteration: int) -> None:
         self.log.append(f"step {iteration}")

@@ -31,7 +31,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes
 from ftckpt.store.outcome import LauncherRun
-from ftckpt.store.pulse import Pulse
 from ftckpt.windows.cost import Wish
 from tests.support.errors import raises
 
@@ -200,7 +199,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
 
 
 def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
-    """It trains; ``--ftckpt-on-hang abort`` must not end it."""
+    """It trains, and ``ftckpt status`` shows where."""
     beats: list[str] = []
     protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))
     checkpointer = checkpointer_of(SimpleNamespace(), protection=protection)
@@ -216,44 +215,6 @@ def test_an_iteration_that_is_no_number_is_refused_before_anything_knows_of_it(i
     with raises(ConfigError, "step()", repr(iteration)):
         checkpointer.step(iteration)
     assert checkpointer._boundary == 2
-
-
-def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
-    protection = Protection.__new__(Protection)
-    checkpointer = checkpointer_of(SimpleNamespace(pause=lambda: None), protection=protection)
-    protection.is_set_up, protection._pauses, protection._at, protection._pulse = False, [], (-1, ""), None
-    with checkpointer.section("load"):
-        pass  # before there is a page to tell it on
-    protection._pulse, observer = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
-    checkpointer._state.turn_off("why")
-    told = []
-
-    def tell(*_: object) -> None:
-        (rank,) = observer.ranks()
-        told.append((rank.section.label, rank.phase))
-
-    tell(checkpointer.phase("forward"))  # the first iteration may compile kernels for as long as it likes
-    tell(checkpointer.step(3))
-    tell(checkpointer.beat(evaluates=True))
-    tell(checkpointer.phase("forward"))
-    with checkpointer.section("evaluation"):
-        tell()
-        with checkpointer.section("save"):
-            tell(checkpointer.beat(evaluates=True))
-        tell()
-    tell()
-    with pytest.raises(ValueError, match="its own"), checkpointer.section("save"):
-        raise ValueError("its own error")
-    tell()
-    assert [section for section, _ in told] == [
-        "set-up", "step", "evaluation", "step", "evaluation", "save", "evaluation", "step", "step",
-    ]  # fmt: skip
-    assert {phase for _, phase in told} == {"forward", "start"}
-    with (
-        raises(ConfigError, "section: 'coffee' is not one of evaluation, save, load"),
-        checkpointer.section("coffee"),
-    ):
-        pass
 
 
 def test_turning_off_stops_copies_and_unpins_nothing() -> None:
@@ -338,14 +299,13 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
 
 def test_what_is_evaluated_or_saved_is_no_time_of_training() -> None:
     paused: list[str] = []
-    protection = SimpleNamespace(pause=lambda evaluates: None, section=lambda name: nullcontext())
-    checkpointer = checkpointer_of(SimpleNamespace(pause=lambda: paused.append("pause")), protection=protection)
-    checkpointer.beat()
-    assert not paused, "training is only slow"
-    checkpointer.beat(evaluates=True)
-    assert len(paused) == 1
-    with checkpointer.section("save"):
-        assert len(paused) == 2
+    protection = SimpleNamespace(beat=lambda _, kind: paused.append(kind))
+    checkpointer = checkpointer_of(SimpleNamespace(pause=lambda: paused.append("paced")), protection=protection)
+    checkpointer.pause()
+    assert paused == ["pause", "paced"]
+    checkpointer._state.turn_off("why")
+    checkpointer.pause()
+    assert paused == ["pause", "paced", "pause"]
 
 
 @pytest.mark.parametrize(
@@ -403,14 +363,13 @@ def test_what_training_goes_back_from_does_not_come_to_storage(done: bool, broug
 def test_what_an_smp_would_do_is_told_where_none_runs() -> None:
     told: list[str] = []
     events = SimpleNamespace(emit=lambda event, **fields: None, announce=told.append)
-    config = Config(on_hang="abort", metrics_port="auto", metrics_dir="/metrics")
+    config = Config(metrics_port="auto", metrics_dir="/metrics")
     snapshots = snapshots_of(
         SimpleNamespace(arena=object()), config=config, events=events, has_smp=False,
         protection=SimpleNamespace(show=lambda path: None), arenas=SimpleNamespace(path=Path()),
     )  # fmt: skip
     snapshots.begin(LINEAGE, None, False)
     assert [text.split(" does nothing")[0] for text in told] == [
-        "--ftckpt-on-hang abort",
         "--ftckpt-metrics-port",
         "--ftckpt-metrics-dir",
     ]

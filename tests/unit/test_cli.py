@@ -24,7 +24,7 @@ from ftckpt.store.checks import Checks
 from ftckpt.store.control import FORMAT
 from ftckpt.store.directory import PULSE_NAME, node_directory
 from ftckpt.store.locks import JobLock
-from ftckpt.store.pulse import Pulse, PulseSection
+from ftckpt.store.pulse import Pulse
 
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
@@ -110,13 +110,13 @@ def test_inspect_all_jobs_beside_what_is_not_ours(root: Path, capsys: pytest.Cap
 def test_inspect_shows_where_ranks_that_live_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node_dir = arena_with_snapshot(root).parent
     assert main(["inspect", str(root / "ftckpt-job")]) == 0
-    assert "last sign of life" not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
-    Pulse.open(node_dir, 1, 7).beat(41, "start", PulseSection.EVALUATION)
+    assert "last heartbeat" not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
+    Pulse.open(node_dir, 1, 7).beat(41, "start")
     Pulse.open(node_dir, 0, 6).leave()
     assert main(["inspect", str(root / "ftckpt-job")]) == 0
     out = capsys.readouterr().out
-    assert f"n0: rank 7, pid {os.getpid()}: in evaluation, start, after iteration 41; last sign of life " in out
-    assert out.count("last sign of life") == 1
+    assert f"n0: rank 7, pid {os.getpid()}: in start, after iteration 41; last heartbeat " in out
+    assert out.count("last heartbeat") == 1
 
 
 def test_inspect_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from ftckpt.store.ends import EndNote
 from ftckpt.store.exits import Exit
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.page import owner_word
-from ftckpt.store.pulse import PulseSection, RankPulse
+from ftckpt.store.pulse import RankPulse
 from tests.support.waiting import until
 
 ALIVE = RankPulse(0, 3, 77, 11, "forward", 5, 1, True)
@@ -54,7 +54,7 @@ def test_who_is_gone_is_told_once(tmp_path: Path) -> None:
     assert list(watch.look([ALIVE])) == []
     dead = replace(ALIVE, lives=False)
     (told,) = watch.look([dead])
-    assert told.text == "rank 3 (pid 77) ended without a word, in step, forward, after iteration 11"
+    assert told.text == "rank 3 (pid 77) ended without a word, in forward, after iteration 11"
     assert told.ranks == (3,) and list(watch.look([dead])) == []
     # Of an attempt before this SMP, of another container, and one that has left.
     assert list(DeathWatch(tmp_path, tmp_path).look([dead])) == []
@@ -73,11 +73,11 @@ def test_the_kernel_s_killer_is_named(tmp_path: Path) -> None:
     events = tmp_path / "job" / "step" / "memory.events"
     events.write_text("max 4\noom 2\noom_kill 2\n")
     watch = DeathWatch(tmp_path, tmp_path)
-    pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78, section=PulseSection.SAVE, beat_ns=9)]
+    pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78, beat_ns=9)]
     assert list(watch.look(pair)) == []
     events.write_text("max 4\noom 3\noom_kill 3\n")
     (end,) = watch.look([replace(one, lives=False) for one in pair])
-    assert end.text.startswith("ranks 3 (pid 77), 4 (pid 78) ended without a word, in step, forward")
+    assert end.text.startswith("ranks 3 (pid 77), 4 (pid 78) ended without a word, in forward")
     assert end.text.endswith(
         "; the kernel's OOM killer has struck here (oom_kill of the memory cgroup)"
     ) and end.ranks == (3, 4)
@@ -136,8 +136,8 @@ def test_the_signal_is_named_and_its_consequences_come_behind_it(tmp_path: Path,
         sleeping[rank][0].wait()  # its parent takes it long before the SMP looks again
     segv, term = sorted(watch.look([*sorted(dead, key=lambda one: one.rank), sleeping[3][1]]))
     pid = sleeping[2][0].pid
-    assert segv.text == f"rank 2 (pid {pid}) was ended by SIGSEGV, in step, forward, after iteration 11"
-    assert term.text.startswith("ranks 0 (pid ") and ") were ended by SIGTERM, in step" in term.text
+    assert segv.text == f"rank 2 (pid {pid}) was ended by SIGSEGV, in forward, after iteration 11"
+    assert term.text.startswith("ranks 0 (pid ") and ") were ended by SIGTERM, in forward" in term.text
     assert (segv.ranks, term.ranks) == ((2,), (0, 1)) and segv.time < term.time
     watch.close()
 
@@ -187,7 +187,7 @@ def test_a_rank_that_loses_another_says_how_that_has_ended(tmp_path: Path) -> No
     ends.tell_silent(tmp_path)
     ends.tell_silent(tmp_path)
     (told,) = ends.read(tmp_path)
-    assert told.text.startswith(f"rank 1 (pid {process.pid}) was ended by SIGABRT, in step, forward")
+    assert told.text.startswith(f"rank 1 (pid {process.pid}) was ended by SIGABRT, in forward")
     process.wait()
 
 
@@ -230,7 +230,7 @@ def test_a_rank_that_loses_another_says_which(tmp_path: Path) -> None:
     script = SCRIPT.replace("loss is\\nnan", "Connection closed by peer")
     assert ended_by(script, tmp_path).returncode == 1
     first, second = ends.read(tmp_path)
-    assert first.text.startswith("rank 1 (pid ") and "ended without a word, in step, forward" in first.text
+    assert first.text.startswith("rank 1 (pid ") and "ended without a word, in forward" in first.text
     assert second.text == "rank 5: ValueError: Connection closed by peer"
     killed_rank(tmp_path, 2)
     ends.tell_silent(tmp_path)
@@ -244,7 +244,7 @@ def test_causes_of_all_nodes_are_told_first() -> None:
     lost = EndNote(1.0, "rank 0: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.7]:1", (0,))
     gone = EndNote(1.4, "rank 1 (pid 7) ended without a word", (1,))
     own = EndNote(0.9, "rank 1: ValueError: loss is nan", (1,))
-    term = EndNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in step", (2,))
+    term = EndNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in forward", (2,))
     for others, first in ((gone, "node n1: rank 1 (pid 7)"), (own, "node n1: rank 1: ValueError")):
         attempt.begin([AttemptSight(-1, "", None, (lost, term)), AttemptSight(-1, "", None, (others,))])
         record = attempt_ends(attempt)

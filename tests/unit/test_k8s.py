@@ -151,18 +151,6 @@ def test_the_smp_outlives_trainers_and_has_their_memory(path: Path) -> None:
 
 
 @OF_PODS
-def test_both_containers_have_the_records_of_the_launcher_run(path: Path) -> None:
-    """The SMP says there that the job has hung at one place again, and torchrun's next attempt ends by it."""
-    spec = spec_of(path)
-    of_each = [
-        [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/tmp"]
-        for container in (*spec["initContainers"], *spec["containers"])
-    ]
-    assert of_each == [["records"], ["records"]]
-    assert {"name": "records", "emptyDir": {}} in spec["volumes"]
-
-
-@OF_PODS
 def test_the_grace_is_long_enough_for_ranks_to_end_and_for_the_save(path: Path) -> None:
     spec = spec_of(path)
     smp, trainers = settings(spec["initContainers"][0]), settings(spec["containers"][0])

@@ -5,20 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from ftckpt.events import Events
-from ftckpt.smp.hang_answer import Abort, HangAnswer
-from ftckpt.smp.hangs import HangWatch, Limits
 from ftckpt.smp.living import Liveness
 from ftckpt.store.directory import LOCK_NAME, node_directory
 from ftckpt.store.locks import JOB_LOCK_NAME
 from ftckpt.store.pulse import Pulse
 from tests.support.containers import RANK, rank_elsewhere
-from tests.support.event_logs import read_events
 from tests.support.launching import ROOT
 
 ARENA = "dp0.00000000"
@@ -56,20 +51,6 @@ def test_one_that_begins_may_live(node_dir: Path) -> None:
     with rank_elsewhere(node_dir, node_dir / JOB_LOCK_NAME):
         assert [one.lives for one in judge.judge(observer.ranks())] == [None]
     assert [one.lives for one in judge.judge(observer.ranks())] == [False]
-
-
-def test_nobody_is_ended_or_asked_whose_pid_means_nothing_here(node_dir: Path, tmp_path: Path) -> None:
-    observer, judge = Pulse.open(node_dir, None), living(node_dir)
-    with rank_elsewhere(node_dir, node_dir / ARENA / LOCK_NAME) as process:
-        pulses = judge.judge(observer.ranks())
-        hang = HangWatch().look(pulses, Limits(1.0), time.monotonic_ns() + 60 * 10**9)
-        assert hang is not None and [pulse.rank for pulse in hang.elsewhere] == [5]
-        answer = HangAnswer(hang, Events(tmp_path, -1, "smp"), False, lambda: None)
-        while not answer.step(pulses):
-            time.sleep(0.01)
-        assert Abort(hang.ranks).pids == [] and process.poll() is None
-    (told,) = read_events(tmp_path, "stacks", of="smp")
-    assert told["ranks"] == [] and told["missing"] == {"5": "it runs in another container"}
 
 
 def test_ranks_of_this_namespace_are_judged_by_their_pids(node_dir: Path) -> None:

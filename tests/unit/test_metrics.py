@@ -30,7 +30,7 @@ def status(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     known = {
         "trainers": [trainer], "whole": {"iteration": 8, "age_secs": 1.5}, "protected": None, "duties": duties,
-        "anon_bytes": 1 << 20, "hangs": 0, "loud": {"corrupt": 2}, "memory_bytes": 1 << 30,
+        "anon_bytes": 1 << 20, "loud": {"corrupt": 2}, "memory_bytes": 1 << 30,
         "failures": {"attempt": 4, "seen": {"process": 3.0}},
     }  # fmt: skip
     return {**known, **changes}

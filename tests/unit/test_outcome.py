@@ -115,7 +115,7 @@ def test_a_rank_that_another_speaks_for_takes_back_what_both_have_done() -> None
     run.resume()
     assert not run.read().over
     run.unheard().end(0, "done")
-    LauncherRun("a").end(2, "it hangs")
+    LauncherRun("a").end(2, "it is over")
     run.resume()
     assert run.read().code == 2, "of another process"
 

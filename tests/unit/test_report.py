@@ -319,7 +319,7 @@ LINES = [
     {"event": "copied", "time": 100.4, "rank": 0, "pid": 1, "iteration": 4, "secs": 0.1},
     {"event": "protected", "time": 100.5, "rank": 0, "pid": 1, "iteration": 4},
     {"event": "conditions", "time": 100.6, "rank": 0, "pid": 1, "versions": {"a": "1"}, "memory_bytes": 3},
-    {"event": "hang", "time": 100.7, "process": "smp-n0", "pid": 1},
+    {"event": "peer_lost", "time": 100.7, "process": "smp-n0", "pid": 1},
     {"event": "fault", "time": 100.8, "name": "x", "iteration": 4, "ranks": [1]},
 ]
 
