@@ -1,10 +1,9 @@
-"""What a snapshot costs, in three parts; each prints tables.
+"""What a snapshot costs, in two parts; each prints tables.
 
 ladder: each way to copy (--ftckpt-schedule sync, thread, stream, bubble) against ftckpt off, run by run in turn, on
     pipelines whose compute and copies are timed waits: where in the schedule the bytes are copied, and what that is
     worth in a model of how copies slow the compute beside them.
 shares: bytes that each rank copies against its share of the state, blocked time against synchronous copies.
-device: a GPT on one GPU, a snapshot each iteration: ratio to ftckpt off, blocked time per GB, rate of copies.
 
 Exits with 1 where a claim does not hold, with a line for each.
 """
@@ -17,15 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
-from benchmarks import device, ladder, ladder_report, shares
+from benchmarks import ladder, ladder_report, shares
 from benchmarks.common import environment, write_json
 
-PARTS = ("ladder", "shares", "device")
+PARTS = ("ladder", "shares")
 INTERFERENCE = 0.3
 """An assumption: a side stream alone cost 17 to 38 % in the measurements of REFT (arXiv 2310.12670)."""
 
@@ -34,7 +31,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="default: all that can run here")
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="default: %(default)s")
     parser.add_argument("--layout", choices=sorted(ladder.LAYOUTS), help="of the ladder; default: all")
     parser.add_argument("--repeats", type=int, default=5, help="of each rung of the ladder")
     parser.add_argument("--rounds", type=int, default=10, help="of the shares' four ways to copy")
@@ -75,26 +72,12 @@ def run_shares(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str
     return cases, shares.verdict(cases)
 
 
-def run_device(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """The case of this machine's device, if it has one."""
-    if not torch.cuda.is_available():
-        print("\nno device: this part was not run")
-        return [], []
-    case = device.run_case(args)
-    device.show(case)
-    return [case], device.verdict([case])
-
-
 def main(argv: Sequence[str]) -> int:
     """Run what was asked for; returns the exit code."""
     args = parse_args(argv)
     result: dict[str, Any] = {"benchmark": "capture", "environment": environment(argv, "benchmarks/capture.py")}
     problems = []
-    for part, key, run in (
-        ("ladder", "cases", run_ladder),
-        ("shares", "shares", run_shares),
-        ("device", "device", run_device),
-    ):
+    for part, key, run in (("ladder", "cases", run_ladder), ("shares", "shares", run_shares)):
         if args.part in (part, "all"):
             result[key], failed = run(args)
             problems += failed

@@ -1,238 +1,237 @@
-"""What a snapshot each iteration costs a GPT that really computes, on one device."""
+"""What a snapshot per iteration costs on one device: ftckpt's schedules, its peers and plain copies, side by side.
+
+    python benchmarks/device.py --cases launch --out DIR
+
+One process. Each system takes turns with ``off`` in blocks of iterations; the table has medians of pairs. README.md
+describes its columns. It also runs on a CPU (``--device cpu --tiny``), where its numbers mean nothing.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
+import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import attach, print_table, read_events
-from benchmarks.shares import blocked_secs
-from ftckpt.config import Config
-from tests.support.pool import run_ranks
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# First: where the working folder has another revision's ftckpt, that is measured.
+sys.path.insert(0, os.getcwd())
 
-FULL_SIZE = ["--layers", "24", "--hidden", "1024", "--heads", "16", "--seq", "512", "--global-batch", "16"]
-"""About 300 million parameters: 3.6 GB of masters and moments, a sixth of the 0.4 s of an iteration on an H200."""
-QUICK_SIZE = ["--layers", "2", "--hidden", "64", "--seq", "32", "--global-batch", "8"]
-SCHEDULES = ("sync", "thread", "stream", "bubble")
-# ``bubble`` finds its windows once four iterations have been measured; the first ones also pay for lazy set-up.
-WARM_UP, MEASURED = 6, 10
-RESTARTS = 5
-TIMEOUT_SECS = 1800.0
-MOST_SETTLING = 1000
-"""Iterations until slots have their memory and are pinned."""
-PLAIN_BYTES = 1 << 30
-"""Memory that plain copies go through, larger than caches; a larger snapshot goes through it several times."""
-MOST_RATIO = 1.005
-MOST_BLOCKED_MS_PER_GB = 0.2
-LEAST_RATE_SHARE = 0.95
-MOST_RESTORE_RATIO = 3.0
-"""A restart from memory, every byte verified, against a plain copy of its bytes from pinned memory to the device."""
+import ftckpt
+from benchmarks.common import ROOT, environment
+from benchmarks.device_contention import Contention
+from benchmarks.device_jobs import CASES, JOBS, Job
+from benchmarks.device_systems import SYSTEMS, Ftckpt, System
+
+COLUMNS = (
+    "job", "case", "system", "off_ms", "ratio", "q1..q3", "blocked", "most", "cpu", "launch+", "waits", "opt+",
+    "wait+", "gap_b", "gap_f", "GB/s", "host_cpu+",
+)  # fmt: skip
 
 
-def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folder: Path) -> dict[str, Any]:
-    """The only rank's run; lists have one entry per repeat."""
-    import train_gpt
-
-    warnings.filterwarnings("ignore", module="megatron")
-    if not dist.is_initialized():
-        store = dist.FileStore(str(folder / "store"), 1)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    job = train_gpt.build(train_gpt.parse_args(["--micro-batch", "4", *size]))
-    measured: dict[str, Any] = {name: [] for name in ("off", *SCHEDULES, "settling_secs", "blocked_ms_per_gb")}
-    rates: list[float] = []
-    for repeat in range(repeats):
-        measured["off"].append(statistics.median(train(job)))
-        for schedule in SCHEDULES:
-            name = name_of(schedule, repeat)
-            checkpointer = attach(job, folder, name, schedule=schedule, timeline_interval=1, overhead_budget=0.0)
-            settling_secs = settle(job, checkpointer)
-            measured[schedule].append(statistics.median(train(job, checkpointer)))
-            checkpointer.close(remove=(schedule, repeat) != (SCHEDULES[-1], repeats - 1))
-            detach(job)
-            events = read_events(folder, name, rank)
-            measured["copied_bytes"] = next(e["copied_bytes"] for e in reversed(events) if e["event"] == "plan")
-            if schedule == "sync":
-                # Without the first, which warms up.
-                rates += [rate_of(e["copies"]) for e in events if e["event"] == "timeline"][1:]
-            if schedule == "bubble":
-                blocked = statistics.median(blocked_secs(events)[-MEASURED:])
-                measured["blocked_ms_per_gb"].append(blocked * 1e12 / measured["copied_bytes"])
-                measured["settling_secs"].append(settling_secs)
-    measured["bytes_per_sec"] = statistics.median(rates)
-    measured["plain_bytes_per_sec"] = plain_rate(measured["copied_bytes"], Config().chunk_bytes)
-    return measured
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default_device, help="default: %(default)s")
+    for flag, default, text in (
+        ("cases", "launch,compute", ",".join(CASES)),
+        ("jobs", "plain", ",".join(JOBS)),
+        ("systems", ",".join(SYSTEMS), "in their order"),
+        ("rounds", 4, "of both blocks"),
+        ("each", 5, "iterations of a block that count"),
+        ("out", os.environ.get("OUT", "."), "folder for device.json"),
+        ("budget-secs", 400.0, "systems that would begin later are left out"),
+    ):
+        kind, help_ = type(default), f"{text}; default: {default}"
+        parser.add_argument("--" + flag, type=kind, default=default, help=help_)
+    parser.add_argument("--tiny", action="store_true", help="one small case in place of --cases")
+    parser.add_argument("--no-contention", action="store_true", help="without launches beside one submission")
+    return parser.parse_args(argv)
 
 
-def train(job: Any, checkpointer: Any = None) -> list[float]:
-    """Seconds of the iterations that count, boundary to boundary."""
-    import train_gpt
-
-    secs = []
-    for _ in range(WARM_UP + MEASURED):
-        begin = time.perf_counter()
-        if checkpointer is not None:
-            checkpointer.step(job.iteration)
-        train_gpt.train_step(job)
-        # Without it the time would be that of queueing the kernels.
-        torch.cuda.synchronize()
-        secs.append(time.perf_counter() - begin)
-    return secs[WARM_UP:]
+def machine_cpu_secs() -> float:
+    """Seconds that all processes of this machine have run."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def detach(job: Any) -> None:
-    """ftckpt off: hooks and all."""
-    import ftckpt.megatron
+class Blocks:
+    """Iterations of one kind, ``off`` or with the system, and the CPU time of them."""
 
-    ftckpt.megatron.remove()
-    job.checkpointer = None
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._machine_secs: list[float] = []
+        self._process_secs: list[float] = []
 
+    def run(self, job: Job, system: System | None, each: int) -> None:
+        """One block; its first iteration does not count."""
+        job.iterate(system)
+        machine, process = machine_cpu_secs(), time.process_time()
+        self.rows += [job.iterate(system) for _ in range(each)]
+        self._machine_secs.append((machine_cpu_secs() - machine) / each)
+        self._process_secs.append((time.process_time() - process) / each)
+        if system is not None:
+            system.fence()
 
-def settle(job: Any, checkpointer: Any) -> float:
-    """Train until all slots have their memory and a snapshot finds them prepared; seconds that this took."""
-    import train_gpt
-
-    begin, capture = time.perf_counter(), checkpointer.capture
-    slots = range(capture.arena.control.slots)
-    for _ in range(MOST_SETTLING):
-        if not capture.lacks_slots and capture.prepared(slots) == [*slots]:
-            return time.perf_counter() - begin
-        checkpointer.step(job.iteration)
-        train_gpt.train_step(job)
-        torch.cuda.synchronize()
-    raise TimeoutError(f"slots are not prepared after {MOST_SETTLING} iterations")
-
-
-def restarted(rank: int, world_size: int, size: Sequence[str], name: str, folder: Path) -> dict[str, float]:
-    """A start of the job that is in memory as ``name``: seconds of ``restore()``, and of plain copies of as much."""
-    import train_gpt
-
-    warnings.filterwarnings("ignore", module="megatron")
-    if not dist.is_initialized():
-        dist.init_process_group("nccl", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-    job = train_gpt.build(train_gpt.parse_args(["--micro-batch", "4", *size]))
-    # The first collective of a group connects it, which training would wait for as well.
-    train_gpt.train_step(job)
-    torch.cuda.synchronize()
-    checkpointer = attach(job, folder, name)
-    torch.cuda.synchronize()
-    assert checkpointer.whole is not None, "there was nothing to restore"
-    checkpointer.close(remove=False)
-    events = read_events(folder, name, rank)
-    secs = next(event["blocked_secs"] for event in reversed(events) if event["event"] == "restored")
-    nbytes = next(event["needed_bytes"] for event in reversed(events) if event["event"] == "loaded")
-    return {"restore": secs, "plain": nbytes / plain_rate(nbytes, Config().chunk_bytes, to_device=True)}
+    def cpu_ms(self) -> tuple[float, float]:
+        """Of an iteration: the machine's and this process's."""
+        return statistics.median(self._machine_secs) * 1e3, statistics.median(self._process_secs) * 1e3
 
 
-def name_of(schedule: str, repeat: int) -> str:
-    """Of a job."""
-    return f"{schedule}-{repeat}"
-
-
-def rate_of(copies: Sequence[Sequence[float]]) -> float:
-    """Bytes per second from the begin of a snapshot's first copy to the end of its last."""
-    secs = max(end for _, end, _ in copies) - min(begin for begin, _, _ in copies)
-    return sum(nbytes for *_, nbytes in copies) / secs
-
-
-def plain_rate(total_bytes: int, chunk_bytes: int, rounds: int = 5, to_device: bool = False) -> float:
-    """Bytes per second of plain copies of ``total_bytes`` between the device and pinned memory, chunk by chunk."""
-    on_device, on_host = (
-        torch.ones(min(total_bytes, PLAIN_BYTES), dtype=torch.uint8, **where)
-        for where in ({"device": torch.cuda.current_device()}, {"pin_memory": True})
-    )
-    source, target = (on_host, on_device) if to_device else (on_device, on_host)
-    chunks = list(zip(source.split(chunk_bytes), target.split(chunk_bytes), strict=True))
-    rates = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(max(1, round(total_bytes / PLAIN_BYTES))):
-            for part, place in chunks:
-                place.copy_(part, non_blocking=True)
-        torch.cuda.synchronize()
-        secs = time.perf_counter() - begin
-        rates.append(max(1, round(total_bytes / PLAIN_BYTES)) * source.numel() / secs)
-    return statistics.median(rates)
-
-
-def run_case(args: argparse.Namespace, stand_in: bool = False) -> dict[str, Any]:
-    """One job in a process of its own; returns its entry in ``device``. ``stand_in``: without a device, for tests."""
-    size = QUICK_SIZE if args.quick else FULL_SIZE
-    folder = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=args.arena.absolute()))
-    try:
-        options = {"timeout_secs": TIMEOUT_SECS, "stand_in": stand_in, "init_process_group": stand_in}
-        (result,) = run_ranks(measure, 1, size, args.repeats, folder, **options)
-        name, restarts = name_of(SCHEDULES[-1], args.repeats - 1), []
-        for _ in range(RESTARTS):
-            (folder / "store").unlink(missing_ok=True)
-            restarts.append(run_ranks(restarted, 1, size, name, folder, **options)[0].value)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return case_of({**result.value, "restarts": restarts}, size)
-
-
-def case_of(measured: Mapping[str, Any], size: Sequence[str]) -> dict[str, Any]:
-    """What was measured, put together."""
-    ratios = {
-        schedule: [with_it / off for with_it, off in zip(measured[schedule], measured["off"], strict=True)]
-        for schedule in SCHEDULES
-    }
-    restore_secs = {side: [one[side] for one in measured["restarts"]] for side in ("restore", "plain")}
+def measure(job: Job, system: System, rounds: int, each: int) -> dict[str, Any]:
+    """Blocks of ``off`` and of the system in turn, compared by pairs of iterations."""
+    off, on = Blocks(), Blocks()
+    for round_ in range(rounds):
+        for blocks in (off, on) if round_ % 2 == 0 else (on, off):
+            blocks.run(job, system if blocks is on else None, each)
+    pairs = list(zip(on.rows, off.rows, strict=True))
+    ratios = sorted(with_it["total"] / without["total"] for with_it, without in pairs)
+    more = {key: statistics.median(a[key] - b[key] for a, b in pairs) for key in on.rows[0]}
+    waits = more.pop("waits", 0.0)
+    blocked = [row["save"] + row["fence"] for row in on.rows]
+    (machine_on, process_on), (machine_off, process_off) = on.cpu_ms(), off.cpu_ms()
     return {
-        "layout": "tp1 pp1 dp1", "model": list(size), "repeats": len(measured["off"]),
-        "off_iteration_ms_median": statistics.median(measured["off"]) * 1e3,
-        "ratio_median": {schedule: statistics.median(values) for schedule, values in ratios.items()},
-        "ratio_min": {schedule: min(values) for schedule, values in ratios.items()},
-        "ratio_max": {schedule: max(values) for schedule, values in ratios.items()},
-        "bytes_per_rank": [measured["copied_bytes"]],
-        "blocked_ms_per_gb": statistics.median(measured["blocked_ms_per_gb"]),
-        "bytes_per_sec": measured["bytes_per_sec"], "plain_bytes_per_sec": measured["plain_bytes_per_sec"],
-        "settling_secs": measured["settling_secs"], "restarts": restore_secs,
-        "restore_secs": statistics.median(restore_secs["restore"]),
-        "restore_ratio": statistics.median(restore_secs["restore"]) / statistics.median(restore_secs["plain"]),
-        "iteration_secs": {name: measured[name] for name in ("off", *SCHEDULES)},
+        "ratio": statistics.median(ratios),
+        "ratio_quarter": ratios[len(ratios) // 4], "ratio_three_quarters": ratios[-1 - len(ratios) // 4],
+        "off_ms": statistics.median(row["total"] for row in off.rows) * 1e3,
+        "more_ms": {key: secs * 1e3 for key, secs in more.items()}, "waits_more": waits,
+        "blocked_ms": statistics.median(blocked) * 1e3, "blocked_ms_most": max(blocked) * 1e3,
+        "blocked_cpu_ms": statistics.median(row["blocked_cpu"] for row in on.rows) * 1e3,
+        "machine_cpu_ms_more": machine_on - machine_off, "process_cpu_ms_more": process_on - process_off,
+        "notes": system.notes(),
+        "totals_ms": {
+            name: [round(row["total"] * 1e3, 3) for row in blocks.rows] for name, blocks in (("off", off), ("on", on))
+        },
     }  # fmt: skip
 
 
-def show(case: Mapping[str, Any]) -> None:
-    """Print the case."""
-    print(
-        f"\none device, {case['repeats']} repeats, {case['bytes_per_rank'][0] / 1e9:.2f} GB per snapshot, "
-        f"iteration {case['off_iteration_ms_median']:.1f} ms with ftckpt off"
-    )
-    names = ("ratio_median", "ratio_min", "ratio_max")
-    rows = [[schedule, *(f"{case[name][schedule]:.4f}" for name in names)] for schedule in SCHEDULES]
-    print_table(["schedule", "ratio to off", "min", "max"], rows)
-    rate, plain = case["bytes_per_sec"], case["plain_bytes_per_sec"]
-    print(f"training thread blocked: {case['blocked_ms_per_gb']:.3f} ms per GB")
-    print(f"device to slot: {rate / 1e9:.1f} GB/s; a plain pinned copy {plain / 1e9:.1f} GB/s: {rate / plain:.1%}")
-    settling = statistics.median(case["settling_secs"])
-    print(f"slots have their memory and are pinned {settling:.2f} s after the start, beside training")
-    print(f"restore() {case['restore_secs']:.3f} s: {case['restore_ratio']:.1f} times a plain copy to the device")
+def run_system(job: Job, name: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The row of one system; where it fails, its error."""
+    kind, options = SYSTEMS[name]
+    system, row = None, dict[str, Any]()
+    try:
+        system = kind(job, folder, **options)
+        for _ in range(3):  # systems allocate at the first ones
+            job.iterate(system)
+        system.settle()
+        row = measure(job, system, args.rounds, args.each)
+        if isinstance(system, Ftckpt) and name in ("bubble", "bubble-smp"):
+            row |= system.restored()
+    except Exception as error:  # noqa: BLE001 - a peer that fails is a row
+        traceback.print_exc()
+        row["error"] = f"{type(error).__name__}: {error}"[:300]
+    try:
+        if system is not None:
+            system.close()
+    except Exception as error:  # noqa: BLE001
+        row["close_error"] = repr(error)[:200]
+    del system
+    gc.collect()
+    shutil.rmtree(folder, ignore_errors=True)
+    return row
 
 
-def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The claims that do not hold, a line each."""
-    problems = []
-    for case in cases:
-        ratio, share = case["ratio_median"]["bubble"], case["bytes_per_sec"] / case["plain_bytes_per_sec"]
-        if ratio > MOST_RATIO:
-            problems.append(f"device: an iteration takes {ratio:.4f}x as long, more than {MOST_RATIO}")
-        blocked = case["blocked_ms_per_gb"]
-        if blocked > MOST_BLOCKED_MS_PER_GB:
-            problems.append(f"device: training is blocked {blocked:.2f} ms/GB, more than {MOST_BLOCKED_MS_PER_GB}")
-        if share < LEAST_RATE_SHARE:
-            problems.append(f"device: copies run at {share:.1%} of a plain one, below {LEAST_RATE_SHARE:.0%}")
-        if (restore := case["restore_ratio"]) > MOST_RESTORE_RATIO:
-            problems.append(f"device: a restart takes {restore:.1f}x a plain copy, more than {MOST_RESTORE_RATIO}")
-    return problems
+class Run:
+    """All jobs, cases and systems that were asked for; ``device.json`` has a row as soon as it is there."""
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        self._args, self._folder, self._begin_secs = args, folder, time.monotonic()
+        self._device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+        self.out: dict[str, Any] = {
+            "benchmark": "device", "environment": environment(sys.argv[1:], "benchmarks/device.py"),
+            "package": os.path.relpath(ftckpt.__path__[0], ROOT), "rows": {}, "contention": {},
+        }  # fmt: skip
+
+    def measure(self) -> None:
+        for kind in self._args.jobs.split(","):
+            for case in ["tiny"] if self._args.tiny else self._args.cases.split(","):
+                self._measure_case(kind, case)
+                gc.collect()
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _measure_case(self, kind: str, case: str) -> None:
+        job, args, rows = JOBS[kind](case, self._device), self._args, self.out["rows"]
+        gigabytes = sum(t.nbytes for t in job.tensors.values()) / 1e9
+        rows[f"{kind}/{case}/job"] = {"error": f"{gigabytes:.3f} GB, {job.num_micros} micro-batches"}
+        for number, name in enumerate(args.systems.split(",")):
+            if kind == "megatron" and SYSTEMS[name][0] not in (System, Ftckpt):
+                continue
+            key, begin = f"{kind}/{case}/{name}", time.monotonic()
+            if begin - self._begin_secs < args.budget_secs:
+                row = run_system(job, name, f"{self._folder}/{kind}{case}{number}", args)
+            else:
+                row = {"error": "left out: no time"}
+            rows[key] = row | {"took_secs": time.monotonic() - begin}
+            print(key, json.dumps({k: v for k, v in rows[key].items() if k != "totals_ms"}), flush=True)
+            self.write()
+        if kind == "plain" and not args.no_contention and case in ("launch", "tiny"):
+            try:
+                self.out["contention"][case] = Contention(job).measure()
+            except Exception as error:  # noqa: BLE001 - rows of systems are there
+                self.out["contention"][case] = {"error": repr(error)}
+            print("contention", json.dumps(self.out["contention"][case], indent=1), flush=True)
+
+    def write(self) -> None:
+        Path(self._args.out, "device.json").write_text(json.dumps(self.out, indent=1) + "\n")
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    """Print the table; a row without numbers has its error in their place."""
+    lines = [[*COLUMNS]]
+    for key, row in rows.items():
+        if "ratio" not in row:
+            lines.append([*key.split("/"), row.get("error", "?")[:70]])
+            continue
+        more, notes = row["more_ms"], row["notes"]
+        numbers = [row["blocked_ms"], row["blocked_ms_most"], row["blocked_cpu_ms"], more.get("launch", 0.0)]
+        numbers += [row["waits_more"]]
+        numbers += [more.get(name, 0.0) for name in ("optimizer", "wait", "gap_boundary", "gap_fence")]
+        quartiles = f"{row['ratio_quarter']:.3f}..{row['ratio_three_quarters']:.3f}"
+        texts = [f"{row['off_ms']:.1f}", f"{row['ratio']:.4f}", quartiles, *(f"{number:.2f}" for number in numbers)]
+        texts += [f"{notes.get('gb_per_sec', 0.0):.1f}", f"{row['machine_cpu_ms_more']:.0f}"]
+        lines.append([*key.split("/"), *texts])
+    widths = [max(len(line[at]) for line in lines if len(line) == len(COLUMNS)) for at in range(len(COLUMNS))]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=False)))
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(argv)
+    folder = tempfile.mkdtemp(prefix="ftckpt-device-", dir="/dev/shm")
+    on_cuda = args.device == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(0)
+    else:
+        torch.set_num_threads(1)
+        if "megatron" in args.jobs:
+            from ftckpt import standin
+
+            standin.install()
+    store = dist.FileStore(folder + "/rendezvous", 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=0, world_size=1)
+    run, begin = Run(args, folder), time.monotonic()
+    try:
+        run.measure()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        run.write()
+    show(run.out["rows"])
+    print(f"{time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

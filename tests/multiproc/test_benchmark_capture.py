@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import capture, device, ladder, ladder_report, shares, simulated
+from benchmarks import capture, ladder, ladder_report, shares, simulated
 from benchmarks.ladder import AMPLE, SCARCE
 
 pytestmark = pytest.mark.multiproc
@@ -138,24 +137,6 @@ def test_more_than_a_share_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert capture.main(["--json", str(output), "--part", "shares"]) == 1
     problems = json.loads(output.read_text())["problems"]
     assert len(problems) == 2 and all("off by 1048577 bytes" in problem for problem in problems)
-
-
-@pytest.mark.slow
-def test_the_device_part_without_a_device(arena_root: Path) -> None:
-    args = argparse.Namespace(arena=arena_root, repeats=1, quick=True)
-    case = device.run_case(args, stand_in=True)
-    device.show(case)
-    assert set(case["ratio_median"]) == set(device.SCHEDULES)
-    assert case["bytes_per_sec"] > 0 and case["plain_bytes_per_sec"] > 0 and case["blocked_ms_per_gb"] > 0
-    assert len(case["settling_secs"]) == 1 and len(case["restarts"]["restore"]) == device.RESTARTS
-    fine = {
-        "ratio_median": {"bubble": 1.0}, "blocked_ms_per_gb": 0.1, "bytes_per_sec": 99, "plain_bytes_per_sec": 100,
-        "restore_ratio": 1.0,
-    }  # fmt: skip
-    assert device.verdict([fine]) == []
-    changes = ({"ratio_median": {"bubble": 1.01}}, {"blocked_ms_per_gb": 0.3}, {"bytes_per_sec": 90})
-    for change in (*changes, {"restore_ratio": 9.0}):
-        assert len(device.verdict([{**fine, **change}])) == 1
 
 
 def test_a_step_takes_longer_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
