@@ -128,11 +128,16 @@ class Config:
         "what makes files on storage smaller, at the cost of a core of the node while one is written: none, or zstd",
         choices=("none", "zstd"),
     )
-    restore_before: int = declare(
+    rollback_before: int = declare(
         0,
-        "go back once to the newest snapshot of an iteration before this one, and undo what is newer; later starts "
-        "with the same number go on; 0: go on from the newest",
+        "roll back once to the newest snapshot older than this iteration; newer ones are abandoned, not deleted, and "
+        "later starts with the same number resume; 0: resume from the newest",
         minimum=0,
+    )
+    restore_from: str = declare(
+        "",
+        "start once from this checkpoint on storage, as 'ftckpt list' prints its name, also from an abandoned one; "
+        "later starts with the same name resume",
     )
     persist_gbps: float = declare(0.0, "what a node writes to storage, in GB/s; 0: no limit", minimum=0)
     persist_timeout_secs: float = declare(

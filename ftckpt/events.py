@@ -197,21 +197,10 @@ EVENTS: dict[str, EventKind] = {
         loaded="iteration that was loaded from storage; 0: none",
     ),
     "rolled_back": _loud(
-        "the operator went back to a checkpoint on storage; what is in memory is given up", loaded="iteration",
-        in_memory="iteration", reason="how that is known",
+        "training resumes from before snapshots that exist: these are abandoned, not deleted",
+        iteration="that is resumed from", newest="iteration of the newest that is abandoned", reason="why",
     ),
-    "undone": _loud(
-        "a node was away, or a rank died, while the job went back; what it has of that past is given up",
-        arenas="names of its arenas", loaded="iteration that counted, of storage",
-    ),
-    "went_back": _quiet(
-        "the job goes back before an iteration that the operator has named, and undoes what is newer",
-        iteration="that is restored; 0: the beginning", before="setting", on_storage="iterations undone there",
-    ),
-    "undone_on_storage": _quiet(
-        "the job has gone back, and no start takes what storage has of what it undid", iterations="on storage"
-    ),
-    "older_than_storage": _loud(
+    "memory_older_than_storage": _loud(
         "what is in memory is older than what was loaded from storage, and given up", in_memory="iteration",
         loaded="iteration",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.retention import pin, unpin
 from ftckpt.persist.storage import open_storage
@@ -26,20 +27,27 @@ def add_unpin(commands: Any) -> None:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
-    parser.add_argument("iteration", type=int, metavar="ITER", help="as 'ftckpt list' shows it")
+    parser.add_argument("name", metavar="NAME", type=_name, help="as 'ftckpt list' prints it, or an iteration")
+
+
+def _name(text: str) -> CheckpointName:
+    name = CheckpointName(int(text)) if text.isdecimal() else CheckpointName.parse(text)
+    if name is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a name such as iter_0000012 nor an iteration")
+    return name
 
 
 def run_pin(arguments: argparse.Namespace) -> int:
-    """Pin it. Raises StorageError where there is none of that iteration."""
-    is_void = pin(open_storage(snapshots_at(arguments.where)), arguments.iteration)
-    print(f"iteration {arguments.iteration} is pinned")
+    """Pin it. Raises StorageError where there is none of that name."""
+    is_void = pin(open_storage(snapshots_at(arguments.where)), arguments.name)
+    print(f"{arguments.name} is pinned")
     if is_void:
-        print("it is void: of a past that the job has left, or on its way out; 'ftckpt list' shows whether it stays")
+        print("it is void, on its way out; 'ftckpt list' shows whether it stays")
     return 0
 
 
 def run_unpin(arguments: argparse.Namespace) -> int:
     """Take the pin away; it goes with the next checkpoint if it is one too many."""
-    was_pinned = unpin(open_storage(snapshots_at(arguments.where)), arguments.iteration)
-    print(f"iteration {arguments.iteration} is {'no longer' if was_pinned else 'not'} pinned")
+    was_pinned = unpin(open_storage(snapshots_at(arguments.where)), arguments.name)
+    print(f"{arguments.name} is {'no longer' if was_pinned else 'not'} pinned")
     return 0

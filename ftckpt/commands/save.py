@@ -19,7 +19,7 @@ from ftckpt.commands.arena_option import add_arena
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
-from ftckpt.persist.commit import committed
+from ftckpt.persist.commit import checkpoints
 from ftckpt.persist.meeting import LOOPBACK, RescueReport, RescueRequest
 from ftckpt.persist.place import Place, prepare, snapshots_at
 from ftckpt.persist.storage import open_storage
@@ -86,11 +86,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tell_newer(where: str, iteration: int) -> None:
     """What lies there is of another job, perhaps: who names ``where`` for the next start must know."""
-    newest = next(iter(committed(open_storage(snapshots_at(where), "save"))), iteration)
+    newest = max(
+        (name.iteration for name in checkpoints(open_storage(snapshots_at(where), "save"))), default=iteration
+    )
     if newest > iteration:
         print(
             f"{where} has iteration {newest}, too, and a start that takes what lies there goes on from that: "
-            f"save to another place, or start with --ftckpt-restore-before {newest}",
+            f"save to another place, or start with --ftckpt-rollback-before {newest}",
             flush=True,
         )
 

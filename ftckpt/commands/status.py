@@ -282,7 +282,7 @@ def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
     where = Place.of(str(settings.get("persist") or ""), str(settings.get("persist_format") or "")).snapshots
     if where:
         try:
-            stored = usable_at(where)
+            stored = [name.iteration for name in usable_at(where)]
         except StorageError as error:
             problem = f"it cannot be read: {error}"
     flushing = None

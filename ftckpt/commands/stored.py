@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import xxhash
@@ -13,13 +12,14 @@ import xxhash
 from ftckpt.errors import StorageError
 from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
+from ftckpt.model.lineage import is_past, last_shared, newest
 from ftckpt.model.text import human
 from ftckpt.model.tiers import KINDS
-from ftckpt.persist.commit import committed, folder_of
+from ftckpt.persist.commit import CheckpointName, checkpoints, claimed_lineage, folder_of
 from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.retention import VOID_MEANS, pinned, read_manifest, voided
-from ftckpt.persist.shards import StoredShard
+from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 
 _READ_BYTES = 16 << 20
@@ -56,43 +56,64 @@ def run_list(arguments: argparse.Namespace) -> int:
 def _listing(storage: Storage) -> dict[str, Any]:
     """What ``ftckpt list --json`` prints.
 
-    ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside its ``iteration``. ``void``:
-    no restart takes it. ``pinned_away``: iterations that are pinned and not there. ``failures``: of the job that
-    trained last, null where nothing is known.
+    ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside ``name`` and ``iteration``.
+    ``void``: about to be removed. ``abandoned``: the iteration at which the job has branched before it; null where no
+    branch has left it. ``pinned_away``: names that are pinned and not there. ``failures``: of the job that trained
+    last, null where nothing is known.
     """
-    iterations, pins, void = committed(storage), pinned(storage), voided(storage)
+    names, pins, void = checkpoints(storage), pinned(storage), voided(storage)
+    read = {name: _read(storage, name) for name in names}
+    head = newest(
+        [claimed_lineage(storage), *(one.lineage for one in read.values() if isinstance(one, StoredSnapshot))]
+    )
     snapshots: list[dict[str, Any]] = []
-    for iteration in iterations:
-        try:
-            stored = read_manifest(storage, iteration)
-        except StorageError as error:
-            snapshots.append({"iteration": iteration, "problem": str(error)})
+    for name, stored in read.items():
+        listed: dict[str, Any] = {"name": str(name), "iteration": name.iteration, "problem": ""}
+        snapshots.append(listed)
+        if not isinstance(stored, StoredSnapshot):
+            listed["problem"] = stored
             continue
-        snapshots.append({
-            "iteration": iteration, "problem": "", "layout": layout_name(stored.layout),
-            "shards": len(stored.shards), "bytes": stored.nbytes, "job": stored.job,
-            "compressed": any(shard.frames is not None for shard in stored.shards.values()),
-            "pinned": iteration in pins, "void": stored.snapshot in void,
+        since = last_shared(stored.lineage, head)
+        listed.update({
+            "layout": layout_name(stored.layout), "shards": len(stored.shards), "bytes": stored.nbytes,
+            "job": stored.job, "compressed": any(shard.frames is not None for shard in stored.shards.values()),
+            "pinned": name in pins, "void": stored.snapshot in void,
+            "abandoned": since if name.iteration > since else None,
         })  # fmt: skip
     failures = None
     if (last := last_attempt(storage)) is not None:
         record = last.counted()
         seen = {kind: record.seen.get(kind, 0) for kind in KINDS}
         failures = {"job": record.job, "attempt": last.record.number, "seen": seen, "hours": record.secs / 3600}
-    return {"snapshots": snapshots, "pinned_away": sorted(pins.difference(iterations)), "failures": failures}
+    away = sorted(str(name) for name in pins.difference(names))
+    return {"snapshots": snapshots, "pinned_away": away, "failures": failures}
+
+
+def _read(storage: Storage, name: CheckpointName) -> StoredSnapshot | str:
+    """The manifest, or what is wrong with it."""
+    try:
+        return read_manifest(storage, name)
+    except StorageError as error:
+        return str(error)
 
 
 def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
     for one in listing["snapshots"]:
         if one["problem"]:
-            yield f"iteration {one['iteration']}: cannot be used: {one['problem']}"
+            yield f"{one['name']}: cannot be used: {one['problem']}"
             continue
         notes = [name for name in ("compressed", "pinned") if one[name]]
         notes += [f"void ({VOID_MEANS})"] if one["void"] else []
+        if (since := one["abandoned"]) is not None:
+            notes.append(
+                f"abandoned: the job has branched at {since}"
+                if since >= 0
+                else "abandoned: the job has started again"
+            )
         size = f"{one['shards']} shards, {human(one['bytes'])}"
-        yield ", ".join([f"iteration {one['iteration']}: {one['layout']}, {size}, of job {one['job']}", *notes])
-    for iteration in listing["pinned_away"]:
-        yield f"iteration {iteration}: pinned, and not there"
+        yield ", ".join([f"{one['name']}: {one['layout']}, {size}, of job {one['job']}", *notes])
+    for name in listing["pinned_away"]:
+        yield f"{name}: pinned, and not there"
     if not listing["snapshots"]:
         yield f"{where}: no snapshot"
     if (failures := listing["failures"]) is not None:
@@ -104,42 +125,41 @@ def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is bad, and what a restart would take. Raises StorageError where the place cannot be read."""
     storage = open_storage(snapshots_at(arguments.where))
-    wanted = [n for n in committed(storage) if arguments.iteration in (None, n)]
+    wanted = [name for name in checkpoints(storage) if arguments.iteration in (None, name.iteration)]
     if not wanted:
         which = "" if arguments.iteration is None else f" of iteration {arguments.iteration}"
         raise StorageError(f"{arguments.where}: no snapshot{which}", lasting=True)
     found: list[dict[str, Any]] = []
-    for iteration in wanted:
-        found.append(one := _verified(storage, iteration))
+    for name in wanted:
+        found.append(one := _verified(storage, name))
         if not arguments.json:  # at once: the next may take minutes
             print("\n".join(_verdict(one)))
-    void = voided(storage)
-    good = [one["iteration"] for one in found if not one["problems"]]
-    usable = [iteration for iteration in good if read_manifest(storage, iteration).snapshot not in void]
+    good = [one["name"] for one in found if not one["problems"]]
+    usable = [str(name) for name in usable_at(snapshots_at(arguments.where)) if str(name) in good]
     if arguments.json:
-        print(json.dumps({"snapshots": found, "restart": usable[0] if usable else -1}, indent=2))
+        print(json.dumps({"snapshots": found, "restart": usable[0] if usable else None}, indent=2))
     else:
-        print(f"a restart would take iteration {usable[0]}" if usable else "a restart could take none of them")
+        print(f"a restart would take {usable[0]}" if usable else "a restart could take none of them")
     return int(len(good) < len(wanted))
 
 
-def _verified(storage: Storage, iteration: int) -> dict[str, Any]:
+def _verified(storage: Storage, name: CheckpointName) -> dict[str, Any]:
     """Every byte of it was read: its ``problems``, each a text."""
-    try:
-        stored = read_manifest(storage, iteration)
-    except StorageError as error:
-        return {"iteration": iteration, "problems": [str(error)]}
-    progress, done, problems = Progress(f"verifying iteration {iteration}"), 0, list[str]()
+    which = {"name": str(name), "iteration": name.iteration}
+    stored = _read(storage, name)
+    if isinstance(stored, str):
+        return {**which, "problems": [stored]}
+    progress, done, problems = Progress(f"verifying {name}"), 0, list[str]()
     for shard, entry in stored.shards.items():
-        if problem := _problem(storage, f"{folder_of(iteration)}/{entry.file}", entry):
+        if problem := _problem(storage, f"{folder_of(name.iteration)}/{entry.file}", entry):
             problems.append(f"{shard}: {problem}")
         done += entry.nbytes
         progress(done, stored.nbytes)
-    return {"iteration": iteration, "problems": problems, "shards": len(stored.shards), "bytes": stored.nbytes}
+    return {**which, "problems": problems, "shards": len(stored.shards), "bytes": stored.nbytes}
 
 
 def _verdict(verified: dict[str, Any]) -> Iterator[str]:
-    name = f"iteration {verified['iteration']}"
+    name = verified["name"]
     if not verified["problems"]:
         yield f"{name}: good, {verified['shards']} shards, {human(verified['bytes'])}"
     yield from (f"{name}: bad: {problem}" for problem in verified["problems"])
@@ -156,17 +176,17 @@ def _problem(storage: Storage, name: str, entry: StoredShard) -> str:
     return "" if digest.hexdigest() == entry.checksum else f"{name} does not match its checksum"
 
 
-def usable_at(where: str) -> list[int]:
-    """Iterations of the snapshots that a restart may take of what lies at ``where``, newest first; no byte of their
-    shards is read.
+def usable_at(where: str) -> list[CheckpointName]:
+    """The snapshots that a restart may take of what lies at ``where``, newest first; no byte of their shards is read.
 
     Raises:
         StorageError: the place cannot be read.
     """
-    storage, usable = open_storage(where), list[int]()
-    void = voided(storage)
-    for iteration in committed(storage):
-        with suppress(StorageError):
-            if read_manifest(storage, iteration).snapshot not in void:
-                usable.append(iteration)
-    return usable
+    storage = open_storage(where)
+    void, head = voided(storage), claimed_lineage(storage)
+    read = {name: _read(storage, name) for name in checkpoints(storage)}
+    return [
+        name for name, stored in read.items()
+        if isinstance(stored, StoredSnapshot) and stored.snapshot not in void
+        and is_past(stored.lineage, name.iteration, head)
+    ]  # fmt: skip

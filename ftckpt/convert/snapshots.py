@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,10 +25,11 @@ from ftckpt.convert.catalog import Bytes, Catalog, Reader
 from ftckpt.convert.storage import CheckedOnce, explained, map_file
 from ftckpt.errors import ConvertError, CorruptError, StorageError
 from ftckpt.model import objects
+from ftckpt.model.lineage import UNKNOWN, Lineage, is_past
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import first_of_each_stage
-from ftckpt.persist.commit import MANIFEST_NAME, VOID, folder_of, iteration_of
-from ftckpt.persist.retention import VOID_MEANS, void_of
+from ftckpt.persist.commit import MANIFEST_NAME, OWNER_NAME, VOID, folder_of, iteration_of, lineage_of_claim
+from ftckpt.persist.retention import void_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import FORMAT, StoredShard, StoredSnapshot
 from ftckpt.store.image import Span
@@ -78,7 +80,7 @@ class SnapshotReader(Reader):
         except StorageError as error:
             raise ConvertError(str(error)) from None
         if self.stored.snapshot in _voided(path.parent):  # who has named it may want it all the same
-            log.warning("ftckpt: %s is void: %s", path, VOID_MEANS)
+            log.warning("ftckpt: %s is about to be removed", path)
         self._files = {shard: self._open(shard, entry) for shard, entry in self.stored.shards.items()}
         self._unpacked = lru_cache(_UNPACKED)(self._chunk)
         self.catalog, self._entries = self._make_catalog(roles)
@@ -172,24 +174,32 @@ def _folders(path: Path) -> dict[int, Path]:
 
 
 def _newest(path: Path, newest_first: Sequence[Path]) -> Path:
-    void = _voided(path)
-    chosen = next((folder for folder in newest_first if not _is_one_of(folder, void)), None)
+    void, head = _voided(path), _head(path)
+    chosen = next((folder for folder in newest_first if _counts(folder, void, head)), None)
     if chosen is None:
-        raise ConvertError(f"{path}: all snapshots there are void: {VOID_MEANS}; --iteration takes one all the same")
+        raise ConvertError(
+            f"{path}: all snapshots there are of abandoned branches, or about to be removed; --iteration takes one of "
+            "them"
+        )
     if chosen != newest_first[0]:
-        log.warning("ftckpt: %s is taken: what is newer there is void: %s", chosen, VOID_MEANS)
+        log.warning("ftckpt: %s is taken: newer ones are of abandoned branches, or about to be removed", chosen)
     return chosen
 
 
-def _is_one_of(folder: Path, snapshots: Collection[SnapshotId]) -> bool:
-    """False, too, for one that cannot be read: who is to read it says why."""
-    if not snapshots:
-        return False
+def _counts(folder: Path, void: Collection[SnapshotId], head: Lineage) -> bool:
+    """Whether a restart would take it; True, too, for one that cannot be read: who is to read it says why."""
     where = folder / MANIFEST_NAME
     try:
-        return StoredSnapshot.decode(where.read_bytes(), str(where)).snapshot in snapshots
+        stored = StoredSnapshot.decode(where.read_bytes(), str(where))
     except (OSError, StorageError):
-        return False
+        return True
+    return stored.snapshot not in void and is_past(stored.lineage, stored.snapshot.iteration, head)
+
+
+def _head(path: Path) -> Lineage:
+    with suppress(OSError):
+        return lineage_of_claim((path / OWNER_NAME).read_bytes())
+    return UNKNOWN
 
 
 def _voided(path: Path) -> set[SnapshotId]:

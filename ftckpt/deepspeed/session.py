@@ -112,7 +112,7 @@ class EngineSession:
     def _leave_data(self) -> None:
         self._data.remove()
 
-    def _restore(self, named: bool = False, undoes: Checkpointer | None = None) -> tuple[Checkpointer, int | None]:
+    def _restore(self, named: bool = False, in_training: bool = False) -> tuple[Checkpointer, int | None]:
         """A new checkpointer, and the iteration that it has restored, if one is newer than the engine's state."""
         data, script, before = self._data, self._script, int(self._engine.global_steps)
         objects = {**self._objects, _DATA: data, _SCRIPT: script}
@@ -120,14 +120,14 @@ class EngineSession:
         checkpointer = self._start.checkpointer(state)
         data.set_rng, data.log = state.set_rng, checkpointer.events.announce
         script.log = checkpointer.events.announce
-        restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True, undoes=undoes)
+        restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True, in_training=in_training)
         # Where the script has loaded the same iteration from storage it knows of it.
         script.restored(restored if restored != before else None)
         return checkpointer, restored
 
-    def _begin_anew(self, named: bool = False, undoes: Checkpointer | None = None) -> None:
-        """Go on with a checkpointer that knows nothing of the one before, unless it ``undoes`` that."""
-        checkpointer, self._from_memory = self._restore(named, undoes)
+    def _begin_anew(self, named: bool = False, in_training: bool = False) -> None:
+        """Go on with a checkpointer that knows nothing of the one before, the script has loaded another state."""
+        checkpointer, self._from_memory = self._restore(named, in_training)
         door.checkpointer = self._hooks.checkpointer = checkpointer
 
     def _follow(self) -> None:
@@ -210,7 +210,7 @@ class EngineSession:
         events.announce(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
         # In an error handler too: the user goes back on all ranks.
         left.close(remove=True, done=False)
-        self._begin_anew(undoes=left)
+        self._begin_anew(in_training=True)
 
     def _forget_restored(self) -> None:
         """What a load does not overwrite is as before the snapshot was restored, in case that storage counts."""

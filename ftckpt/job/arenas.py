@@ -18,14 +18,12 @@ from ftckpt.group import Group, gather_all, together
 from ftckpt.job.node_entry import NodeEntry
 from ftckpt.job.outlook import Outlook, absent_slots, foresee_arena
 from ftckpt.job.slot_supply import SlotSupply
-from ftckpt.model.loaded import NOTHING, Checkpoint, went_back
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.modes import ways_to_need_less
-from ftckpt.restore.voiding import undo_arena
-from ftckpt.store.arena import Arena, clear_arena, open_control
+from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.directory import (
     arena_path,
     list_arenas,
@@ -60,9 +58,6 @@ class NodeArenas:
         self._protects = protects
         self.cores: Cores = None
         """Where threads run that allocate slots: a tmpfs takes memory of the NUMA node whose core asks for it."""
-        self._limit: int | None = None  # the iteration before which this attempt has gone back
-        self.origin = NOTHING
-        """What of storage the snapshots go on from that are going to be taken."""
         self._config = config
         self._topology = topology
         self._group = group
@@ -136,7 +131,6 @@ class NodeArenas:
         # Behind the check of the node's room: a change that has none must find all as it was.
         together(self._group, make)
         assert arena is not None, "``together`` raises where it failed"
-        arena.control.mark_origin(self.origin)
         if keep is not None:
             arena.control.mark_whole(keep)  # without its old arena a rank would not know what was lost
         if beside is not None:
@@ -179,23 +173,6 @@ class NodeArenas:
         finally:
             old.close()
         return self.open(manifest, whole, use)
-
-    def go_back(self, iteration: int) -> Checkpoint:
-        """The script has loaded an older state: what this rank's arenas have of ``iteration`` and behind it is void,
-        old ones' too, and the origin, which is returned, tells the next start that it never happened, wherever else
-        it lies."""
-        # Further than before, or not so far: nothing was taken in between.
-        self._limit = iteration if self._limit is None else min(iteration, self._limit)
-        origin = went_back(self.origin, self._limit)
-        paths = [path for path in (*self._old, self._own) if path is not None and path.exists()]
-        # In this order: what an SMP has read of a slot that holds its snapshot to the end is of the origin before it.
-        for undo in (partial(undo_arena, newest=iteration - 1), partial(_mark_origin, origin=origin)):
-            for path in paths:
-                try:
-                    undo(path)
-                except (FtckptError, OSError) as error:  # one mark is enough
-                    self._events.emit("arena_problem", path=str(path), problems=[str(error)])
-        return origin
 
     def remove_old(self) -> None:
         """A snapshot in the new arenas is as safe as those in the old ones were: nobody needs these.
@@ -477,11 +454,6 @@ def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Pat
 
 def _shard_at(path: Path) -> str:
     return path.name.rpartition(".")[0]
-
-
-def _mark_origin(path: Path, origin: Checkpoint) -> None:
-    with open_control(path, writable=True) as control:
-        control.mark_origin(origin)
 
 
 def _void_others(arena: Arena, keep: SnapshotId | None) -> None:

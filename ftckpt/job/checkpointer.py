@@ -30,7 +30,7 @@ from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.shard import Shard
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.start import load, meet
-from ftckpt.model.loaded import Checkpoint
+from ftckpt.model.lineage import LoadedCheckpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
@@ -160,7 +160,7 @@ class Checkpointer:
 
     def restore(
         self, newer_than: int = -1, rollback: bool = False, lasting: bool = True, *, may_load: bool = False,
-        undoes: Checkpointer | None = None,
+        in_training: bool = False,
     ) -> int | None:  # fmt: skip
         """Bring back the newest whole snapshot; returns its iteration, or None if state is to stay as it is.
 
@@ -175,8 +175,8 @@ class Checkpointer:
                 rollback.
             may_load: the script may load a checkpoint behind this, which counts where snapshots prove to be lost:
                 slots are verified before anything is written.
-            undoes: what was closed as not done because the script has loaded ``newer_than`` in training, or went to
-                the beginning: that counts, and no later start brings back what memory and storage have.
+            in_training: the script has loaded ``newer_than`` while it trained, or went to the beginning: that counts,
+                and no later start brings back what memory and storage have.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
@@ -189,8 +189,7 @@ class Checkpointer:
                 "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
             )
         unproven = not may_load or self.config.on_lost != "storage"
-        generation = max(1, undoes._rank.arenas.origin.generation) if undoes is not None else 0
-        loaded = Checkpoint(newer_than, rollback, generation, lasting=lasting)
+        loaded = LoadedCheckpoint(newer_than, rollback, lasting, in_training)
         try:
             with no_collections():
                 return self._restore(loaded, unproven)
@@ -200,7 +199,7 @@ class Checkpointer:
             self._withdraw()
             raise
 
-    def _restore(self, loaded: Checkpoint, unproven: bool) -> int | None:
+    def _restore(self, loaded: LoadedCheckpoint, unproven: bool) -> int | None:
         begin, rank = time.perf_counter(), self._rank
         described, near, self._pacer, kept = meet(rank)
         shard = self._shard = Shard(
@@ -255,14 +254,12 @@ class Checkpointer:
                 f"step(): the iteration is {iteration!r}: give the number of the one that has ended"
             ) from None
         self._protection.is_set_up = True
-        self._boundary = iteration
+        last, self._boundary = self._boundary, iteration
         self._rank.attempt.trains()
         if self._examination is not None:
             self._examination.at_boundary()
-        # Off, too: what was taken before is there, and the next start would go on from it.
-        if self._state.undoes(iteration) and not self._closed:
-            snapshots.go_back(iteration)
-            return
+        if iteration <= last:
+            snapshots.execute(self._state.moved_backwards(iteration, last))
         if self.off or self._closed:
             self._let_go()
             self._tell_counts()

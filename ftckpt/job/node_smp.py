@@ -21,13 +21,12 @@ from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
 from ftckpt.job.smp_setup import SmpSetup
 from ftckpt.model.failures import FailureRecord
-from ftckpt.model.loaded import Checkpoint
+from ftckpt.model.lineage import UNKNOWN
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
 from ftckpt.persist.commit import claim
 from ftckpt.persist.place import Place
-from ftckpt.persist.retention import void_undone
 from ftckpt.persist.storage import open_storage
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
@@ -86,8 +85,8 @@ class NodeSmp:
         self._secret = b""
         self.failures: FailureRecord | None = None
         """What storage is to keep of the job's failures, for the next start."""
-        self._undoes: Checkpoint | None = None  # of this job's snapshots, where it has gone back
-        self._is_claimed, self._claim_lock = False, threading.Lock()
+        self.lineage = UNKNOWN
+        """Of the snapshots of this attempt: what storage records when this run claims it."""
         self.network: NetworkLimit | None = None
         """What this node's SMP may take of the network; None before it was configured, and where it has no peers."""
 
@@ -214,52 +213,28 @@ class NodeSmp:
         self._client = SmpClient(node_dir, Path(self._config.arena), self._config.job, self._topology.me.node, {})
         self._client.configure(description)
 
-    def undo(self, origin: Checkpoint) -> None:
-        """The job has gone back: what storage has that never happened to snapshots of this ``origin`` no start takes
-        any more, whatever becomes of memory, which knows it too."""
-        with self._claim_lock:
-            self._undoes, begun = origin, self._claiming is not None
-        if begun:  # in training; before that it waits for what may refuse the start
-            self._claim_storage()
-
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
-        if not self._config.persist or self._topology.rank != 0:
-            return
-        with self._claim_lock:
-            if self._claiming is None or self._is_claimed:
-                self._is_claimed = False
-                # On a thread: storage that is away must not keep training from its begin.
-                self._claiming = threading.Thread(target=self._claim, name="ftckpt-claim", daemon=True)
-                self._claiming.start()
+        if self._config.persist and self._topology.rank == 0 and self._claiming is None:
+            # On a thread: storage that is away must not keep training from its begin.
+            self._claiming = threading.Thread(target=self._claim, name="ftckpt-claim", daemon=True)
+            self._claiming.start()
 
     def _claim(self) -> None:
         """For as long as this takes: whatever is wrong with storage somebody may put right while the job trains."""
         where = Place.of(self._config.persist, self._config.persist_format).snapshots
         told, pause_secs = "", _CLAIM_AGAIN_SECS
         while not self._setup.is_over:
-            undoes = self._undoes
             try:
-                self._claim_once(where, undoes)
+                storage = open_storage(where, "--ftckpt-persist")
+                claim(storage, self._group.name, self._config.job, self.lineage, self.failures)
+                return
             except StorageError as error:
                 if str(error) != told:
                     told = str(error)
                     self._events.emit("storage_fails", error=f"it is not this run's: {error}")
-            else:
-                with self._claim_lock:  # training may go back once more
-                    self._is_claimed = undoes is self._undoes
-                if self._is_claimed:
-                    return
-                continue
             time.sleep(pause_secs)
             pause_secs = min(2 * pause_secs, _MOST_CLAIM_AGAIN_SECS)
-
-    def _claim_once(self, where: str, undoes: Checkpoint | None) -> None:
-        storage = open_storage(where, "--ftckpt-persist")
-        claim(storage, self._group.name, self._config.job, self.failures)
-        # Behind the claim: until then an SMP of an earlier run may commit what is undone here.
-        if undoes is not None and (undone := void_undone(storage, undoes)):
-            self._events.emit("undone_on_storage", iterations=[one.iteration for one in undone])
 
     def release(self) -> None:
         """This rank trains no more; the SMP stays, and knows what to do if it could be started by now or a moment

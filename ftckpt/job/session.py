@@ -90,19 +90,13 @@ class RankState:
         """What the arenas of all ranks hold of what an earlier attempt protected, and of what was restored."""
         self.targets.protected, self.targets.target = protected, target
 
-    def undoes(self, iteration: int) -> bool:
-        """Whether training went back: ``iteration`` ends a second time."""
-        return iteration <= self.iteration
-
-    def went_back(self, iteration: int) -> list[Action]:
-        """Training goes on from before the last snapshot: nothing of this lineage may be combined with it. It may go
-        back further, off as it is."""
-        reason = f"iteration {iteration} after {self.iteration}: training went back; restart the job"
-        self.targets.forget()
-        self.flushes.forget()
-        self.iteration = iteration - 1  # what is left is no newer
-        if self.whole is not None and self.whole.iteration >= iteration:
-            self.whole = None
+    def moved_backwards(self, iteration: int, last: int) -> list[Action]:
+        """``iteration`` ends after ``last``, which is not before it: snapshots stop, and nothing else changes. What a
+        smaller number means only the user knows."""
+        reason = (
+            f"step({iteration}) after step({last}): iterations must grow, so no snapshots are taken from here on; "
+            f"start the job again, with --ftckpt-rollback-before {iteration} to give up what came after"
+        )
         return [] if self.off else [self.turn_off(reason)]
 
     def boundary(self, iteration: int) -> bool:

@@ -286,7 +286,7 @@ def corruption_text(topology: Topology, proof: Proof, iteration: int, proven: in
     since, back = "the start", "from a checkpoint"
     if proven >= 0:
         since = f"iteration {proven}"
-        back = f"with --ftckpt-restore-before {proven + 1}: newer snapshots may hold those bits, on storage, too"
+        back = f"with --ftckpt-rollback-before {proven + 1}: newer snapshots may hold those bits, on storage, too"
     return (
         f"replicas of {listed(proof.differing[:_MOST_NAMED])} differ at iteration {iteration}: {who}; they were the "
         f"same at {since}: have that hardware tested, then start again {back}; where the script lets them drift, "

@@ -151,18 +151,6 @@ class Snapshots:
         self.kept = None
         return True
 
-    def go_back(self, iteration: int) -> None:
-        """The script has loaded an older state: what it undid must not come back at a restart."""
-        self.execute(self._state.went_back(iteration))
-        if self.capture is not None:
-            # First: the SMP makes no more of it. What it has made, or is at, stays until the next start, which knows
-            # by the origin that it never happened: here, on storage, and where a rank was killed before it came here.
-            # A kill before the first origin is one before training went back.
-            self.capture.arena.control.mark_target(None)
-            self.capture.arena.control.mark_flush(None)
-            self.capture.forget(iteration)
-        self._protection.smp.undo(self._arenas.go_back(iteration))
-
     def take(self, decision: Take, room: Sequence[int] | None = None) -> int:
         """Begin the snapshot; returns the slot. ``room``: what ``Capture.writable`` has said at this boundary."""
         capture = self.capture

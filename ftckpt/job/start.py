@@ -14,7 +14,7 @@ from ftckpt.job.node_entry import Sight
 from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.shard import Shard, device_of, make_pacer
 from ftckpt.model import objects
-from ftckpt.model.loaded import Checkpoint
+from ftckpt.model.lineage import LoadedCheckpoint, Request
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description
 from ftckpt.restore.restart import Restart
@@ -87,7 +87,9 @@ def _prepare(rank: RankParts) -> Preparation:
     return Preparation(described, near, pacer, kept)
 
 
-def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Checkpoint, unproven: bool) -> LoadResult:
+def load(
+    rank: RankParts, shard: Shard, described: Description, checkpoint: LoadedCheckpoint, unproven: bool
+) -> LoadResult:
     """The newest state that all ranks can have, ``checkpoint`` among it, and no newer one anywhere.
 
     Collective; raises as ``restore``.
@@ -98,21 +100,19 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
         storage=rank.storage.snapshots, slots=config.slots, job=config.job,
     )  # fmt: skip
     try:
-        decision = restart.choose(
-            config.on_lost, checkpoint, training_state.reshapes, config.restore_before, unproven
-        )
-        rank.arenas.origin = restart.origin
-        if restart.taken_back:
-            rank.protection.smp.undo(restart.origin)
+        request = Request(config.rollback_before, config.restore_from)
+        decision = restart.choose(config.on_lost, checkpoint, training_state.reshapes, request, unproven)
         # Before anybody trains: a kill behind that must not find a newer slot to go on from.
         lineage = restart.void_newer(decision)
         if decision is not None:
             decision = restart.load(decision, training_state, described)
+        restart.record_lineage()
+        rank.protection.smp.lineage = restart.lineage
         # Behind the load, which may find that something is bad.
         rank.state.flushes.begin(restart.on_storage)
         _expect_failures(rank, restart)
         if decision is None:
-            return LoadResult(lineage, None, checkpoint.as_begin(restart.why))
+            return LoadResult(lineage, None, checkpoint.as_start(restart.why))
         shard.capacities = restart.capacities()
         snapshot, source = decision.snapshot, restart.source
         other = writer if (writer := restart.written_by(decision)) not in ("", config.job) else ""
@@ -125,8 +125,6 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
 
 def _expect_failures(rank: RankParts, restart: Restart) -> None:
     """By how earlier attempts have ended: how often snapshots go to storage follows from it."""
-    rates = rank.attempt.learn(
-        rank.group.name, on_storage=restart.last, lost=restart.lost, taken_back=restart.taken_back
-    )
+    rates = rank.attempt.learn(rank.group.name, on_storage=None, lost=restart.lost, taken_back=False)
     rank.state.flushes.expect(rates, rank.protection.survives_nodes)
     rank.protection.smp.failures = rank.attempt.record

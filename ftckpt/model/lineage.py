@@ -1,17 +1,17 @@
 """The history that a snapshot belongs to, as databases keep timelines. Pure.
 
-A lineage is a list of branches, oldest first. Each names its generation, and the last iteration of the branch before it
-(its parent) that still belongs to the history; the first has no parent and counts from -1. Going back is what makes a branch:
+A lineage is a list of branches, oldest first. Each names its generation, and the last iteration of the branch before
+it (its parent) that still belongs to the history; the first has no parent, and says -1. Going back makes a branch:
 
     what happens                                      lineage of what follows
     training starts                                   1
     restarts go on from memory or storage             1
     --ftckpt-rollback-before 41                       1, 2 branched at 40
-    a script loads its own checkpoint and goes on     3, without a parent: ftckpt does not know that checkpoint's history
+    a script goes on from a checkpoint of its own     3, without a parent: its history is not known
     --ftckpt-restore-from a checkpoint of 60 of 1     1, 4 branched at 60
 
-A snapshot is in the past of a head up to the last iteration that both histories share. What is not is abandoned, not deleted:
-a later start can name it.
+A snapshot is in the past of a head up to the last iteration that both histories share. What is not is abandoned, not
+deleted: a later start can name it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_LIMIT = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of a history: the snapshots of ``generation``, after those of the branch before it up to ``iteration``."""
+    """A part of a history: the snapshots of ``generation``, after those up to ``iteration`` of the branch before."""
 
     generation: int
     iteration: int = -1
@@ -66,8 +66,8 @@ UNKNOWN = Lineage()
 
 
 def last_shared(one: Lineage, other: Lineage) -> int:
-    """The last iteration of which a snapshot belongs to both histories; ``NO_LIMIT`` where one continues the other, and
-    where one is unknown: nobody can tell then, and what is there counts."""
+    """The last iteration of which a snapshot belongs to both histories; ``NO_LIMIT`` where one continues the other,
+    and where one is unknown: nobody can tell then, and what is there counts."""
     if not one.branches or not other.branches:
         return NO_LIMIT
     pairs = zip(one.branches, other.branches, strict=False)
@@ -122,7 +122,7 @@ ANY = Selection()
 
 
 def newest(lineages: Iterable[Lineage]) -> Lineage:
-    """The head of a job: one node that knows it counts for all, others were away or were killed before they wrote it."""
+    """The head of a job: one node that knows it counts for all, as others were away or were killed too early."""
     known = [one for one in lineages if one.branches]
     head = max(known, key=lambda one: one.branches[-1].generation, default=UNKNOWN)
     return replace(head, found=max((one.found for one in known if one == head), default=-1))
@@ -130,7 +130,7 @@ def newest(lineages: Iterable[Lineage]) -> Lineage:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The checkpoint of its own that a script has loaded at its start, by iteration; 0 or less: none that can be compared.
+    """The checkpoint of its own that a script has loaded at its start, by iteration; 0 or less: none to compare.
 
     ``named``: the user has named it; otherwise it is the newest that the script has found. ``lasting``: a later start
     finds it again, unless somebody removes it on purpose. ``in_training``: it was loaded over what the job had.
@@ -154,7 +154,8 @@ class LoadedCheckpoint:
     def beside(self, job: str) -> str:
         """What the script had loaded where a snapshot counts, as a message part."""
         if self.named:
-            return f", which continues iteration {self.iteration} of the script ('ftckpt clean {job}' to load that again)"
+            again = f"('ftckpt clean {job}' to load that again)"
+            return f", which continues iteration {self.iteration} of the script {again}"
         return f", the script had loaded {self.iteration}" if self.is_one else ""
 
     def as_start(self, why: str) -> str:

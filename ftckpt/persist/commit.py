@@ -18,14 +18,14 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from ftckpt.errors import StorageError
 from ftckpt.model import codec
 from ftckpt.model.failures import FailureRecord
-from ftckpt.model.loaded import NOTHING, Checkpoint
+from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.persist.storage import Bytes, Storage
 
@@ -35,6 +35,8 @@ LATEST_NAME = "latest"
 TRAINED_NAME = "trained.json"
 """How long a run has trained, see ``ftckpt.persist.failures``."""
 _FOLDER = re.compile(r"iter_(\d{7,18})")
+_NAME = re.compile(r"iter_(\d{7,18})(?:-g([1-9]\d{0,9}))?")
+_MANIFEST = re.compile(r"manifest(-g[1-9]\d{0,9})?\.json")
 _OURS = re.compile(rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-.+")
 """Last parts of what is written beside a manifest: nothing else is ever removed."""
 _OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py")
@@ -58,9 +60,40 @@ def iteration_of(folder: str) -> int | None:
     return int(found[1]) if found is not None else None
 
 
-def manifest_of(iteration: int) -> str:
-    """The name of the object that makes a checkpoint of that iteration one."""
-    return f"{folder_of(iteration)}/{MANIFEST_NAME}"
+class CheckpointName(NamedTuple):
+    """The name of a checkpoint, ``iter_0000012``.
+
+    One of an abandoned branch, whose place a newer one has taken, is ``iter_0000012-g1`` after the ``generation`` of
+    its lineage: its manifest gets another name, and no file of it is moved.
+    """
+
+    iteration: int
+    generation: int = 0
+
+    def __str__(self) -> str:
+        return f"{folder_of(self.iteration)}{self._suffix}"
+
+    @property
+    def manifest(self) -> str:
+        """The object that makes the checkpoint one."""
+        return f"{folder_of(self.iteration)}/manifest{self._suffix}.json"
+
+    @property
+    def _suffix(self) -> str:
+        return f"-g{self.generation}" if self.generation else ""
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointName | None:
+        """Inverse of ``str``; None for any other text."""
+        found = _NAME.fullmatch(text)
+        return cls(int(found[1]), int(found[2] or 0)) if found is not None else None
+
+    @classmethod
+    def of_manifest(cls, path: str) -> CheckpointName | None:
+        """The checkpoint that the object ``path`` makes one; None where it is no manifest."""
+        folder, _, file = path.partition("/")
+        found = _MANIFEST.fullmatch(file)
+        return cls.parse(f"{folder}{found[1] or ''}") if found is not None else None
 
 
 @dataclass(frozen=True)
@@ -76,18 +109,18 @@ class CheckpointFile:
 class DoneMark:
     """What one node says of its part: the files, all durable, and whatever the manifest needs of it, as JSON.
 
-    ``origin``: of the snapshot, as the node knew it before it read the first byte: where the job has gone back since,
-    the snapshot that is committed is of the past before. None is known where an earlier version wrote the mark.
+    ``lineage``: of the snapshot, as the node knew it before it read the first byte: where the job has branched since,
+    the snapshot that is committed is of the history before.
     """
 
     node: str
     files: tuple[CheckpointFile, ...]
     parts: Mapping[str, Any]
-    origin: Checkpoint = NOTHING
+    lineage: Lineage = UNKNOWN
 
     def encode(self) -> bytes:
         files = [[file.name, file.nbytes, file.checksum] for file in self.files]
-        value = {"node": self.node, "files": files, "parts": dict(self.parts), "origin": codec.to_json(self.origin)}
+        value = {"node": self.node, "files": files, "parts": dict(self.parts), "lineage": codec.to_json(self.lineage)}
         return json.dumps(value, sort_keys=True).encode()
 
     @classmethod
@@ -98,8 +131,8 @@ class DoneMark:
             files = tuple(
                 CheckpointFile(str(name), int(nbytes), str(checksum)) for name, nbytes, checksum in value["files"]
             )
-            origin = codec.from_json(value["origin"], Checkpoint) if "origin" in value else NOTHING
-            return cls(str(value["node"]), files, dict(value["parts"]), origin)
+            lineage = codec.from_json(value["lineage"], Lineage)
+            return cls(str(value["node"]), files, dict(value["parts"]), lineage)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise StorageError(f"{where}: is no mark of a node: {error}", lasting=True) from None
 
@@ -127,9 +160,9 @@ class PendingCheckpoint:
         self._files.append(file)
         return file
 
-    def done(self, parts: Mapping[str, Any], origin: Checkpoint = NOTHING) -> None:
+    def done(self, parts: Mapping[str, Any], lineage: Lineage = UNKNOWN) -> None:
         """All that this node has to write is durable; ``parts`` are JSON values for the manifest."""
-        mark = DoneMark(self._node, tuple(self._files), parts, origin)
+        mark = DoneMark(self._node, tuple(self._files), parts, lineage)
         self._storage.put(f"{self._marks}{self._node}", mark.encode())
 
     def own_mark(self) -> DoneMark | None:
@@ -166,7 +199,7 @@ class PendingCheckpoint:
                 self.abandon()
                 return False
             self._storage.put(path, manifest)  # at each instant one of the two is there, whole
-        _move_latest(self._storage, self._snapshot.iteration)
+        name_latest(self._storage, self._snapshot.iteration)
         with contextlib.suppress(StorageError):  # they are swept
             self._storage.remove(_beginning(self._storage, self.folder, self._marks))
         return True
@@ -214,11 +247,14 @@ def require_own(storage: Storage) -> None:
         raise StorageError(f"{text}: name its --ftckpt-persist-format, or another place", lasting=True)
 
 
-def claim(storage: Storage, owner: str, job: str, failures: FailureRecord | None = None) -> None:
+def claim(
+    storage: Storage, owner: str, job: str, lineage: Lineage, failures: FailureRecord | None = None
+) -> None:  # fmt: skip
     """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
-    removes anything any more. Nobody reads there but that earlier one. ``failures``: of the job until now, for the
-    next start to count on."""
-    storage.put(OWNER_NAME, codec.encode({"owner": owner, "job": job, "failures": failures}))
+    removes anything any more. Nobody reads there but that earlier one. ``lineage``: the head of the job.
+    ``failures``: of the job until now, for the next start to count on."""
+    claimed = {"owner": owner, "job": job, "lineage": codec.to_json(lineage), "failures": failures}
+    storage.put(OWNER_NAME, codec.encode(claimed))
     storage.remove([entry.name for entry in storage.list(READERS)])  # of restarts that were killed
     forget_holdings(storage)
 
@@ -276,11 +312,23 @@ def forget_holdings(storage: Storage, node: str = "") -> None:
     storage.remove([f"{_HOLDINGS}/{node}.json"] if node else [entry.name for entry in storage.list(_HOLDINGS)])
 
 
-def committed(storage: Storage) -> list[int]:
-    """The iterations of which there is a whole checkpoint, newest first."""
-    found = (entry.name.partition("/") for entry in storage.list() if entry.name.endswith(f"/{MANIFEST_NAME}"))
-    numbers = (iteration_of(folder) for folder, _, rest in found if rest == MANIFEST_NAME)
-    return sorted((number for number in numbers if number is not None), reverse=True)
+def claimed_lineage(storage: Storage) -> Lineage:
+    """The head of the job, as the run that claimed the place last has recorded it; unknown where none has."""
+    return lineage_of_claim(storage.read(OWNER_NAME)) if storage.size(OWNER_NAME) is not None else UNKNOWN
+
+
+def lineage_of_claim(data: bytes) -> Lineage:
+    """The lineage in the object ``OWNER_NAME``; unknown where it is damaged."""
+    try:
+        return codec.from_json(json.loads(data)["lineage"], Lineage)
+    except (KeyError, TypeError, ValueError):
+        return UNKNOWN
+
+
+def checkpoints(storage: Storage) -> list[CheckpointName]:
+    """The names of all whole checkpoints, newest iteration first."""
+    found = (CheckpointName.of_manifest(entry.name) for entry in storage.list())
+    return sorted((name for name in found if name is not None), key=lambda one: (-one.iteration, one.generation))
 
 
 def sweep(
@@ -298,8 +346,8 @@ def sweep(
     """
     names = [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
     keep = {name for name in names if not _is_ours(name)}
-    for manifest in [name for name in names if name.endswith(f"/{MANIFEST_NAME}")]:
-        folder, named = manifest.removesuffix(MANIFEST_NAME), files_of(storage.read(manifest))
+    for manifest in [name for name in names if CheckpointName.of_manifest(name) is not None]:
+        folder, named = f"{manifest.partition('/')[0]}/", files_of(storage.read(manifest))
         beside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
         keep |= {folder + name for name in (beside if named is None else named)}
 
@@ -338,10 +386,9 @@ def _prefix(lineage: bytes) -> str:
     return f"{lineage.hex()}-"
 
 
-def _move_latest(storage: Storage, iteration: int) -> None:
-    newest = latest(storage)
-    if newest is None or newest < iteration:
-        storage.put(LATEST_NAME, f"{folder_of(iteration)}\n".encode())
+def name_latest(storage: Storage, iteration: int) -> None:
+    """Let ``latest`` name the checkpoint of that iteration."""
+    storage.put(LATEST_NAME, f"{folder_of(iteration)}\n".encode())
 
 
 def latest(storage: Storage) -> int | None:

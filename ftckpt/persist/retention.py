@@ -9,28 +9,27 @@ was written before it began, as with files and the usual object stores: Dekker's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ftckpt.errors import StorageError
-from ftckpt.model.loaded import Checkpoint, is_undone
+from ftckpt.model.lineage import Lineage, is_past, last_shared
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
-    LATEST_NAME,
-    MANIFEST_NAME,
     PINS,
     READERS,
     VOID,
-    committed,
+    CheckpointName,
+    checkpoints,
     files_prefix,
     folder_of,
-    iteration_of,
     latest,
-    manifest_of,
+    name_latest,
 )
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 
-VOID_MEANS = "bad, or of a past that the job has left: no restart takes it"
+VOID_MEANS = "about to be removed: no restart takes it"
 """Of a snapshot, in words."""
 
 
@@ -47,33 +46,54 @@ def kept(iterations: Collection[int], keep: int, keep_every: int) -> set[int]:
     return stay
 
 
-def pin(storage: Storage, iteration: int) -> bool:
-    """From now on no run removes or replaces the checkpoint of ``iteration``; whether it is void, and may be on its
-    way out just now.
+def surplus(
+    lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int, keep_every: int
+) -> set[CheckpointName]:  # fmt: skip
+    """The checkpoints that ``kept`` does not let stay, of those there are with these lineages.
+
+    One that is not in the past of ``head`` goes once ``keep`` newer ones of the branch that abandoned it are there.
+    """
+    past = [name for name, lineage in lineages.items() if is_past(lineage, name.iteration, head)]
+    stay = kept([name.iteration for name in past], keep, keep_every)
+    gone = {name for name in past if name.iteration not in stay}
+    for name in lineages.keys() - set(past):
+        since = last_shared(lineages[name], head)
+        if 0 < keep <= sum(one.iteration > since for one in past):
+            gone.add(name)
+    return gone
+
+
+def pin(storage: Storage, name: CheckpointName) -> bool:
+    """From now on no run removes or replaces a checkpoint; whether it is void, and may be on its way out just now.
 
     Raises:
         StorageError: there is none, or storage fails.
     """
-    storage.put(_pin(iteration), b"pinned\n")
-    is_void = any(snapshot.iteration == iteration for snapshot in voided(storage))
-    # In this order: who has removed it meanwhile has taken the mark away behind the manifest.
-    if iteration not in committed(storage):
-        unpin(storage, iteration)
-        raise StorageError(f"{storage.where}: there is no checkpoint of iteration {iteration}", lasting=True)
-    return is_void
+    storage.put(_pin(name), b"pinned\n")
+    void = voided(storage)
+    # In this order: who has removed it meanwhile has taken the mark away after the manifest.
+    if name not in checkpoints(storage):
+        unpin(storage, name)
+        raise StorageError(f"{storage.where}: there is no checkpoint {name}", lasting=True)
+    try:
+        return read_manifest(storage, name).snapshot in void
+    except StorageError as error:
+        if not error.lasting:
+            raise
+        return False
 
 
-def unpin(storage: Storage, iteration: int) -> bool:
+def unpin(storage: Storage, name: CheckpointName) -> bool:
     """It stays no longer than others; False: it was not pinned."""
-    was_pinned = storage.size(_pin(iteration)) is not None
-    storage.remove([_pin(iteration)])
+    was_pinned = storage.size(_pin(name)) is not None
+    storage.remove([_pin(name)])
     return was_pinned
 
 
-def pinned(storage: Storage) -> set[int]:
-    """Iterations that are pinned."""
-    found = (iteration_of(name) for name in _below(storage, PINS))
-    return {iteration for iteration in found if iteration is not None}
+def pinned(storage: Storage) -> set[CheckpointName]:
+    """Checkpoints that are pinned."""
+    found = (CheckpointName.parse(name) for name in _below(storage, PINS))
+    return {name for name in found if name is not None}
 
 
 def hold(storage: Storage, reader: str) -> None:
@@ -93,31 +113,15 @@ def readers(storage: Storage) -> list[str]:
 
 
 def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
-    """No restart takes these any more: they are bad, of a past that the job has left, or about to be removed."""
+    """No restart takes these any more: they are about to be removed."""
     for snapshot in snapshots:
         storage.put(_void(snapshot), b"void\n")
 
 
-def read_manifest(storage: Storage, iteration: int) -> StoredSnapshot:
+def read_manifest(storage: Storage, name: CheckpointName) -> StoredSnapshot:
     """Of a committed snapshot; raises StorageError."""
-    name = manifest_of(iteration)
-    return StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")
-
-
-def void_undone(storage: Storage, origin: Checkpoint) -> list[SnapshotId]:
-    """Call void what never happened to a job whose snapshots have this ``origin`` by now; returns that."""
-    undone: list[SnapshotId] = []
-    for iteration in committed(storage):
-        try:
-            stored = read_manifest(storage, iteration)
-        except StorageError as error:
-            if not error.lasting:
-                raise
-            continue  # what is damaged, or was removed meanwhile, no start can take
-        if is_undone(stored.origin, origin, iteration):
-            undone.append(stored.snapshot)
-    void(storage, undone)
-    return undone
+    stored = StoredSnapshot.decode(storage.read(name.manifest), f"{storage.where}/{name.manifest}")
+    return replace(stored, name=str(name))
 
 
 def voided(storage: Storage) -> set[SnapshotId]:
@@ -141,32 +145,32 @@ def forget_void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
     storage.remove([_void(snapshot) for snapshot in snapshots])
 
 
-def may_be_replaced(storage: Storage, snapshot: SnapshotId) -> bool:
-    """Whether what the job has come to a second time may take the place of ``snapshot``, which is void from here on;
-    False: not yet, a restart reads.
+def set_aside(storage: Storage, iteration: int, stored: StoredSnapshot | None) -> None:
+    """Let the checkpoint that has the place of another branch's stay, under the name of its generation; the caller
+    commits its own there next. None: what is there cannot be read.
 
     Raises:
-        StorageError: it is pinned, or storage fails.
+        StorageError: it cannot be read and is pinned, or storage fails.
     """
-    void(storage, [snapshot])
-    require_unpinned(storage, snapshot.iteration)
-    return not readers(storage)
-
-
-def require_unpinned(storage: Storage, iteration: int) -> None:
-    """Raises StorageError where the checkpoint of ``iteration`` is pinned, or storage fails."""
-    if iteration in pinned(storage):
-        text = f"{storage.where}: another checkpoint of iteration {iteration} is pinned there"
-        raise StorageError(f"{text}; 'ftckpt unpin' makes room for this one", lasting=True)
+    name = CheckpointName(iteration)
+    is_pinned = name in pinned(storage)
+    if stored is None:
+        if is_pinned:
+            text = f"{storage.where}: {name} cannot be read, and is pinned there"
+            raise StorageError(f"{text}; 'ftckpt unpin' makes room for this one", lasting=True)
+        return
+    aside = CheckpointName(iteration, max(1, stored.lineage.generation))
+    # First the name, then the pin: at each instant one of both names has what it had.
+    storage.put(aside.manifest, stored.encode())
+    if is_pinned:
+        storage.put(_pin(aside), b"pinned\n")
+        unpin(storage, name)
 
 
 def retire(
-    storage: Storage, surplus: Collection[SnapshotId], left: Collection[SnapshotId], newest: int,
-    owns: Callable[[], bool],
-) -> list[SnapshotId]:  # fmt: skip
-    """Remove the checkpoints that are ``surplus``, and those that the job has ``left`` behind it; returns what went.
-
-    Pinned ones stay, and all where a restart reads; what was left counts no more even then.
+    storage: Storage, doomed: Mapping[CheckpointName, SnapshotId], newest: int, owns: Callable[[], bool]
+) -> list[CheckpointName]:
+    """Remove the checkpoints that are ``doomed``; returns what went. Pinned ones stay, and all where a restart reads.
 
     Args:
         newest: the iteration to go on from, which is none of them.
@@ -175,50 +179,57 @@ def retire(
             restores and commits the same iteration takes its manifest: storage that knows no conditions for removals
             leaves that, and no other way to lose a checkpoint. All other names have their lineage in them.
     """
-    _name_latest(storage, newest)
+    name_latest(storage, newest)
     stay = pinned(storage)
-    going = set() if readers(storage) else {one for one in surplus if one.iteration not in stay}
-    doomed = going.union(left)
-    void(storage, doomed)
-    # Once more, behind the last of the marks: who has pinned one or begun to read meanwhile has seen none.
-    stay, read, gone = pinned(storage), readers(storage), list[SnapshotId]()
-    for snapshot in sorted(doomed):
-        if read or snapshot.iteration in stay:
+    going = {} if readers(storage) else {name: one for name, one in doomed.items() if name not in stay}
+    void(storage, going.values())
+    # Once more, after the last of the marks: who has pinned one or begun to read meanwhile has seen none.
+    stay, read, gone = pinned(storage), readers(storage), list[CheckpointName]()
+    for name, snapshot in sorted(going.items()):
+        if read or name in stay:
             continue
         if not owns():
             return gone
-        remove(storage, snapshot)
-        gone.append(snapshot)
-    forget_void(storage, [*gone, *going.difference(gone)])
+        remove(storage, name, snapshot)
+        gone.append(name)
+    forget_void(storage, going.values())
     return gone
 
 
-def remove(storage: Storage, snapshot: SnapshotId) -> None:
+def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None:
     """Remove a checkpoint. Killed at any instant it is there or not, never half.
 
     Raises:
         StorageError: it is the only whole one, or storage fails.
     """
-    iteration, folder = snapshot.iteration, folder_of(snapshot.iteration)
-    others = [other for other in committed(storage) if other != iteration]
+    every = checkpoints(storage)
+    # A kill while it was set aside leaves it two names.
+    names = [name, *(one for one in every if one.iteration == name.iteration and _is_of(storage, one, snapshot))]
+    others = [one for one in every if one not in names]
     if not others:
-        raise StorageError(f"{storage.where}: {folder} is the only whole checkpoint", lasting=True)
-    if latest(storage) == iteration:
-        _name_latest(storage, others[0])
-    storage.remove([f"{folder}/{MANIFEST_NAME}"])  # first: from here on it is none
+        raise StorageError(f"{storage.where}: {name} is the only whole checkpoint", lasting=True)
+    if latest(storage) == name.iteration and all(one.iteration != name.iteration for one in others):
+        name_latest(storage, others[0].iteration)
+    storage.remove(sorted({one.manifest for one in names}))  # first: from here on it is none
+    folder = folder_of(name.iteration)
     storage.remove([entry.name for entry in storage.list(folder) if entry.name.startswith(files_prefix(snapshot))])
 
 
-def _name_latest(storage: Storage, iteration: int) -> None:
-    storage.put(LATEST_NAME, f"{folder_of(iteration)}\n".encode())
+def _is_of(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> bool:
+    try:
+        return read_manifest(storage, name).snapshot == snapshot
+    except StorageError as error:
+        if not error.lasting:
+            raise
+        return False
 
 
 def _below(storage: Storage, folder: str) -> Sequence[str]:
     return [entry.name.removeprefix(f"{folder}/") for entry in storage.list(folder)]
 
 
-def _pin(iteration: int) -> str:
-    return f"{PINS}/{folder_of(iteration)}"
+def _pin(name: CheckpointName) -> str:
+    return f"{PINS}/{name}"
 
 
 def _void(snapshot: SnapshotId) -> str:

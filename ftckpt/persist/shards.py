@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +20,12 @@ import xxhash
 
 from ftckpt.errors import CorruptError, StorageError
 from ftckpt.model import codec
-from ftckpt.model.loaded import NOTHING, Checkpoint
+from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.image import SlotImage
 
 FORMAT = "ftckpt-snapshot"
-VERSION = 1
+VERSION = 2
 """Raised whenever a reader of the previous version would misread a snapshot on storage."""
 
 PIECE_BYTES = 1 << 20
@@ -111,13 +111,17 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class StoredSnapshot:
-    """All that a reader must know of a snapshot on storage. ``origin`` as in the control block of an arena."""
+    """All that a reader must know of a snapshot on storage, with the lineage under which it was taken.
+
+    ``name`` is that of the checkpoint where it was read, as ``ftckpt list`` prints it.
+    """
 
     snapshot: SnapshotId
     job: str
     layout: Mapping[str, int | str | bool]
     shards: Mapping[str, StoredShard]
-    origin: Checkpoint = NOTHING
+    lineage: Lineage = UNKNOWN
+    name: str = field(default="", compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +136,7 @@ class StoredSnapshot:
             "lineage": self.snapshot.lineage.hex(),
             "job": self.job,
             "layout": dict(self.layout),
-            "origin": codec.to_json(self.origin),
+            "history": codec.to_json(self.lineage),
             "shards": {name: shard.to_json() for name, shard in sorted(self.shards.items())},
         }
         value["checksum"] = _checksum(value)
@@ -163,7 +167,7 @@ class StoredSnapshot:
                 str(value["job"]),
                 dict(value["layout"]),
                 {str(name): StoredShard.from_json(entry) for name, entry in value["shards"].items()},
-                codec.from_json(value["origin"], Checkpoint),
+                codec.from_json(value["history"], Lineage),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise StorageError(f"{where}: is no manifest of a snapshot: {str(error)[:200]}", lasting=True) from None

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from ftckpt.errors import DamagedError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all
-from ftckpt.persist.commit import folder_of, manifest_of
+from ftckpt.persist.commit import folder_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Bytes, Storage
@@ -54,7 +54,7 @@ class ShardFiles:
             return ask(action)
         except StorageError as error:
             try:
-                self._storage.read(manifest_of(self.stored.snapshot.iteration))
+                self._storage.list(folder_of(self.stored.snapshot.iteration))
             except StorageError:
                 raise StorageError(str(error)) from None
             raise StorageError(str(error), lasting=True) from None

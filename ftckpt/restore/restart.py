@@ -20,16 +20,15 @@ from ftckpt.model import objects
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.lineage import (
     NO_CHECKPOINT,
+    NO_REQUEST,
     UNKNOWN,
     Lineage,
-    NO_REQUEST,
     LoadedCheckpoint,
     Request,
     Selection,
     lineage_after,
     rollback_reason,
 )
-from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
@@ -125,8 +124,8 @@ class Restart:
         ``unproven``: what nothing must be rebuilt of may be verified by ``load``, on the way, where nothing that is
         there would be gone on with if it proved bad.
 
-        None: there is none, or what was ``loaded`` by the script counts, because it is newer, or is what the user goes
-        back to. ``reshapes``: whether a snapshot of another layout will do. ``request``: the explicit acts of this
+        None: there is none, or what was ``loaded`` by the script counts, because it is newer, or the user goes back
+        to it. ``reshapes``: whether a snapshot of another layout will do. ``request``: the explicit acts of this
         start; what the lineage remembers counts no more.
 
         Raises:
@@ -167,7 +166,9 @@ class Restart:
         """A node that was away, or was killed before it wrote what others did, has snapshots of an abandoned branch:
         they are void before anything is reconstructed there."""
         known = [one.lineage for one in seen.memory if one.lineage.branches]
-        self._nodes_know = len(known) == len(self._topology.nodes) and all(one == seen.head for one in known)
+        self._nodes_know = len(known) == len({member.node for member in self._topology.members}) and all(
+            one == seen.head for one in known
+        )
         if all(one == seen.head for one in known):
             return
 
@@ -191,16 +192,16 @@ class Restart:
             )
         if new.name and seen.shelf.named is None:
             raise StorageError(
-                f"--ftckpt-restore-from {new.name}: {self._storage or 'no --ftckpt-persist is named, which'} has no such "
-                "checkpoint; 'ftckpt list' shows the names",
+                f"--ftckpt-restore-from {new.name}: {self._storage} has no such checkpoint; 'ftckpt list' shows the "
+                "names",
                 lasting=True,
             )
         if new.before and max(there.newest, loaded.iteration) < 0:
             return NO_REQUEST
         if new.before and loaded.iteration >= new.before:
             raise ConfigError(
-                f"--ftckpt-rollback-before: {new.before}, but the script has loaded iteration {loaded.iteration}: let "
-                "it load one before that, or none"
+                f"--ftckpt-rollback-before: {new.before}, but the script has loaded iteration {loaded.iteration}: "
+                "let it load one before that, or none"
             )
         return new
 
@@ -212,7 +213,7 @@ class Restart:
         return Selection(seen.head.branch(new.before - 1) if new.before else seen.head)
 
     def _record_request(self, new: Request, decision: Decision | None, there: _There, on_lost: str) -> None:
-        """Storage knows of the branch before anything in memory is void: it counts there whatever becomes of memory."""
+        """Storage knows of the branch before anything in memory is void, so that it counts if memory is lost."""
         asked = ", ".join(f"--ftckpt-{text}" for text in new.texts)
         if decision is None and not self._loaded.is_one and on_lost != "fresh":
             raise LostError(there.nothing_before(new.before))
@@ -372,8 +373,8 @@ class Restart:
         self.lineage = lineage_after(self._requested, self._loaded, iteration, max(there, default=-1), self._asked)
 
     def record_lineage(self) -> None:
-        """Nodes, and storage where it must, remember the lineage of what follows. Before anybody trains, after ``load``
-        or a ``choose`` that gave nothing.
+        """Nodes, and storage where it must, remember the lineage of what follows. Before anybody trains, after
+        ``load`` or a ``choose`` that gave nothing.
 
         Raises:
             ArenaError: a node cannot write it.

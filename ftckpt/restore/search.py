@@ -113,8 +113,8 @@ class Search:
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
-        shelf: Shelf = NO_SHELF, slots: int = 2, selection: Selection = ANY, overlaps: bool = False, unproven: bool = False,
-        reports: Sequence[Inventory] | None = None,
+        shelf: Shelf = NO_SHELF, slots: int = 2, selection: Selection = ANY, overlaps: bool = False,
+        unproven: bool = False, reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
         self.coming: Coming | None = None

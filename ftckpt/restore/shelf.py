@@ -14,7 +14,6 @@ from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage, Request, Selection, is_past, newest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
-from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage, patiently
 
@@ -63,8 +62,8 @@ class Shelf:
             )
         if self.abandoned:
             return LostError(
-                f"storage has only checkpoints of abandoned branches ({', '.join(self.abandoned[:_NEWEST])}): name one "
-                "with --ftckpt-restore-from"
+                f"storage has only checkpoints of abandoned branches ({', '.join(self.abandoned[:_NEWEST])}): name "
+                "one with --ftckpt-restore-from"
             )
         return LostError(f"storage cannot be read: {self.problem}") if self.problem else None
 
@@ -87,7 +86,7 @@ class Shelf:
         """With the snapshots alone that a restart may take."""
         every = self.snapshots if self.named is None else (self.named, *self.snapshots)
         left = {one.snapshot: one for one in every if selection.takes(one.lineage, one.snapshot)}
-        abandoned = [str(CheckpointName(one.snapshot.iteration)) for one in every if one.snapshot not in left]
+        abandoned = [one.name for one in every if one.snapshot not in left]
         return replace(self, snapshots=tuple(left.values()), abandoned=(*self.abandoned, *abandoned))
 
     def without(self, snapshot: SnapshotId) -> Shelf:
@@ -112,13 +111,14 @@ class Look(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What rank 0 has read: manifests of the newest that count, as texts, the head that storage has recorded, names of
-    those that do not count, the manifest of the one that was named, why there may be more, and whether that passes."""
+    """What rank 0 has read: names and manifests of the newest that count, the head that storage has recorded, names
+    of those that do not count, name and manifest of the one that was named, why there may be more, and whether that
+    passes."""
 
-    texts: list[str]
+    manifests: list[tuple[str, str]]
     lineage: Lineage = UNKNOWN
     abandoned: tuple[str, ...] = ()
-    named: str = ""
+    named: tuple[str, str] = ("", "")
     problem: str = ""
     is_away: bool = False
 
@@ -172,15 +172,15 @@ class ShelfLook:
         # The length is known: a broadcast takes as many bytes on all ranks.
         data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
         found = codec.decode(data, _Found)
-        snapshots = tuple(self._decoded(text) for text in found.texts)
+        snapshots = tuple(self._decoded(*one) for one in found.manifests)
         return Shelf(
             self._storage, snapshots, found.problem, found.is_away, self._reader if leads else "",
             lineage=newest([found.lineage, *(one.lineage for one in snapshots)]),
-            named=self._decoded(found.named) if found.named else None, abandoned=found.abandoned,
+            named=self._decoded(*found.named) if found.named[0] else None, abandoned=found.abandoned,
         )  # fmt: skip
 
-    def _decoded(self, text: str) -> StoredSnapshot:
-        return StoredSnapshot.decode(text.encode(), self._where)
+    def _decoded(self, name: str, manifest: str) -> StoredSnapshot:
+        return replace(StoredSnapshot.decode(manifest.encode(), self._where), name=name)
 
 
 def _open(where: str) -> tuple[Storage | None, str]:
@@ -230,12 +230,13 @@ def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> 
             else:
                 if stored.snapshot in void:
                     continue
+                manifest = str(name), stored.encode().decode()
                 if is_named:
-                    found = found._replace(named=stored.encode().decode())
+                    found = found._replace(named=manifest)
                 if not is_past(stored.lineage, name.iteration, head):
                     found = found._replace(abandoned=(*found.abandoned, str(name)))
                     continue
-                found.texts.append(stored.encode().decode())
+                found.manifests.append(manifest)
             wanted = [wanted[0] - 1, wanted[1] - is_older]
     except StorageError as error:
         events.emit("storage_fails", error=str(error))

@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 from ftckpt.errors import StorageError, in_words
 from ftckpt.events import Events
-from ftckpt.model.loaded import is_undone, newest_of
+from ftckpt.model.lineage import is_past
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.failures import tell_trained
-from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.roll_call import RollCall
 from ftckpt.smp.work import Pace
+from ftckpt.store.lineage_file import read_lineage
 from ftckpt.store.pulse import FlushState
 
 _POLL_SECS = 0.2
@@ -174,28 +174,26 @@ class FinalFlush:
         return max(everywhere)
 
     def _newest(self, storage: Storage, lineages: Collection[bytes]) -> SnapshotId | None:
-        """The newest that the job has on storage, and of no past that it has left.
+        """The newest that the job has on storage in its history.
 
         Args:
             lineages: those of memory. Where this run writes by itself others count, too: it has begun with what is
                 there. Elsewhere they are of another training under the name of the job.
         """
-        arenas = self._arenas.all
-        if not arenas:
+        if not self._arenas.all:
             return None
         is_own = self._owns(storage)
-        origin, void = newest_of(one.mapped.control.origin() for one in arenas), retention.voided(storage)
-        for iteration in commit.committed(storage):
-            name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
+        head, void = read_lineage(self._arenas.node_dir), retention.voided(storage)
+        for name in commit.checkpoints(storage):
             try:
-                there = StoredSnapshot.decode(storage.read(name), name)
+                there = retention.read_manifest(storage, name)
             except StorageError as error:
                 if not error.lasting:
                     raise  # it may be the newest
                 continue  # one that is damaged is nothing to rely on
-            is_left = there.snapshot in void or is_undone(there.origin, origin, iteration)
+            counts = there.snapshot not in void and is_past(there.lineage, name.iteration, head)
             is_ours = there.job == self.orders.job and (is_own or there.snapshot.lineage in lineages)
-            if is_ours and not is_left:
+            if is_ours and counts:
                 return there.snapshot
         return None
 

@@ -21,11 +21,11 @@ import numpy as np
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
-from ftckpt.model.loaded import Checkpoint, earliest_of, is_undone, newest_of
+from ftckpt.model.lineage import Lineage
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
-from ftckpt.persist.commit import DoneMark, PendingCheckpoint
+from ftckpt.persist.commit import CheckpointName, DoneMark, PendingCheckpoint
 from ftckpt.persist.compression import packed
 from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
@@ -35,6 +35,7 @@ from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
 from ftckpt.smp.export import export
 from ftckpt.smp.footprint import yield_disks
 from ftckpt.smp.work import Pace
+from ftckpt.store.lineage_file import read_lineage
 from ftckpt.store.pulse import FlushState
 
 _POLL_SECS = 0.1
@@ -213,7 +214,7 @@ class Flush:
         marks = [promised] if promised is not None and shards <= promised.parts.keys() else []
         if marks and not self._patiently(lambda: pending.lacks(*marks)):
             return
-        begun, (origin, slots) = time.monotonic(), self._checked()
+        begun, (lineage, slots) = time.monotonic(), self._checked()
         try:
             with ExitStack() as leases:
                 for arena, checked in slots:
@@ -225,20 +226,20 @@ class Flush:
                 self._withdraw(storage, pending)
             raise
         parts = {name: one.to_json() for name, one in self._written.items()}
-        self._patiently(lambda: pending.done(parts, origin))
+        self._patiently(lambda: pending.done(parts, lineage))
         nbytes, secs = sum(one.nbytes for one in self._written.values()), round(time.monotonic() - begun, 3)
         self._events.emit("flushed", iteration=self.snapshot.iteration, bytes=nbytes, secs=secs)
 
-    def _checked(self) -> tuple[Checkpoint, list[tuple[GuardedArena, CheckedSlot]]]:
-        """Waits until all arenas of the node hold the snapshot with its checksums; its origin, and where it lies."""
+    def _checked(self) -> tuple[Lineage, list[tuple[GuardedArena, CheckedSlot]]]:
+        """Waits until all arenas of the node hold the snapshot with its checksums; its lineage, and where it lies."""
         while True:
-            # First: a job that goes back voids slots, then marks. Slots that hold the snapshot to the end of the
-            # reading were not void when this was read.
-            origin, arenas = earliest_of(self._origins()), self._arenas.all
+            # First: a job that branches voids slots, then writes its lineage. Slots that hold the snapshot to the end
+            # of the reading were not void when this was read.
+            lineage, arenas = read_lineage(self._arenas.node_dir), self._arenas.all
             slots = [(arena, arena.find(self.snapshot)) for arena in arenas]
             ready = [(arena, one) for arena, one in slots if one is not None]
             if self._arenas.complete and len(ready) == len(slots):
-                return origin, ready
+                return lineage, ready
             self._pause(_POLL_SECS)
 
     def _put_all(self, pending: PendingCheckpoint, slots: Sequence[tuple[GuardedArena, CheckedSlot]]) -> None:
@@ -338,83 +339,58 @@ class Flush:
         parts = [(str(name), entry) for mark in own.values() for name, entry in mark.parts.items()]
         shards = {name: StoredShard.from_json(entry) for name, entry in parts}
         arena = self._arenas.all[0].mapped
-        layout, origin = arena.manifest.layout, earliest_of(mark.origin for mark in own.values())
+        layout = arena.manifest.layout
+        lineage = min((mark.lineage for mark in own.values()), key=lambda one: one.generation)
         if lacking := set(shard_names(layout, axes_of(arena.manifest.shard))) - shards.keys():
             # A node that holds more since another was lost has not yet said so anew.
             self._tell(f"no node has written {', '.join(sorted(lacking)[:3])} yet")
             return False
-        stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, origin)
+        stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, lineage)
         if self._over.is_set():
             raise _Halted
-        # Right before: the job may go on elsewhere by now. What a run finds in its place is of a past it has left.
-        is_owner = self._owns(storage)
-        self._require_past(storage, path, origin)
-        if is_owner and not self._gives_way(storage, path):
-            return False
+        # Right before: the job may go on elsewhere by now.
+        if is_owner := self._owns(storage):
+            self._set_aside(storage, path)
         if not pending.commit(stored.encode(), own, replaces=is_owner):
             raise StorageError(f"{self._orders.where}/{path}: is there already, of another run", lasting=True)
-        # Behind the commit, as the job looks for what it has undone behind its origin: of two that do so at the same
-        # moment one sees the other. And before older ones go, of which one is what the job goes on from.
-        self._require_past(storage, path, origin)
         self._events.emit(
             "committed", iteration=self.snapshot.iteration, path=f"{self._orders.where}/{pending.folder}",
             bytes=stored.nbytes, shards=len(shards),
         )  # fmt: skip
         try:
             tell_trained(storage, self._orders.owner, time.time())
-            self._retain(storage, origin)
+            self._retain(storage, lineage)
             self._sweep(storage)
         except (StorageError, *_LOST) as error:
             self._tell(str(error))  # the checkpoint is there; the next one tidies up
         return True
 
-    def _require_past(self, storage: Storage, path: str, origin: Checkpoint) -> None:
-        """Raises ArenaError where the job has gone back to before the snapshot, which no start takes then."""
-        if is_undone(origin, newest_of(self._origins()), self.snapshot.iteration):
-            if self._is_there(storage, path):
-                retention.void(storage, [self.snapshot])
-            raise ArenaError("the job has gone back to before it")
-
-    def _gives_way(self, storage: Storage, path: str) -> bool:
-        """Whether nobody needs what another past of the job has left where this snapshot goes."""
+    def _set_aside(self, storage: Storage, path: str) -> None:
+        """What another branch of the job has left where this snapshot goes stays, under another name."""
+        if storage.size(path) is None:
+            return
         there = self._committed(storage, path)
-        if there is None and storage.size(path) is not None:  # damaged, or of another version of ftckpt
-            retention.require_unpinned(storage, self.snapshot.iteration)
-        if there is None or there.snapshot == self.snapshot or retention.may_be_replaced(storage, there.snapshot):
-            return True
-        self._tell(f"{self._orders.where}/{path}: a restart reads what is to be replaced; waiting for its end")
-        return False
+        if there is None or there.snapshot != self.snapshot:
+            retention.set_aside(storage, self.snapshot.iteration, there)
 
-    def _retain(self, storage: Storage, origin: Checkpoint) -> None:
-        """Remove checkpoints beyond those that are kept, and those that the job has left behind it."""
-        there = {one.snapshot: one.origin for one in self._whole(storage)}
-        void, current = retention.voided(storage), self.snapshot
-        left = {
-            # As in memory: going on from an older one voids what is newer.
-            one for one, began in there.items()
-            if one in void or (one > current and one.lineage != current.lineage)
-            or is_undone(began, origin, one.iteration)
-        } - {current}  # fmt: skip
-        counted = [one.iteration for one in there.keys() - left]
-        stay = retention.kept(counted, self._orders.keep, self._orders.keep_every) | {current.iteration}
-        surplus = {one for one in there.keys() - left if one.iteration not in stay}
+    def _retain(self, storage: Storage, lineage: Lineage) -> None:
+        """Remove checkpoints beyond those that are kept."""
+        there = self._whole(storage)
+        lineages = {name: stored.lineage for name, stored in there.items()}
+        surplus = retention.surplus(lineages, lineage, self._orders.keep, self._orders.keep_every)
+        doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
         if not self._owns(storage):
             return
-        retention.forget_void(storage, [one for one in void if one not in there])
-        if left or surplus:
-            gone = retention.retire(storage, surplus, left, current.iteration, lambda: self._owns(storage))
-            for one in gone:
-                self._events.emit("removed", iteration=one.iteration, path=self._orders.where)
+        snapshots = {stored.snapshot for stored in there.values()}
+        retention.forget_void(storage, [one for one in retention.voided(storage) if one not in snapshots])
+        if doomed:
+            for name in retention.retire(storage, doomed, self.snapshot.iteration, lambda: self._owns(storage)):
+                self._events.emit("removed", iteration=name.iteration, path=f"{self._orders.where}/{name}")
 
-    def _origins(self) -> Iterator[Checkpoint]:
-        return (arena.mapped.control.origin() for arena in self._arenas.all)
-
-    def _whole(self, storage: Storage) -> Iterator[StoredSnapshot]:
+    def _whole(self, storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
         """Checkpoints that can be read: others are nobody's to remove."""
-        for iteration in commit.committed(storage):
-            there = self._committed(storage, f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}")
-            if there is not None:
-                yield there
+        found = {name: self._committed(storage, name.manifest) for name in commit.checkpoints(storage)}
+        return {name: stored for name, stored in found.items() if stored is not None}
 
     def _sweep(self, storage: Storage) -> None:
         """Remove what came to nothing."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ftckpt.model.loaded import NOTHING
 
 from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
@@ -26,7 +27,6 @@ from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
-from ftckpt.model.loaded import NOTHING
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes

@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from ftckpt.model.loaded import NOTHING, Checkpoint, next_origin
 
 from ftckpt.config import Config
 from ftckpt.errors import StorageError
 from ftckpt.group import Group
 from ftckpt.job.node_smp import NodeSmp
-from ftckpt.model.loaded import NOTHING, Checkpoint, next_origin
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import commit, retention

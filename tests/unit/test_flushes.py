@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ftckpt.model.loaded import Checkpoint
 from test_commit import Unconditional
 
 from ftckpt.config import Config
@@ -18,7 +19,6 @@ from ftckpt.job.flushes import Flushes, FlushGuard
 from ftckpt.job.last_flush import _NodeWatch
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
-from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.tiers import Tier
 from ftckpt.persist.commit import manifest_of

@@ -60,11 +60,13 @@ BRANCHING = st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 30)), max_size
 
 
 @given(BRANCHING, st.integers(0, 40))
-def test_is_past_agrees_with_a_history_that_is_followed_step_by_step(branching: list[tuple[int, int]], at: int) -> None:
+def test_is_past_agrees_with_a_history_that_is_followed_step_by_step(
+    branching: list[tuple[int, int]], at: int
+) -> None:
     """Against a model: of each lineage the generation that took each iteration, by replaying every branch."""
     histories, taken = [FIRST], [[1] * 41]
-    for parent, iteration in branching:
-        parent %= len(histories)
+    for number, iteration in branching:
+        parent = number % len(histories)
         generation = 1 + max(one.generation for one in histories)
         histories.append(histories[parent].branch(iteration, after=generation - 1))
         taken.append([*taken[parent][: iteration + 1], *[generation] * (40 - iteration)])

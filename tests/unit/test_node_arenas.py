@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ftckpt.model.loaded import Checkpoint
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job import node_entry
 from ftckpt.job.outlook import absent_slots
 from ftckpt.job.protection import Protection, _ArenaRemains
-from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import ledger, mapping
 from ftckpt.store.arena import Arena

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from ftckpt.model.loaded import NOTHING, Checkpoint
 from test_load import run_ranks
 
 from ftckpt.errors import ConfigError, LostError, MismatchError, StorageError
 from ftckpt.group import Group
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import private_key
 from ftckpt.model.snapshot import SnapshotId

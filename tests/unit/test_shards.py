@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ftckpt.model.loaded import Checkpoint
 from safetensors.numpy import load
 
 from ftckpt.errors import CorruptError, DamagedError, StorageError
-from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.shard_file import ShardFile
