@@ -178,8 +178,7 @@ def _newest(path: Path, newest_first: Sequence[Path]) -> Path:
     chosen = next((folder for folder in newest_first if _counts(folder, void, head)), None)
     if chosen is None:
         raise ConvertError(
-            f"{path}: all snapshots there are of abandoned branches, or about to be removed; --iteration takes one of "
-            "them"
+            f"{path}: all snapshots there are of abandoned branches, or about to be removed; --iteration takes one"
         )
     if chosen != newest_first[0]:
         log.warning("ftckpt: %s is taken: newer ones are of abandoned branches, or about to be removed", chosen)
