@@ -9,7 +9,7 @@ from ftckpt.errors import ConfigError
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "memory", "file")
 """Of URLs of storage, as obstore knows them; it need not be installed where a job is planned."""
 
-PERSIST_FORMATS = ("snapshot", "universal", "megatron-dist", "deepspeed-universal")
+PERSIST_FORMATS = ("snapshot", "universal", "megatron-dist", "deepspeed-universal", "safetensors")
 """What lies on storage: the first as it was in memory, the others as ``ftckpt convert --to`` names them."""
 
 

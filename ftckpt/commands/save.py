@@ -20,8 +20,9 @@ from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
 from ftckpt.persist.commit import checkpoints
+from ftckpt.persist.exports import prepare
 from ftckpt.persist.meeting import LOOPBACK, RescueReport, RescueRequest
-from ftckpt.persist.place import Place, prepare, snapshots_at
+from ftckpt.persist.place import Place, snapshots_at
 from ftckpt.persist.storage import open_storage
 from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.client import SmpClient, find_or_start

@@ -17,7 +17,8 @@ from ftckpt.job.session import RankState
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.notice import Notice
-from ftckpt.persist.place import Place, prepare
+from ftckpt.persist.exports import prepare
+from ftckpt.persist.place import Place
 
 
 def save_command(config: Config) -> str:

@@ -1,12 +1,12 @@
 """Snapshots in a format that others load, as directories: whole or not there, and what names the newest moved last.
 
-An export is made in a directory of its own beside the snapshots, and gets its name by one rename. A file in it says
-of which snapshot it is: what has none is of another program.
+An export is made in a directory of its own beside the snapshots, and gets its name by one rename. What is ftckpt's of
+the directory that users look into is what its records name, see ``export_record``: everything else there stays as it
+is, and stands in nobody's way unless it has the very name that an export is to have.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftckpt.errors import StorageError
+from ftckpt.events import log
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import OWNER_NAME, folder_of
+from ftckpt.persist.export_record import ExportRecord, ExportRecords, PointerRecord
 from ftckpt.persist.files import FileStorage, sync_directory
-from ftckpt.persist.place import ExportPlace
+from ftckpt.persist.place import Place
 
-MARK_NAME = "ftckpt.json"
-"""In each export: its snapshot."""
 WORK_NAME = "converting"
 _NUMBER = re.compile(r"(\d+)\D*$")
+_OTHERS = "zero_to_fp32.py"
+"""DeepSpeed leaves it beside its checkpoints."""
 
 
 class _Form(NamedTuple):
@@ -40,6 +42,7 @@ _FORMS = {
     "universal": _Form("latest", False, "iter_{:07d}\n"),
     "megatron-dist": _Form("latest_checkpointed_iteration.txt", True, "{}"),
     "deepspeed-universal": _Form("latest_universal", True, "global_step{}"),
+    "safetensors": _Form("latest", False, "iter_{:07d}\n"),
 }
 
 
@@ -51,15 +54,17 @@ class Unpublished(NamedTuple):
 
 
 class Exports:
-    """The exports at ``place``, made of the snapshots in the directory ``snapshots`` of the same file system.
+    """The exports at ``place``, made of the snapshots there, by the run ``owner``.
 
     Every method raises StorageError where the file system fails.
     """
 
-    def __init__(self, place: ExportPlace, snapshots: str) -> None:
-        self._form = _FORMS[place.form]
-        self._root, self._work = Path(place.root), Path(snapshots) / WORK_NAME
-        self._storage = FileStorage(place.root)
+    def __init__(self, place: Place, owner: str = "") -> None:
+        assert place.exports is not None
+        self._form = _FORMS[place.exports.form]
+        self._root, self._work = Path(place.exports.root), Path(place.snapshots) / WORK_NAME
+        self._records = ExportRecords(FileStorage(place.snapshots))
+        self._owner = owner
 
     @property
     def umask(self) -> int:
@@ -67,14 +72,16 @@ class Exports:
         with explained(self._root):
             return 0o777 & ~self._root.stat().st_mode
 
+    @property
+    def snapshots(self) -> Collection[SnapshotId]:
+        """Those of which there is a record, whatever became of the export."""
+        return self._records.all().keys()
+
     def find(self) -> dict[SnapshotId, Path]:
-        """All that are there."""
-        found = {}
+        """The exports that are there, each as it was made."""
         with explained(self._root):
-            for mark in self._root.glob(f"*/{MARK_NAME}"):
-                with suppress(KeyError, TypeError, ValueError):  # of another program, then
-                    found[SnapshotId.parse(json.loads(mark.read_bytes())["snapshot"])] = mark.parent
-        return found
+            made = {snapshot: (one, self._root / one.name) for snapshot, one in self._records.all().items()}
+            return {snapshot: path for snapshot, (one, path) in made.items() if one.lies_at(path)}
 
     def complete(self, snapshot: SnapshotId) -> bool:
         """Whether there is nothing to be made: of ``snapshot`` there is an export, which is named now where a kill
@@ -88,95 +95,170 @@ class Exports:
     def making(self, snapshot: SnapshotId) -> Iterator[Unpublished]:
         """An export of ``snapshot`` to be made. What of it is not published goes at the end, and what others have
         left that were killed, at once."""
-        own = self._work / f"{folder_of(snapshot.iteration)}-{snapshot.lineage.hex()}"
-        with explained(self._root):
-            shutil.rmtree(self._work, ignore_errors=True)
-            for left in self._root.glob(f".{self._form.pointer}-*"):
-                left.unlink()
+        own = self._work_of(snapshot)
+        with explained(self._work):
+            for left in self.snapshots:
+                _remove_tree(self._work_of(left))
+            self._records.keep(ExportRecord(snapshot))  # first: what a kill leaves is known by it
             own.mkdir(parents=True)
         try:
             yield Unpublished(snapshot, own / "made")
         finally:
-            shutil.rmtree(own, ignore_errors=True)
-            self._leave_work()
+            with suppress(StorageError, OSError):  # the next one does so
+                _remove_tree(own)
+                self._leave_work()
+                if not self._records.all()[snapshot].name:
+                    self._records.forget(snapshot)
 
     def publish(self, made: Unpublished) -> Path:
         """Give it its name, then name it as the newest, unless in this run there is a newer one already.
 
         Raises:
-            StorageError: what has its name is of another program.
+            StorageError: what has its name, or names the newest, was not made here.
         """
-        iteration, path = made.snapshot.iteration, made.path
+        snapshot, path = made.snapshot, made.path
+        self._require_own_pointer()
         with explained(path):
             if self._form.is_inside:
                 (path,) = [entry for entry in path.iterdir() if entry.is_dir()]
-            FileStorage(str(path)).put(MARK_NAME, json.dumps({"snapshot": str(made.snapshot)}).encode())
-            self._open(path / MARK_NAME)
-            final = self._root / (path.name if self._form.is_inside else folder_of(iteration))
-            if os.path.lexists(final):
-                self._displace(final, made)
-            path.rename(final)
+            name = path.name if self._form.is_inside else folder_of(snapshot.iteration)
+            record = ExportRecord.of(snapshot, name, path)
+            self._make_room(record)
+            self._records.keep(record)
+            path.rename(self._root / name)
             sync_directory(self._root)
-        self._name(iteration)
-        return final
+        self._name(snapshot.iteration)
+        return self._root / name
 
     def retain(self, snapshots: Collection[SnapshotId]) -> list[int]:
         """Remove those of other snapshots, which are gone, or of a past that the job has left; returns their
-        iterations."""
-        gone = {snapshot: path for snapshot, path in self.find().items() if snapshot not in snapshots}
-        self._point_away_from([snapshot.iteration for snapshot in gone])
+        iterations. One that is not as it was made stays, and is nobody's to remove from then on."""
+        gone, removed = [one for one in self._records.all().values() if one.snapshot not in snapshots], list[int]()
+        self._point_away_from([one.snapshot for one in gone])
         with explained(self._root):
-            for path in gone.values():
-                aside = self._work / f"removed-{path.name}"
-                aside.parent.mkdir(exist_ok=True)
-                path.rename(aside)  # from here on it is none
-                shutil.rmtree(aside)
-        self._leave_work()
-        return sorted(snapshot.iteration for snapshot in gone)
+            for one in gone:
+                path = self._root / one.name
+                if one.is_going or one.is_at(path):
+                    self._records.remove(one, self._root)
+                    removed.append(one.snapshot.iteration)
+                else:
+                    self._records.forget(one.snapshot)
+                    if one.name and os.path.lexists(path):
+                        log.warning("ftckpt: %s is not as it was made, and stays; remove it yourself", path)
+        return sorted(removed)
 
-    def _displace(self, final: Path, made: Unpublished) -> None:
-        """Make room where a history that the job has left had the same iteration."""
-        if not (final / MARK_NAME).is_file():
-            raise StorageError(f"{final}: is of another program, and stays as it is", lasting=True)
-        self._point_away_from([made.snapshot.iteration])
-        final.rename(made.path.with_name("replaced"))
+    def foreign_pointer(self) -> Path | None:
+        """A file that names the newest checkpoint of a program which saves there by itself, if there is one."""
+        for name in sorted({form.pointer for form in _FORMS.values()}):
+            if os.path.lexists(self._root / name) and self._text(name) not in self._records.pointer(name).texts:
+                return self._root / name
+        others = self._root / _OTHERS
+        return others if os.path.lexists(others) else None
+
+    def _make_room(self, new: ExportRecord) -> None:
+        """Remove what has the name of ``new``, where ftckpt has made it of another past of the job."""
+        final = self._root / new.name
+        if not os.path.lexists(final):
+            return
+        old = next((one for one in self._records.all().values() if one.name == new.name), None)
+        if old is not None and (old.is_going or old.is_at(final)):
+            self._point_away_from([old.snapshot])
+            self._records.remove(old, self._root)
+        if os.path.lexists(final):
+            text = "was not made by ftckpt, or is not as it was made, and stays: move it away"
+            raise StorageError(f"{final} {text}", lasting=True)
 
     def _name(self, iteration: int) -> None:
         # One that an earlier run has named may be of a past that the job has left.
-        if self._named() < iteration or not self._is_of_this_run(self._root / self._form.pointer):
+        if self._named() < iteration or self._records.pointer(self._form.pointer).owner != self._owner:
             self._point_to(iteration)
 
     def _point_to(self, iteration: int) -> None:
-        self._storage.put(self._form.pointer, self._form.text.format(iteration).encode())
-        self._open(self._root / self._form.pointer)
+        self._require_own_pointer()
+        name, now = self._form.pointer, self._text(self._form.pointer)
+        text = self._form.text.format(iteration)
+        texts = tuple(dict.fromkeys([text, *([now] if now is not None else [])]))
+        self._records.keep_pointer(name, PointerRecord(self._owner, texts))
+        # Made among the snapshots: a kill leaves nothing in the directory of others.
+        fresh = self._work / name
+        with explained(fresh):
+            self._work.mkdir(exist_ok=True)
+            with open(fresh, "wb") as file:
+                file.write(text.encode())
+                os.fchmod(file.fileno(), 0o666 & ~self.umask)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(self._root / name)
+            sync_directory(self._root)
+        self._leave_work()
 
-    def _open(self, file: Path) -> None:
-        # Behind the rename: until then nobody else looks for it.
-        file.chmod(0o666 & ~self.umask)
-
-    def _point_away_from(self, iterations: Collection[int]) -> None:
+    def _point_away_from(self, snapshots: Collection[SnapshotId]) -> None:
         """What is to go is not the one that a job would load, as far as there is another."""
-        others = [snapshot.iteration for snapshot in self.find() if snapshot.iteration not in iterations]
-        if others and self._named() in iterations:
+        others = [snapshot.iteration for snapshot in self.find() if snapshot not in snapshots]
+        if others and self._named() in [snapshot.iteration for snapshot in snapshots]:
             self._point_to(max(others))
 
-    def _is_of_this_run(self, path: Path) -> bool:
-        """Whether ``path`` was written since the run that writes here has claimed the place."""
-        claim = self._work.with_name(OWNER_NAME)
-        if not path.exists() or not claim.exists():
-            return path.exists()
-        return path.stat().st_mtime_ns >= claim.stat().st_mtime_ns
+    def _require_own_pointer(self) -> None:
+        name = self._form.pointer
+        if os.path.lexists(self._root / name) and self._text(name) not in self._records.pointer(name).texts:
+            raise StorageError(_taken(self._root / name), lasting=True)
+
+    def _named(self) -> int:
+        """The iteration of the newest; -1 where none is named by ftckpt."""
+        text = self._text(self._form.pointer)
+        if text is None or text not in self._records.pointer(self._form.pointer).texts:
+            return -1
+        found = _NUMBER.search(text)
+        return int(found[1]) if found is not None else -1
+
+    def _text(self, name: str) -> str | None:
+        """What a plain file beside the exports says; None where there is none."""
+        path = self._root / name
+        with explained(path):
+            if path.is_symlink() or not path.is_file():
+                return None
+            return path.read_bytes().decode(errors="replace")
+
+    def _work_of(self, snapshot: SnapshotId) -> Path:
+        return self._work / f"{folder_of(snapshot.iteration)}-{snapshot.lineage.hex()}"
 
     def _leave_work(self) -> None:
         with suppress(OSError):  # another one is being made
             self._work.rmdir()
 
-    def _named(self) -> int:
-        """The iteration of the newest; -1 where none is named."""
-        if self._storage.size(self._form.pointer) is None:
-            return -1
-        found = _NUMBER.search(self._storage.read(self._form.pointer).decode(errors="replace"))
-        return int(found[1]) if found is not None else -1
+
+def prepare(place: Place) -> None:
+    """Make the folder for snapshots beside what others load. Any number of ranks may call it.
+
+    Raises:
+        StorageError: the directory cannot be written, or is another program's, or snapshots lie in it themselves.
+    """
+    if place.exports is None:
+        return
+    root = FileStorage(place.exports.root)
+    if root.size(OWNER_NAME) is not None:
+        text = (
+            f"{root.where}: --ftckpt-persist-format: snapshots lie there without a format of others; move them to "
+            f"{place.snapshots}, or name another place"
+        )
+        raise StorageError(text, lasting=True)
+    with explained(Path(place.snapshots)):
+        Path(place.snapshots).mkdir(exist_ok=True)
+    if (foreign := Exports(place).foreign_pointer()) is not None:
+        raise StorageError(_taken(foreign), lasting=True)
+
+
+def _taken(pointer: Path) -> str:
+    return (
+        f"{pointer} was not written by ftckpt: another program saves there; --ftckpt-persist-format needs a "
+        f"directory of its own: name another with --ftckpt-persist, such as {pointer.with_name('exports')}"
+    )
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a directory, if it is one and no link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
 
 
 @contextmanager

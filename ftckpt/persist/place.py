@@ -9,9 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.errors import StorageError
 from ftckpt.persist.commit import LATEST_NAME, OWNER_NAME
-from ftckpt.persist.files import FileStorage
 from ftckpt.persist_setting import PERSIST_FORMATS
 
 SNAPSHOT = PERSIST_FORMATS[0]
@@ -37,27 +35,6 @@ class Place(NamedTuple):
         if not persist or form == SNAPSHOT:
             return cls(persist)
         return cls(f"{persist}/{FOLDER}", ExportPlace(persist, form))
-
-
-def prepare(place: Place) -> None:
-    """Make the folder for snapshots beside what others load. Any number of ranks may call it.
-
-    Raises:
-        StorageError: the directory cannot be written, or snapshots lie in it themselves.
-    """
-    if place.exports is None:
-        return
-    root = FileStorage(place.exports.root)
-    if root.size(OWNER_NAME) is not None:
-        text = (
-            f"{root.where}: --ftckpt-persist-format: snapshots lie there without a format of others; move them to "
-            f"{place.snapshots}, or name another place"
-        )
-        raise StorageError(text, lasting=True)
-    try:
-        Path(place.snapshots).mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{place.snapshots}: {error.strerror}") from None
 
 
 def snapshots_at(where: str) -> str:

@@ -48,7 +48,7 @@ def export(
     """
     assert place.exports is not None
     form, begun = place.exports.form, time.monotonic()
-    exports = Exports(place.exports, place.snapshots)
+    exports = Exports(place, owner)
     if not exports.complete(snapshot):
         require_owner(storage, owner)
         with exports.making(snapshot) as made:
@@ -58,7 +58,7 @@ def export(
             path = exports.publish(made)
         secs = round(time.monotonic() - begun, 3)
         events.emit("exported", iteration=snapshot.iteration, format=form, path=str(path), secs=secs)
-    for iteration in exports.retain(_there(storage, exports.find())):
+    for iteration in exports.retain(_there(storage, exports.snapshots)):
         events.emit("removed", iteration=iteration, path=place.exports.root)
 
 

@@ -19,8 +19,9 @@ from ftckpt.convert.formats import ReadOptions, open_reader
 from ftckpt.convert.universal import UniversalReader
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.commit import committed
+from ftckpt.persist.exports import prepare
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.place import Place, prepare
+from ftckpt.persist.place import Place
 from ftckpt.store.directory import clean_job
 from tests.faults.test_persist import NODES, restored, train_then_die, train_to_the_end, what_was
 from tests.support import jobs, plain

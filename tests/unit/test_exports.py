@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import claim, manifest_of
-from ftckpt.persist.exports import Exports
+from ftckpt.persist.commit import manifest_of
+from ftckpt.persist.exports import Exports, prepare
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.place import ExportPlace, Place, prepare
+from ftckpt.persist.place import ExportPlace, Place
 from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.export import export
 from tests.support.errors import raises
 from tests.support.killing import killed_at
@@ -29,8 +31,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def exports(root: Path) -> Exports:
-    return Exports(ExportPlace(str(root), "megatron-dist"), str(root / "ftckpt"))
+def exports(root: Path, owner: str = "", form: str = "megatron-dist") -> Exports:
+    return Exports(Place.of(str(root), form), owner)
 
 
 def convert(path: Path, iteration: int) -> None:
@@ -41,8 +43,8 @@ def convert(path: Path, iteration: int) -> None:
     (path / TRACKER).write_text(str(iteration))
 
 
-def make(root: Path, iteration: int, lineage: bytes = LINEAGE) -> Path:
-    snapshot, there = SnapshotId(lineage, iteration), exports(root)
+def make(root: Path, iteration: int, lineage: bytes = LINEAGE, owner: str = "") -> Path:
+    snapshot, there = SnapshotId(lineage, iteration), exports(root, owner)
     if not there.complete(snapshot):
         with there.making(snapshot) as made:
             convert(made.path, iteration)
@@ -67,7 +69,7 @@ def test_an_export_has_its_name_when_it_is_whole(root: Path) -> None:
     assert exports(root).find() == {SnapshotId(LINEAGE, 5): path}
     make(root, 10)
     assert loadable(root) == 10
-    assert names(root) == {"iter_0000005", "iter_0000010", TRACKER, "ftckpt"} and not names(root / "ftckpt")
+    assert names(root) == {"iter_0000005", "iter_0000010", TRACKER, "ftckpt"} and names(root / "ftckpt") == {"made"}
 
 
 def test_what_fails_leaves_nothing(root: Path) -> None:
@@ -75,7 +77,8 @@ def test_what_fails_leaves_nothing(root: Path) -> None:
     with pytest.raises(RuntimeError), exports(root).making(SnapshotId(LINEAGE, 10)) as made:
         convert(made.path, 10)
         raise RuntimeError
-    assert names(root) == {"iter_0000005", TRACKER, "ftckpt"} and not names(root / "ftckpt")
+    assert names(root) == {"iter_0000005", TRACKER, "ftckpt"} and names(root / "ftckpt") == {"made"}
+    assert exports(root).snapshots == {SnapshotId(LINEAGE, 5)}
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["beside", "in the place of one that was left behind"])
@@ -97,7 +100,7 @@ def test_killed_at_any_step_an_older_one_can_be_loaded_and_the_next_one_tidies_u
         make(root, 10, LATER)
         assert loadable(root) == 10
         make(root, 15, LATER)
-        assert loadable(root) == 15 and not names(root / "ftckpt")
+        assert loadable(root) == 15 and names(root / "ftckpt") == {"made"}
         assert names(root) <= {"iter_0000005", "iter_0000010", "iter_0000015", TRACKER, "ftckpt"}
         if not killed:
             break
@@ -105,30 +108,23 @@ def test_killed_at_any_step_an_older_one_can_be_loaded_and_the_next_one_tidies_u
     assert seen == {False, True} and step > 10
 
 
-def test_what_is_of_another_program_stays(root: Path) -> None:
-    convert(root, 5)
-    with raises(StorageError, "iter_0000005", "of another program"):
-        make(root, 5)
-    assert not (root / "iter_0000005" / "ftckpt.json").exists() and not names(root / "ftckpt")
-    make(root, 10)
+def test_what_has_the_name_of_an_export_stays(root: Path) -> None:
+    make(root, 5)
+    convert(root.parent / "other", 10)
+    (root.parent / "other" / "iter_0000010").rename(root / "iter_0000010")
+    with raises(StorageError, "iter_0000010"):
+        make(root, 10)
+    assert names(root / "ftckpt") == {"made"} and loadable(root) == 5
     exports(root).retain([])
-    assert names(root) == {"iter_0000005", TRACKER, "ftckpt"}, "only what was made of a snapshot goes with it"
-
-
-def claim_now(root: Path) -> None:
-    """A run begins, behind all that was written before."""
-    for path in root.iterdir():
-        os.utime(path, (1, 1))
-    claim(FileStorage(str(root / "ftckpt")), "a run", "job")
+    assert names(root) == {"iter_0000010", TRACKER, "ftckpt"}, "only what was made of a snapshot goes with it"
 
 
 def test_a_job_that_went_back_names_what_it_writes(root: Path) -> None:
     """What was newer before it began is of a past that it has left."""
-    make(root, 30)
-    claim_now(root)
-    make(root, 10, LATER)
+    make(root, 30, owner="before")
+    make(root, 10, LATER, "now")
     assert loadable(root) == 10
-    make(root, 5, LATER)
+    make(root, 5, LATER, "now")
     assert loadable(root) == 10, "of one run the newest"
 
 
@@ -137,7 +133,7 @@ def test_what_was_made_of_a_snapshot_goes_with_it(root: Path) -> None:
         make(root, iteration)
     five, ten, fifteen = (SnapshotId(LINEAGE, iteration) for iteration in (5, 10, 15))
     assert exports(root).retain([ten, fifteen]) == [5]
-    assert names(root) == {"iter_0000010", "iter_0000015", TRACKER, "ftckpt"} and not names(root / "ftckpt")
+    assert names(root) == {"iter_0000010", "iter_0000015", TRACKER, "ftckpt"} and names(root / "ftckpt") == {"made"}
     assert exports(root).retain([five, ten]) == [15] and loadable(root) == 10, "never names what is gone"
     assert exports(root).retain([SnapshotId(LATER, 10)]) == [10], "of another past"
 
@@ -150,20 +146,21 @@ def test_what_was_made_of_a_past_that_was_left_goes(root: Path, monkeypatch: pyt
         there = SnapshotId(LATER if iteration == 10 else LINEAGE, iteration)
         storage.put(manifest_of(iteration), StoredSnapshot(there, "job", {}, {}).encode())
     storage.put(manifest_of(15), b"of a later version")
-    (root / TRACKER).write_text("10")
-    named, rename = list[int](), Path.rename
+    make(root, 10, owner="another")  # by a run that had come to it
+    named, unlink = list[int](), Path.unlink
 
-    def seen(path: Path, target: Path) -> None:
-        named.append(loadable(root))
-        rename(path, target)
+    def seen(path: Path, **options: bool) -> None:
+        if path.parent.parent == root:
+            named.append(loadable(root))
+        unlink(path, **options)
 
     def never(secs: float) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Path, "rename", seen)
+    monkeypatch.setattr(Path, "unlink", seen)
     events = Seen()
-    export(storage, place, SnapshotId(LINEAGE, 5), events, owner="", deadline=0.0, pause=never)
-    assert [one["iteration"] for one in events.of("removed")] == [10] and named[-1] == loadable(root) == 15
+    export(storage, place, SnapshotId(LINEAGE, 5), events, owner="another", deadline=0.0, pause=never)
+    assert [one["iteration"] for one in events.of("removed")] == [10] and named == [15] and loadable(root) == 15
     assert exports(root).find().keys() == {SnapshotId(LINEAGE, 5), SnapshotId(LINEAGE, 15)}
 
 
@@ -180,3 +177,131 @@ def test_snapshots_and_what_is_made_of_them_have_places_of_their_own(root: Path)
     (root / "new" / "owner.json").write_text("{}")
     with raises(StorageError, "persist_format: snapshots lie there", "name another place"):
         prepare(place)
+
+
+def job(root: Path) -> list[SnapshotId]:
+    """Three exports of the universal format."""
+    for iteration in (5, 10, 15):
+        publish(root, SnapshotId(LINEAGE, iteration))
+    return [SnapshotId(LINEAGE, iteration) for iteration in (5, 10, 15)]
+
+
+def publish(root: Path, snapshot: SnapshotId) -> None:
+    there = exports(root, form="universal")
+    with there.making(snapshot) as made:
+        (made.path / "part").mkdir(parents=True)
+        (made.path / "manifest.json").write_text(str(snapshot))
+        (made.path / "part" / "weights").write_bytes(b"w" * snapshot.iteration)
+        there.publish(made)
+
+
+def renamed(root: Path) -> None:
+    (root / "iter_0000005").rename(root / "best")
+
+
+def copied(root: Path) -> None:
+    for number in range(6):
+        shutil.copytree(root / "iter_0000005", root / f"keep{number}")
+
+
+def of_another_run(root: Path) -> None:
+    shutil.copytree(root / "iter_0000015", root / "iter_0009000")
+
+
+def linked(root: Path) -> None:
+    for name, to in (("best", "iter_0000005"), ("dangling", "nowhere"), ("iter_0000007", "iter_0000005")):
+        (root / name).symlink_to(to)
+
+
+def moved_and_linked(root: Path) -> None:
+    (root / "iter_0000005").rename(root / "best")
+    (root / "iter_0000005").symlink_to("best")
+
+
+def noted(root: Path) -> None:
+    (root / "iter_0000005" / "eval.json").write_text("{}")
+    (root / "iter_0000005" / "empty").mkdir()
+
+
+def linked_into(root: Path) -> None:
+    (root / "iter_0000005" / "part" / "tokenizer").symlink_to(root.parent)
+
+
+def written_anew(root: Path) -> None:
+    (root / "iter_0000005" / "manifest.json").write_text(str(SnapshotId(LATER, 5)))
+
+
+def hidden(root: Path) -> None:
+    (root / ".latest-notes.txt").write_text("mine")
+    (root / ".latest-notes").mkdir()
+    (root / "ftckpt" / "converting" / "mine").mkdir(parents=True)
+    (root / "ftckpt" / "made" / "notes").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    "change", [renamed, copied, of_another_run, linked, moved_and_linked, noted, linked_into, written_anew, hidden]
+)
+def test_what_a_user_does_beside_exports_stays_and_stops_none(change: Callable[[Path], None], root: Path) -> None:
+    first, *others = job(root)
+    change(root)
+    before = {path: path.lstat().st_mode for path in root.rglob("*") if path.name != "latest"}
+    goes = {path for path in before if path.is_relative_to(root / "iter_0000005")}
+    if change in (renamed, moved_and_linked, noted, linked_into, written_anew):
+        goes = set()
+    goes.add(root / "ftckpt" / "made" / str(first))
+    publish(root, newest := SnapshotId(LINEAGE, 20))
+    exports(root, form="universal").retain([*others, newest])
+    lost = {path for path in before if path not in {*root.rglob("*")}}
+    assert lost == goes
+    assert exports(root, form="universal").find().keys() == {*others, newest}
+    assert (root / "latest").read_text() == "iter_0000020\n"
+
+
+@pytest.mark.parametrize("step", ["of its files", "whole"])
+def test_what_comes_into_an_export_that_is_going_stays(
+    step: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the look at it, and before its directory goes."""
+    _, *others = job(root)
+    unlink, folder = Path.unlink, root / "iter_0000005" / ("part" if step == "of its files" else "")
+
+    def late(path: Path, **options: bool) -> None:
+        (folder / "mine").touch()
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", late)
+    exports(root, form="universal").retain(others)
+    assert [path for path in (root / "iter_0000005").rglob("*") if path.is_file()] == [folder / "mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("latest", "global_step900"), (TRACKER, "9000"), ("latest_universal", "global_step3"), ("zero_to_fp32.py", "#")],
+)
+@pytest.mark.parametrize("form", PERSIST_FORMATS[1:])
+def test_a_directory_in_which_another_program_saves_is_refused_at_the_start(
+    name: str, text: str, form: str, root: Path
+) -> None:
+    place = Place.of(str(root), form)
+    (root / name).write_text(text)
+    with raises(StorageError, str(root / name), "persist_format", "persist="):
+        prepare(place)
+    assert (root / name).read_text() == text
+
+
+def test_a_pointer_that_another_program_has_written_since_stays(root: Path) -> None:
+    make(root, 5)
+    prepare(Place.of(str(root), "megatron-dist"))
+    (root / TRACKER).write_text("7")
+    with raises(StorageError, TRACKER):
+        make(root, 10)
+    assert (root / TRACKER).read_text() == "7" and names(root) == {"iter_0000005", TRACKER, "ftckpt"}
+    exports(root).retain([])
+    assert (root / TRACKER).read_text() == "7" and names(root) == {TRACKER, "ftckpt"}
+    with raises(StorageError, TRACKER):
+        prepare(Place.of(str(root), "megatron-dist"))
+    (root / TRACKER).unlink()
+    (root / TRACKER).symlink_to("mine")
+    with raises(StorageError, TRACKER):
+        make(root, 10)
+    assert (root / TRACKER).is_symlink()
