@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt import errors
-from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, connect, is_lazy, make_room
+from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, STALL_SECS, connect, is_lazy, make_room
 from ftckpt.host_memory import host_memory
 from ftckpt.model import codec
 from ftckpt.notice import Notice, job_store
@@ -124,6 +124,10 @@ class Group:
         """Break the group; ranks that wait in a collective of it learn it."""
         if not self._given_up:
             self._give_up(reason)
+
+    def outlast_stalls(self) -> None:
+        """Wait for ranks from here on as long as one may stand still while training runs."""
+        self.timeout_secs = max(self.timeout_secs, STALL_SECS)
 
     def renew(self, name: str, timeout_secs: float) -> None:
         """Connect all ranks again, broken or not before, under a ``name`` that was not used before. Collective.

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ftckpt.commands.arena_option import add_arena
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
-from ftckpt.job.addresses import interfaces, listening_address, machine
 from ftckpt.persist.commit import checkpoints
 from ftckpt.persist.exports import prepare
-from ftckpt.persist.meeting import LOOPBACK, RescueReport, RescueRequest
 from ftckpt.persist.place import Place, snapshots_at
 from ftckpt.persist.storage import open_storage
 from ftckpt.persist_setting import PERSIST_FORMATS
@@ -61,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ArenaError, SmpError: no memory of the job is here, or no SMP that answers.
-        StorageError: it did not come there; says why.
+        StorageError: it did not come there; says why, and which nodes are missing.
     """
     nodes = [path.name for path in list_arenas(job_node_path(arguments.arena, arguments.job, "node").parent)]
     where = arguments.where if "://" in arguments.where or not arguments.where else os.path.abspath(arguments.where)
@@ -111,15 +105,6 @@ def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> tu
     _require_no_ranks(client, begun + min(_ENDING_SECS, arguments.timeout))
     request = PersistRequest(where, arguments.timeout, anew=True, form=form)
     status = _wait(client, request, begun)
-    if status["flush"] == "cannot" and status["left"]:
-        print(f"node {node}: {status['reason']}; rebuilding what is lost", flush=True)
-        left_secs = max(1.0, begun + arguments.timeout - time.monotonic())
-        found = _rescue(client, status, left_secs)
-        if node not in found.nodes:
-            return found.iteration, f"node {node}: holds nothing of iteration {found.iteration}"
-        left_secs = max(1.0, begun + arguments.timeout - time.monotonic())
-        request = replace(request, timeout_secs=left_secs, nodes=found.nodes, arenas=found.arenas)
-        status = _wait(client, request, begun)
     if status["flush"] == "cannot":
         raise StorageError(f"node {node}: {status['reason']}", lasting=True)
     secs = time.monotonic() - begun
@@ -167,30 +152,3 @@ def _wait(client: SmpClient, request: PersistRequest, begun: float) -> dict[str,
         time.sleep(_POLL_SECS)
         status = client.persist(replace(request, anew=False))
     return status
-
-
-def _rescue(client: SmpClient, status: Mapping[str, Any], within_secs: float) -> RescueReport:
-    """Have what is lost rebuilt, by a process of its own on each node that is left: it takes torch, and a rank has
-    one node alone.
-
-    Raises:
-        StorageError: it cannot be; says why.
-    """
-    try:
-        address = listening_address("", ("this", "another"), os.environ)
-    except ConfigError:
-        address = LOOPBACK  # enough where all nodes are on one machine
-    interface = next((name for name, addresses in interfaces().items() if address in addresses), "")
-    request = RescueRequest(
-        str(client.node_dir), client.node, tuple(status["left"]), status["storage"], machine(), address, interface,
-        within_secs,
-    )  # fmt: skip
-    command = [sys.executable, "-m", "ftckpt.restore.rescue", json.dumps(asdict(request))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=within_secs, check=True)
-        return RescueReport.from_json(json.loads(done.stdout.splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        problem = f"it took more than {within_secs:.0f} s"
-    except subprocess.CalledProcessError as error:
-        problem = [f"exit status {error.returncode}", *str(error.stderr).splitlines()][-1]
-    raise StorageError(f"node {client.node}: {status['reason']}; and that cannot be rebuilt: {problem}", lasting=True)

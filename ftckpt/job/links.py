@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ftckpt.connections import STALL_SECS
 from ftckpt.group import Group
 from ftckpt.job.agreement import Agreement
 
@@ -42,7 +41,7 @@ class Links:
 
     def begin_training(self) -> None:
         """From here on a rank that is stopped for long breaks nothing: the framework's own groups wait for it too."""
-        self.group.timeout_secs = max(self._start_timeout_secs, STALL_SECS)
+        self.group.outlast_stalls()
 
     def part(self, leave: Callable[[], None]) -> None:
         """``leave``, and nothing after it; raises as ``meet``."""

@@ -216,13 +216,9 @@ class Duties:
             if (self._final.orders.where, self._final.orders.exports) != (orders.where, orders.exports):
                 raise SmpError(f"another save is on its way, to {self._final.orders.where}: wait for its end")
             return self._final.status  # who asked first waits for the same
-        orders = replace(orders, timeout_secs=request.timeout_secs, nodes=request.nodes or orders.nodes)
+        orders = replace(orders, timeout_secs=request.timeout_secs)
         if self._flush is not None:
             self._flush.stop()
-        if request.nodes:
-            self._arenas.want(list(request.arenas))
-            self._abandon()
-            self._refresh()
         # As fast as it goes: nobody trains.
         pace = Pace(bool, bool, orders.gbps)
         self._final = self._last_at[orders.where] = FinalFlush(

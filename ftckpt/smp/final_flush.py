@@ -1,7 +1,7 @@
 """The newest snapshot of a job that trains no more, on its way to storage: without trainers, by the SMPs alone.
 
-Each node says on storage what its arenas hold; the newest that all of them hold is whole, and goes there. Nothing
-changes meanwhile, as nobody writes the arenas.
+Each node writes to storage which snapshots its arenas hold; the SMPs flush the newest that every node holds. Nothing
+changes meanwhile, as nobody writes the arenas. Where a node is missing nothing is flushed, and the reason names it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from ftckpt.store.pulse import FlushState
 
 _POLL_SECS = 0.2
 _NODES_SECS = 120.0
-"""Longest wait for other nodes to say what they hold, and at most half of the time that there is: where one is lost
-the rest is for rebuilding what it held."""
+"""Longest wait for other nodes, and at most half of the time that there is: the rest is for writing."""
 _AGAIN_SECS = 1.0
 
 T = TypeVar("T")
@@ -51,7 +50,6 @@ class FinalFlush:
         self._halted = threading.Event()
         self._state, self._reason = FlushState.WORKING, ""
         self._snapshot: SnapshotId | None = None
-        self._left: tuple[str, ...] = ()
         self._flush: Flush | None = None
         self._nodes_by = time.monotonic() + min(_NODES_SECS, timeout_secs / 2)
         self._thread = threading.Thread(target=self._run, name="smp-final-flush", daemon=True)
@@ -78,14 +76,13 @@ class FinalFlush:
 
     @property
     def status(self) -> dict[str, Any]:
-        """How far it is, as JSON values. ``left``: the nodes that answer, where memory is whole on no snapshot."""
+        """How far it is, as JSON values."""
         return {
             "flush": self._state.name.lower(),
             "iteration": self._snapshot.iteration if self._snapshot is not None else -1,
             "where": self.orders.exports.root if self.orders.exports is not None else self.orders.where,
             "storage": self.orders.where,
             "reason": self._reason,
-            "left": list(self._left),
         }
 
     def _run(self) -> None:
@@ -107,7 +104,7 @@ class FinalFlush:
     def _bring_what_lacks(self, storage: Storage) -> None:
         held = self._held()
         there = self._patiently(lambda: self._newest(storage, {one.lineage for one in held}))
-        call = RollCall(storage, self.orders.node, self.orders.owner, held)
+        call = RollCall(storage, self.orders, held)
         self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there
         # One iteration more: what others load may have to be made of that which is there.
         floor = max((one.iteration for one in held), default=-1) + (self.orders.exports is not None)
@@ -155,22 +152,28 @@ class FinalFlush:
     def _choose(self, call: RollCall, there: SnapshotId | None) -> SnapshotId:
         """The newest snapshot that all arenas of all nodes hold; ``there``: what is on storage, and nobody waits who
         had no more than that."""
-        nodes = self.orders.nodes
         while True:
             self._patiently(call.beat)
-            held = self._patiently(lambda: call.present(nodes))
-            if held.keys() >= set(nodes):
+            held = self._patiently(call.present)
+            missing = set(self.orders.nodes) - held.keys()
+            if not missing:
                 break
             if self._late(_POLL_SECS) or time.monotonic() >= self._nodes_by:
-                if there is not None and not set(nodes) - call.told(nodes, there):
+                if there is not None and self._patiently(lambda: call.knew_all(there)):
                     return there
-                self._left = tuple(sorted(held))
-                missing = ", ".join(sorted(set(nodes) - held.keys()))
-                raise StorageError(f"these nodes do not say what they hold: {missing}", lasting=True)
+                raise StorageError(
+                    f"nodes are missing: {', '.join(sorted(missing))}: no snapshot is complete without what they "
+                    "hold; save on every node at once, or start the job again, which reconstructs from parity",
+                    lasting=True,
+                )
         everywhere = set.intersection(*held.values())
         if not everywhere:
-            self._left = tuple(sorted(held))
-            raise StorageError("no snapshot is whole on all nodes", lasting=True)
+            newest = (f"{node} {max(one).iteration if one else 'none'}" for node, one in sorted(held.items()))
+            raise StorageError(
+                f"no snapshot is complete on all nodes (newest of each: {', '.join(newest)}); start the job again, "
+                "which reconstructs from parity",
+                lasting=True,
+            )
         return max(everywhere)
 
     def _newest(self, storage: Storage, lineages: Collection[bytes]) -> SnapshotId | None:

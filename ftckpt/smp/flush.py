@@ -209,7 +209,7 @@ class Flush:
             promised: what this node has said before.
         """
         # By an SMP that was killed, or by an attempt that another node gave up; unless that node is lost, and this
-        # one holds more than it did then.
+        # one holds more than it did then, as a restart placed its shards here.
         shards = {arena.shard for arena in self._arenas.all}
         marks = [promised] if promised is not None and shards <= promised.parts.keys() else []
         if marks and not self._patiently(lambda: pending.lacks(*marks)):

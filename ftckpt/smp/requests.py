@@ -106,8 +106,7 @@ class EndRequest(SmpRequest):
 class PersistRequest(SmpRequest):
     """Bring the newest snapshot to storage: at ``where`` in ``form``, one of ``config.PERSIST_FORMATS``, or as the
     job does where that is empty, given up after ``timeout_secs``: begun with ``anew``, unless one is on its way
-    there. Without it the answer says how far that is. ``nodes`` hold all of it, this one in ``arenas``, where others
-    than those that trained do.
+    there. Without it the answer says how far that is.
 
     Raises:
         SmpError: no time that can be waited, no such form.
@@ -117,8 +116,6 @@ class PersistRequest(SmpRequest):
     where: str
     timeout_secs: float
     anew: bool
-    nodes: tuple[str, ...] = ()
-    arenas: tuple[str, ...] = ()
     form: str = PERSIST_FORMATS[0]
 
     def __post_init__(self) -> None:
