@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import sys
@@ -29,7 +28,6 @@ from ftckpt.model.text import listed
 from ftckpt.units import sized
 
 _AREAS = ("host", "device", "network")
-_THOROUGH_SECS = 120.0
 
 
 def add_check(commands: Any) -> None:
@@ -47,21 +45,9 @@ def add_check(commands: Any) -> None:
         what = f"look at the {area} alone, or with others that are named so"
         parser.add_argument(f"--{area}", action="append_const", const=area, dest="only", help=what)
     parser.add_argument(
-        "--only", type=_areas, action="extend", metavar="AREA", help=f"the same: {', '.join(_AREAS)}, or a list"
-    )
-    parser.add_argument(
         "--smp-listen", default="", metavar="ADDRESS", help="where other nodes reach this one, as --ftckpt-smp-listen"
     )
     parser.add_argument("--rack", default="", metavar="LABEL", help="of this node, as --ftckpt-rack")
-    parser.add_argument(
-        "--thorough", nargs="?", type=float, const=_THOROUGH_SECS, default=0.0, metavar="SECS",
-        help="copy from the device in random orders for so long, too (default: %(const)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--one-setting", action="store_true",
-        help="with CUDA_DEVICE_MAX_CONNECTIONS (ROCm: GPU_MAX_HW_QUEUES) as it is set (default: 1 and without)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, metavar="N", help="of these orders, as a thorough check has told it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.set_defaults(run=run)
 
@@ -76,18 +62,8 @@ def _mib(text: str) -> int:
     return int(mib)
 
 
-def _areas(text: str) -> list[str]:
-    areas = text.split(",")
-    for area in areas:
-        if area not in _AREAS:
-            raise ConfigError(f"--only {text}: {area!r} is none of {', '.join(_AREAS)}")
-    return areas
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and return the exit status: 1 where anything failed."""
-    if not 0 <= arguments.thorough < math.inf:
-        raise ConfigError(f"--thorough {arguments.thorough:g}: name seconds")
     if arguments.json is not None and int(os.environ.get("RANK", "0")) == 0:
         _require_writable(arguments.json)
     begin, rank, site, found = time.time(), int(os.environ.get("RANK", "0")), None, list[Finding]()
@@ -167,24 +143,16 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
     if "device" in areas and any(without):
         yield Finding("device", "copies", SKIPPED, "there is no arena to copy to")
     elif "device" in areas:
-        yield from _look_at_device(arguments, site)
+        from ftckpt.commands.check_device import look_at_device
+
+        yield from look_at_device(arguments.arena, arguments.mib)
+        if site is not None:
+            site.meet()
     if "network" in areas:
         if site is None:
             yield Finding("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")
         else:
             yield from site.look(None if any(without) else arguments.arena)
-
-
-def _look_at_device(arguments: argparse.Namespace, site: Any) -> Iterator[Finding]:
-    from ftckpt.commands.check_device import is_here, look_at_device
-    from ftckpt.commands.check_queues import look_with_other_queues
-    from ftckpt.commands.check_thorough import Thorough
-
-    thorough = Thorough(arguments.thorough, arguments.seed)
-    ranks = None if site is None else site.as_training()
-    yield from look_at_device(arguments.arena, arguments.mib, thorough, ranks)
-    if is_here() and not arguments.one_setting:
-        yield from look_with_other_queues(arguments.arena, arguments.mib, thorough)
 
 
 def _show(everything: dict[int, list[Finding]], alone: bool) -> None:

@@ -1,71 +1,62 @@
-"""Whether snapshots come right from the device that is here: by a job's own copier, in the worst legal orders."""
+"""Whether snapshots come right from the device that is here: bits, registration and rate, by a job's own copier."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ftckpt.capture.affinity import cores_of_node, format_cores, num_nodes, numa_node_of
+from ftckpt.capture.chunks import ChunkCopy, Segment, divided
+from ftckpt.capture.copier import Copier, Flight, make_copier
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.commands.check_busy_device import LOOKS
-from ftckpt.commands.check_queues import QUEUES
-from ftckpt.commands.check_thorough import NOT_THOROUGH, Thorough, look_thoroughly
-from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, NoWindow, all_have, bench_on, meet
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.errors import in_words
-from ftckpt.windows.clock import make_clock
+from ftckpt.windows.bubbles import Always, Turn, Windows
+from ftckpt.windows.clock import Clock, make_clock
+from ftckpt.windows.node_budget import NoBudget
 
 _AREA = "device"
+_QUEUES = "GPU_MAX_HW_QUEUES" if torch.version.hip else "CUDA_DEVICE_MAX_CONNECTIONS"
 _ROUNDS = 5
-_LAUNCHES_SECS, _BETWEEN_SECS = 0.5, 0.0005
-"""For which kernels are launched alone, and between two of them: as often as a training thread does."""
-_REDUCED_BYTES = 16 << 20
-"""Of an all-reduce: about a bucket of gradients."""
+_FLIGHT_SECS = 60.0
+"""For a flight to end: a copy that takes longer has come to a stop."""
+_CHUNK_BYTES, _ALIGN_BYTES = 16 << 20, 64
 _LEAST_SHARE = 0.8
 """Of the rate of a plain copy."""
-_MOST_SLOWER = 1.2
-"""Of the time of compute beside copies: REFT measured 17 to 38 % beside a side stream."""
 
 
-def is_here() -> bool:
-    """Whether this process sees a device."""
-    return torch.cuda.is_available()
-
-
-def look_at_device(
-    arena: Path, mib: int, thorough: Thorough = NOT_THOROUGH, ranks: dist.ProcessGroup | None = None
-) -> Iterator[Finding]:
-    """Each finding as it comes; collective, where there are ``ranks``, which all-reduce over what training would.
-
-    Args:
-        mib: MiB of the state that is copied.
-        thorough: of copies in random orders behind that.
-    """
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+def look_at_device(arena: Path, mib: int) -> Iterator[Finding]:
+    """Each finding as it comes; ``mib``: MiB of the state that is copied."""
+    local, is_here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
     # A launcher may have each rank see its own device alone.
-    device = torch.device("cuda", local % torch.cuda.device_count()) if is_here() else torch.device("cpu")
+    device = torch.device("cuda", local % torch.cuda.device_count()) if is_here else torch.device("cpu")
     known = attempt(_AREA, "device", partial(_known, device))
     yield known
+    if known.state == FAILED:
+        return
     if known.state == PASSED:
         yield attempt(_AREA, "NUMA", partial(_near, device))
     with ExitStack() as stack:
-        bench = known if known.state == FAILED else _bench(stack, arena, device, mib)
-        # Before anything is looked at together: a rank without would leave the others waiting for it.
-        complete = ranks is None or all_have(isinstance(bench, Bench))
-        if isinstance(bench, Bench):
-            yield from _look(bench, thorough, partial(_beside_collectives, ranks if complete else None, complete))
-        elif bench is not known:
-            yield bench
-    meet(thorough.secs)
+        try:
+            bench = stack.enter_context(bench_on(arena, make_clock(device), mib << 20))
+        except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
+            text = f"no {mib} MiB of state and a slot for it at {arena}: {in_words(error)}"
+            how = "name fewer by --mib, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
+            yield Finding(_AREA, "copies", FAILED, text, how)
+            return
+        for name, look in (("registration", _registered), ("exact copies", _exact), ("rate", _rate)):
+            yield attempt(_AREA, name, partial(look, bench))
 
 
 def _known(device: torch.device) -> Finding:
@@ -75,8 +66,8 @@ def _known(device: torch.device) -> Finding:
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name(device)
     stack = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    queues = os.environ.get(QUEUES, "as the driver has it")
-    text = f"{name}, {stack}, torch {torch.__version__}, {QUEUES} {queues}"
+    queues = os.environ.get(_QUEUES, "as the driver has it")
+    text = f"{name}, {stack}, torch {torch.__version__}, {_QUEUES} {queues}"
     return Finding(_AREA, "device", PASSED if device.type == "cuda" else SKIPPED, text)
 
 
@@ -98,152 +89,136 @@ def _near(device: torch.device) -> Finding:
     return Finding(_AREA, name, PASSED, text, figures=figures)
 
 
-def _bench(stack: ExitStack, arena: Path, device: torch.device, mib: int) -> Bench | Finding:
-    """What copies are made on until ``stack`` closes, or why there is none."""
-    try:
-        return stack.enter_context(bench_on(arena, make_clock(device), mib << 20))
-    except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
-        text = f"no {mib} MiB of state and a slot for it at {arena}: {in_words(error)}"
-        how = "name fewer by --mib, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
-        return Finding(_AREA, "copies", FAILED, text, how)
+class Bench:
+    """A state on the device, a slot in the arena's file system, and the copier between them."""
 
+    def __init__(self, clock: Clock, copier: Copier, slot: torch.Tensor, state: list[torch.Tensor]) -> None:
+        self.clock, self.copier, self.slot, self.state = clock, copier, slot, state
+        self.copies = _plan(state)
 
-def _look(bench: Bench, thorough: Thorough, collectives: Callable[[Bench], Finding]) -> Iterator[Finding]:
-    looks: tuple[tuple[str, Callable[[Bench], Finding]], ...] = (
-        ("registration", _registered), ("exact copies", _exact), ("fence", _fenced), ("late windows", _late),
-        ("copies while written", _overwritten), *LOOKS, ("graph capture", _captured), ("rate", _rate),
-        ("compute beside copies", _beside), ("collectives beside copies", collectives),
-    )  # fmt: skip
-    for name, look in looks:
-        yield attempt(_AREA, name, partial(look, bench))
-    if thorough.secs:
-        yield attempt(_AREA, "random orders", partial(look_thoroughly, bench, *thorough))
+    def flight(self, windows: Windows | None = None) -> Flight:
+        """A snapshot that begins now."""
+        flight = Flight(self.copies, self.slot, lambda chunk: None, lambda: None, self.clock.mark())
+        self.copier.start(self.state, flight, windows or Always())
+        return flight
 
+    def wait(self, flight: Flight) -> None:
+        """Raises TimeoutError, or what the copy failed with."""
+        if not flight.wait(_FLIGHT_SECS):
+            raise TimeoutError(f"copies have not ended after {_FLIGHT_SECS:.0f} s")
+        if flight.error is not None:
+            raise flight.error
 
-def _registered(bench: Bench) -> Finding:
-    """By the copier, beside a thread that launches kernels as training does."""
-    if not bench.clock.on_device:
-        return Finding(_AREA, "registration", SKIPPED, "a CPU's memory needs none")
-    assert isinstance(bench.copier, DeviceCopier)
-    with _launching(bench.clock.device) as alone:
-        time.sleep(_LAUNCHES_SECS)
-    begin = time.perf_counter()
-    with _launching(bench.clock.device) as beside:
-        is_through = bench.copier.pin_now(FLIGHT_SECS)
-    secs = time.perf_counter() - begin
-    rate = bench.slot_bytes / secs
-    figures = {"secs": secs, "longest_launch_secs": max(beside), "longest_alone_secs": max(alone)}
-    if not is_through:
-        text = f"the slot is not pinned after {secs:.0f} s"
-        return Finding(_AREA, "registration", FAILED, text, "see the driver's log", figures)
-    if not bench.copier.reaches(bench.slot):
-        text = "the driver refused to pin the slot: copies are staged, slower, and wait for the device"
-        how = "allow more locked memory: ulimit -l unlimited; of a container --ulimit memlock=-1"
-        return Finding(_AREA, "registration", WARNED, text, how, figures)
-    figures["bytes_per_sec"] = rate
-    longest = (
-        f"the longest launch of a kernel meanwhile took {max(beside) * 1e3:.1f} ms, alone {max(alone) * 1e3:.1f}"
-    )
-    return Finding(_AREA, "registration", PASSED, f"pins {rate / 1e9:.1f} GB/s; {longest}", figures=figures)
+    def differing(self, wanted: Sequence[torch.Tensor]) -> int:
+        """Bytes of the slot that are not those of ``wanted``, host tensors; it is empty for the next flight."""
+        differing = sum(
+            int((self.slot[s.offset : s.offset + s.nbytes] != _bytes_of(wanted[s.piece], s)).sum())
+            for copy in self.copies
+            for s in copy.segments
+        )
+        self.slot.zero_()
+        return differing
+
+    def synchronize(self) -> None:
+        if self.clock.on_device:
+            torch.cuda.synchronize(self.clock.device)
 
 
 @contextmanager
-def _launching(device: torch.device) -> Iterator[list[float]]:
-    """Seconds that each launch of a small kernel takes the host, on a thread of its own."""
-    launches, over, small = [0.0], threading.Event(), torch.zeros(64, device=device)
-    small.add_(1)  # the first launch loads the kernel
-
-    def launch() -> None:
-        with torch.cuda.device(device):
-            while not over.is_set():
-                begin = time.perf_counter()
-                small.add_(1)
-                launches.append(time.perf_counter() - begin)
-                over.wait(_BETWEEN_SECS)
-
-    thread = threading.Thread(target=launch, daemon=True)
-    thread.start()
-    try:
-        yield launches
-    finally:
-        over.set()
-        thread.join(FLIGHT_SECS)
+def bench_on(arena: Path, clock: Clock, nbytes: int) -> Iterator[Bench]:
+    """A state of several types, large and small, of about ``nbytes``."""
+    state = [
+        torch.randn(nbytes // 8, device=clock.device), torch.randn(nbytes // 8, device=clock.device).bfloat16(),
+        torch.arange(nbytes // 32, device=clock.device), torch.ones(3, device=clock.device),
+    ]  # fmt: skip
+    size = -(-sum(tensor.nbytes + _ALIGN_BYTES for tensor in state) // mmap.PAGESIZE) * mmap.PAGESIZE
+    with tempfile.TemporaryFile(dir=arena) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        slot = torch.frombuffer(memoryview(mmap.mmap(file.fileno(), size)), dtype=torch.uint8)
+        copier = make_copier(clock, NoBudget())
+        try:
+            bench = Bench(clock, copier, slot, state)
+            copier.prepare([slot])
+            copier.warm_up(state, bench.copies, ())
+            yield bench
+        finally:
+            copier.close()
 
 
-def _compared(name: str, differing: int, text: str) -> Finding:
-    if differing:
+def _plan(state: Sequence[torch.Tensor]) -> list[ChunkCopy]:
+    """Tensors end to end, in chunks."""
+    whole, offset = [], 0
+    for piece, tensor in enumerate(state):
+        offset = -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
+        whole.append(Segment(piece, 0, tensor.numel(), offset, tensor.nbytes))
+        offset += tensor.nbytes
+    segments = divided(ChunkCopy(0, tuple(whole)), _CHUNK_BYTES).segments
+    by_chunk = groupby(segments, key=lambda segment: segment.offset // _CHUNK_BYTES)
+    return [ChunkCopy(chunk, tuple(those)) for chunk, those in by_chunk]
+
+
+def _bytes_of(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return tensor.reshape(-1)[segment.start : segment.start + segment.numel].view(torch.uint8)
+
+
+class NoWindow(Always):
+    """No window opens before the fence hurries."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+
+    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+        self.is_asked.set()
+        hurry.wait(_FLIGHT_SECS)
+        return Turn()
+
+
+def _registered(bench: Bench) -> Finding:
+    """How fast the driver pins the slot, and whether it does."""
+    if not bench.clock.on_device:
+        return Finding(_AREA, "registration", SKIPPED, "a CPU's memory needs none")
+    assert isinstance(bench.copier, DeviceCopier)
+    begin = time.perf_counter()
+    is_through = bench.copier.pin_now(_FLIGHT_SECS)
+    secs = time.perf_counter() - begin
+    if not is_through:
         return Finding(
-            _AREA, name, FAILED, f"{text}: {differing} bytes differ", "do not use ftckpt here; tell us, with the JSON"
+            _AREA, "registration", FAILED, f"the slot is not pinned after {secs:.0f} s", "see the driver's log"
         )
-    return Finding(_AREA, name, PASSED, text)
+    if not bench.copier.reaches(bench.slot):
+        text = "the driver refused to pin the slot: copies are staged, slower, and wait for the device"
+        how = "allow more locked memory: ulimit -l unlimited; of a container --ulimit memlock=-1"
+        return Finding(_AREA, "registration", WARNED, text, how)
+    rate = bench.slot.numel() / secs
+    return Finding(
+        _AREA, "registration", PASSED, f"pins {rate / 1e9:.1f} GB/s", figures={"secs": secs, "bytes_per_sec": rate}
+    )
 
 
 def _exact(bench: Bench) -> Finding:
-    wanted = bench.on_host()
-    for _ in range(_ROUNDS):
-        bench.wait(bench.flight())
-    return _compared("exact copies", bench.differing(wanted), "every byte of a snapshot is that of the device")
+    """Whether snapshots have the bytes of their boundary, though the optimizer writes right behind the fence.
 
-
-def _fenced(bench: Bench) -> Finding:
-    """The optimizer writes right behind the fence, which on a device is a wait of its own."""
+    Copies of every second one still wait for their window when the fence comes.
+    """
     differing = 0
-    for _ in range(_ROUNDS):
-        wanted = bench.on_host()
-        flight = bench.flight()
-        if not bench.copier.fence(flight, FLIGHT_SECS):
+    for round_ in range(_ROUNDS):
+        wanted = [tensor.cpu().clone() for tensor in bench.state]
+        late = NoWindow() if round_ % 2 else None
+        flight = bench.flight(late)
+        if late is not None:
+            late.is_asked.wait(_FLIGHT_SECS)
+        if not bench.copier.fence(flight, _FLIGHT_SECS):
             raise TimeoutError(f"the fence did not come to pass: {flight.error}")
-        bench.write()
+        for tensor in bench.state:
+            tensor.add_(1)
         bench.wait(flight)
         bench.synchronize()
         differing += bench.differing(wanted)
-    return _compared("fence", differing, "what is written behind the fence is in no snapshot")
-
-
-def _late(bench: Bench) -> Finding:
-    """All copies still wait for their window when the fence comes."""
-    wanted, windows = bench.on_host(), NoWindow()
-    flight = bench.flight(windows)
-    windows.held.wait(FLIGHT_SECS)
-    if not bench.copier.fence(flight, FLIGHT_SECS):
-        raise TimeoutError(f"the fence did not come to pass: {flight.error}")
-    bench.write()
-    bench.wait(flight)
-    bench.synchronize()
-    return _compared("late windows", bench.differing(wanted), "copies that come late hold the optimizer up, not tear")
-
-
-def _overwritten(bench: Bench) -> Finding:
-    """The counterproof: without a fence bytes that were written over do show, so that the others prove something."""
-    wanted, windows = bench.on_host(), NoWindow()
-    flight = bench.flight(windows)
-    windows.held.wait(FLIGHT_SECS)
-    bench.write()
-    bench.synchronize()
-    flight.hurry.set()
-    bench.wait(flight)
-    if bench.differing(wanted):
-        return Finding(_AREA, "copies while written", PASSED, "without a fence it shows: these checks can fail")
-    return Finding(
-        _AREA, "copies while written", FAILED, "a write below a copy did not show: the checks above prove nothing",
-        "tell us, with the JSON",
-    )  # fmt: skip
-
-
-def _captured(bench: Bench) -> Finding:
-    if not bench.clock.on_device:
-        return Finding(_AREA, "graph capture", SKIPPED, "no device")
-    wanted, graph, windows = bench.on_host(), torch.cuda.CUDAGraph(), NoWindow()
-    work = torch.ones(1024, device=bench.clock.device)
-    flight = bench.flight(windows)
-    windows.held.wait(FLIGHT_SECS)
-    with torch.cuda.graph(graph):  # which waits for all of the device first
-        work.add_(1)
-        flight.hurry.set()
-        bench.wait(flight)
-    graph.replay()
-    bench.synchronize()
-    return _compared("graph capture", bench.differing(wanted), "copies go on beside the capture of a graph")
+    if differing:
+        text = f"{differing} bytes of {_ROUNDS} snapshots are not those of the device"
+        return Finding(_AREA, "exact copies", FAILED, text, "do not use ftckpt here; report it, with the JSON")
+    text = f"every byte of {_ROUNDS} snapshots is that of the device, whatever is written behind the fence"
+    return Finding(_AREA, "exact copies", PASSED, text)
 
 
 def _rate(bench: Bench) -> Finding:
@@ -266,71 +241,3 @@ def _rate(bench: Bench) -> Finding:
     if rate < _LEAST_SHARE * limit:
         return Finding(_AREA, "rate", WARNED, text, "see whether the rank's cores are near the device", figures)
     return Finding(_AREA, "rate", PASSED, text, figures=figures)
-
-
-def _beside(bench: Bench) -> Finding:
-    """Matrix products, alone and while snapshots are copied."""
-    width = 2048 if bench.clock.on_device else 512  # a product of which many fit into a flight
-    left = torch.randn(width, width, device=bench.clock.device)
-    return _slower(bench, "compute beside copies", "compute takes", lambda: left.mm(left))
-
-
-def _beside_collectives(ranks: dist.ProcessGroup | None, complete: bool, bench: Bench) -> Finding:
-    """All-reduces over NCCL, RCCL or gloo: as many on every rank."""
-    name = "collectives beside copies"
-    if ranks is None:
-        alone = "alone: start it on all ranks, as torchrun does"
-        return Finding(_AREA, name, SKIPPED, alone if complete else "there is a rank without copies")
-    device = bench.clock.device if bench.clock.on_device else torch.device("cpu")
-    numbers = torch.ones(_REDUCED_BYTES // 4, device=device)
-
-    def fewest(units: int) -> int:
-        number = torch.tensor([units], device=device)
-        dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks)
-        return int(number.item())
-
-    return _slower(
-        bench, name, "all-reduces take", lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=ranks), fewest
-    )
-
-
-def _slower(
-    bench: Bench, name: str, what: str, work: Callable[[], object], agree: Callable[[int], int] = int
-) -> Finding:
-    """By how much longer ``work`` takes while snapshots are copied; ``agree`` on how often it is done at a time.
-
-    That is as often as a flight lasts: what is done behind the flight takes as long as ever, and hides what it costs.
-    """
-
-    def secs(units: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(units):
-            work()
-        bench.finish()
-        return time.perf_counter() - begin
-
-    secs(1)
-    unit_secs = secs(_ROUNDS) / _ROUNDS
-    units = agree(max(1, int(_flight_secs(bench) / unit_secs)))
-    alone, beside = [], []
-    for _ in range(_ROUNDS):
-        alone.append(secs(units))
-        flight = bench.flight()
-        beside.append(secs(units))
-        bench.wait(flight)
-    ratio = statistics.median(beside) / statistics.median(alone)
-    text, figures = f"{what} {ratio:.2f} times as long while copies run", {"ratio": ratio, "times": units}
-    if ratio > _MOST_SLOWER:
-        how = "windows keep copies out of it (--ftckpt-schedule bubble); --ftckpt-copy-gbps bounds them"
-        return Finding(_AREA, name, WARNED, text, how, figures)
-    return Finding(_AREA, name, PASSED, text, figures=figures)
-
-
-def _flight_secs(bench: Bench) -> float:
-    """Of one flight alone."""
-    taken = []
-    for _ in range(_ROUNDS):
-        begin = time.perf_counter()
-        bench.wait(bench.flight())
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)

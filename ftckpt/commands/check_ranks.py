@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ftckpt.capture.affinity import format_cores, parse_cores
@@ -30,6 +29,8 @@ _GROUP_SECS = 30.0
 """For which a rank waits for all others."""
 _LOST_SECS = 1.5 * _GROUP_SECS
 """Within which all ranks notice that their group is lost."""
+_MEETING_SECS = 600.0
+"""For ranks that look at their devices, where each copy may take a minute to fail."""
 _POLL_SECS = 0.2
 _MOST_SKEW_SECS = 1.0
 
@@ -62,11 +63,13 @@ class LaunchedRanks:
         self.rank, self.me, self._listen = self.group.rank, me, listen
         self.leads = self.nodes[me.node].first == self.rank
 
-    def as_training(self) -> dist.ProcessGroup:
-        """All ranks, connected as training connects them."""
-        backend = "nccl" if torch.cuda.is_available() else "gloo"  # under ROCm RCCL goes by this name
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=2 * _GROUP_SECS))
-        return group
+    def meet(self) -> None:
+        """Wait for ranks that have more to look at by themselves.
+
+        One whose look has failed at once would else be at the next collective so early that it gives that up.
+        """
+        with suppress(RuntimeError):  # the next collective tells of a rank that is gone
+            dist.monitored_barrier(timeout=timedelta(seconds=_MEETING_SECS))
 
     @property
     def cores(self) -> list[set[int]]:

@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _run(arguments)
     except KeyboardInterrupt:
-        print("ftckpt: interrupted; the same command goes on where this one was", file=sys.stderr)
-        return _INTERRUPTED
+        raise KeyboardInterrupt("the same command resumes where this one stopped") from None
     return 0
 
 

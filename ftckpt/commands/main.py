@@ -2,7 +2,7 @@
 through and what was copied when, plan protection, convert checkpoints, look at those on storage.
 
 Exit status: 0 good, 1 something inspected is corrupt or what was asked for cannot be had, 2 the command could not be
-carried out.
+carried out, 130 it was interrupted.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads has what it wanted, as ``head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt as interrupt:  # with what a command adds to it
+        print("; ".join(["ftckpt: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        return 128 + signal.SIGINT
     except (FtckptError, OSError) as error:
         # One line, whatever the text: it ends up in logs of launchers.
         print(f"ftckpt: {' '.join(str(error).split())}", file=sys.stderr)

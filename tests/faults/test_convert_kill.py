@@ -181,7 +181,7 @@ def test_the_command_killed_in_the_middle(
     os.kill(command.pid, kind)
     _, err = command.communicate(timeout=60)
     assert command.returncode == (-kind if kind == signal.SIGKILL else 130)
-    assert kind == signal.SIGKILL or "interrupted; the same command goes on" in err
+    assert kind == signal.SIGKILL or "interrupted; the same command resumes" in err
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConvertError, match="never completed"):
         open_reader([tmp_path / "out.partial"], ReadOptions())

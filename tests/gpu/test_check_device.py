@@ -1,17 +1,47 @@
-"""``ftckpt check`` on a real device."""
+"""What ``ftckpt check`` says of a device: a real one that is right, and a driver that refuses to pin."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from ftckpt.commands.check_device import look_at_device
-from ftckpt.commands.findings import FAILED, SKIPPED
+import pytest
+
+from ftckpt.commands import check_device
+from ftckpt.commands.check_device import Bench, bench_on, look_at_device
+from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED
+from ftckpt.windows.clock import DeviceClock
+from tests.support.device_states import CPU
+from tests.support.fake_device import FakeDevice, install
 from tests.support.real_device import needs_device
 
-pytestmark = needs_device
 
-
+@pytest.mark.gpu
+@needs_device[1]
 def test_a_device_that_is_right_passes(arena_root: Path) -> None:
-    """All but what two ranks do together."""
     found = list(look_at_device(arena_root, 256))
-    assert [one.name for one in found if one.state in (FAILED, SKIPPED)] == ["collectives beside copies"], found
+    assert not [one for one in found if one.state in (FAILED, SKIPPED) and one.name != "NUMA"], found
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    monkeypatch.setattr(check_device, "_CHUNK_BYTES", 256 << 10)
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def bench(fake: FakeDevice, arena_root: Path) -> Iterator[Bench]:
+    with bench_on(arena_root, DeviceClock(CPU), 1 << 20) as made:
+        yield made
+
+
+def test_a_driver_that_refuses_to_pin_is_told(fake: FakeDevice, bench: Bench) -> None:
+    fake.refuse_pinning = True
+    found = check_device._registered(bench)
+    assert found.state == WARNED and "staged" in found.text and "memlock" in found.remedy
+    assert "bytes_per_sec" not in found.figures, "of what was not done there is no rate"
+
+
+def test_a_driver_that_pins_passes(bench: Bench) -> None:
+    found = check_device._registered(bench)
+    assert found.state == PASSED and found.figures["bytes_per_sec"] > 0

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import subprocess
-import time
+import sys
+import threading
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.commands import check, check_device, check_queues, device_bench
+from ftckpt.commands import check, check_device
 from ftckpt.commands.check_host import look_at_host
-from ftckpt.commands.check_queues import QUEUES, look_with_other_queues, other_setting
-from ftckpt.commands.check_thorough import NOT_THOROUGH, look_thoroughly
-from ftckpt.commands.device_bench import bench_on
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.commands.main import main
-from ftckpt.windows.clock import make_clock
-from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -36,7 +33,7 @@ def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "found.json"
     assert main(["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]) == 0
     found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
-    assert {found[name]["state"] for name in ("arena", "room", "locks", "exact copies", "seal", "parity")} == {PASSED}
+    assert {found[name]["state"] for name in ("arena", "room", "locks", "exact copies")} == {PASSED}
     assert found["ranks"]["state"] == SKIPPED and "torchrun" in found["ranks"]["text"]
     assert found["memory rate"]["figures"]["bytes_per_sec"] > 0
     assert all(one["remedy"] for one in found.values() if one["state"] in (WARNED, FAILED))
@@ -59,8 +56,6 @@ def test_what_a_node_needs_and_has_not(arena_root: Path, capsys: pytest.CaptureF
         (["--node-memory", "4furlongs"], "give a size such as 512GiB"),
         (["--mib", "0"], "--mib 0: name 1 to 1048576 MiB, or a size such as 64MiB"),
         (["--mib", "nan"], "--mib nan: name"),
-        (["--only", "host,disk"], "--only host,disk: 'disk' is none of host, device, network"),
-        (["--thorough", "-1"], "--thorough -1: name seconds"),
     ],
 )
 def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,30 +70,19 @@ def test_sizes_have_units(arena_root: Path, capsys: pytest.CaptureFixture[str]) 
         assert f"{needed} are needed" in capsys.readouterr().out
 
 
-def test_what_is_looked_at(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--device --thorough`` is the device alone, for as long as ``--thorough`` alone says."""
-    told = list[Any]()
+def test_areas_by_name(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, found = list[int](), list[set[str]]()
 
-    def look(*given: Any) -> Any:
-        told.append(given)
-        return iter([Finding("device", "rate", PASSED, "")])
+    def look(_arena: Path, mib: int) -> Iterator[Finding]:
+        given.append(mib)
+        yield Finding("device", "rate", PASSED, "")
 
     monkeypatch.setattr(check_device, "look_at_device", look)
-    found = list[set[str]]()
     monkeypatch.setattr(check, "_show", lambda everything, alone: found.append({one.area for one in everything[0]}))
-    for words in (
-        ["--device", "--thorough"], ["--only", "device", "--mib", "64MiB", "--thorough", "3"],
-        ["--only", "host,device"], ["--host", "--network"], ["--only", "host", "--only", "network"], [],
-    ):  # fmt: skip
+    for words in (["--device", "--mib", "64MiB"], ["--host", "--device"], ["--host", "--network"], []):
         assert main(["check", "--arena", str(arena_root), *words]) == 0
-    assert found == [
-        {"device"},
-        {"device"},
-        {"host", "device"},
-        *[{"host", "network"}] * 2,
-        {"host", "device", "network"},
-    ]
-    assert [(mib, thorough.secs) for _, mib, thorough, _ in told] == [(256, 120), (64, 3), (256, 0), (256, 0)]
+    assert found == [{"device"}, {"host", "device"}, {"host", "network"}, {"host", "device", "network"}]
+    assert given == [64, 256, 256]
 
 
 def test_a_place_that_is_none(tmp_path: Path) -> None:
@@ -108,9 +92,9 @@ def test_a_place_that_is_none(tmp_path: Path) -> None:
     assert not {"room", "memory rate", "locks", "surroundings"} & set(found), "of its parent nothing is said"
 
 
-@pytest.mark.parametrize("only", ["host", "device"])
-def test_a_place_that_is_none_fails_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str) -> None:
-    assert main(["check", "--arena", str(tmp_path / "none"), "--only", only]) == 1
+@pytest.mark.parametrize("area", ["--host", "--device"])
+def test_a_place_that_is_none_fails_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], area: str) -> None:
+    assert main(["check", "--arena", str(tmp_path / "none"), area]) == 1
     out = capsys.readouterr().out
     assert out.count("does not exist") == 1 and "FAILED host, arena: make it" in out and ", 1 failed," in out
 
@@ -141,6 +125,7 @@ class Hasty(HostCopier):
     """Lets training go on before its bytes are copied."""
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
+        threading.Timer(0.3, flight.hurry.set).start()
         return True
 
 
@@ -153,103 +138,10 @@ class Careless(HostCopier):
 
 
 def test_a_copier_that_tears_or_loses_bytes_is_found(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_bench, "FLIGHT_SECS", 1.0)
-    monkeypatch.setattr(device_bench, "make_copier", lambda clock, budget: Hasty(budget))
-    assert found_of(arena_root, "late windows").state == FAILED
-    monkeypatch.setattr(device_bench, "make_copier", lambda clock, budget: Careless(budget))
-    found = found_of(arena_root, "exact copies")
-    assert found.state == FAILED and "bytes differ" in found.text
-
-
-class Impatient(HostCopier):
-    """Hurries its copies at the fence, and does not wait for them."""
-
-    def fence(self, flight: Flight, timeout_secs: float) -> bool:
-        flight.hurry.set()
-        return True
-
-
-def test_random_orders_find_what_tears_and_say_how_to_do_it_again(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, told = make_clock(torch.device("cpu")), list[str]()
-    with bench_on(arena_root, clock, 4 << 20) as bench:
-        found = look_thoroughly(bench, 1.0, seed=7, tell=told.append)
-    assert found.state == PASSED and "seed 7" in found.text and found.figures["rounds"] >= 1, found
-    monkeypatch.setattr(device_bench, "make_copier", lambda clock, budget: Impatient(budget))
-    with bench_on(arena_root, clock, 4 << 20) as bench:
-        found = look_thoroughly(bench, 60.0, seed=7, tell=told.append)
-    assert found.state == FAILED and "seed 7" in found.text and found.remedy
-
-
-def test_a_device_is_looked_at_with_both_settings(
-    arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check_device, "is_here", lambda: True)
-    monkeypatch.setattr(check_device, "look_at_device", lambda *_: iter([Finding("device", "rate", PASSED, "")]))
-    out = tmp_path / "found.json"
-    words = ["check", "--arena", str(arena_root), "--mib", "4", "--only", "device", "--json", str(out)]
-    assert main([*words, "--one-setting"]) == 0
-    assert [one["name"] for one in json.loads(out.read_text())["ranks"]["0"]] == ["rate"]
-    assert main(words) == 0
-    found = {one["name"]: one["state"] for one in json.loads(out.read_text())["ranks"]["0"]}
-    assert found["rate"] == found[f"exact copies ({QUEUES}=1)"] == PASSED and f"device ({QUEUES}=1)" not in found
-
-
-def test_the_other_setting_is_told_and_what_fails_there(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert other_setting({"RANK": "3", "LOCAL_RANK": "1"}) == (f"{QUEUES}=1", {"LOCAL_RANK": "1", QUEUES: "1"})
-    assert other_setting({QUEUES: "8"})[1] == {QUEUES: "1"}, "with 1 and without are those that matter"
-    assert other_setting({QUEUES: "1", "HOME": "/"}) == (f"without {QUEUES}", {"HOME": "/"})
-    monkeypatch.setattr(check_queues, "_LONGEST_SECS", 0.01)
-    (late,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
-    assert late.state == FAILED and f"{QUEUES}=1" in late.name and "timed out" in late.text
-    monkeypatch.undo()
-    (refused,) = look_with_other_queues(arena_root, 0, NOT_THOROUGH)
-    assert refused.state == FAILED and "--mib 0: name" in refused.text and refused.remedy
-
-
-def of_another_process(monkeypatch: pytest.MonkeyPatch, stderr: str) -> list[str]:
-    """Instead of another process that checks: it ends with this text. Returns what happens, in order."""
-    told = list[str]()
-
-    def run(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
-        told.append("begun")
-        return subprocess.CompletedProcess([], 1, "", stderr)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("freed"))
-    return told
-
-
-def test_another_process_finds_the_devices_memory_free(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = of_another_process(monkeypatch, "RuntimeError: Xid 79")
-    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
-    assert found.state == FAILED and "Xid 79" in found.text
-    assert told == ["freed", "begun"]
-
-
-BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
-
-
-@pytest.mark.parametrize("how", ["ended", "found"])
-def test_a_device_of_one_process_alone_is_no_failure(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    of_another_process(monkeypatch, f"Traceback:\nRuntimeError: {BUSY}\nCompile with TORCH_USE_CUDA_DSA\n")
-    if how == "found":
-        rows = [Finding("device", "device", FAILED, BUSY)]
-        monkeypatch.setattr(check_queues, "_found_by", lambda *_: rows)
-    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
-    assert found.state == SKIPPED and "--only device --one-setting" in found.text and f"{QUEUES}=1" in found.text
-
-
-def test_a_device_that_another_process_cannot_use_is_a_failure(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [Finding("device", "device", FAILED, "no context")]
-    monkeypatch.setattr(check_queues, "_found_by", lambda *_: rows)
-    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
-    assert found.state == FAILED and found.text == "no context"
+    for copier in (Hasty, Careless):
+        monkeypatch.setattr(check_device, "make_copier", lambda clock, budget, copier=copier: copier(budget))
+        found = found_of(arena_root, "exact copies")
+        assert found.state == FAILED and "bytes of 5 snapshots" in found.text, copier
 
 
 def fill_up(*_: Any) -> None:
@@ -259,42 +151,32 @@ def fill_up(*_: Any) -> None:
 def test_no_room_for_copies_is_one_failure_and_others_are_looked_at(
     arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_bench.os, "posix_fallocate", fill_up)
+    monkeypatch.setattr(check_device.os, "posix_fallocate", fill_up)
     out = tmp_path / "found.json"
     words = ["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]
-    assert main([*words, "--only", "device", "--only", "network"]) == 1
+    assert main([*words, "--device", "--network"]) == 1
     found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
     assert found.keys() == {"device", "copies", "ranks"}
     assert found["copies"]["state"] == FAILED and "No space left" in found["copies"]["text"]
     assert "--mib" in found["copies"]["remedy"] and "/dev/shm" in found["copies"]["remedy"]
 
 
+def test_an_interrupt_is_one_line(arena_root: Path) -> None:
+    command = [sys.executable, "-m", "ftckpt", "check", "--arena", str(arena_root), "--mib", "1GiB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as check_:
+        assert check_.stdout is not None and check_.stdout.readline().strip()
+        check_.send_signal(signal.SIGINT)
+        _, errors = check_.communicate(timeout=60)
+    assert check_.returncode == 130 and errors.splitlines()[-1] == "ftckpt: interrupted", errors
+    assert "Traceback" not in errors and not list(arena_root.iterdir())
+
+
 def test_a_device_that_cannot_be_used_is_one_failure(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_device: Any) -> None:
-        raise RuntimeError(BUSY)
+        raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
 
-    monkeypatch.setattr(check_device, "is_here", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", refuse)
     (found,) = check_device.look_at_device(arena_root, 4)
-    assert found.state == FAILED and BUSY in found.text
-
-
-def look_in(rank: int, _world_size: int, arena: Path) -> tuple[dict[str, str], float, float]:
-    """What this rank finds, of which the second has no room; when it has found the last, and when it goes on."""
-    check_device.is_here = lambda: False  # whatever stands in for one here
-    if rank == 1:
-        device_bench.os.posix_fallocate = fill_up
-    found, last = dict[str, str](), 0.0
-    for one in check_device.look_at_device(arena, 4, ranks=dist.group.WORLD):
-        found[one.name], last = f"{one.state}: {one.text}", time.monotonic()
-    return found, last, time.monotonic()
-
-
-def test_a_rank_without_room_leaves_no_other_waiting(arena_root: Path) -> None:
-    """Nor does it go on to where it would wait for them: they have more to look at."""
-    (first, last, _), (second, _, ended) = (result.value for result in run_ranks(look_in, 2, arena_root))
-    assert second.keys() == {"device", "copies"} and second["copies"].startswith(FAILED)
-    assert first["collectives beside copies"] == f"{SKIPPED}: there is a rank without copies"
-    assert first["exact copies"].startswith(PASSED) and "compute beside copies" in first
-    assert ended >= last
+    assert found.state == FAILED and "busy or unavailable" in found.text

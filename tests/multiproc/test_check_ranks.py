@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, socket, sys, time
 from contextlib import contextmanager
-from ftckpt.commands import check_pairs, check_ranks
+from ftckpt.commands import check_device, check_pairs, check_ranks
+from ftckpt.commands.findings import FAILED, PASSED, Finding
 from ftckpt.commands.main import main
 
 def of_rank_1(what):
@@ -56,6 +57,16 @@ def silent():
         time.sleep(600)
     check_ranks.LaunchedRanks._clocks = clocks
 
+def late():
+    '''Its look at the device takes longer than a rank waits for a collective; that of the other fails at once.'''
+    def look(arena, mib):
+        time.sleep(9)
+        yield Finding("device", "rate", PASSED, "")
+    check_device.look_at_device = look
+
+if "late" in sys.argv:
+    check_ranks._GROUP_SECS = 5.0
+    check_device.look_at_device = lambda arena, mib: iter([Finding("device", "copies", FAILED, "no room")])
 if len(sys.argv) > 1 and sys.argv[1] in globals():
     of_rank_1(globals()[sys.argv.pop(1)])
 check_ranks._LOST_SECS = 5.0
@@ -112,7 +123,7 @@ def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:
     assert names["0"]["from node1"] == names["2"]["from node0"] == PASSED and "from node0" not in names["1"]
     assert ranks["0"]["from node1"]["text"].endswith(", at 127.0.0.2")
     assert {found["one directory"] for found in names.values()} == {PASSED}
-    assert "collectives beside copies" in names["1"] and "exact copies" in names["1"]
+    assert names["1"]["exact copies"] == PASSED
     assert "room" in names["2"] and "room" not in names["1"], "a node is looked at once"
     assert ranks["0"]["cores"]["text"].startswith("2 cores for 2 rank(s) and the SMP, 1 of its own each, ")
     assert re.search("PASSED +host +one directory", table)
@@ -144,6 +155,14 @@ def test_a_group_that_is_lost(arena_root: Path, tmp_path: Path) -> None:
     assert ranks["1"]["ranks"]["state"] == FAILED and "Connection reset by peer" in ranks["1"]["ranks"]["text"]
     assert ranks["0"]["ranks"]["state"] == FAILED and "rank 1 gave up: " in ranks["0"]["ranks"]["text"]
     assert re.search("FAILED +network +ranks +0, 1", table) and "FAILED network, ranks: see what" in table
+
+
+def test_a_rank_whose_device_fails_waits_for_the_others(arena_root: Path, tmp_path: Path) -> None:
+    """Their looks take longer than a collective waits."""
+    code, table, ranks = checked(tmp_path, 2, "late", "check", "--arena", str(arena_root), begin=NODES)
+    assert code == 1 and ranks.keys() == {"0", "1"}, table
+    assert ranks["0"]["copies"]["state"] == FAILED and ranks["1"]["rate"]["state"] == PASSED
+    assert ranks["0"]["from node1"]["state"] == ranks["1"]["from node0"]["state"] == PASSED, table
 
 
 def test_a_rank_that_tells_nothing(arena_root: Path, tmp_path: Path) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 
-from ftckpt.commands.check_busy_device import cycles_per_sec
 from tests.support.fake_device import PAGE
 
 # Asked while tests are collected: later the CPU stand-in may answer for torch.cuda.
 HAS_DEVICE = bool(torch.version.cuda or torch.version.hip) and torch.cuda.device_count() > 0
 needs_device = [pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="needs a CUDA or ROCm device")]
 MIB = 1 << 20
+CALIBRATION_CYCLES = 1_000_000
 
 
 def state(device: torch.device) -> list[torch.Tensor]:
@@ -43,6 +44,20 @@ def host_pages(slot: torch.Tensor) -> int:
 def sleep(cycles: int) -> None:
     """Keep the current stream busy."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=1)
+def cycles_per_sec() -> float:
+    """Of ``torch.cuda._sleep`` on this device."""
+    millis = 0.0
+    for _ in range(2):  # the first loads the kernel
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        sleep(CALIBRATION_CYCLES)
+        end.record()
+        end.synchronize()
+        millis = begin.elapsed_time(end)
+    return CALIBRATION_CYCLES * 1e3 / millis
 
 
 def cycles_for(secs: float) -> int:
