@@ -18,7 +18,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.frameworks.tensors import LogicalBox
+from ftckpt.frameworks.tensors import LogicalBox, unwrapped
 from ftckpt.model.fragment import Box
 
 _EXPERTS = "experts.deepspeed_experts."
@@ -65,7 +65,7 @@ def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[LogicalBox, 
             "with data and expert parallelism alone"
         )
     places: dict[torch.nn.Parameter, tuple[LogicalBox, ...]] = {}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in unwrapped(engine.module.named_parameters()):
         key = own_copies.get(parameter) or _key(name, parameter, first_experts)
         # Under ZeRO 3 a parameter is an empty tensor of one dimension while it is not gathered.
         local = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -81,7 +81,7 @@ def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[LogicalBox, 
 def _first_experts(module: torch.nn.Module) -> dict[str, int]:
     """Of each layer of experts, the beginning of their names, and the number of this rank's first one."""
     firsts = {}
-    for name, layer in module.named_modules():
+    for name, layer in unwrapped(module.named_modules()):
         if isinstance(layer, MOELayer):
             prefix = f"{name}.{_EXPERTS}" if name else _EXPERTS
             firsts[prefix] = dist.get_rank(layer.ep_group) * int(layer.num_local_experts)
@@ -100,7 +100,7 @@ def _own_copies(module: Any) -> dict[torch.nn.Parameter, str]:
             for number, spec in enumerate(module._layer_specs)
             if getattr(spec, "key", None) == key and module.stage_owner(number) == module.stage_id
         )
-        for name, parameter in layer.named_parameters():
+        for name, parameter in unwrapped(layer.named_parameters()):
             # DeepSpeed marks all of such a layer on the later stages, tied or not.
             if parameter not in tied and getattr(parameter, "ds_pipe_replicated", False):
                 names[parameter] = f"{number}.{name}"

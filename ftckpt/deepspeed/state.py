@@ -16,7 +16,7 @@ from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.launcher import log_once
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import state_tensors
-from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
+from ftckpt.frameworks.tensors import frozen_pieces, unwrapped, whole_piece
 from ftckpt.frameworks.torch_state import (
     Stateful,
     derive_generators,
@@ -66,7 +66,7 @@ class DeepSpeedState:
         optimizers.materialise(optimizer)
         trained = optimizers.stepped_parameters(optimizer)
         stepped = [*optimizers.pieces(optimizer, boxes), *frozen_pieces(boxes, trained, optimizers.owned)]
-        buffers = self._engine.module.named_buffers()
+        buffers = unwrapped(self._engine.module.named_buffers())
         volatile = tuple(whole_piece(f"buffer/{name}", buffer) for name, buffer in buffers if buffer.numel())
         self._live.note()
         return Description(tuple(stepped), volatile)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ftckpt.errors import UnsupportedError
 from ftckpt.model.fragment import TORCH_NAMES, Box, Fragment
 from ftckpt.model.training_state import Piece
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Levels that torch.compile and activation checkpointing put into names."""
+
+_T = TypeVar("_T")
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items()}
 
@@ -29,6 +34,24 @@ class LogicalBox(NamedTuple):
 
 ParameterBoxes = Mapping[torch.nn.Parameter, Sequence[LogicalBox]]
 """Where each parameter of a rank lies. A parameter of several logical tensors has a box in each."""
+
+
+def unwrapped(named: Iterable[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
+    """What ``named_parameters`` and its kin give, under the names that it has without wrappers."""
+    return ((".".join(part for part in name.split(".") if part not in _WRAPPERS), value) for name, value in named)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a complex tensor as pairs of real numbers, along one more dimension; any other as it is.
+
+    Raises:
+        UnsupportedError: it is a conjugate that is not computed yet.
+    """
+    if not tensor.is_complex():
+        return tensor
+    if tensor.is_conj():
+        raise UnsupportedError("a complex tensor is a lazy conjugate: store tensor.resolve_conj()")
+    return torch.view_as_real(tensor.detach())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,8 +103,9 @@ def frozen_pieces(
             continue
         if parameter.requires_grad:
             raise UnsupportedError(
-                f"parameter {places[0].key} needs gradients and no optimizer steps it; give it to the optimizer, or "
-                "freeze it with requires_grad_(False)"
+                f"parameter {places[0].key} needs gradients and no optimizer steps it: add it to the one optimizer "
+                "that ftckpt saves, as a group of its own where another optimizer has it, or freeze it with "
+                "requires_grad_(False)"
             )
         first, weight = owned(parameter)
         views = fragments(places, "weight", flat(weight), first)
@@ -107,11 +131,20 @@ def whole_piece(key: str, tensor: torch.Tensor) -> Piece:
     Raises:
         UnsupportedError: it is not contiguous, or has a type that safetensors has no name for.
     """
-    if not tensor.is_contiguous():
-        raise UnsupportedError(f"{key} is not contiguous in memory")
+    check_contiguous(key, tensor)
+    tensor = as_real(tensor)
     shape = tuple(tensor.shape)
     fragment = Fragment.whole(key, dtype_name(tensor, key), shape, Box((0,) * len(shape), shape))
     return Piece(fragment, flat(tensor))
+
+
+def check_contiguous(what: str, tensor: torch.Tensor) -> None:
+    """Raises UnsupportedError, which names ``what``, where elements are not stored in row-major order."""
+    if not tensor.is_contiguous():
+        raise UnsupportedError(
+            f"{what} is not contiguous (transposed, expanded or channels_last): before attach assign "
+            "tensor.data = tensor.data.contiguous()"
+        )
 
 
 def dtype_name(tensor: torch.Tensor, what: str) -> str:

@@ -18,6 +18,7 @@ from megatron.core.fp8_utils import get_fp8_context
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.extra_state import has, scaling_states
 from ftckpt.frameworks.launcher import log_once
+from ftckpt.frameworks.tensors import unwrapped
 
 _TENSORS_PER_GEMM = 5
 """Casts in forward (input, weight, output) and in backward (gradients of output and of input)."""
@@ -133,7 +134,7 @@ def _unpacked(saved: Mapping[str, Any]) -> Iterator[tuple[str, int, Scales]]:
 def _named_modules(chunk: Any) -> Iterator[tuple[str, Any]]:
     """Under names that no layout changes: layers are numbered through all stages."""
     names = {"": ""}
-    for name, module in chunk.named_modules():
+    for name, module in unwrapped(chunk.named_modules()):
         parent, _, last = name.rpartition(".")
         number = getattr(module, "layer_number", None)
         # Attention has its layer's number too, and a name of its own.

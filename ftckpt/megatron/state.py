@@ -14,7 +14,7 @@ from ftckpt.frameworks import torch_state as generators
 from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import state_tensors
-from ftckpt.frameworks.tensors import flat, fragments, frozen_pieces, whole_piece
+from ftckpt.frameworks.tensors import flat, fragments, frozen_pieces, unwrapped, whole_piece
 from ftckpt.frameworks.torch_state import Stateful, load_all, load_all_reshaped, save_all
 from ftckpt.megatron import optimizers
 from ftckpt.megatron.fp8 import ScalingState
@@ -124,7 +124,7 @@ class MegatronState:
     def _buffers(self, geometry: Geometry) -> Iterator[Piece]:
         """What Megatron puts into checkpoints belongs to the model, all else (counts within a batch) to a rank."""
         for index, chunk in enumerate(self._chunks):
-            for name, buffer in chunk.named_buffers():
+            for name, buffer in unwrapped(chunk.named_buffers()):
                 if buffer in geometry.buffers:
                     for fragment, view in fragments(geometry.buffers[buffer], "buffer", flat(buffer), 0):
                         yield Piece(fragment, view)

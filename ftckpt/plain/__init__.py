@@ -88,6 +88,7 @@ def attach(
     if config is None or not config.enabled:
         return None
     _check(config)
+    optimizer = _inner(optimizer)
     _check_kinds(model, optimizer, objects)
     from ftckpt.plain.geometry import place_rank, unwrap
     from ftckpt.plain.hooks import follow
@@ -112,6 +113,15 @@ def _check(config: Config) -> None:
     from ftckpt.frameworks.rendezvous import check_isolated
 
     check_isolated("call ftckpt.plain.init_process_group(config, ...) in place of torch's own")
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that steps, inside wrappers that pose as one (accelerate's)."""
+    from torch.optim import Optimizer
+
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _check_kinds(model: Any, optimizer: Any, objects: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeAlias
@@ -18,11 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.frameworks.tensors import LogicalBox
+from ftckpt.frameworks.tensors import LogicalBox, check_contiguous, unwrapped
 from ftckpt.model.fragment import Box
-
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
-"""What torch.compile and activation checkpointing put into names."""
 
 
 _Cut: TypeAlias = Callable[[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Box | str]
@@ -97,8 +93,7 @@ def follows_buffers(model: torch.nn.Module) -> bool:
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Every parameter once, under the name it has without wrappers."""
-    for name, parameter in model.named_parameters():
-        yield _WRAPPERS.sub("", name), parameter
+    return unwrapped(model.named_parameters())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,17 +114,24 @@ def places(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[LogicalBox]]
 
 def _place(name: str, tensor: torch.Tensor, cut: _Cut) -> LogicalBox:
     mine = local(tensor)
-    if not mine.is_contiguous():
-        raise UnsupportedError(f"{name} is not contiguous in memory (channels_last?)")
+    check_contiguous(name, mine)
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return LogicalBox(name, shape, Box((0,) * len(shape), shape), 0)
+        return _logical(name, tensor, Box((0,) * len(shape), shape))
     box = cut(shape, tensor.device_mesh, tensor.placements)
     if isinstance(box, str):
         raise UnsupportedError(f"{name} {box}")
     # Torch's arithmetic is private to it: a placement that it changes must not shift boxes silently.
     if box.shape != mine.shape:
         raise UnsupportedError(f"{name} holds {tuple(mine.shape)} on this rank, and its placements say {box.shape}")
+    return _logical(name, tensor, box)
+
+
+def _logical(name: str, tensor: torch.Tensor, box: Box) -> LogicalBox:
+    """``box`` of a tensor, with the dimension that ``as_real`` gives a complex one."""
+    shape = tuple(tensor.shape)
+    if tensor.is_complex():
+        shape, box = (*shape, 2), Box((*box.offset, 0), (*box.shape, 2))
     return LogicalBox(name, shape, box, 0)
 
 

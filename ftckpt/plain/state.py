@@ -15,7 +15,7 @@ from ftckpt.frameworks import optimizers, schedulers
 from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange
-from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
+from ftckpt.frameworks.tensors import as_real, frozen_pieces, unwrapped, whole_piece
 from ftckpt.frameworks.torch_state import (
     Stateful,
     derive_generators,
@@ -90,7 +90,7 @@ class PlainState:
         # After ``materialise``: moments that do not exist yet would not be described.
         stepped = [
             *optimizers.stepped_pieces(boxes, self._ranges(), self._tensors_of),
-            *frozen_pieces(boxes, trained, lambda parameter: (0, local(parameter))),
+            *frozen_pieces(boxes, trained, lambda parameter: (0, as_real(local(parameter)))),
         ]
         role = "local" if self._follows_buffers else "buffer"
         volatile = [whole_piece(f"{role}/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
@@ -148,15 +148,15 @@ class PlainState:
 
     def _ranges(self) -> Iterator[ParameterRange]:
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
-            mine = local(parameter)
+            mine = as_real(local(parameter))
             yield ParameterRange(parameter, 0, mine, mine)
 
     def _tensors_of(self, part: ParameterRange) -> dict[str, Any]:
         state = self._optimizer.state.get(part.parameter, {})
-        return {name: local(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        return {n: as_real(local(value)) if isinstance(value, torch.Tensor) else value for n, value in state.items()}
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, local(buffer)) for name, buffer in self.model.named_buffers())
+        return ((name, local(buffer)) for name, buffer in unwrapped(self.model.named_buffers()))
 
     def _check_fence(self) -> None:
         writes_before, was_fenced = self._num_writes, self.is_fenced

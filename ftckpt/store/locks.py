@@ -51,7 +51,9 @@ class FileLock:
             if holder is None:
                 return
             # Waiting for its own process would be waiting for itself.
-            if holder == os.getpid() or time.monotonic() >= deadline:
+            if holder == os.getpid():
+                remedy, deadline = "close() the first checkpointer before this process attaches another", 0.0
+            if time.monotonic() >= deadline:
                 raise ArenaError(f"{what} is held by {_named(holder)}; {remedy}")
             time.sleep(_POLL_SECS)
 
