@@ -63,6 +63,8 @@ class Lineage:
 
 
 UNKNOWN = Lineage()
+FIRST = UNKNOWN.branch(-1)
+"""Of a job of which nothing is known."""
 
 
 def last_shared(one: Lineage, other: Lineage) -> int:
@@ -108,14 +110,20 @@ NO_REQUEST = Request()
 
 @dataclass(frozen=True)
 class Selection:
-    """The snapshots that a restart may take: those in the past of ``head``, or ``only`` one that the user names."""
+    """The snapshots that a restart may take: those in the past of ``head``, or ``only`` one that the user names.
+
+    ``assumed`` is the lineage of what lies where none was recorded.
+    """
 
     head: Lineage = UNKNOWN
     only: SnapshotId | None = None
+    assumed: Lineage = UNKNOWN
 
     def takes(self, lineage: Lineage, snapshot: SnapshotId) -> bool:
         """Whether a snapshot that was taken under ``lineage`` is among them."""
-        return snapshot == self.only if self.only is not None else is_past(lineage, snapshot.iteration, self.head)
+        if self.only is not None:
+            return snapshot == self.only
+        return is_past(lineage if lineage.branches else self.assumed, snapshot.iteration, self.head)
 
 
 ANY = Selection()

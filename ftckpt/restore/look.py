@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.group import Group, gather_each
-from ftckpt.model.lineage import UNKNOWN, Lineage, LoadedCheckpoint, last_shared, newest
+from ftckpt.model.lineage import FIRST, UNKNOWN, Lineage, LoadedCheckpoint, last_shared, newest
 from ftckpt.model.topology import Topology
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas
@@ -50,11 +50,14 @@ class Seen(NamedTuple):
 
     def whole(self, head: Lineage) -> int:
         """The newest iteration in memory that was whole and can be in the past of ``head``; -1 for none."""
-        return max(min(one.whole, last_shared(one.lineage, head)) for one in self.memory)
+        return max(min(one.whole, last_shared(self._lineage_of(one), head)) for one in self.memory)
 
     def newest(self, head: Lineage) -> int:
         """As ``whole``, of any slot."""
-        return max(min(one.newest, last_shared(one.lineage, head)) for one in self.memory)
+        return max(min(one.newest, last_shared(self._lineage_of(one), head)) for one in self.memory)
+
+    def _lineage_of(self, memory: NodeMemory) -> Lineage:
+        return memory.lineage if memory.lineage.branches else self.head
 
 
 def look(
@@ -91,9 +94,10 @@ def look(
         raise ConfigError(
             f"restore: ranks have loaded different iterations from storage ({found}): let all of them load one"
         )
+    head = newest([shelf.lineage, *(one.lineage for one in ranks)])
     return Seen(
         # One that knows is enough: others may not see what the newest on storage is.
         replace(loaded, named=any(one.loaded.named for one in ranks)),
-        ranks, newest([shelf.lineage, *(one.lineage for one in ranks)]),
+        ranks, head if head.branches else FIRST,
         shelf, reports if None not in reports else None,
     )  # fmt: skip

@@ -159,7 +159,7 @@ class Restart:
         if new != NO_REQUEST:
             self._record_request(new, decision, there, on_lost)
         if decision is None:
-            self._go_on_from(None)
+            self.resume(None)
         return decision
 
     def _adopt_head(self, seen: Seen) -> None:
@@ -173,7 +173,7 @@ class Restart:
             return
 
         def adopt_here() -> None:
-            if self._topology.is_node_leader and (arenas := adopt(self._node_dir, seen.head)):
+            if self._topology.is_node_leader and (arenas := adopt(self._node_dir, seen.head, seen.head)):
                 reason = f"this node has snapshots of an abandoned branch, in {listed(arenas)}"
                 self._events.emit("rolled_back", iteration=seen.head.branches[-1].iteration, reason=reason)
 
@@ -209,8 +209,9 @@ class Restart:
         """The snapshots that may be taken, under the lineage that this start branches."""
         if new.name and (named := seen.shelf.named) is not None:
             head = named.lineage.branch(named.snapshot.iteration, after=seen.head.generation)
-            return Selection(head, named.snapshot)
-        return Selection(seen.head.branch(new.before - 1) if new.before else seen.head)
+            return Selection(head, named.snapshot, seen.head)
+        head = seen.head.branch(new.before - 1) if new.before else seen.head
+        return Selection(head, assumed=seen.head)
 
     def _record_request(self, new: Request, decision: Decision | None, there: _There, on_lost: str) -> None:
         """Storage knows of the branch before anything in memory is void, so that it counts if memory is lost."""
@@ -221,8 +222,12 @@ class Restart:
             raise StorageError(f"{asked}: storage cannot record it: {self._shelf.problem}", lasting=True)
         iteration = decision.snapshot.iteration if decision is not None else max(0, self._loaded.iteration)
         self._claim(replace(self._requested, requests=self._asked))
+        text = f"{asked}: resumes from iteration {iteration}"
+        if there.newest <= iteration:
+            self._events.announce(f"{text}; nothing newer is there")
+            return
         self._events.emit("rolled_back", iteration=iteration, newest=there.newest, reason=asked)
-        self._events.announce(f"{asked}: restores iteration {iteration}; what is newer is abandoned, not deleted")
+        self._events.announce(f"{text}; what is newer is abandoned, not deleted")
 
     def _claim(self, lineage: Lineage) -> None:
         """Storage has ``lineage`` as the head. Collective."""
@@ -348,7 +353,7 @@ class Restart:
         while True:
             try:
                 loaded = self._load(decision, state, described)
-                self._go_on_from(loaded.snapshot.iteration)
+                self.resume(loaded.snapshot.iteration)
                 return loaded
             except LostError as error:
                 error.touched = self._is_touched
@@ -366,7 +371,7 @@ class Restart:
                 error.touched = self._is_touched
                 raise
 
-    def _go_on_from(self, iteration: int | None) -> None:
+    def resume(self, iteration: int | None) -> None:
         """The lineage of what follows is known: what storage has of newer ones was bad, or cannot be read."""
         there = [one.snapshot.iteration for one in self._offered.snapshots]
         self.on_storage = max((one for one in there if iteration is None or one <= iteration), default=-1)
@@ -387,7 +392,7 @@ class Restart:
         if lineage != self._requested:
             self._claim(lineage)  # first: what storage remembers counts for nodes that were killed before they did
         leads = self._topology.is_node_leader
-        together(self._group, lambda: adopt(self._node_dir, lineage) if leads else None)
+        together(self._group, lambda: adopt(self._node_dir, lineage, self._head) if leads else None)
 
     def _decided_anew(self) -> Decision:
         """Another decision than the one that was coming."""

@@ -33,16 +33,17 @@ def void(node_dir: Path, newest: int) -> None:
                 control.mark_whole(None)
 
 
-def adopt(node_dir: Path, head: Lineage) -> list[str]:
+def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
     """Make ``head`` the lineage of a node: what the node has that is not in its past is void first; returns the names
-    of arenas that had any.
+    of arenas that had any. ``assumed``: the lineage of a node that has recorded none.
 
     A kill at any point leaves the node's old lineage, and the next start does it again.
 
     Raises:
         ArenaError: the node's directory takes no file.
     """
-    last, abandoned = last_shared(read_lineage(node_dir), head), list[str]()
+    own, abandoned = read_lineage(node_dir), list[str]()
+    last = last_shared(own if own.branches else assumed, head)
     if last < NO_LIMIT:
         remove_protection(node_dir, last)
         for path in list_arenas(node_dir):

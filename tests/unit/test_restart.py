@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from ftckpt.model.loaded import NOTHING, Checkpoint
 from test_load import run_ranks
 
 from ftckpt.errors import ConfigError, LostError, MismatchError, StorageError
 from ftckpt.group import Group
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.lineage import (
+    NO_CHECKPOINT,
+    NO_REQUEST,
+    UNKNOWN,
+    Branch,
+    Lineage,
+    LoadedCheckpoint,
+    Request,
+)
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import private_key
 from ftckpt.model.snapshot import SnapshotId
@@ -35,6 +43,7 @@ from ftckpt.restore.restart import Restart
 from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas, node_directory
+from ftckpt.store.lineage_file import read_lineage, write_lineage
 from ftckpt.store.package import list_packages
 from ftckpt.store.parity_file import list_parity, parity_path
 from tests.support.arenas import Recorded
@@ -54,7 +63,7 @@ class Start:
     source: str
     events: Recorded
     lineage: bytes = b""
-    origin: Checkpoint = NOTHING
+    after: Lineage = UNKNOWN
     why: str = ""
 
 
@@ -64,22 +73,25 @@ def restart(
     then: Callable[[Restart, Decision, int], None] = lambda found, decision, rank: None,
     reshapes: bool = False,
     *,
-    loaded: Checkpoint = NOTHING,
+    loaded: LoadedCheckpoint = NO_CHECKPOINT,
     on_lost: str = "storage",
-    before: int = 0,
+    request: Request = NO_REQUEST,
     unproven: bool = False,
     storage: str = "",
 ) -> list[Start]:
-    """All ranks choose, void what is newer, and do ``then``; ``loaded`` from storage."""
+    """All ranks choose, void what is newer, do ``then`` and record the lineage; ``loaded`` by the script."""
 
     def run(group: Any) -> Start:
         mine, events = replace(topology, rank=group.rank), Recorded()
         one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events, storage=storage)
         try:
-            decision = one.choose(on_lost, loaded, reshapes, before, unproven)
-            start = Start(decision, one.source, events, one.void_newer(decision), one.origin, one.why)
+            decision = one.choose(on_lost, loaded, reshapes, request, unproven)
+            start = Start(decision, one.source, events, one.void_newer(decision), why=one.why)
             if decision is not None:
                 then(one, decision, group.rank)
+                one.resume(decision.snapshot.iteration)
+            one.record_lineage()
+            start.after = one.lineage
             return start
         finally:
             one.close()
@@ -193,101 +205,110 @@ def test_newer_snapshots_are_void_on_all_nodes_with_all_that_could_bring_them_ba
 
 # --- beside storage ---
 
+FIRST = Lineage((Branch(1),))
 
-def trained(job: Job, origin: Checkpoint, *iterations: int) -> None:
-    """Snapshots that go on from ``origin``, all of them whole."""
+
+def found(iteration: int, lineage: Lineage = FIRST) -> Lineage:
+    """A history whose starts have found the script's checkpoint of ``iteration``."""
+    return replace(lineage, found=iteration)
+
+
+def named(iteration: int, *branches: Branch) -> Lineage:
+    """A history that a load of ``iteration`` by name has begun."""
+    return Lineage(branches or (Branch(2),), (f"load of iteration {iteration}",), iteration)
+
+
+def trained(job: Job, lineage: Lineage, *iterations: int) -> None:
+    """Snapshots of ``lineage``, all of them whole."""
     build(job, iterations, ())
     for rank in range(len(job.nodes)):
         with closing(Arena.open(job.path(rank), writable=True)) as arena:
-            arena.control.mark_origin(origin)
             arena.control.mark_whole(SnapshotId(LINEAGE, max(iterations)))
+    for node in set(job.nodes):
+        write_lineage(job.node_dir(node), lineage)
+
+
+def taken(starts: Sequence[Start]) -> int | None:
+    """The iteration that all ranks have restored."""
+    (iteration,) = {start.decision and start.decision.snapshot.iteration for start in starts}
+    return iteration
+
+
+ONE = LoadedCheckpoint
 
 
 @pytest.mark.parametrize(
-    ("origin", "loaded", "taken", "then"),
+    ("before", "loaded", "restored", "after"),
     [
-        pytest.param(NOTHING, Checkpoint(0), 250, NOTHING, id="nothing on storage"),
-        pytest.param(Checkpoint(200), Checkpoint(0), 250, Checkpoint(200), id="storage is not mounted"),
-        pytest.param(NOTHING, Checkpoint(200), 250, Checkpoint(200), id="saved on the way"),
-        pytest.param(Checkpoint(200), Checkpoint(200), 250, Checkpoint(200), id="a usual restart"),
-        pytest.param(NOTHING, Checkpoint(300), None, Checkpoint(300), id="storage is newer"),
-        pytest.param(Checkpoint(200), Checkpoint(100), None, Checkpoint(100), id="storage went back"),
-        pytest.param(Checkpoint(100), Checkpoint(100), 250, Checkpoint(100), id="a restart after that"),
-        pytest.param(NOTHING, Checkpoint(100, True), None, Checkpoint(100, True), id="named"),
-        pytest.param(
-            Checkpoint(100),
-            Checkpoint(100, True),
-            None,
-            Checkpoint(100, True),
-            id="named, and once newest",
-        ),
-        pytest.param(
-            Checkpoint(200, True),
-            Checkpoint(100, True),
-            None,
-            Checkpoint(100, True),
-            id="another one named",
-        ),
-        pytest.param(
-            Checkpoint(100, True),
-            Checkpoint(100, True),
-            250,
-            Checkpoint(100, True),
-            id="a restart with the same name",
-        ),
-        pytest.param(Checkpoint(100, True), Checkpoint(200), 250, Checkpoint(200), id="no name any more"),
-        pytest.param(
-            Checkpoint(100), Checkpoint(200, lasting=False), 250, Checkpoint(100), id="one that may go with a node"
-        ),
-        pytest.param(Checkpoint(200), Checkpoint(100, lasting=False), 250, Checkpoint(200), id="gone with a node"),
-        pytest.param(NOTHING, Checkpoint(250, True), None, Checkpoint(250, True), id="named, as new as memory"),
+        pytest.param(FIRST, ONE(0), 250, FIRST, id="nothing on storage"),
+        pytest.param(found(200), ONE(0), 250, found(200), id="storage is not mounted"),
+        pytest.param(FIRST, ONE(200), 250, found(200), id="saved on the way"),
+        pytest.param(found(200), ONE(200), 250, found(200), id="a usual restart"),
+        pytest.param(FIRST, ONE(300), None, found(300, Lineage((Branch(2),))), id="storage is newer"),
+        pytest.param(found(200), ONE(100), None, found(100, Lineage((Branch(2),))), id="storage went back"),
+        pytest.param(FIRST, ONE(100, True), None, named(100), id="named"),
+        pytest.param(found(100), ONE(100, True), None, named(100), id="named, and once newest"),
+        pytest.param(named(200), ONE(100, True), None, named(100, Branch(3)), id="another one named"),
+        pytest.param(named(100), ONE(100, True), 250, named(100), id="a restart with the same name"),
+        pytest.param(named(100), ONE(200), 250, found(200, Lineage((Branch(2),))), id="no name any more"),
+        pytest.param(found(100), ONE(200, lasting=False), 250, found(100), id="one that may go with a node"),
+        pytest.param(found(200), ONE(100, lasting=False), 250, found(200), id="gone with a node"),
+        pytest.param(FIRST, ONE(250, True), None, named(250), id="named, as new as memory"),
     ],
 )
-def test_the_newer_of_storage_and_memory_counts_unless_the_operator_went_back(
-    arena_root: Path, origin: Checkpoint, loaded: Checkpoint, taken: int | None, then: Checkpoint
+def test_the_newer_of_storage_and_memory_counts_unless_the_user_went_back(
+    arena_root: Path, before: Lineage, loaded: LoadedCheckpoint, restored: int | None, after: Lineage
 ) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, origin, 249, 250)
+    trained(job, before, 249, 250)
     starts = restart(job.topology, job.node_dir, loaded=loaded)
-    assert {start.decision and start.decision.snapshot.iteration for start in starts} == {taken}
-    assert {start.origin for start in starts} == {then}
-    told = events_of(starts, "rolled_back") + events_of(starts, "older_than_storage")
-    assert [event["loaded"] for event in told] == ([] if taken else [loaded.iteration] * 2)
-    assert all("memory (250)" in start.why for start in starts) == (taken is None)
-    assert iterations(job) == [[249, 250] if taken else []] * 2, "what is given up can never be taken again"
+    assert taken(starts) == restored
+    for lineage in [start.after for start in starts] + [read_lineage(job.node_dir(node)) for node in "ab"]:
+        assert (lineage.branches, lineage.requests, lineage.found) == (after.branches, after.requests, after.found)
+    reports = events_of(starts, "rolled_back") + events_of(starts, "memory_older_than_storage")
+    assert len(reports) == (0 if restored else 2)
+    assert all("memory (250)" in start.why for start in starts) == (restored is None)
+    assert iterations(job) == [[249, 250] if restored else []] * 2, "what is abandoned is in no slot"
 
 
-def test_a_node_that_was_away_while_the_operator_went_back_repeats_nothing(arena_root: Path) -> None:
-    """Its arena says that the newest on storage was 200, and has a snapshot of the history that was undone."""
+def test_a_node_that_was_away_while_the_user_went_back_repeats_nothing(arena_root: Path) -> None:
+    """What one node knows counts for all, and what it has of the other history goes."""
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, Checkpoint(200, generation=3), 150)
-    with closing(Arena.open(job.path(0), writable=True)) as arena:
-        arena.control.mark_origin(Checkpoint(100, named=True, generation=4))
-    starts = restart(job.topology, job.node_dir, loaded=Checkpoint(100, named=True))
-    assert all(start.decision is not None and start.decision.snapshot.iteration == 150 for start in starts)
-    assert {start.origin.generation for start in starts} == {4}
+    trained(job, found(200), 150)
+    write_lineage(job.node_dir("a"), named(100))
+    starts = restart(job.topology, job.node_dir, loaded=ONE(100, named=True), on_lost="fresh")
+    assert taken(starts) is None and iterations(job)[1] == []
+    assert {start.after.generation for start in starts} == {3}, "what was whole is on no other node"
 
 
-def test_what_was_undone_while_a_node_was_away_does_not_come_back_with_it(arena_root: Path) -> None:
+def test_what_was_abandoned_while_a_node_was_away_does_not_come_back_with_it(arena_root: Path) -> None:
     """Its parity and packages could bring back the others' part of it, too."""
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, Checkpoint(200, generation=3), 250)
+    job = Job(arena_root, ("a", "b"), PEER)
+    build(job, (240, 260), (260,))
     with closing(Arena.open(job.path(0), writable=True)) as arena:
-        for slot in range(arena.control.slots):
-            arena.control.void(slot)
-        arena.control.mark_whole(None)
-        arena.control.mark_origin(Checkpoint(100, named=True, generation=4, undone=4))
-    starts = restart(job.topology, job.node_dir, loaded=Checkpoint(100, named=True), on_lost="fail")
-    assert {start.decision for start in starts} == {None} and iterations(job) == [[], []]
-    assert [event["loaded"] for event in events_of(starts, "undone")] == [100]
+        arena.control.void(slot_of(arena, 260))
+        arena.control.mark_whole(SnapshotId(LINEAGE, 240))
+    write_lineage(job.node_dir("a"), replace(FIRST.branch(250), requests=("rollback-before 251",)))
+    write_lineage(job.node_dir("b"), FIRST)
+    starts = restart(job.topology, job.node_dir, request=Request(251))
+    assert taken(starts) == 240 and iterations(job) == [[240]] * 2
+    assert {read_lineage(job.node_dir(node)).branches for node in "ab"} == {(Branch(1), Branch(2, 250))}
+    assert [event["iteration"] for event in events_of(starts, "rolled_back")] == [250]
+
+
+def test_a_node_that_was_away_keeps_what_both_histories_share(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, FIRST, 240, 260)
+    write_lineage(job.node_dir("a"), FIRST.branch(250))
+    assert taken(restart(job.topology, job.node_dir)) == 240 and iterations(job) == [[240]] * 2
 
 
 @pytest.mark.parametrize("damage", ["bytes", "layout"])
 @pytest.mark.parametrize("storage", [249, 251])
 def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Path, damage: str, storage: int) -> None:
-    """What is older than that is given up, and nothing is asked of it; older storage brings back no layout."""
+    """What is older than that is abandoned, and nothing is asked of it; older storage brings back no layout."""
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, NOTHING, 249, 250)
+    trained(job, FIRST, 249, 250)
     topology = job.topology
     if damage == "bytes":
         for iteration in (249, 250):
@@ -296,11 +317,11 @@ def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Pat
         topology = replace(topology, members=topology.members[:1], layout={"dp": 1})
     if storage < 250:
         with raises(LostError if damage == "bytes" else MismatchError):
-            restart(topology, job.node_dir, loaded=Checkpoint(storage), on_lost="fail")
+            restart(topology, job.node_dir, loaded=ONE(storage), on_lost="fail")
         return
-    (first, *_) = restart(topology, job.node_dir, loaded=Checkpoint(storage), on_lost="fail")
-    assert first.decision is None and first.why == "memory (250) is older and given up"
-    assert first.origin == Checkpoint(storage)
+    (first, *_) = restart(topology, job.node_dir, loaded=ONE(storage), on_lost="fail")
+    assert first.decision is None and "memory (250)" in first.why
+    assert (first.after.branches, first.after.found) == ((Branch(2),), 251)
 
 
 @pytest.mark.parametrize("iteration", [0, 100, 250, 260])
@@ -308,118 +329,102 @@ def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Pat
 def test_what_was_loaded_in_training_counts_whatever_memory_has(
     arena_root: Path, iteration: int, before: int
 ) -> None:
-    """Of an iteration that was named at the start too, and where the job has gone back before another one then."""
+    """Of an iteration that was named at the start too, and where the job was rolled back before another one then."""
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, Checkpoint(100, generation=3), 249, 250)
-    starts = restart(job.topology, job.node_dir, loaded=Checkpoint(iteration, generation=5), before=before)
-    assert {start.decision for start in starts} == {None} and iterations(job) == [[]] * 2
-    assert {(start.origin.generation, start.origin.undone, start.origin.before) for start in starts} == {
-        (6, 6, before)
-    }, "what is on its way to storage may be of generation 5"
+    trained(job, FIRST, 249, 250)
+    loaded = ONE(iteration, in_training=True)
+    starts = restart(job.topology, job.node_dir, loaded=loaded, request=Request(before))
+    assert taken(starts) is None and iterations(job) == [[]] * 2
+    assert {start.after.branches for start in starts} == {(Branch(2),)}
+    assert {start.after.requests for start in starts} == {Request(before).texts}
 
 
-def test_an_origin_that_changes_is_of_the_next_generation(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, Checkpoint(200, generation=3), 250)
-    (start, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(100, named=True))
-    assert (start.origin, start.origin.generation) == (Checkpoint(100, named=True), 4)
-
-
-def test_a_job_goes_back_before_an_iteration_once(arena_root: Path) -> None:
+def test_a_job_is_rolled_back_before_an_iteration_once(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), PEER)
     build(job, (240, 250, 260), (260,))
-    before = restart(job.topology, job.node_dir, before=251)
-    assert {start.decision and start.decision.snapshot.iteration for start in before} == {250}
-    assert [event["before"] for event in events_of(before, "went_back")] == [251] * 2
+    starts = restart(job.topology, job.node_dir, request=Request(251))
+    assert taken(starts) == 250
+    assert [(event["iteration"], event["newest"]) for event in events_of(starts, "rolled_back")] == [(250, 260)] * 2
     assert iterations(job) == [[240, 250]] * 2, "parity and packages of 260 cannot bring it back either"
     assert not list_packages(job.node_dir("a")) and not list_packages(job.node_dir("b"))
-    assert {(start.origin.before, start.origin.generation) for start in before} == {(251, 1)}
+    assert {start.after.requests for start in starts} == {("rollback-before 251",)}
 
 
-def test_where_nothing_is_behind_it_nothing_was_undone(arena_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_is_newer_nothing_is_abandoned(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, NOTHING, 249, 250)
-    caplog.set_level("INFO", "ftckpt")
-    starts = restart(job.topology, job.node_dir, before=251)
-    assert {start.decision and start.decision.snapshot.iteration for start in starts} == {250}
-    assert not events_of(starts, "went_back") and {start.origin.before for start in starts} == {251}
-    assert "nothing is undone; goes on from iteration 250" in caplog.text
+    trained(job, FIRST, 249, 250)
+    starts = restart(job.topology, job.node_dir, request=Request(251))
+    assert taken(starts) == 250 and not events_of(starts, "rolled_back")
+    assert {start.after.requests for start in starts} == {("rollback-before 251",)}
 
 
-def test_the_same_number_goes_back_again_only_behind_a_start_without_it(arena_root: Path) -> None:
+def test_the_same_number_rolls_back_again_only_after_a_start_without_it(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, Checkpoint(generation=1, before=251), 250, 270)
-    for number, taken in ((251, 270), (0, 270), (251, 250)):
-        (start, _) = restart(job.topology, job.node_dir, before=number)
-        assert start.decision is not None and start.decision.snapshot.iteration == taken
-        assert start.origin.before == number
-        for rank in range(2):
-            with closing(Arena.open(job.path(rank), writable=True)) as arena:
-                arena.control.mark_origin(start.origin)
+    trained(job, replace(FIRST, requests=("rollback-before 251",)), 250, 270)
+    for number, restored in ((251, 270), (0, 270), (251, 250)):
+        starts = restart(job.topology, job.node_dir, request=Request(number))
+        assert taken(starts) == restored and {start.after.requests for start in starts} == {Request(number).texts}
 
 
-def test_where_nothing_is_before_it_a_start_that_goes_back_is_refused(arena_root: Path) -> None:
+def test_where_nothing_is_before_it_a_start_that_rolls_back_is_refused(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
-    (start, _) = restart(job.topology, job.node_dir, before=100)
-    assert start.decision is None and start.origin.before == 100, "a first start; later ones go on"
-    trained(job, NOTHING, 249, 250)
-    with raises(LostError, "no snapshot before iteration 100", "on storage, which have iterations 249, 250; name"):
-        restart(job.topology, job.node_dir, before=100)
-    with raises(ConfigError, "--ftckpt-restore-before: 100, but the script has loaded iteration 120"):
-        restart(job.topology, job.node_dir, before=100, loaded=Checkpoint(120))
-    assert iterations(job) == [[249, 250]] * 2, "a start that is refused undoes nothing"
-    (start, _) = restart(job.topology, job.node_dir, before=250, loaded=Checkpoint(120))
-    assert start.decision is not None and start.decision.snapshot.iteration == 249
+    starts = restart(job.topology, job.node_dir, request=Request(100))
+    assert taken(starts) is None, "a first start; later ones resume"
+    assert {start.after.requests for start in starts} == {("rollback-before 100",)}
+    trained(job, FIRST, 249, 250)
+    with raises(LostError, "100", "249, 250"):
+        restart(job.topology, job.node_dir, request=Request(100))
+    with raises(ConfigError, "--ftckpt-rollback-before: 100", "120"):
+        restart(job.topology, job.node_dir, request=Request(100), loaded=ONE(120))
+    assert iterations(job) == [[249, 250]] * 2, "a start that is refused abandons nothing"
+    assert {read_lineage(job.node_dir(node)).branches for node in "ab"} == {FIRST.branches}
+    assert taken(restart(job.topology, job.node_dir, request=Request(250), loaded=ONE(120))) == 249
 
 
-def test_what_was_undone_before_an_iteration_does_not_come_back_with_a_node(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), PEER)
-    build(job, (240, 260), (260,))
-    with closing(Arena.open(job.path(0), writable=True)) as arena:
-        arena.control.void(slot_of(arena, 260))
-        arena.control.mark_whole(SnapshotId(LINEAGE, 240))
-        arena.control.mark_origin(Checkpoint(generation=2, before=251, returned=2, limit=251))
-    with closing(Arena.open(job.path(1), writable=True)) as arena:
-        arena.control.mark_origin(Checkpoint(generation=1))
-    starts = restart(job.topology, job.node_dir, before=251)
-    assert {start.decision and start.decision.snapshot.iteration for start in starts} == {240}
-
-
-def test_what_is_rebuilt_is_of_the_past_that_the_job_is_in(arena_root: Path) -> None:
-    """An earlier start went back to before 100; a node is lost, and each start behind that has the number, too."""
+def test_what_is_rebuilt_is_of_the_history_that_the_job_is_in(arena_root: Path) -> None:
+    """An earlier start rolled back before 100; a node is lost, and each start after that has the number, too."""
     job = Job(arena_root, ("a", "b"), PEER)
     build(job, (500,), (500,))
-    for rank in range(2):
+    for rank, node in enumerate("ab"):
+        write_lineage(job.node_dir(node), replace(FIRST.branch(99), requests=("rollback-before 100",)))
         with closing(Arena.open(job.path(rank), writable=True)) as arena:
-            arena.control.mark_origin(Checkpoint(generation=3, before=100, returned=3, limit=100))
             arena.control.mark_whole(SnapshotId(LINEAGE, 500))
     shutil.rmtree(job.node_dir("b"))
     for _ in range(2):
-        starts = restart(job.topology, job.node_dir, before=100)
-        assert {start.decision and start.decision.snapshot.iteration for start in starts} == {500}
-        with closing(Arena.open(job.path(1))) as arena:
-            origin = arena.control.origin()
-        assert (origin.generation, origin.returned, origin.limit) == (3, 3, 100)
+        assert taken(restart(job.topology, job.node_dir, request=Request(100))) == 500
+        assert read_lineage(job.node_dir("b")) == FIRST.branch(99)
     assert list_packages(job.node_dir("a")), "what protects it stays"
 
 
-def test_what_the_operator_goes_back_from_need_not_be_whole(arena_root: Path) -> None:
+def test_a_node_that_was_away_and_gets_a_rebuilt_shard_keeps_that(arena_root: Path) -> None:
+    """What it has of the abandoned branch goes before anything is reconstructed there, not after."""
+    job = Job(arena_root, ("a", "b"), PEER)
+    build(job, (500,), (500,))
+    write_lineage(job.node_dir("a"), FIRST.branch(99))
+    shutil.rmtree(job.path(1))
+    write_lineage(job.node_dir("b"), FIRST)
+    for _ in range(2):
+        assert taken(restart(job.topology, job.node_dir)) == 500
+        assert iterations(job) == [[500]] * 2
+
+
+def test_what_the_user_goes_back_from_need_not_be_whole(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, NOTHING, 250)
+    trained(job, FIRST, 250)
     flip_chunk(job, 1, 250, 0)
-    (first, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(100, True), on_lost="fail")
-    assert first.decision is None and first.origin == Checkpoint(100, True)
+    (first, _) = restart(job.topology, job.node_dir, loaded=ONE(100, True), on_lost="fail")
+    assert first.decision is None and first.after == named(100)
 
 
 def test_ranks_that_loaded_different_iterations_are_refused_before_anything_is_void(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, NOTHING, 250)
+    trained(job, FIRST, 250)
 
     def run(group: Any) -> None:
         mine = replace(job.topology, rank=group.rank)
         one = Restart(cast(Group, group), mine, job.node_dir(mine.me.node), Recorded())
         with closing(one):
-            one.choose("storage", Checkpoint(300 + group.rank))
+            one.choose("storage", ONE(300 + group.rank))
 
     with raises(ConfigError, "rank 0 300", "rank 1 301"):
         run_ranks(2, run)
@@ -427,10 +432,12 @@ def test_ranks_that_loaded_different_iterations_are_refused_before_anything_is_v
 
 
 @pytest.mark.parametrize("on_lost", ["storage", "fail", "fresh"])
-@pytest.mark.parametrize("loaded", [Checkpoint(0), Checkpoint(100)], ids=["nothing", "100"])
-def test_what_a_restart_does_when_snapshots_were_lost(arena_root: Path, on_lost: str, loaded: Checkpoint) -> None:
+@pytest.mark.parametrize("loaded", [ONE(0), ONE(100)], ids=["nothing", "100"])
+def test_what_a_restart_does_when_snapshots_were_lost(
+    arena_root: Path, on_lost: str, loaded: LoadedCheckpoint
+) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, NOTHING, 250)
+    trained(job, FIRST, 250)
     flip_chunk(job, 1, 250, 0)
     if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
         remedy = ("iteration 100", "--ftckpt-on-lost storage") if loaded.is_one else ("--ftckpt-on-lost fresh",)
@@ -450,16 +457,16 @@ def test_what_was_loaded_counts_for_the_newest_only_where_storage_is_seen(
         raise StorageError("Input/output error")
 
     job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, NOTHING, 250)
+    trained(job, FIRST, 250)
     with monkeypatch.context() as patch:
         patch.setattr(shelf, "_PATIENCE_SECS", 0.01)
         patch.setattr(FileStorage, "list", failing)
         with raises(StorageError, "cannot be seen: Input/output error", "start again when it is back"):
-            restart(job.topology, job.node_dir, loaded=Checkpoint(300), storage=str(tmp_path))
+            restart(job.topology, job.node_dir, loaded=ONE(300), storage=str(tmp_path))
         assert iterations(job) == [[250]] * 2
-        (first, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(200), storage=str(tmp_path))
+        (first, _) = restart(job.topology, job.node_dir, loaded=ONE(200), storage=str(tmp_path))
         assert first.decision is not None, "memory is the newest that anybody has called whole"
-    (first, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(300), storage=str(tmp_path))
+    (first, _) = restart(job.topology, job.node_dir, loaded=ONE(300), storage=str(tmp_path))
     assert first.decision is None
 
 
