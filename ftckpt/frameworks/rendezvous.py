@@ -23,6 +23,7 @@ its death, so that a worker that meets a stale ``leader`` waits until rank 0 of 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import secrets
 import time
@@ -36,6 +37,8 @@ import torch
 import torch.distributed as dist
 
 from ftckpt.errors import LaunchError
+from ftckpt.frameworks import launcher
+from ftckpt.store.outcome import agent_of
 
 if TYPE_CHECKING:  # torch.distributed has them too, but not for a type checker
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -169,14 +172,33 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
     module = _checked_module()
     name = _agree_through(where, timeout_secs)
     description = f"attempt {name}: own keys in the store torchrun shares at {where.host}:{where.port}"
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        # Agents keep the address of the first store: where another node becomes group rank 0 and opens a
-        # new one, the surviving agents do not tell their workers.
-        description += f"; to survive the loss of the node of group rank 0 too, {REMEDY}"
+    if where.rank == 0 and _keeps_new_nodes_out(os.environ):
+        logging.getLogger("ftckpt").warning(
+            "ftckpt: torchrun shares one store among all attempts: a node that replaces another one cannot join the "
+            "job; %s on each node", REMEDY,
+        )  # fmt: skip
     original: Callable[..., Store] = getattr(module, _HOOK)
     setattr(module, _HOOK, _isolated(original, where.port, f"ftckpt.attempt.{name}"))
     _isolation = description
     return description
+
+
+def _keeps_new_nodes_out(env: Mapping[str, str]) -> bool:
+    """Whether torchrun lets nodes join later, and its shared store would hinder them.
+
+    Agents keep the address of the first store. Where another node becomes the first of the rendezvous it opens a new
+    one, and the agents that were there before give their ranks the old address.
+    """
+    agent = agent_of(env)
+    if agent is None:
+        return env.get("GROUP_WORLD_SIZE", "1") != "1"
+    nodes, backend = (
+        launcher.option(f"--{name}", agent.command)
+        or launcher.option(f"--{name.replace('-', '_')}", agent.command)
+        or agent.env.get(f"PET_{name.replace('-', '_').upper()}", default)
+        for name, default in (("nnodes", "1"), ("rdzv-backend", "static"))
+    )
+    return nodes not in ("1", "1:1") and backend != "static"  # with which no node joins later
 
 
 def check_isolated(remedy: str = "start the script with ftckpt's runner") -> None:

@@ -94,9 +94,8 @@ class NodeSmp:
         """The node's directory belongs to this attempt: say what endangers it."""
         if not self._leads:
             return
-        # One that somebody has started may be where nothing ends it.
-        smp_pid, told = holder_of(node_dir / SMP_LOCK_NAME), (node_dir / FAILURES_NAME).exists()
-        for hazard in hazards(Path(self._config.arena), smp_pid):
+        told = (node_dir / FAILURES_NAME).exists()
+        for hazard in hazards(Path(self._config.arena)):
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
             # Where an earlier attempt has trained its log has all of it, and this one's is to show what is new.
             self._events.announce(f"{hazard.text}; {'ftckpt check says what to do' if told else hazard.remedy}")

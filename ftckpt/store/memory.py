@@ -27,13 +27,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of mountinfo: file system type, mount point, ``major:minor``, what is mounted from there, and source."""
+    """A line of mountinfo: file system type and mount point."""
 
     kind: str
     point: str
-    device: str = ""
-    root: str = "/"
-    source: str = ""
 
 
 def check_budget(
@@ -165,12 +162,12 @@ def _available(proc: Path) -> list[Limit]:
     return []
 
 
-def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
-    """The mount that holds ``where`` as ``process`` sees it; of an unknown kind where that cannot be read."""
+def mount_of(where: Path, proc: Path) -> Mount:
+    """The mount that holds ``where`` as this process sees it; of an unknown kind where that cannot be read."""
     best, depth = Mount("an unknown file system", str(where)), -1
     resolved = str(where.resolve())
-    for line in read_lines(proc / process / "mountinfo"):
-        # proc(5): id, parent, major:minor, root, mount point, more fields, then behind " - " the type and the source.
+    for line in read_lines(proc / "self" / "mountinfo"):
+        # proc(5): id, parent, major:minor, root, mount point, more fields, then behind " - " the type.
         left, _, right = line.partition(" - ")
         fields, ending = left.split(), right.split()
         if len(fields) < 5 or not ending:
@@ -179,8 +176,7 @@ def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
         point = fields[4].replace("\\040", " ")
         # Of those that hold it the longest is the nearest. A later mount covers an earlier one on the same point.
         if f"{resolved}/".startswith(f"{point.rstrip('/')}/") and len(point) >= depth:
-            source = ending[1] if len(ending) > 1 else ""
-            best, depth = Mount(ending[0], point, fields[2], fields[3], source), len(point)
+            best, depth = Mount(ending[0], point), len(point)
     return best
 
 

@@ -156,14 +156,3 @@ def test_another_job_takes_the_nodes(lab: SlurmLab, script: str) -> None:
     done.touch()
     assert int(job.says(r"4 ranks: iteration (\d+) from [^\n]*storage")[1]) == saved
     job.trains_beyond(saved + 10)
-
-
-def test_an_smp_in_the_step_of_the_trainers(lab: SlurmLab) -> None:
-    """Who starts ranks without the batch scripts is told, and it is so."""
-    job = SlurmJob(lab, script="")
-    job.says(r"the SMP is in step 0 of Slurm job \d+ with the trainers: it is killed when the step ends")
-    job.trains_beyond(10)
-    assert job.smps()
-    lab.call("scancel", f"{job.number}.0")
-    until(lambda: not job.smps(), lab.logs, 60)
-    assert lab.state(job.number) == "RUNNING" and job.memory("node0"), "the snapshots stay"

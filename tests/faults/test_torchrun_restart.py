@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import ftckpt
+from ftckpt.frameworks.rendezvous import REMEDY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.faults
@@ -86,15 +87,16 @@ class Job:
     def wait(self) -> None:
         """Until all agents have ended well.
 
-        :raises AssertionError: one failed, or not all ended in time; the text has the ends of their logs.
+        :raises AssertionError: one failed, or not all ended in time; the text has their logs.
         """
 
-        def logs() -> str:
-            return "\n".join(path.read_text()[-3000:] for path in sorted(self.here.glob("agent*.log")))
-
-        until(lambda: all(agent.poll() is not None for agent in self.agents), logs, DEADLINE_SECS)
+        until(lambda: all(agent.poll() is not None for agent in self.agents), self.output, DEADLINE_SECS)
         codes = [agent.returncode for agent in self.agents]
-        assert codes == [0] * len(codes), f"agents ended with {codes}\n{logs()}"
+        assert codes == [0] * len(codes), f"agents ended with {codes}\n{self.output()}"
+
+    def output(self) -> str:
+        """Of the agents and their workers."""
+        return "\n".join(path.read_text() for path in sorted(self.here.glob("agent*.log")))
 
     def log(self, rank: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.here / f"rank{rank}.jsonl").read_text().splitlines()]
@@ -146,6 +148,7 @@ def test_standalone(job: Job) -> None:
     job.start("--standalone", "--nproc-per-node", "2", faults=[(1, 1), (0, 2)])
     job.wait()
     check_finished(job, world=2, num_faults=2)
+    assert REMEDY not in job.output()
 
 
 @pytest.mark.slow
@@ -160,6 +163,7 @@ def test_two_c10d_agents(job: Job) -> None:
         )
     job.wait()
     check_finished(job, world=4, num_faults=2)
+    assert job.output().count(REMEDY) == 3, "rank 0 says at each start what lets a replaced node join"
 
 
 @pytest.mark.slow

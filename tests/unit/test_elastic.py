@@ -263,10 +263,39 @@ def test_an_unknown_torch_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyP
         rendezvous.isolate_attempts()
 
 
+C10D = ["--rdzv-backend", "c10d"]
+
+
 @pytest.mark.usefixtures("agent_store")
-def test_what_several_agents_do_not_survive_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert "group rank 0" in rendezvous.isolate_attempts(timeout_secs=10)
+@pytest.mark.parametrize(
+    ("words", "settings", "warns"),
+    [
+        (["--nnodes", "2", *C10D], {}, True),
+        (["--nnodes=1:4", "--rdzv_backend=c10d"], {}, True),
+        ([], {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d"}, True),
+        (["--nnodes", "2"], {}, False),  # static: no other node can join
+        (["--nnodes", "1", *C10D], {}, False),
+        (["--standalone"], {}, False),
+    ],
+)
+def test_the_first_rank_names_what_lets_a_replaced_node_join(
+    words: list[str], settings: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(rendezvous, "agent_of", lambda env: Agent(1, ["torchrun", *words, "train.py"], settings))
+    rendezvous.isolate_attempts(timeout_secs=10)
+    assert (rendezvous.REMEDY in caplog.text) == warns
+
+
+@pytest.mark.usefixtures("agent_store")
+@pytest.mark.parametrize(("nodes", "warns"), [("1", False), ("2", True)])
+def test_an_agent_that_cannot_be_seen_is_judged_by_its_nodes(
+    nodes: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "agent_of", lambda env: None)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    rendezvous.isolate_attempts(timeout_secs=10)
+    assert (rendezvous.REMEDY in caplog.text) == warns
 
 
 @pytest.mark.usefixtures("agent_store")

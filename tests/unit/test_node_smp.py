@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from ftckpt.job.node_smp import NodeSmp
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import Holding
 from ftckpt.smp.requests import guard_digest
-from ftckpt.store.directory import FAILURES_NAME, SMP_LOCK_NAME
+from ftckpt.store.directory import FAILURES_NAME
 from ftckpt.store.environment import Hazard
 from tests.support.waiting import until
 
@@ -207,28 +205,6 @@ def test_what_is_wanted_anew_waits_for_no_rest(tmp_path: Path, monkeypatch: pyte
     until(told.arenas, "it is told", smp_setup._AGAIN_SECS / 2)
     smp.release()
     assert told.arenas() == ["second"]
-
-
-HOLDS = """
-import fcntl, os, sys
-fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-fcntl.lockf(fd, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_where_the_smp_runs_decides_what_endangers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that runs already may be in a step of its own; one that a rank would start is where the rank is."""
-    asked: list[int | None] = []
-    monkeypatch.setattr(node_smp, "hazards", lambda _, smp_pid=None: asked.append(smp_pid) or [])
-    smp = NodeSmp(Config(), Topology(0, PLACES[:1], {"dp": 1}), None, None, ["machine"])  # type: ignore[arg-type]
-    smp.tell_hazards(tmp_path)
-    command = [sys.executable, "-c", HOLDS, str(tmp_path / SMP_LOCK_NAME)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None and child.stdout.readline() == b"held\n"
-        smp.tell_hazards(tmp_path)
-    assert asked == [None, child.pid]
 
 
 def test_what_helps_against_a_hazard_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
