@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from ftckpt.config import add_flags, node_here
 from ftckpt.errors import ConfigError, FtckptError, written
+from ftckpt.frameworks.blame import is_of_another_rank
 from ftckpt.setting_checks import NAME_RULE, is_name
 from ftckpt.store import ends
 from ftckpt.store.outcome import LauncherRun, agent_of, launcher_run
@@ -249,8 +250,8 @@ def go_on() -> None:
 
 
 def _go_on_after(error: BaseException) -> None:
-    """Unless it says that another rank is gone: that one may have crashed in its exit."""
-    if not ends.lost_another(str(error)):
+    """Unless a connection to another rank failed: that one may have crashed in its exit."""
+    if not is_of_another_rank(error):
         go_on()
 
 
@@ -283,7 +284,8 @@ class _ErrorHook:
         _ErrorHook._is_showing = True
         try:
             if not issubclass(kind, KeyboardInterrupt):
-                ends.tell_here(int(os.environ.get("RANK") or 0), f"{kind.__name__}: {error}")
+                blame = ends.CONSEQUENCE if is_of_another_rank(error) else ends.CAUSE
+                ends.tell_here(int(os.environ.get("RANK") or 0), f"{kind.__name__}: {error}", blame)
             if isinstance(error, FtckptError):
                 logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
                 refuse(error)
