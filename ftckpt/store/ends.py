@@ -74,22 +74,17 @@ def _how(status: int, several: bool) -> str:
         known = number in set(signal.Signals)
         name = signal.Signals(number).name if known else f"signal {number}"
         return f"{'were' if several else 'was'} ended by {name}"
-    return (
-        f"{'have' if several else 'has'} exited with code {os.WEXITSTATUS(status)}"
-        if status
-        else "ended without a word"
-    )
+    if not status:
+        return "ended without a word"
+    return f"{'have' if several else 'has'} exited with code {os.WEXITSTATUS(status)}"
 
 
 def tell(node_dir: Path, end: EndNote) -> None:
     """Append it; what has no room is lost. Nothing raises: it comes from processes that end."""
-    ranks = ",".join(map(str, end.ranks)) or "-"
-    path, line = (
-        node_dir / ENDS_NAME,
-        f"{end.time:.3f} {ranks} {end.kind} {' '.join(end.text.split())[:_MOST_CHARS]}\n",
-    )
+    ranks, text = ",".join(map(str, end.ranks)) or "-", " ".join(end.text.split())[:_MOST_CHARS]
+    line = f"{end.time:.3f} {ranks} {end.kind} {text}\n"
     with suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(node_dir / ENDS_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(fd).st_size < _MOST_BYTES:
                 os.write(fd, line.encode())  # one call: lines of several processes do not mix
