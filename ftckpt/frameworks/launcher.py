@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from ftckpt import forks
 from ftckpt.config import add_flags, node_here
 from ftckpt.errors import ConfigError, FtckptError, written
 from ftckpt.frameworks.blame import is_of_another_rank
@@ -278,7 +279,7 @@ class _ErrorHook:
         self._shown_by = shown_by
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _ErrorHook._is_showing:
+        if _ErrorHook._is_showing or forks.is_child:
             self._shown_by(kind, error, trace)
             return
         _ErrorHook._is_showing = True
@@ -298,6 +299,9 @@ class _ErrorHook:
 
 def refuse(error: FtckptError) -> int:
     """Say in one line on stderr what ends the job, and keep the launcher from trying again in vain; the exit code."""
+    if forks.is_child:  # the job goes on without it
+        _print(str(error))
+        return _REFUSED
     env = os.environ
     run = _run_of()
     run.resume()

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ftckpt.forks import off_in_children
 from ftckpt.model.text import listed
 from ftckpt.store.directory import ENDS_NAME, PULSE_NAME
 from ftckpt.store.exits import Exit, exit_now
@@ -84,7 +85,8 @@ def tell(node_dir: Path, end: EndNote) -> None:
     ranks, text = ",".join(map(str, end.ranks)) or "-", " ".join(end.text.split())[:_MOST_CHARS]
     line = f"{end.time:.3f} {ranks} {end.kind} {text}\n"
     with suppress(OSError):
-        fd = os.open(node_dir / ENDS_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(node_dir / ENDS_NAME, flags, 0o600)
         try:
             if os.fstat(fd).st_size < _MOST_BYTES:
                 os.write(fd, line.encode())  # one call: lines of several processes do not mix
@@ -98,6 +100,7 @@ def are_told_in(node_dir: Path) -> None:
 
 
 _here: list[Path] = []
+off_in_children(_here.clear)
 
 
 def tell_here(rank: int, text: str, kind: str) -> None:
