@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from ftckpt.forks import off_in_children
 
 log = logging.getLogger("ftckpt")
 
@@ -69,6 +72,18 @@ class DirectWriter:
             self._file.close()
 
 
+_open: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """The lines are the parent's, and its thread may have held the lock at the fork."""
+    for writer in _open:
+        atexit.unregister(writer.close)
+
+
+off_in_children(_leave_to_parent)
+
+
 class BackgroundWriter:
     """Brings lines to ``file`` in the order in which they were put, on a thread of its own.
 
@@ -94,6 +109,7 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, name="ftckpt-events", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        _open.add(self)
 
     def put(self, data: bytes, written: Callable[[], None] | None = None) -> None:
         """Have ``data`` written, and ``written`` called on the thread behind it; from any thread. Never waits."""

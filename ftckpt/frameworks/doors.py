@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, UnsupportedError
+from ftckpt.forks import off_in_children
 from ftckpt.frameworks.launcher import (
     code_if_over,
     follow_uncaught,
@@ -140,6 +141,7 @@ class Door:
         self.was_used = False
         """Whether a checkpointer has ever followed training."""
         self.state: Any = None
+        off_in_children(self.leave)
 
     @property
     def checkpointer(self) -> Checkpointer | None:

@@ -25,8 +25,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from ftckpt import forks
 from ftckpt.config import add_flags, node_here
 from ftckpt.errors import ConfigError, FtckptError, written
+from ftckpt.frameworks.blame import is_of_another_rank
 from ftckpt.setting_checks import NAME_RULE, is_name
 from ftckpt.store import ends
 from ftckpt.store.outcome import LauncherRun, agent_of, launcher_run
@@ -249,8 +251,8 @@ def go_on() -> None:
 
 
 def _go_on_after(error: BaseException) -> None:
-    """Unless it says that another rank is gone: that one may have crashed in its exit."""
-    if not ends.lost_another(str(error)):
+    """Unless a connection to another rank failed: that one may have crashed in its exit."""
+    if not is_of_another_rank(error):
         go_on()
 
 
@@ -277,13 +279,14 @@ class _ErrorHook:
         self._shown_by = shown_by
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _ErrorHook._is_showing:
+        if _ErrorHook._is_showing or forks.is_child:
             self._shown_by(kind, error, trace)
             return
         _ErrorHook._is_showing = True
         try:
             if not issubclass(kind, KeyboardInterrupt):
-                ends.tell_here(int(os.environ.get("RANK") or 0), f"{kind.__name__}: {error}")
+                blame = ends.CONSEQUENCE if is_of_another_rank(error) else ends.CAUSE
+                ends.tell_here(int(os.environ.get("RANK") or 0), f"{kind.__name__}: {error}", blame)
             if isinstance(error, FtckptError):
                 logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
                 refuse(error)
@@ -296,6 +299,9 @@ class _ErrorHook:
 
 def refuse(error: FtckptError) -> int:
     """Say in one line on stderr what ends the job, and keep the launcher from trying again in vain; the exit code."""
+    if forks.is_child:  # the job goes on without it
+        _print(str(error))
+        return _REFUSED
     env = os.environ
     run = _run_of()
     run.resume()

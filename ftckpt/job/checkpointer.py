@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from operator import index
 from pathlib import Path
 
+from ftckpt import forks
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.examination import Examination
 from ftckpt.config import Config
@@ -76,7 +77,8 @@ class Checkpointer:
         self._shard: Shard | None = None
         self._snapshots: Snapshots | None = None  # once the state is loaded, and the shard is laid out
         self._boundary = -1  # the iteration of the last one
-        self._closed = False
+        self._closed = self._is_copy = False
+        forks.trains(self._abandon)
         self._fenced = False  # since the last boundary
         self._reminder = Reminder(self.events)
         self._examination = Examination(examines) if examines else None
@@ -226,6 +228,8 @@ class Checkpointer:
 
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
+        if self._is_copy:
+            return
         self._state.stepped()
         if self._examination is not None:
             self._examination.fenced(self.capture)
@@ -245,6 +249,8 @@ class Checkpointer:
                 same boundary.
         """
         snapshots = self._snapshots
+        if self._is_copy:
+            return
         if snapshots is None:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
         try:
@@ -431,6 +437,10 @@ class Checkpointer:
         for part in (self.capture, self._pacer, self._protection):
             if part is not None:
                 part.close()
+
+    def _abandon(self) -> None:
+        """In a child of the process that trains this is a copy, and does nothing."""
+        self._closed = self._is_copy = True
 
     def _let_go(self) -> None:
         """Off, and a boundary later, behind the last proof: training's memory is training's alone."""

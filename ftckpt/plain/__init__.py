@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
+from ftckpt.forks import off_in_children
 from ftckpt.frameworks import doors
 from ftckpt.frameworks.launcher import follow_uncaught
 
@@ -33,6 +34,7 @@ follow_uncaught()  # what is wrong in a configuration is said before anything is
 
 patches = doors.Patches()
 """On all models and optimizers that were attached. Checkpointers are the scripts' own, so that models can go."""
+off_in_children(patches.remove)
 
 
 def init_process_group(config: Config, *args: Any, **options: Any) -> None:

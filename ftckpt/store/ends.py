@@ -8,7 +8,6 @@ then nobody can tell them from the cause.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ftckpt.forks import off_in_children
 from ftckpt.model.text import listed
 from ftckpt.store.directory import ENDS_NAME, PULSE_NAME
 from ftckpt.store.exits import Exit, exit_now
@@ -26,33 +26,23 @@ _MOST_BYTES = 16 << 10
 _MOST_CHARS = 300
 """Of a line: an exception may quote a whole tensor."""
 _MOST_NAMED = 8
-_LOST_ANOTHER = re.compile("(closed|reset) by peer|Broken pipe|remote process exited")
-"""What gloo, NCCL and torch's store say on a rank whose peer is gone."""
-_SILENTLY = "ended without a word"
+CAUSE, CONSEQUENCE, UNKNOWN = "cause", "consequence", "unknown"
+"""Kinds of ends: the rank's own; of a rank that has lost another one, or that the launcher has ended by SIGTERM; of a
+rank of which nobody saw more than that it is gone."""
 
 
 class EndNote(NamedTuple):
-    """``text`` says what was seen at ``time``, seconds since the epoch, of the end of ``ranks``."""
+    """``text`` says what was seen at ``time``, seconds since the epoch, of the end of ``ranks``, of this ``kind``."""
 
     time: float
     text: str
     ranks: tuple[int, ...] = ()
+    kind: str = CAUSE
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Causes before consequences: who has lost another rank may have noticed before anybody saw that one gone,
-        and a launcher ends by SIGTERM whatever is left."""
-        return lost_another(self.text) or f"ended by {signal.SIGTERM.name}" in self.text, self.time
-
-    @property
-    def names_cause(self) -> bool:
-        """Whether it says more of its ranks than that they are gone."""
-        return f") {_SILENTLY}" not in self.text
-
-
-def lost_another(text: str) -> bool:
-    """Whether an error is of a rank whose peer is gone: a consequence, of which that one has the cause."""
-    return _LOST_ANOTHER.search(text) is not None
+        """Causes before consequences, whoever has noticed first."""
+        return self.kind == CONSEQUENCE, self.time
 
 
 def silent_ends(
@@ -70,7 +60,13 @@ def silent_ends(
         text = f"rank{'s' if len(alike) > 1 else ''} {who} {_how(status, len(alike) > 1)}, {first.where}"
         text += (beside or {}).get(status, "")
         began = min(seen[pulse.owner].time for pulse in alike)
-        yield EndNote(began, text, tuple(pulse.rank for pulse in alike))
+        yield EndNote(began, text, tuple(pulse.rank for pulse in alike), _kind(status))
+
+
+def _kind(status: int) -> str:
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM:
+        return CONSEQUENCE
+    return CAUSE if status else UNKNOWN
 
 
 def _how(status: int, several: bool) -> str:
@@ -79,15 +75,18 @@ def _how(status: int, several: bool) -> str:
         known = number in set(signal.Signals)
         name = signal.Signals(number).name if known else f"signal {number}"
         return f"{'were' if several else 'was'} ended by {name}"
-    return f"{'have' if several else 'has'} exited with code {os.WEXITSTATUS(status)}" if status else _SILENTLY
+    if not status:
+        return "ended without a word"
+    return f"{'have' if several else 'has'} exited with code {os.WEXITSTATUS(status)}"
 
 
 def tell(node_dir: Path, end: EndNote) -> None:
     """Append it; what has no room is lost. Nothing raises: it comes from processes that end."""
-    ranks = ",".join(map(str, end.ranks)) or "-"
-    path, line = node_dir / ENDS_NAME, f"{end.time:.3f} {ranks} {' '.join(end.text.split())[:_MOST_CHARS]}\n"
+    ranks, text = ",".join(map(str, end.ranks)) or "-", " ".join(end.text.split())[:_MOST_CHARS]
+    line = f"{end.time:.3f} {ranks} {end.kind} {text}\n"
     with suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(node_dir / ENDS_NAME, flags, 0o600)
         try:
             if os.fstat(fd).st_size < _MOST_BYTES:
                 os.write(fd, line.encode())  # one call: lines of several processes do not mix
@@ -101,13 +100,14 @@ def are_told_in(node_dir: Path) -> None:
 
 
 _here: list[Path] = []
+off_in_children(_here.clear)
 
 
-def tell_here(rank: int, text: str) -> None:
+def tell_here(rank: int, text: str, kind: str) -> None:
     """This process, ``rank``, ends, for the reason ``text``."""
     for node_dir in _here:
         tell_silent(node_dir)
-        tell(node_dir, EndNote(time.time(), f"rank {rank}: {text}", (rank,)))
+        tell(node_dir, EndNote(time.time(), f"rank {rank}: {text}", (rank,), kind))
 
 
 def tell_silent(node_dir: Path) -> None:
@@ -120,11 +120,11 @@ def tell_silent(node_dir: Path) -> None:
 
 
 def told_of(node_dir: Path) -> dict[int, bool]:
-    """Ranks of which something was told since ``forget``, and whether that names a cause."""
+    """Ranks of which something was told since ``forget``, and whether that is more than that they are gone."""
     told: dict[int, bool] = {}
     with suppress(OSError):
         for end in read(node_dir):
-            told |= {rank: end.names_cause or told.get(rank, False) for rank in end.ranks}
+            told |= {rank: end.kind != UNKNOWN or told.get(rank, False) for rank in end.ranks}
     return told
 
 
@@ -136,18 +136,17 @@ def read(node_dir: Path) -> list[EndNote]:
     ends: list[EndNote] = []
     for line in path.read_bytes()[: 2 * _MOST_BYTES].decode("utf-8", "replace").splitlines():
         with suppress(ValueError):
-            at, ranks, text = line.split(" ", 2)
-            end = EndNote(float(at), text, tuple(map(int, ranks.split(","))) if ranks != "-" else ())
-            ends.append(end)
+            at, ranks, kind, text = line.split(" ", 3)
+            ends.append(EndNote(float(at), text, tuple(map(int, ranks.split(","))) if ranks != "-" else (), kind))
     return sorted(_without_repetitions(ends), key=lambda end: end.order)
 
 
 def _without_repetitions(ends: Sequence[EndNote]) -> list[EndNote]:
     """Two that end at once may both have told of a third, and an SMP may know more of that one than they."""
-    named = {rank for end in ends if end.names_cause for rank in end.ranks}
+    known = {rank for end in ends if end.kind != UNKNOWN for rank in end.ranks}
     left: list[EndNote] = []
     for end in ends:
-        is_told = end.ranks in [one.ranks for one in left] or (not end.names_cause and named.issuperset(end.ranks))
+        is_told = end.ranks in [one.ranks for one in left] or (end.kind == UNKNOWN and known.issuperset(end.ranks))
         if not end.ranks or not is_told:
             left.append(end)
     return left

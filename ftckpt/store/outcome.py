@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ftckpt.config import node_here
 from ftckpt.errors import FtckptError
+from ftckpt.forks import off_in_children
 from ftckpt.store.directory import clean_job, fresh_name, require_own
 from ftckpt.store.locks import FileLock
 from ftckpt.store.page import owner_lives, owner_word, pid_namespace
@@ -250,6 +251,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 _runs: dict[str, LauncherRun] = {}
 """Those that this process has asked for: a second engine or load is no second start of it."""
+off_in_children(_runs.clear)  # what the parent has done a child cannot take back
 
 
 def launcher_run(env: Mapping[str, str]) -> LauncherRun:

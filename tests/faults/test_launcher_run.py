@@ -60,7 +60,7 @@ for iteration in range(1 if begin is None else begin + 1, int(os.environ.get("LA
 ftckpt.close()
 log("closed")
 if fault == "behind its end" and rank == 1 and attempt == 0:
-    raise MemoryError("no room for the next model")
+    raise ConnectionError("upload of the model: Connection reset by peer")
 if fault == "in its exit" and rank == 1 and attempt == 0:
     os.abort()
 torch.distributed.destroy_process_group()
@@ -115,7 +115,7 @@ def test_an_error_of_the_script_behind_the_end_is_tried_again(tmp_path: Path, ar
     (tmp_path / "train.py").write_text(SCRIPT)
     words = (str(tmp_path / "train.py"), str(tmp_path), "behind its end", str(arena_root))
     code, output = torchrun(tmp_path, *words, restarts=2)
-    assert code == 0 and "no room for the next model" in output and "nothing is left to train" not in output, output
+    assert code == 0 and "upload of the model" in output and "nothing is left to train" not in output, output
     assert [attempt for attempt, what in logged(tmp_path, 0) if what == "closed"] == [0, 1]
 
 

@@ -24,7 +24,7 @@ MODULES = {
 }
 
 BASE = {
-    "ftckpt", "errors", "event_file", "event_writer", "events", "units", "setting", "persist_setting",
+    "ftckpt", "errors", "event_file", "event_writer", "events", "forks", "units", "setting", "persist_setting",
     "setting_checks", "config",
 }  # fmt: skip
 """May be imported by all; ``ftckpt`` itself loads lazily."""
@@ -32,8 +32,9 @@ BASE = {
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "event_file": set(),
-    "event_writer": set(),
+    "event_writer": {"forks"},
     "events": {"errors", "event_file", "event_writer"},
+    "forks": set(),
     "units": set(),
     "setting": {"errors", "units"},
     "persist_setting": {"errors"},

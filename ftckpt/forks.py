@@ -1,0 +1,44 @@
+"""Off in children: a process that a training process forks trains nothing.
+
+A child has copies of all objects of its parent and maps the same shared memory, but has none of its threads. Hooks of
+its copy of an optimizer would wait for a copier that is not there, and invalidate slots of the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+
+is_child = False
+"""Whether a process that trains has forked this one, which does not train itself."""
+_switches: list[Callable[[], object]] = []
+_trainers: list[weakref.WeakMethod[Callable[[], object]]] = []
+
+
+def off_in_children(switch: Callable[[], object]) -> None:
+    """Have ``switch`` called in each child."""
+    _switches.append(switch)
+
+
+def trains(switch: Callable[[], object]) -> None:
+    """This process trains from now on: ``switch``, a method of what it trains with, is called in each child."""
+    global is_child
+    is_child = False
+    _trainers[:] = [one for one in _trainers if one() is not None]
+    _trainers.append(weakref.WeakMethod(switch))
+
+
+def _switch_off() -> None:
+    global is_child
+    trainers = [switch for one in _trainers if (switch := one()) is not None]
+    _trainers.clear()
+    if trainers:
+        is_child = True
+        with ExitStack() as stack:  # all of them, whichever raises
+            for switch in [*trainers, *_switches]:
+                stack.callback(switch)
+
+
+os.register_at_fork(after_in_child=_switch_off)

@@ -1,0 +1,168 @@
+"""A process that a training process forks: its hooks are gone, and nothing of its parent's memory or record changes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftckpt import forks
+from ftckpt.store import ends
+from ftckpt.store.pulse import Pulse
+from tests.support import ds_jobs, jobs
+from tests.support.pool import run_ranks
+from tests.support.recorder import Recorder
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.multiproc
+
+
+class Trainer(Recorder):
+    """What a process trains with."""
+
+    is_off = False
+
+    def off(self) -> None:
+        self.is_off = True
+
+
+def in_child(action: Callable[[], bool]) -> bool:
+    """Whether ``action`` returns True in a fork of this process."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            code = 0 if action() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def steps_of(trainer: Trainer, step: Callable[[], object]) -> tuple[list[str], bool]:
+    """What ``step`` tells here, and whether in a child it tells nothing."""
+    forks.trains(trainer.off)
+
+    def tells_nothing() -> bool:
+        before = list(trainer.log)
+        step()
+        return trainer.log == before and trainer.is_off and forks.is_child
+
+    step()
+    is_silent = in_child(tells_nothing)
+    told = list(trainer.log)
+    step()
+    assert trainer.log == told * 2 and not trainer.is_off and not forks.is_child, "the parent trains on"
+    return told, is_silent
+
+
+def plain_hooks(rank: int, world_size: int) -> Any:
+    from ftckpt import plain
+    from ftckpt.plain.hooks import follow
+    from ftckpt.plain.state import PlainState
+
+    trainer, model = Trainer(), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    follow(plain.patches, trainer, model, optimizer, PlainState(model, optimizer, None, {}))  # type: ignore[arg-type]
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    return steps_of(trainer, step)
+
+
+def megatron_hooks(rank: int, world_size: int) -> Any:
+    import train_gpt
+
+    from ftckpt.megatron import hooks
+
+    trainer = Trainer()
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "9"]))
+    hooks.follow(trainer, job.optimizer, None)  # type: ignore[arg-type]
+    return steps_of(trainer, job.optimizer.step)
+
+
+def deepspeed_hooks(rank: int, world_size: int) -> Any:
+    from ftckpt.standin import deepspeed as standin
+
+    standin.install()
+    import train_deepspeed
+
+    from ftckpt.deepspeed import initialize
+    from ftckpt.deepspeed.hooks import EngineHooks
+
+    args = train_deepspeed.parse_args([*ds_jobs.TINY, "--iterations", "9"])
+    engine = train_deepspeed.build(args, ds_jobs.Shape().json()).engine
+    trainer = Trainer()
+    hooks = EngineHooks(initialize.door.hooks, engine, trainer, lambda: None)  # type: ignore[arg-type]
+    hooks.follow_micro_batches()
+    hooks.fence_optimizer()
+    inner = engine.optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    return steps_of(trainer, inner.step)
+
+
+@pytest.mark.parametrize("framework", [plain_hooks, megatron_hooks, deepspeed_hooks], ids=lambda it: it.__name__)
+def test_a_child_that_steps_its_copy_is_not_followed(framework: Callable[..., Any]) -> None:
+    (result,) = run_ranks(framework, 1, stand_in=framework is megatron_hooks)
+    told, is_silent = result.value
+    assert "fence" in told and is_silent
+
+
+def trains(rank: int, world_size: int, arena: str) -> list[bool]:
+    """Train, and fork a child that does all that a trainer does; whether the parent finds all as it was."""
+    import ftckpt
+    import ftckpt.plain
+    from ftckpt.store.outcome import launcher_run
+
+    config = ftckpt.Config(
+        enabled=True, job="j", node="n", arena=arena, protect="none", copy_gbps=0.001, schedule="stream",
+        fence_timeout_secs=1.0, slots=3,
+    )  # fmt: skip
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = ftckpt.plain.attach(model, optimizer, config=config)
+    assert checkpointer is not None
+    checkpointer.restore()
+
+    def train(iteration: int) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        checkpointer.step(iteration)
+
+    def slots() -> list[Any]:
+        assert checkpointer.arena is not None
+        return [checkpointer.arena.control.record(slot) for slot in range(3)]
+
+    def child() -> bool:
+        train(4)
+        checkpointer.pause()
+        error = ValueError("a probe that failed")
+        sys.excepthook(ValueError, error, None)
+        launcher_run(os.environ).resume()
+        checkpointer.close()
+        return True
+
+    for iteration in (1, 2, 3):  # the copies of the last one are under way
+        train(iteration)
+    launcher_run(os.environ).end(0, "done", job="j")
+    pulse = Pulse.open(checkpointer.node_dir, None)
+    before, beats = slots(), pulse.ranks()[0].beats
+    same = [in_child(child), slots() == before, pulse.ranks()[0].beats == beats]
+    same += [ends.read(checkpointer.node_dir) == [], launcher_run(os.environ).read().code == 0]
+    train(4)
+    until(lambda: checkpointer.whole is not None)
+    return same
+
+
+def test_nothing_of_the_parent_changes(arena_root: Path, tmp_path: Path) -> None:
+    env = {"FTCKPT_RUN": "a", "TMPDIR": str(tmp_path)}
+    (result,) = run_ranks(trains, 1, str(arena_root), stand_in=False, env=env)
+    assert result.value == [True] * 5
