@@ -21,12 +21,11 @@ from typing import Any
 from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.check_host import arena_problem, look_at_host
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
-from ftckpt.commands.node_memory_option import add_node_memory
 from ftckpt.commands.page import aligned
+from ftckpt.commands.size_option import add_node_memory, size_of
 from ftckpt.errors import ConfigError, FtckptError, in_words
 from ftckpt.model import codec
 from ftckpt.model.text import listed
-from ftckpt.units import sized
 
 _AREAS = ("host", "device", "network")
 _THOROUGH_SECS = 120.0
@@ -40,8 +39,8 @@ def add_check(commands: Any) -> None:
     add_arena(parser)
     add_node_memory(parser, "that a node needs, as ftckpt plan says, such as 400GiB: whether it is there")
     parser.add_argument(
-        "--mib", type=_mib, default=256, metavar="SIZE",
-        help="state to copy from a device, such as 64MiB; a number alone is in MiB (default: %(default)s)",
+        "--size", type=size_of("--size", "1MiB"), default="256MiB", metavar="SIZE",
+        help="state to copy from a device (default: %(default)s)",
     )  # fmt: skip
     for area in _AREAS:
         what = f"look at the {area} alone, or with others that are named so"
@@ -64,16 +63,6 @@ def add_check(commands: Any) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="of these orders, as a thorough check has told it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.set_defaults(run=run)
-
-
-def _mib(text: str) -> int:
-    try:
-        mib = sized(text, 1 << 20)
-    except ValueError:
-        mib = 0.0
-    if not 1 <= mib <= 1 << 20:
-        raise ConfigError(f"--mib {text}: name 1 to {1 << 20} MiB, or a size such as 64MiB")
-    return int(mib)
 
 
 def _areas(text: str) -> list[str]:
@@ -182,9 +171,9 @@ def _look_at_device(arguments: argparse.Namespace, site: Any) -> Iterator[Findin
 
     thorough = Thorough(arguments.thorough, arguments.seed)
     ranks = None if site is None else site.as_training()
-    yield from look_at_device(arguments.arena, arguments.mib, thorough, ranks)
+    yield from look_at_device(arguments.arena, arguments.size, thorough, ranks)
     if is_here() and not arguments.one_setting:
-        yield from look_with_other_queues(arguments.arena, arguments.mib, thorough)
+        yield from look_with_other_queues(arguments.arena, arguments.size, thorough)
 
 
 def _show(everything: dict[int, list[Finding]], alone: bool) -> None:

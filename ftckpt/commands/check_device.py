@@ -22,6 +22,7 @@ from ftckpt.commands.check_thorough import NOT_THOROUGH, Thorough, look_thorough
 from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, NoWindow, all_have, bench_on, meet
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.errors import in_words
+from ftckpt.model.text import human
 from ftckpt.windows.clock import make_clock
 
 _AREA = "device"
@@ -42,12 +43,12 @@ def is_here() -> bool:
 
 
 def look_at_device(
-    arena: Path, mib: int, thorough: Thorough = NOT_THOROUGH, ranks: dist.ProcessGroup | None = None
+    arena: Path, nbytes: int, thorough: Thorough = NOT_THOROUGH, ranks: dist.ProcessGroup | None = None
 ) -> Iterator[Finding]:
     """Each finding as it comes; collective, where there are ``ranks``, which all-reduce over what training would.
 
     Args:
-        mib: MiB of the state that is copied.
+        nbytes: of the state that is copied.
         thorough: of copies in random orders behind that.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -58,7 +59,7 @@ def look_at_device(
     if known.state == PASSED:
         yield attempt(_AREA, "NUMA", partial(_near, device))
     with ExitStack() as stack:
-        bench = known if known.state == FAILED else _bench(stack, arena, device, mib)
+        bench = known if known.state == FAILED else _bench(stack, arena, device, nbytes)
         # Before anything is looked at together: a rank without would leave the others waiting for it.
         complete = ranks is None or all_have(isinstance(bench, Bench))
         if isinstance(bench, Bench):
@@ -98,13 +99,13 @@ def _near(device: torch.device) -> Finding:
     return Finding(_AREA, name, PASSED, text, figures=figures)
 
 
-def _bench(stack: ExitStack, arena: Path, device: torch.device, mib: int) -> Bench | Finding:
+def _bench(stack: ExitStack, arena: Path, device: torch.device, nbytes: int) -> Bench | Finding:
     """What copies are made on until ``stack`` closes, or why there is none."""
     try:
-        return stack.enter_context(bench_on(arena, make_clock(device), mib << 20))
+        return stack.enter_context(bench_on(arena, make_clock(device), nbytes))
     except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
-        text = f"no {mib} MiB of state and a slot for it at {arena}: {in_words(error)}"
-        how = "name fewer by --mib, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
+        text = f"no {human(nbytes)} of state and a slot for it at {arena}: {in_words(error)}"
+        how = "name less by --size, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
         return Finding(_AREA, "copies", FAILED, text, how)
 
 
@@ -321,7 +322,7 @@ def _slower(
     ratio = statistics.median(beside) / statistics.median(alone)
     text, figures = f"{what} {ratio:.2f} times as long while copies run", {"ratio": ratio, "times": units}
     if ratio > _MOST_SLOWER:
-        how = "windows keep copies out of it (--ftckpt-schedule bubble); --ftckpt-copy-gbps bounds them"
+        how = "windows keep copies out of it (--ftckpt-schedule bubble); --ftckpt-copy-rate bounds them"
         return Finding(_AREA, name, WARNED, text, how, figures)
     return Finding(_AREA, name, PASSED, text, figures=figures)
 

@@ -34,12 +34,12 @@ _RANK_SETTINGS = frozenset(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 _LONGEST_SECS = 10 * FLIGHT_SECS
 
 
-def look_with_other_queues(arena: Path, mib: int, thorough: Thorough) -> Iterator[Finding]:
+def look_with_other_queues(arena: Path, nbytes: int, thorough: Thorough) -> Iterator[Finding]:
     """What ``ftckpt check`` finds of the device with the other setting, named by it. Ranks that look together meet
     behind it."""
     setting, environ = other_setting(os.environ)
     print(f"        {_AREA}: all of it once more, {setting}", flush=True)
-    options = ["--only", "device", "--one-setting", "--arena", str(arena), "--mib", str(mib)]
+    options = ["--only", "device", "--one-setting", "--arena", str(arena), "--size", f"{nbytes}B"]
     if thorough.secs:
         options += ["--thorough", str(thorough.secs)]
     if thorough.seed is not None:

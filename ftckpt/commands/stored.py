@@ -14,9 +14,7 @@ from ftckpt.errors import StorageError
 from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
-from ftckpt.model.tiers import KINDS
 from ftckpt.persist.commit import committed, folder_of
-from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.retention import VOID_MEANS, pinned, read_manifest, voided
 from ftckpt.persist.shards import StoredShard
@@ -57,8 +55,7 @@ def _listing(storage: Storage) -> dict[str, Any]:
     """What ``ftckpt list --json`` prints.
 
     ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside its ``iteration``. ``void``:
-    no restart takes it. ``pinned_away``: iterations that are pinned and not there. ``failures``: of the job that
-    trained last, null where nothing is known.
+    no restart takes it. ``pinned_away``: iterations that are pinned and not there.
     """
     iterations, pins, void = committed(storage), pinned(storage), voided(storage)
     snapshots: list[dict[str, Any]] = []
@@ -74,12 +71,7 @@ def _listing(storage: Storage) -> dict[str, Any]:
             "compressed": any(shard.frames is not None for shard in stored.shards.values()),
             "pinned": iteration in pins, "void": stored.snapshot in void,
         })  # fmt: skip
-    failures = None
-    if (last := last_attempt(storage)) is not None:
-        record = last.counted()
-        seen = {kind: record.seen.get(kind, 0) for kind in KINDS}
-        failures = {"job": record.job, "attempt": last.record.number, "seen": seen, "hours": record.secs / 3600}
-    return {"snapshots": snapshots, "pinned_away": sorted(pins.difference(iterations)), "failures": failures}
+    return {"snapshots": snapshots, "pinned_away": sorted(pins.difference(iterations))}
 
 
 def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
@@ -95,10 +87,6 @@ def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
         yield f"iteration {iteration}: pinned, and not there"
     if not listing["snapshots"]:
         yield f"{where}: no snapshot"
-    if (failures := listing["failures"]) is not None:
-        seen = ", ".join(f"{kind} {number}" for kind, number in failures["seen"].items())
-        attempt = f"job {failures['job']}: failures before attempt {failures['attempt']}"
-        yield f"{attempt}: {seen}; {failures['hours']:.3g} h of training"
 
 
 def run_verify(arguments: argparse.Namespace) -> int:

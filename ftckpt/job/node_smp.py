@@ -20,7 +20,6 @@ from ftckpt.events import Events, log
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
 from ftckpt.job.smp_setup import SmpSetup
-from ftckpt.model.failures import FailureRecord
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
@@ -35,7 +34,7 @@ from ftckpt.smp.footprint import SmpConfig
 from ftckpt.smp.link import NetworkLimit, network_limit
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
-from ftckpt.store.directory import FAILURES_NAME, SMP_LOCK_NAME
+from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.store.environment import hazards
 from ftckpt.store.locks import holder_of
 from ftckpt.store.outcome import launcher_run
@@ -85,8 +84,7 @@ class NodeSmp:
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
         self._secret = b""
-        self.failures: FailureRecord | None = None
-        """What storage is to keep of the job's failures, for the next start."""
+        self._began = time.time()
         self._undoes: Checkpoint | None = None  # of this job's snapshots, where it has gone back
         self._is_claimed, self._claim_lock = False, threading.Lock()
         self.network: NetworkLimit | None = None
@@ -97,7 +95,7 @@ class NodeSmp:
         if not self._leads:
             return
         # One that somebody has started may be where nothing ends it.
-        smp_pid, told = holder_of(node_dir / SMP_LOCK_NAME), (node_dir / FAILURES_NAME).exists()
+        smp_pid, told = holder_of(node_dir / SMP_LOCK_NAME), bool(list_arenas(node_dir))
         for hazard in hazards(Path(self._config.arena), smp_pid):
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
             # Where an earlier attempt has trained its log has all of it, and this one's is to show what is new.
@@ -183,16 +181,16 @@ class NodeSmp:
         members = zip(self._topology.members, reports, strict=True)
         peers = {member.node: [report.address, report.port] for member, report in members if report.port}
         address = reports[self._topology.rank].address
-        self.network = network_limit(config.network_gbps, address) if len(peers) > 1 else None
+        self.network = network_limit(config.network_rate, address) if len(peers) > 1 else None
         return {
             "job": config.job,
             "node": node,
             "run": launcher_run(os.environ).name,
             "secret": self._secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
-            "began": self.failures.began if self.failures is not None else 0.0,
+            "began": self._began,
             "nodes": sorted({member.node for member in self._topology.members}),
-            "network": asdict(self.network) if self.network else {"gbps": 0.0, "source": "no other nodes"},
+            "network": asdict(self.network) if self.network else {"bytes_per_sec": 0.0, "source": "no other nodes"},
             "settings": asdict(config),
             **guarded,
         }
@@ -258,7 +256,7 @@ class NodeSmp:
 
     def _claim_once(self, where: str, undoes: Checkpoint | None) -> None:
         storage = open_storage(where, "--ftckpt-persist")
-        claim(storage, self._group.name, self._config.job, self.failures)
+        claim(storage, self._group.name, self._config.job, self._began)
         # Behind the claim: until then an SMP of an earlier run may commit what is undone here.
         if undoes is not None and (undone := void_undone(storage, undoes)):
             self._events.emit("undone_on_storage", iterations=[one.iteration for one in undone])

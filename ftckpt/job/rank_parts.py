@@ -67,7 +67,8 @@ class RankParts:
         protection = Protection(config, topology, links.group, events)
         config = replace(config, slots=protection.slots)
         slow_ranks = SlowRanks(config, topology)
-        state = RankState(config, protection.protects, slow_ranks)
+        nodes = len({member.node for member in topology.members})
+        state = RankState(config, protection.protects, slow_ranks, nodes)
         arenas = NodeArenas(
             config, topology, links.group, events, protection.least_slots, protects=protection.protects
         )

@@ -25,7 +25,6 @@ from ftckpt.job.actions import (
     TurnOff,
     WholeMark,
 )
-from ftckpt.job.ages import Ages
 from ftckpt.job.agreement import NO_TIMES, Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
@@ -86,7 +85,9 @@ class RankState:
     ``lose`` to ``reunite`` boundaries bring a ``search`` and nothing else.
     """
 
-    def __init__(self, config: Config, protects: bool = False, slow_ranks: SlowRanks | None = None) -> None:
+    def __init__(
+        self, config: Config, protects: bool = False, slow_ranks: SlowRanks | None = None, nodes: int = 1
+    ) -> None:
         self._config = config
         self.lineage = b""
         self.whole: SnapshotId | None = None
@@ -103,8 +104,7 @@ class RankState:
         self.interval = Interval(config.least_interval, config.error_limit + _MORE_ROUNDS, probes)
         self.proofs = Proofs(config.replica_check_interval)
         self.targets = Targets.of(config) if protects else Targets(0)
-        self.flushes = Flushes.of(config)
-        self.ages = Ages(config, protects)
+        self.flushes = Flushes.of(config, nodes)
         self._slow_ranks = slow_ranks
         self._is_exact = bool(taken_over(config.persist))
         self._stepped = False
@@ -187,7 +187,6 @@ class RankState:
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
         if self._gives_up or (self.failures >= self._config.error_limit and own <= self._newest):
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
-        self.ages.busy = guard.busy
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(wish.cost, _MOST_COST) * 1e6)
         number = self._last_posted + 1
@@ -236,7 +235,6 @@ class RankState:
                 self._whole_here_secs = now_secs
         if self.marks != marks:
             actions.append(self.marks)
-        actions += self.ages.look(self.iteration, self.whole, self.targets.protected, verdicts, now_secs)
         if self._slow_ranks is not None:
             actions += self._slow_ranks.look(verdicts)
         if self._supersedes(now_secs):
@@ -327,7 +325,6 @@ class RankState:
         if obstacle:
             return Skip(obstacle)
         if not has_room:
-            self.ages.leave_out()
             return Skip("every slot is kept until the target is protected")
         return Take(SnapshotId(self.lineage, self.iteration), self.keep)
 

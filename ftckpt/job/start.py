@@ -78,11 +78,11 @@ def _prepare(rank: RankParts) -> Preparation:
     described = training_state.describe()
     kept = LastBoundary(described) if rank.storage.wants_last else None
     # What cannot be saved is an error at start, not at each snapshot of a job that trains.
-    needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_mib << 20
+    needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
     if needed > room:
         raise ConfigError(
-            f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-mib, which is "
-            f"{config.objects_mib} now"
+            f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-size, which is "
+            f"{config.objects_size} now"
         )
     device = device_of(described)
     near = locality(config.affinity, device)
@@ -115,7 +115,6 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
         # Behind the load, which may find that something is bad. What Megatron has saved needs no saving anew.
         saved = checkpoint.iteration if taken_over(config.persist) else -1
         rank.state.flushes.begin(max(restart.on_storage, saved))
-        _expect_failures(rank, restart)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_begin(restart.why))
         shard.capacities = restart.capacities()
@@ -127,15 +126,6 @@ def load(rank: RankParts, shard: Shard, described: Description, checkpoint: Chec
     finally:
         restart.close()
         _tell_prefetched(rank)
-
-
-def _expect_failures(rank: RankParts, restart: Restart) -> None:
-    """By how earlier attempts have ended: how often snapshots go to storage follows from it."""
-    rates = rank.attempt.learn(
-        rank.group.name, on_storage=restart.last, lost=restart.lost, taken_back=restart.taken_back
-    )
-    rank.state.flushes.expect(rates, rank.protection.survives_nodes)
-    rank.protection.smp.failures = rank.attempt.record
 
 
 def _tell_prefetched(rank: RankParts) -> None:

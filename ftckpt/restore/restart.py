@@ -16,7 +16,6 @@ from ftckpt.errors import ArenaError, ConfigError, LostError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import objects
-from ftckpt.model.failures import LastAttempt
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, counts_until, newest_of, next_origin, rollback
 from ftckpt.model.snapshot import SnapshotId
@@ -126,7 +125,7 @@ class Restart:
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
         shelf_look = ShelfLook(
-            self._group, self._storage, self._events, before, self._job,
+            self._group, self._storage, self._events, before,
             origin=lambda: origin_of(self._node_dir),
         )  # fmt: skip
         seen = look(self._group, self._topology, self._arenas, shelf_look, loaded)
@@ -240,7 +239,6 @@ class Restart:
                 raise LostError(f"{error}. {_remedy(loaded)}") from None
             self._events.emit("lost", error=str(error), loaded=max(0, loaded.iteration))
             self.why = f"snapshots were lost: {error}"
-            self._has_lost = True
             return None
         if decision is not None and decision.snapshot.iteration < loaded.iteration:
             self._give_up_older(decision.snapshot.iteration, loaded)
@@ -258,17 +256,6 @@ class Restart:
     def _give_up_older(self, in_memory: int, loaded: Checkpoint) -> None:
         self._events.emit("older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
         self.why = f"memory ({in_memory}) is older and given up"
-
-    @property
-    def last(self) -> LastAttempt | None:
-        """The last attempt of the job, as storage knows of it; from ``choose`` on."""
-        return self._shelf.last
-
-    @property
-    def lost(self) -> bool:
-        """Whether memory could not make whole what it had, or some of that came from storage; from ``load`` on,
-        or from ``choose`` where nothing is loaded."""
-        return self._has_lost or "storage" in self.usage
 
     @property
     def source(self) -> str:

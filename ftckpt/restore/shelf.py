@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,11 +12,9 @@ from ftckpt.errors import LostError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.model import codec
-from ftckpt.model.failures import LastAttempt
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
-from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage, patiently
 
@@ -40,8 +39,6 @@ class Shelf:
     """Whether that passes: what cannot be seen now may be seen by a later start."""
     reader: str = ""
     """As whom this restart keeps what is there from being removed."""
-    last: LastAttempt | None = None
-    """The last attempt of the job, as storage knows of it."""
     bad: tuple[int, ...] = ()
     """Iterations that have proven bad."""
 
@@ -105,10 +102,8 @@ class Shelf:
             text = "--ftckpt-restore-before: storage cannot be seen, and what is newer there not be undone"
             raise StorageError(f"{text}: {self.problem}", lasting=True)
         storage, undone = self.storage, list[SnapshotId]()
-        # First: an SMP of an earlier run may be about to commit what is undone here, which cannot be seen yet. What
-        # is known of failures stays: this run tells of its own when it trains.
-        failures = self.last.record if self.last is not None else None
-        ask(lambda: commit.claim(storage, owner, job, failures))
+        # First: an SMP of an earlier run may be about to commit what is undone here, which cannot be seen yet.
+        ask(lambda: commit.claim(storage, owner, job, time.time()))
         if self.reader:  # to a claim all readers are killed ones
             ask(lambda: retention.hold(storage, self.reader))
         for number in ask(lambda: commit.committed(storage)):
@@ -141,11 +136,11 @@ class ShelfLook:
     """How ranks look at storage, one for all of them: ``see`` on each, ``join`` with what all have seen."""
 
     def __init__(
-        self, group: Group, where: str, events: Events, before: int = 0, job: str = "", *,
+        self, group: Group, where: str, events: Events, before: int = 0, *,
         origin: Callable[[], Checkpoint] = lambda: NOTHING,
     ) -> None:  # fmt: skip
         self._group, self._events, self._origin = group, events, origin
-        self._where, self._before, self._job = where, before, job
+        self._where, self._before = where, before
         self._storage: Storage | None = None
         self._told = b""
 
@@ -167,8 +162,7 @@ class ShelfLook:
             _require_own(self._storage)
             _hold(self._storage, self._reader, self._events)
             texts, problem, is_away = _read(self._storage, self._events, self._before, self._origin())
-            found = texts, problem, is_away, self._last_attempt(self._storage)
-            self._told = codec.encode(found)
+            self._told = codec.encode((texts, problem, is_away))
         return Look(away, len(self._told))
 
     def join(self, seen: Sequence[Look]) -> Shelf:
@@ -184,16 +178,9 @@ class ShelfLook:
             return Shelf(problem=away, is_away=True)
         # The length is known: a broadcast takes as many bytes on all ranks.
         data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
-        texts, problem, is_away, last = codec.decode(data, tuple[list[str], str, bool, LastAttempt | None])
+        texts, problem, is_away = codec.decode(data, tuple[list[str], str, bool])
         snapshots = tuple(StoredSnapshot.decode(text.encode(), self._where) for text in texts)
-        return Shelf(self._storage, snapshots, problem, is_away, self._reader if leads else "", last)
-
-    def _last_attempt(self, storage: Storage) -> LastAttempt | None:
-        try:
-            return ask(lambda: last_attempt(storage, self._job))
-        except StorageError as error:
-            self._events.emit("storage_fails", error=f"failures of the job are not known: {error}")
-            return None
+        return Shelf(self._storage, snapshots, problem, is_away, self._reader if leads else "")
 
 
 def _open(where: str) -> tuple[Storage | None, str]:

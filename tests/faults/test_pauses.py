@@ -71,7 +71,7 @@ def pausing(rank: int, world_size: int, settings: dict[str, Any], progress: str)
 def test_a_job_that_pauses_goes_on_and_one_that_never_comes_back_is_ended(
     settings: dict[str, Any], arena_root: Path, tmp_path: Path
 ) -> None:
-    settings |= {"protect": "node", "chunk_mib": 0.0625, "objects_mib": 1, "schedule": "thread"}
+    settings |= {"protect": "node", "chunk_size": "64KiB", "objects_size": "1MiB", "schedule": "thread"}
     settings |= {"hang_secs": HANG_SECS, "on_hang": "abort"}
     progress = tmp_path / "progress"
     progress.mkdir()

@@ -34,7 +34,7 @@ def by_name(found: Any) -> dict[str, Finding]:
 
 def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
-    assert main(["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]) == 0
+    assert main(["check", "--arena", str(arena_root), "--size", "4MiB", "--json", str(out)]) == 0
     found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
     assert {found[name]["state"] for name in ("arena", "room", "locks", "exact copies", "seal", "parity")} == {PASSED}
     assert found["ranks"]["state"] == SKIPPED and "torchrun" in found["ranks"]["text"]
@@ -46,19 +46,19 @@ def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_a_node_needs_and_has_not(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--arena", str(arena_root), "--host", "--node-memory", "1e6"]) == 1
+    assert main(["check", "--arena", str(arena_root), "--host", "--node-memory", "1000TiB"]) == 1
     out = capsys.readouterr().out
     assert "failed  host: room: " in out and "FAILED host, room: " in out
-    assert "976.6 TiB are needed" in out
+    assert "1000.0 TiB are needed" in out
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--node-memory", "-1"], "--node-memory: '-1' is no memory of a node; give a size such as 512GiB"),
-        (["--node-memory", "4furlongs"], "give a size such as 512GiB"),
-        (["--mib", "0"], "--mib 0: name 1 to 1048576 MiB, or a size such as 64MiB"),
-        (["--mib", "nan"], "--mib nan: name"),
+        (["--node-memory", "-1"], "--node-memory: '-1' is not a size with its unit, such as 400GiB"),
+        (["--node-memory", "4furlongs"], "is not a size with its unit, such as 400GiB"),
+        (["--size", "0"], "--size: 0 is out of range; the least is 1MiB"),
+        (["--size", "4"], "--size: '4' is not a size with its unit"),
         (["--only", "host,disk"], "--only host,disk: 'disk' is none of host, device, network"),
         (["--thorough", "-1"], "--thorough -1: name seconds"),
     ],
@@ -70,7 +70,7 @@ def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureF
 
 def test_sizes_have_units(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "--arena", str(arena_root), "--host"]
-    for size, needed in (("3GiB", "3.0 GiB"), ("3", "3.0 GiB"), ("3072mb", "3.0 GiB"), ("512 MiB", "512.0 MiB")):
+    for size, needed in (("3GiB", "3.0 GiB"), ("3GB", "2.8 GiB"), ("512 MiB", "512.0 MiB")):
         main([*words, "--node-memory", size])
         assert f"{needed} are needed" in capsys.readouterr().out
 
@@ -87,7 +87,7 @@ def test_what_is_looked_at(arena_root: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = list[set[str]]()
     monkeypatch.setattr(check, "_show", lambda everything, alone: found.append({one.area for one in everything[0]}))
     for words in (
-        ["--device", "--thorough"], ["--only", "device", "--mib", "64MiB", "--thorough", "3"],
+        ["--device", "--thorough"], ["--only", "device", "--size", "64MiB", "--thorough", "3"],
         ["--only", "host,device"], ["--host", "--network"], ["--only", "host", "--only", "network"], [],
     ):  # fmt: skip
         assert main(["check", "--arena", str(arena_root), *words]) == 0
@@ -188,7 +188,7 @@ def test_a_device_is_looked_at_with_both_settings(
     monkeypatch.setattr(check_device, "is_here", lambda: True)
     monkeypatch.setattr(check_device, "look_at_device", lambda *_: iter([Finding("device", "rate", PASSED, "")]))
     out = tmp_path / "found.json"
-    words = ["check", "--arena", str(arena_root), "--mib", "4", "--only", "device", "--json", str(out)]
+    words = ["check", "--arena", str(arena_root), "--size", "4MiB", "--only", "device", "--json", str(out)]
     assert main([*words, "--one-setting"]) == 0
     assert [one["name"] for one in json.loads(out.read_text())["ranks"]["0"]] == ["rate"]
     assert main(words) == 0
@@ -201,11 +201,11 @@ def test_the_other_setting_is_told_and_what_fails_there(arena_root: Path, monkey
     assert other_setting({QUEUES: "8"})[1] == {QUEUES: "1"}, "with 1 and without are those that matter"
     assert other_setting({QUEUES: "1", "HOME": "/"}) == (f"without {QUEUES}", {"HOME": "/"})
     monkeypatch.setattr(check_queues, "_LONGEST_SECS", 0.01)
-    (late,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
+    (late,) = look_with_other_queues(arena_root, 4 << 20, NOT_THOROUGH)
     assert late.state == FAILED and f"{QUEUES}=1" in late.name and "timed out" in late.text
     monkeypatch.undo()
     (refused,) = look_with_other_queues(arena_root, 0, NOT_THOROUGH)
-    assert refused.state == FAILED and "--mib 0: name" in refused.text and refused.remedy
+    assert refused.state == FAILED and "--size: 0B is out of range" in refused.text and refused.remedy
 
 
 def of_another_process(monkeypatch: pytest.MonkeyPatch, stderr: str) -> list[str]:
@@ -223,7 +223,7 @@ def of_another_process(monkeypatch: pytest.MonkeyPatch, stderr: str) -> list[str
 
 def test_another_process_finds_the_devices_memory_free(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = of_another_process(monkeypatch, "RuntimeError: Xid 79")
-    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
+    (found,) = look_with_other_queues(arena_root, 4 << 20, NOT_THOROUGH)
     assert found.state == FAILED and "Xid 79" in found.text
     assert told == ["freed", "begun"]
 
@@ -239,7 +239,7 @@ def test_a_device_of_one_process_alone_is_no_failure(
     if how == "found":
         rows = [Finding("device", "device", FAILED, BUSY)]
         monkeypatch.setattr(check_queues, "_found_by", lambda *_: rows)
-    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
+    (found,) = look_with_other_queues(arena_root, 4 << 20, NOT_THOROUGH)
     assert found.state == SKIPPED and "--only device --one-setting" in found.text and f"{QUEUES}=1" in found.text
 
 
@@ -248,7 +248,7 @@ def test_a_device_that_another_process_cannot_use_is_a_failure(
 ) -> None:
     rows = [Finding("device", "device", FAILED, "no context")]
     monkeypatch.setattr(check_queues, "_found_by", lambda *_: rows)
-    (found,) = look_with_other_queues(arena_root, 4, NOT_THOROUGH)
+    (found,) = look_with_other_queues(arena_root, 4 << 20, NOT_THOROUGH)
     assert found.state == FAILED and found.text == "no context"
 
 
@@ -261,12 +261,12 @@ def test_no_room_for_copies_is_one_failure_and_others_are_looked_at(
 ) -> None:
     monkeypatch.setattr(device_bench.os, "posix_fallocate", fill_up)
     out = tmp_path / "found.json"
-    words = ["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]
+    words = ["check", "--arena", str(arena_root), "--size", "4MiB", "--json", str(out)]
     assert main([*words, "--only", "device", "--only", "network"]) == 1
     found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
     assert found.keys() == {"device", "copies", "ranks"}
     assert found["copies"]["state"] == FAILED and "No space left" in found["copies"]["text"]
-    assert "--mib" in found["copies"]["remedy"] and "/dev/shm" in found["copies"]["remedy"]
+    assert "--size" in found["copies"]["remedy"] and "/dev/shm" in found["copies"]["remedy"]
 
 
 def test_a_device_that_cannot_be_used_is_one_failure(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

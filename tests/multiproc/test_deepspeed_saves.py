@@ -100,7 +100,7 @@ def differing(mine: Any, theirs: Any, where: str = "") -> Iterator[str]:
 
 @pytest.fixture
 def taking_over(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    yield settings | {"objects_mib": 1, "on_error": "raise", "persist": f"deepspeed:{tmp_path / 'save'}"}
+    yield settings | {"objects_size": "1MiB", "on_error": "raise", "persist": f"deepspeed:{tmp_path / 'save'}"}
     clean_job(arena_root, "test")
 
 

@@ -200,7 +200,7 @@ def test_a_save_of_the_loop_is_of_the_iteration_that_it_has_counted(
     """Taken over: at the save the snapshot of that very iteration is under way."""
     folder = str(tmp_path / "saved")
     ours = {**settings, "enabled": True, "node": "node", "protect": "none", "persist": f"deepspeed:{folder}"}
-    section = {**ours, "objects_mib": 1, "on_error": "raise"}
+    section = {**ours, "objects_size": "1MiB", "on_error": "raise"}
     arguments = {"save": folder, "save_interval": 4, "train_iters": 6}
     (taken_over,) = run_ranks(saves, 1, arguments, section, stand_in=False)
     assert not jobs.events(settings, "not_taken_over")

@@ -117,7 +117,7 @@ def trained(
 
 @pytest.fixture
 def taking_over(settings: dict[str, Any], arena_root: Path) -> Iterator[dict[str, Any]]:
-    settings |= {"protect": "none", "objects_mib": 1, "on_error": "raise", "slots": 5}
+    settings |= {"protect": "none", "objects_size": "1MiB", "on_error": "raise", "slots": 5}
     yield settings
     clean_job(arena_root, "test")
 
