@@ -64,7 +64,14 @@ def settings_of(arena: Path, more: Mapping[str, Any]) -> Iterator[dict[str, Any]
     storage = {"persist": str(folder / "stored")} if more.get("persist") else {}
     settings = {"enabled": True, "job": job, "node": "node", "arena": str(folder), "protect": "none"}
     try:
-        yield {**settings, "objects_mib": 1, "replica_check_interval": 1000, "on_error": "raise", **more, **storage}
+        yield {
+            **settings,
+            "objects_size": "1MiB",
+            "replica_check_interval": 1000,
+            "on_error": "raise",
+            **more,
+            **storage,
+        }
     finally:
         clean_job(folder, job)
         shutil.rmtree(folder, ignore_errors=True)

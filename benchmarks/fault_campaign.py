@@ -102,7 +102,8 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
         nodes = tuple(f"node{index}" for index in range(num_nodes) for _ in range(per_node))
         code, losses = dice.choice([("xor", 1), ("xor", 1), ("mirror", 1), ("rs", 2)])
         settings: dict[str, Any] = {
-            "job": job, "arena": str(arena), "chunk_mib": 0.0625, "objects_mib": 1, "replica_check_interval": 0,
+            "job": job, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
+            "replica_check_interval": 0,
             "protect": dice.choice(PROTECT), "peer_code": code, "peer_losses": losses,
             "protect_interval": dice.choice([1, 1, 3]), "scrub_secs": dice.choice([0.0, 0.2, 300.0]),
             "start_timeout_secs": 30.0, "lock_timeout_secs": 10.0, "protect_timeout_secs": 10.0,

@@ -39,7 +39,7 @@ class Layout:
     micro_batches: int = 4
     layers: int = 4
     hidden: int = 192
-    chunk_mib: float = 0.0625
+    chunk_size: str = "64KiB"
     forward_ms: float = 25.0
 
     @property
@@ -72,7 +72,7 @@ LAYOUTS = {
     for layout in (
         Layout("tp2 pp2 dp2", tp=2, pp=2, dp=2, micro_batches=2, forward_ms=48.0),
         Layout("pp4 dp2", tp=1, pp=4, dp=2, forward_ms=24.0),
-        Layout("pp4 vpp2", tp=1, pp=4, dp=1, vpp=2, layers=8, chunk_mib=0.25, forward_ms=20.0),
+        Layout("pp4 vpp2", tp=1, pp=4, dp=1, vpp=2, layers=8, chunk_size="256KiB", forward_ms=20.0),
     )
 }
 QUICK_LAYOUT = Layout("pp2 dp2", tp=1, pp=2, dp=2, micro_batches=2, layers=2, hidden=128, forward_ms=25.0)
@@ -160,8 +160,8 @@ class Runner:
         # Without a stream of their own copies stand in training's queue: compute waits for all of them.
         self._timers.interference = 1.0 if rung.schedule == "thread" else self._interference
         checkpointer = attach(
-            self._job, self._folder, name, schedule=rung.schedule, chunk_mib=self._layout.chunk_mib,
-            overhead_budget=0.0, timeline_interval=0, objects_mib=1, copy_gbps=1e6,
+            self._job, self._folder, name, schedule=rung.schedule, chunk_size=self._layout.chunk_size,
+            overhead_budget=0.0, timeline_interval=0, objects_size="1MiB", copy_rate="1000TB/s",
         )  # fmt: skip
         rank = dist.get_rank()
         nbytes = read_events(self._folder, name, rank, "plan")[-1]["copied_bytes"]

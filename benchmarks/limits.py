@@ -126,7 +126,7 @@ def measure(sizes: Sizes, arena: Path) -> list[dict[str, Any]]:
     """A row for each size: seconds of each side, all of them."""
     rows: list[dict[str, Any]] = []
     for mib in sizes.mib:
-        with settings_of(arena, {"chunk_mib": CHUNK_BYTES >> 20}) as settings:
+        with settings_of(arena, {"chunk_size": f"{CHUNK_BYTES}B"}) as settings:
             options = {"stand_in": False, "timeout_secs": TIMEOUT_SECS}
             (spent,) = run_ranks(train, 1, mib, settings, sizes.snapshots, **options)
             restarts = [run_ranks(restart, 1, mib, settings, **options)[0].value for _ in range(sizes.restarts)]

@@ -100,7 +100,7 @@ def measure(rank: int, world_size: int, argv: Sequence[str], repeats: int, folde
     job = train_gpt.build(train_gpt.parse_args(argv))
     meter = CopyMeter()
     # Small chunks: the check of bytes is as sharp as a chunk.
-    settings = {"interval": len(MODES), "chunk_mib": CHUNK_MIB, "objects_mib": 1}
+    settings = {"interval": len(MODES), "chunk_size": f"{CHUNK_MIB}MiB", "objects_size": "1MiB"}
     checkpointer = attach(job, folder, "shares", **settings)
     share = share_of(job, rank)
     report = Report(share.expected_bytes, share.derived_bytes, sum(tensor.nbytes for tensor in share.full))

@@ -11,11 +11,9 @@ from typing import Any, Literal
 
 from ftckpt.errors import ConfigError, Writing, settings_are_written
 from ftckpt.persist_setting import PERSIST_FORMATS, absolute, check_scheme
-from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind_of, read_size, reader_of
+from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind_of, reader_of
 from ftckpt.setting_checks import check
-
-MIB = 1 << 20
-GIB = 1 << 30
+from ftckpt.units import rate, seconds, size
 
 MOST_REST_SECS = 60.0
 """However little of its cores a node has left for protection, a new target is chosen as often as this."""
@@ -57,17 +55,18 @@ class Config:
         minimum=0,
         maximum=64,  # that an arena can have
     )
-    memory_limit: float = declare(
-        0.0,
-        "most memory of a node that slots, parity and packages may take, in GiB: slots are fewer where they fit so, "
-        "with protect auto modes, too, and else the job does not start; 0: what there is",
-        minimum=0,
-        unit_bytes=GIB,
+    memory_limit: str = declare(
+        "0",
+        "most memory of a node that slots, parity and packages may take, such as 400GiB: slots are fewer where they "
+        "fit so, with protect auto modes, too, and else the job does not start; 0: what there is",
+        quantity=size,
     )
     job: str = declare("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
     node: str = declare("", "stable name of this machine; default: the host name")
     arena: str = declare("/dev/shm", "directory on a tmpfs that holds the arenas")
-    chunk_mib: float = declare(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625, unit_bytes=MIB)
+    chunk_size: str = declare(
+        "16MiB", "size of a copy and of a checksum", quantity=size, minimum="64KiB", maximum="1TiB"
+    )
     protect: str = declare(
         "auto", "what guards snapshots: auto, none, or a list of node, replica or copy, peer, such as node,peer"
     )
@@ -83,10 +82,12 @@ class Config:
     peer_code: str = declare("xor", "how peer parity is made; rs survives several lost nodes", choices=CODES)
     peer_group: int = declare(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
     peer_losses: int = declare(1, "nodes of a group that may be lost together", minimum=1)
-    network_gbps: str = declare(
+    network_rate: str = declare(
         "auto",
-        "what a node receives, and as much that it sends, for protection, in GB/s: auto (a quarter of its link) or a "
-        "number; 0: no limit",
+        "what a node receives, and as much that it sends, for protection, such as 2GB/s or 16Gbit/s; auto: a quarter "
+        "of its link; 0: no limit",
+        auto=True,
+        quantity=rate,
     )
     smp_cores: float = declare(
         0.1,
@@ -94,7 +95,7 @@ class Config:
         "idles: it protects snapshots, and checks others, so seldom; 0: any",
         minimum=0,
     )
-    smp_gbps: float = declare(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)
+    smp_rate: str = declare("0", "what the SMP reads of the node's memory, such as 5GB/s; 0: no limit", quantity=rate)
     persist: str = declare(
         "",
         "where snapshots go in the background: a directory that all nodes share, or s3://, gs:// or az:// with "
@@ -107,8 +108,8 @@ class Config:
     )
     persist_interval: int | Literal["auto"] = declare(
         500,
-        "iterations between two snapshots that go to storage; auto: as many as lose least, by what one costs and by "
-        "mtbf",
+        "iterations between two snapshots that go to storage; auto: as many as lose least, by what a flush costs and "
+        "by mtbf (Young/Daly)",
         minimum=1,
         auto=True,
     )
@@ -139,7 +140,7 @@ class Config:
         "start once from this checkpoint on storage, as 'ftckpt list' prints its name, also from an abandoned one; "
         "later starts with the same name resume",
     )
-    persist_gbps: float = declare(0.0, "what a node writes to storage, in GB/s; 0: no limit", minimum=0)
+    persist_rate: str = declare("0", "what a node writes to storage, such as 2GB/s; 0: no limit", quantity=rate)
     persist_timeout_secs: float = declare(
         7200.0, "longest wait for a snapshot to be on storage before a newer one is tried", minimum=1
     )
@@ -161,7 +162,9 @@ class Config:
         "a plain thread, or all of it at the boundary while training waits",
         choices=("bubble", "stream", "thread", "sync"),
     )
-    copy_gbps: float = declare(0.0, "copy budget of a node in GB/s, shared by its ranks; 0: no limit", minimum=0)
+    copy_rate: str = declare(
+        "0", "copy budget of a node, shared by its ranks, such as 40GB/s; 0: no limit", quantity=rate
+    )
     overhead_budget: float = declare(
         0.01,
         "share of training that snapshots may cost before they become rarer: all that they cost with interval auto, "
@@ -169,9 +172,12 @@ class Config:
         minimum=0,
     )
     mtbf: str = declare(
-        "",
-        "hours between two failures of this job: of a process, of a node, of all of it, such as "
-        "process=40h,node=90h,job=500h; default: by the number of nodes; what the job sees of them counts, too",
+        "auto",
+        "mean time between failures of the job that lose its snapshots in memory, such as 40h, for persist_interval "
+        "auto; auto: 308 days over the number of nodes, a week at most",
+        auto=True,
+        quantity=seconds,
+        minimum="1s",
     )
     replan_share: float = declare(
         0.1, "share of an iteration by which windows must have moved before copies are planned anew", minimum=0.001
@@ -196,12 +202,12 @@ class Config:
         "layouts to restart in, the most wanted first, such as tp2pp2,tp2pp1: the first that fits the ranks there "
         "are is taken; or a function of their number, module:function; default: the job's own",
     )
-    objects_mib: int = declare(
-        4,
-        "room for RNG, counters, schedulers and user objects in a slot, in MiB",
-        minimum=1,
-        maximum=65536,
-        unit_bytes=MIB,
+    objects_size: str = declare(
+        "4MiB",
+        "room for RNG, counters, schedulers and user objects in a slot",
+        quantity=size,
+        minimum="4KiB",
+        maximum="64GiB",
     )
     fence_timeout_secs: float = declare(
         120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001
@@ -237,11 +243,10 @@ class Config:
         choices=("storage", "fail", "fresh"),
     )
     events: str = declare("", "directory for event logs (JSON lines); default: none")
-    events_mib: float = declare(
-        128.0,
-        "most that the event log of one process takes, in MiB, 2 at least, before its older half goes; 0: no limit",
-        minimum=0,
-        unit_bytes=MIB,
+    events_size: str = declare(
+        "128MiB",
+        "most that the event log of one process takes, 2MiB at least, before its older half goes; 0: no limit",
+        quantity=size,
     )
     metrics_port: int | Literal["auto"] = declare(
         0,
@@ -259,7 +264,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            object.__setattr__(self, setting.name, read_size(setting, getattr(self, setting.name)))
+            value = getattr(self, setting.name)
+            if setting.metadata["quantity"] is not None:  # a 0 needs no unit
+                object.__setattr__(self, setting.name, str(value))
             check_value(setting, getattr(self, setting.name))
         check_scheme(self.persist)
         # A script may go to another directory, and an SMP has one of its own.
@@ -289,7 +296,17 @@ class Config:
     def chunk_bytes(self) -> int:
         """Size of a copy and of a checksum in bytes, a multiple of a page."""
         # Whole pages: a chunk cuts no element, as pages are multiples of any element's size.
-        return int(self.chunk_mib * MIB) // PAGE_BYTES * PAGE_BYTES
+        return size(self.chunk_size) // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        """What snapshots may take of a node; 0: what there is."""
+        return size(self.memory_limit)
+
+    @property
+    def objects_bytes(self) -> int:
+        """Room for objects in a slot."""
+        return size(self.objects_size)
 
     @property
     def events_dir(self) -> Path | None:
@@ -299,12 +316,12 @@ class Config:
     @property
     def events_bytes(self) -> int:
         """The limit of one event log; 0: there is none."""
-        return int(self.events_mib * MIB)
+        return size(self.events_size)
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> Config:
-        """Build from a JSON section, where ``layouts`` may be a list, ``network_gbps`` a number and
-        ``persist_at_end`` and ``pin`` a truth value; unknown names are errors that name the closest valid one."""
+        """Build from a JSON section, where ``layouts`` may be a list, and ``persist_at_end`` and ``pin``
+        a truth value; unknown names are errors that name the closest valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"settings of ftckpt: expected a mapping, got {type(section).__name__}")
         known = [setting.name for setting in fields(cls)]
@@ -314,9 +331,6 @@ class Config:
         layouts = section.get("layouts")
         if isinstance(layouts, (list, tuple)) and all(isinstance(name, str) for name in layouts):
             section = {**section, "layouts": ",".join(layouts)}
-        gbps = section.get("network_gbps")
-        if isinstance(gbps, (int, float)) and not isinstance(gbps, bool):
-            section = {**section, "network_gbps": f"{gbps:.9f}".rstrip("0").rstrip(".")}
         switches = [one.name for one in fields(cls) if one.metadata["choices"] == ("on", "off")]
         given = {name: "on" if section[name] else "off" for name in switches if isinstance(section.get(name), bool)}
         section = {**section, **given}

@@ -86,19 +86,12 @@ EVENTS: dict[str, EventKind] = {
     "restored": _quiet(
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
         source="where it came from", blocked_secs="time in restore()",
-    ),
-    "failures": _quiet(
-        "what failures the job has had, and is to expect by now; each by kind: process, node, job",
-        last="the kind that has ended the attempt before; empty: none is known", attempt="this one, from 1",
-        ends="what nodes have seen of how that one ended, the first first",
-        nodes="of the job, now", seen="how many", secs="that the job has trained, as if always on these nodes",
-        given_secs="between two, as assumed", mtbf_secs="between two, by both",
+        ends="what nodes saw of how the attempt before ended, the cause first",
     ),
     "ranks_ended": _quiet(
         "ranks of the node are gone, had not left, and have not said why",
         text="which, by what signal or with what exit code where that was seen, and where they were",
     ),
-    "failures_unknown": _loud("failures that the job has had cannot be read or kept: they do not count", error="why"),
     "closed": _quiet("this rank's session has ended", iteration="of the last boundary; -1: there was none"),
     "close_incomplete": _quiet("other ranks did not come to close(): arenas may stay", error="what was seen"),
     # A snapshot.
@@ -122,12 +115,6 @@ EVENTS: dict[str, EventKind] = {
         "a snapshot failed on this rank", error="what was raised", in_a_row="failures without a success between"
     ),
     "turned_off": _loud("no more snapshots in this attempt", reason="why"),
-    "ages": _quiet(
-        "how old the newest snapshots got: after the first minute, and where that has changed", secs="looked at",
-        iterations="trained meanwhile", due="snapshots", left_out="of them because every slot was kept",
-        whole="how many became", whole_age="most iterations behind the newest whole one",
-        protected="how many became; absent where none is to be", protected_age="as whole_age, of the protected one",
-    ),
     "interval_changed": _quiet(
         "snapshots become rarer, so that what they cost keeps its budget, or more frequent again",
         interval="iterations between snapshots",
@@ -138,7 +125,7 @@ EVENTS: dict[str, EventKind] = {
     "persist_interval_changed": _quiet(
         "snapshots go to storage as often as loses least by what was measured", interval="iterations between two",
         flush_secs="that one takes, as this rank saw it", cost_secs="of training, that one takes, likewise",
-        mtbf_secs="between failures that storage alone survives, given or expected",
+        mtbf_secs="between failures that lose memory",
     ),
     # Windows.
     "planned": _quiet(
@@ -224,7 +211,7 @@ EVENTS: dict[str, EventKind] = {
         again="whether protection had failed before",
     ),
     "network_limit": _quiet(
-        "what a node takes of the network for protection", gbps="GB/s each way; 0: no limit",
+        "what a node takes of the network for protection", bytes_per_sec="each way; 0: no limit",
         source="where that comes from", secs="least time to receive what a snapshot needs",
     ),
     "protection_slow": _loud(
@@ -300,7 +287,7 @@ ADVICE = {
     "replicas_differ": "where the script does not let them drift this is silent corruption: have that hardware "
     "tested",
     "fallback": "memory of that node fails, or something has written into the arena: see its log of memory errors",
-    "protection_slow": "raise --ftckpt-network-gbps or --ftckpt-protect-timeout-secs, or protect less",
+    "protection_slow": "raise --ftckpt-network-rate or --ftckpt-protect-timeout-secs, or protect less",
     "not_exported": "ftckpt convert makes it of the snapshot",
     "not_protected": "ftckpt status says which node is behind",
     "smp_error": "ftckpt status says whether snapshots are still protected",
@@ -475,7 +462,7 @@ def reference() -> Iterator[str]:
     yield "With `--ftckpt-events DIR` each rank writes `DIR/rank<R>.jsonl`, and each SMP a file of its own: one JSON"
     yield "object a line. Every line has `time` (seconds since the epoch), `event`, `rank` (or `process`) and `pid`,"
     yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. A file"
-    yield "that has come to half of `--ftckpt-events-mib` gets `.1` behind its name, and a new one is begun; a rank"
+    yield "that has come to half of `--ftckpt-events-size` gets `.1` behind its name, and a new one is begun; a rank"
     yield "writes 1 to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
     yield "On a network file system, which may hang, lines are written by a thread of their own, 0.05 s later: nobody"
     yield "waits for it, and those that a process wrote right before it was killed may be missing."

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
 from typing import Any
 
 from ftckpt.errors import ConfigError
-from ftckpt.units import sized
 
 _MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
 
@@ -18,15 +17,15 @@ def declare(
     text: str,
     *,
     choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
+    minimum: float | str | None = None,
+    maximum: float | str | None = None,
     auto: bool = False,
-    unit_bytes: int = 0,
+    quantity: Callable[[str], float] | None = None,
 ) -> Any:
-    """``auto``: a whole number that may also be ``auto``. ``unit_bytes``: of a size, which may also be a text such as
-    ``4GiB``."""
+    """``auto``: a whole number, or a quantity, that may also be ``auto``. ``quantity``: what reads its text, one of
+    the functions of ``units``; ``minimum`` and ``maximum`` are such texts, too."""
     rules = {"help": text, "choices": choices, "minimum": minimum, "maximum": maximum, "auto": auto}
-    return field(default=default, metadata={**rules, "unit_bytes": unit_bytes})
+    return field(default=default, metadata={**rules, "quantity": quantity})
 
 
 def flag_of(name: str) -> str:
@@ -36,17 +35,10 @@ def flag_of(name: str) -> str:
 
 def reader_of(setting: Field[Any]) -> Callable[[str], Any]:
     """What reads the text of a setting's value; it raises ValueError."""
-    kind, unit_bytes = kind_of(setting), setting.metadata["unit_bytes"]
+    kind = kind_of(setting)
 
     def read(text: str) -> Any:
-        if setting.metadata["auto"] and text == "auto":
-            return text
-        if not unit_bytes:
-            return kind(text)
-        size = sized(text, unit_bytes)
-        if kind(size) != size:
-            raise ValueError(f"{text!r} is no whole number of units")
-        return kind(size)
+        return text if setting.metadata["auto"] and text == "auto" else kind(text)
 
     read.__name__ = kind.__name__  # argparse says "invalid int value"
     return read
@@ -54,7 +46,7 @@ def reader_of(setting: Field[Any]) -> Callable[[str], Any]:
 
 def kind_of(setting: Field[Any]) -> type:
     """Of its values, other than ``auto``."""
-    return int if setting.metadata["auto"] else type(setting.default)
+    return int if setting.metadata["auto"] and setting.metadata["quantity"] is None else type(setting.default)
 
 
 def convert(flag: str, text: str, setting: Field[Any]) -> Any:
@@ -65,16 +57,13 @@ def convert(flag: str, text: str, setting: Field[Any]) -> Any:
         raise ConfigError(f"{flag}: {text!r} is not {_described(setting)}") from None
 
 
-def read_size(setting: Field[Any], value: Any) -> Any:
-    """The value, or the size that it is where it is a text such as ``4GiB``; ConfigError where it is none."""
-    is_text = setting.metadata["unit_bytes"] and isinstance(value, str)
-    return convert(flag_of(setting.name), value, setting) if is_text else value
-
-
 def check_value(setting: Field[Any], value: Any) -> None:
     """Raises ConfigError where the setting does not take it."""
     name, kind, rule = flag_of(setting.name), kind_of(setting), setting.metadata
     if rule["auto"] and value == "auto":
+        return
+    if rule["quantity"] is not None:
+        _check_quantity(name, value, rule)
         return
     accepted = (int, float) if kind is float else (kind,)
     # To Python a truth value is an int.
@@ -90,10 +79,21 @@ def check_value(setting: Field[Any], value: Any) -> None:
         raise ConfigError(f"{name}: {value} is too large; the most is {most:g}")
 
 
+def _check_quantity(name: str, value: str, rule: Mapping[str, Any]) -> None:
+    quantity, minimum, maximum = rule["quantity"], rule["minimum"], rule["maximum"]
+    try:
+        amount = quantity(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}" + (", or auto" if rule["auto"] else "")) from None
+    if minimum is not None and amount < quantity(minimum):
+        raise ConfigError(f"{name}: {value} is too small; the least is {minimum}")
+    if maximum is not None and amount > quantity(maximum):
+        raise ConfigError(f"{name}: {value} is too large; the most is {maximum}")
+
+
 def _described(setting: Field[Any]) -> str:
     kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    size = ", or a size such as 4GiB" if setting.metadata["unit_bytes"] else ""
-    return kinds[kind_of(setting)] + (" or auto" if setting.metadata["auto"] else size)
+    return kinds[kind_of(setting)] + (" or auto" if setting.metadata["auto"] else "")
 
 
 def closest(name: str, known: Sequence[str]) -> str:

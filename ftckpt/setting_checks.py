@@ -19,10 +19,8 @@ MODES = ("node", "replica", "copy", "peer")
 NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
-_NUMBER = re.compile(r"\d{1,6}(\.\d{1,9})?")
 _LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
-_MTBF = re.compile(r"(process|node|job)=(\d{1,6}(?:\.\d{1,9})?)h")
 _MOST_PORT = 65535
 
 
@@ -50,7 +48,6 @@ def check(config: Config) -> None:
         )
     if config.restore_from and config.rollback_before:
         raise ConfigError("--ftckpt-restore-from, --ftckpt-rollback-before: give one of them")
-    check_mtbf(config.mtbf)
     for name in ("job", "node", "rack"):
         value = getattr(config, name)
         if value and not is_name(value):
@@ -58,10 +55,6 @@ def check(config: Config) -> None:
     if config.affinity not in ("auto", "none") and not _CORES.fullmatch(config.affinity):
         raise ConfigError(
             f"--ftckpt-affinity: {config.affinity!r} is not auto, none or a list of cores such as 0-3,8"
-        )
-    if config.network_gbps != "auto" and not _NUMBER.fullmatch(config.network_gbps):
-        raise ConfigError(
-            f"--ftckpt-network-gbps: {config.network_gbps!r} is not auto or a number such as 2.5; 0: no limit"
         )
     if not config.arena:
         raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
@@ -87,24 +80,6 @@ def check_protect(protect: str) -> tuple[str, ...]:
     if {"replica", "copy"} <= set(modes):
         raise ConfigError(f"--ftckpt-protect: {protect!r}: replica and copy guard the same bytes; choose one")
     return () if modes == ("none",) else modes
-
-
-def check_mtbf(mtbf: str) -> dict[str, float]:
-    """Hours by the kind of failure, of those that ``mtbf`` names.
-
-    Raises:
-        ConfigError: something else, a kind twice, or no time at all.
-    """
-    hours: dict[str, float] = {}
-    for part in mtbf.split(",") if mtbf else ():
-        match = _MTBF.fullmatch(part.strip())
-        if match is None or match[1] in hours or not float(match[2]):
-            raise ConfigError(
-                f"--ftckpt-mtbf: {part!r} is not a mean time; write process, node or job, each at most once, with "
-                "hours, such as process=40h,node=90h"
-            )
-        hours[match[1]] = float(match[2])
-    return hours
 
 
 def _check_layouts(layouts: str) -> None:

@@ -1,23 +1,44 @@
-"""How users write sizes and counts: ``4GiB``, ``34b``."""
+"""How users write sizes, rates, times and counts: ``64MiB``, ``16Gbit/s``, ``40h``, ``34b``."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
 
-_AMOUNT = re.compile(r"([0-9.]+)\s*([a-z]+)", re.IGNORECASE)
-_BYTES = {f"{letter}{suffix}": 1024**power for power, letter in enumerate("kmgt", 1) for suffix in ("", "ib", "b")}
+_AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)\s*([a-z/]*)", re.IGNORECASE)
+_BYTES = re.compile(r"([kKMGT]?)(i?)(B|bit)")  # of a small b nobody knows whether it is bits
+_SECS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
-def sized(text: str, unit_bytes: int) -> float:
-    """``4GiB``, ``512 MiB`` or ``2g``, each by 1024, in units of ``unit_bytes``, which a number alone is in.
+def size(text: str) -> int:
+    """Bytes of ``64MiB`` (by 1024) or ``64MB`` (by 1000); ``0`` needs no unit.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is no size; the text says how to write one.
     """
-    number, factor = _parts(text, _BYTES)
-    return number if factor is None else number * factor / unit_bytes
+    return round(_in_bytes(text, "", "400GiB or 64MB"))
+
+
+def rate(text: str) -> float:
+    """Bytes per second of ``2GB/s``, ``500MiB/s`` or ``16Gbit/s``; ``0`` needs no unit.
+
+    Raises:
+        ValueError: it is no rate; the text says how to write one.
+    """
+    return _in_bytes(text, "/s", "2GB/s or 16Gbit/s")
+
+
+def seconds(text: str) -> float:
+    """Seconds of ``500ms``, ``90s``, ``5min``, ``40h`` or ``7d``.
+
+    Raises:
+        ValueError: it is no time; the text says how to write one.
+    """
+    number, unit = _parts(text)
+    if unit not in _SECS:
+        raise ValueError(f"{text!r} is not a time with its unit, such as 90s or 40h")
+    return number * _SECS[unit]
 
 
 def counted(text: str) -> float:
@@ -26,15 +47,29 @@ def counted(text: str) -> float:
     Raises:
         ValueError: it is none of these.
     """
-    number, factor = _parts(text, _COUNTS)
-    return number if factor is None else number * factor
+    number, unit = _parts(text)
+    return number * _COUNTS[unit.lower()] if unit.lower() in _COUNTS else float(text)
 
 
-def _parts(text: str, units: Mapping[str, float]) -> tuple[float, float | None]:
-    """The number, and what its unit stands for, if it has one."""
+def in_words(bytes_per_sec: float) -> str:
+    """A rate as ``rate`` reads it, to four digits."""
+    power = min(4, max(0, int(math.log10(bytes_per_sec)) // 3)) if bytes_per_sec >= 1 else 0
+    return f"{bytes_per_sec / 1000**power:.4g}{('', 'k', 'M', 'G', 'T')[power]}B/s"
+
+
+def _in_bytes(text: str, per: str, example: str) -> float:
+    """A number of bytes, of a unit that ends with ``per``."""
+    number, unit = _parts(text)
+    if number == 0 and not unit:
+        return 0.0
+    found = _BYTES.fullmatch(unit.removesuffix(per)) if unit.endswith(per) else None
+    if found is None or (found[3] == "bit" and not per):
+        raise ValueError(f"{text!r} is not a {'rate' if per else 'size'} with its unit, such as {example}")
+    factor = float(1024 if found[2] else 1000) ** " KMGT".index(found[1].upper() or " ")
+    return number * factor * (1 if found[3] == "bit" else 8) / 8
+
+
+def _parts(text: str) -> tuple[float, str]:
+    """The number and its unit; nan where it is no number."""
     found = _AMOUNT.fullmatch(text.strip())
-    if found is None:
-        return float(text), None
-    if found[2].lower() not in units:
-        raise ValueError(f"{text!r} has no unit that is known")
-    return float(found[1]), units[found[2].lower()]
+    return (float(found[1]), found[2]) if found is not None else (math.nan, "")

@@ -303,7 +303,9 @@ class Capture:
         encoded = kept.encoded if kept is not None else objects.encode(dict(state_objects))
         room = self.arena.image.objects.nbytes
         if len(encoded) > room:
-            raise CaptureError(f"objects need {len(encoded)} bytes, and {room} are there: raise --ftckpt-objects-mib")
+            raise CaptureError(
+                f"objects need {len(encoded)} bytes, and {room} are there: raise --ftckpt-objects-size"
+            )
         return encoded
 
     def _torn(self) -> str | None:

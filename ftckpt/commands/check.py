@@ -20,12 +20,11 @@ from typing import Any
 from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.check_host import arena_problem, look_at_host
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
-from ftckpt.commands.node_memory_option import add_node_memory
 from ftckpt.commands.page import aligned
+from ftckpt.commands.size_option import add_node_memory, size_of
 from ftckpt.errors import ConfigError, FtckptError, in_words
 from ftckpt.model import codec
 from ftckpt.model.text import listed
-from ftckpt.units import sized
 
 _AREAS = ("host", "device", "network")
 
@@ -38,8 +37,8 @@ def add_check(commands: Any) -> None:
     add_arena(parser)
     add_node_memory(parser, "that a node needs, as ftckpt plan says, such as 400GiB: whether it is there")
     parser.add_argument(
-        "--mib", type=_mib, default=256, metavar="SIZE",
-        help="state to copy from a device, such as 64MiB; a number alone is in MiB (default: %(default)s)",
+        "--size", type=size_of("--size", "1MiB"), default="256MiB", metavar="SIZE",
+        help="state to copy from a device (default: %(default)s)",
     )  # fmt: skip
     for area in _AREAS:
         what = f"look at the {area} alone, or with others that are named so"
@@ -50,16 +49,6 @@ def add_check(commands: Any) -> None:
     parser.add_argument("--rack", default="", metavar="LABEL", help="of this node, as --ftckpt-rack")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.set_defaults(run=run)
-
-
-def _mib(text: str) -> int:
-    try:
-        mib = sized(text, 1 << 20)
-    except ValueError:
-        mib = 0.0
-    if not 1 <= mib <= 1 << 20:
-        raise ConfigError(f"--mib {text}: name 1 to {1 << 20} MiB, or a size such as 64MiB")
-    return int(mib)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from ftckpt.capture.copier import Copier, Flight, make_copier
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.errors import in_words
+from ftckpt.model.text import human
 from ftckpt.windows.bubbles import Always, Turn, Windows
 from ftckpt.windows.clock import Clock, make_clock
 from ftckpt.windows.node_budget import NoBudget
@@ -36,8 +37,8 @@ _LEAST_SHARE = 0.8
 """Of the rate of a plain copy."""
 
 
-def look_at_device(arena: Path, mib: int) -> Iterator[Finding]:
-    """Each finding as it comes; ``mib``: MiB of the state that is copied."""
+def look_at_device(arena: Path, nbytes: int) -> Iterator[Finding]:
+    """Each finding as it comes; ``nbytes`` of state are copied."""
     local, is_here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
     # A launcher may have each rank see its own device alone.
     device = torch.device("cuda", local % torch.cuda.device_count()) if is_here else torch.device("cpu")
@@ -49,10 +50,10 @@ def look_at_device(arena: Path, mib: int) -> Iterator[Finding]:
         yield attempt(_AREA, "NUMA", partial(_near, device))
     with ExitStack() as stack:
         try:
-            bench = stack.enter_context(bench_on(arena, make_clock(device), mib << 20))
+            bench = stack.enter_context(bench_on(arena, make_clock(device), nbytes))
         except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
-            text = f"no {mib} MiB of state and a slot for it at {arena}: {in_words(error)}"
-            how = "name fewer by --mib, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
+            text = f"no {human(nbytes)} of state and a slot for it at {arena}: {in_words(error)}"
+            how = "name less by --size, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
             yield Finding(_AREA, "copies", FAILED, text, how)
             return
         for name, look in (("registration", _registered), ("exact copies", _exact), ("rate", _rate)):

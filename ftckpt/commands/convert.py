@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftckpt.commands.size_option import size_of
 from ftckpt.errors import ConfigError
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
@@ -24,12 +25,10 @@ if TYPE_CHECKING:
     from ftckpt.convert.language.spec import Spec
 
 FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _INTERRUPTED = 130
 """What shells say of a command that Ctrl-C ended."""
 # Between lines of progress in a log that nobody watches live.
 _LINE_SECS = 5.0
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 def add_convert(commands: Any) -> None:
@@ -44,8 +43,20 @@ def add_convert(commands: Any) -> None:
     )
     parser.add_argument("--iteration", type=int, metavar="N", help="which snapshot of arenas (default: the newest)")
     parser.add_argument("--roles", metavar="LIST", help="only these: weight,master,exp_avg,… (default: all)")
-    parser.add_argument("--max-memory", default="4GiB", metavar="SIZE", help="of all workers (default: %(default)s)")
-    parser.add_argument("--max-file", default="4GiB", metavar="SIZE", help="of one file (default: %(default)s)")
+    parser.add_argument(
+        "--max-memory",
+        type=size_of("--max-memory"),
+        default="4GiB",
+        metavar="SIZE",
+        help="of all workers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-file",
+        type=size_of("--max-file"),
+        default="4GiB",
+        metavar="SIZE",
+        help="of one file (default: %(default)s)",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="files at once (default: cores, 8 at most)")
     parser.add_argument("--verify", action="store_true", help="read DST again and compare all with SRC")
     parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
@@ -91,8 +102,7 @@ def _run(arguments: argparse.Namespace) -> None:
     options = _options(arguments)
     spec = _spec(arguments)
     with closing(open_reader(arguments.source, ReadOptions(spec, arguments.iteration, options.roles))) as reader:
-        max_file = size(arguments.max_file, "--max-file")
-        writer = open_writer(arguments.destination, arguments.to, max_file)
+        writer = open_writer(arguments.destination, arguments.to, arguments.max_file)
         conversion = prepare(reader, writer, options)
         for line in _described(conversion, options, spec, arguments):
             print(line)
@@ -102,15 +112,6 @@ def _run(arguments: argparse.Namespace) -> None:
         _convert(conversion, options)
         if arguments.verify:
             _verify(conversion, options, arguments.destination)
-
-
-def size(text: str, name: str) -> int:
-    """The bytes that ``4GiB``, ``512M`` or ``1000`` mean; K, M, G, T are powers of 1024. Raises ConfigError."""
-    match = _SIZE.fullmatch(text.strip())
-    nbytes = int(float(match[1]) * (1 << _UNITS[match[2].lower()])) if match else 0
-    if nbytes < 1:
-        raise ConfigError(f"{name}: {text!r} is no size; give one such as 4GiB or 512MiB")
-    return nbytes
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -125,7 +126,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         "--to": arguments.to,
         "--spec": f"{arguments.spec or ''} {' '.join(sorted(arguments.set))}".strip(),
     }
-    options = Options(max_memory=size(arguments.max_memory, "--max-memory"), roles=roles, identity=identity)
+    options = Options(max_memory=arguments.max_memory, roles=roles, identity=identity)
     if arguments.workers is None:
         return options
     if arguments.workers < 1:

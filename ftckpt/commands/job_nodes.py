@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, SmpError
 from ftckpt.model import codec
-from ftckpt.model.failures import LastAttempt
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.choice import Query
 from ftckpt.restore.inventory import Inventory, NodeProtection, read_protection, take_inventory
@@ -27,7 +26,6 @@ from ftckpt.smp.living import Liveness
 from ftckpt.smp.reports import rank_report, unpacked
 from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
 from ftckpt.store.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas, user_name
-from ftckpt.store.failures import read_failures
 from ftckpt.store.locks import holder_of
 from ftckpt.store.memory import used_bytes
 from ftckpt.store.outcome import RUNS_PREFIX
@@ -50,7 +48,7 @@ class NodeState:
     ``told``: its memory was seen, ``inventory`` is what lies there, and ``trainers`` are its ranks as
     ``smp.reports.rank_report`` has them. ``whole``, ``protected``: the newest such snapshot, by its marks. ``smp``:
     the answer of its SMP to ``status``; None: none answers, for the reason ``problem``. Of nodes on this machine,
-    which ``is_here``, alone: ``nbytes`` of memory, ``last``, the last attempt that has trained there, ``needs_smp``,
+    which ``is_here``, alone: ``nbytes`` of memory, ``needs_smp``,
     whether the job has an SMP there for as long as it trains.
     """
 
@@ -63,7 +61,6 @@ class NodeState:
     nbytes: int = 0
     smp: dict[str, Any] | None = None
     problem: str = ""
-    last: LastAttempt | None = None
     is_here: bool = False
     needs_smp: bool = True
 
@@ -227,8 +224,6 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
     if (node_dir / PULSE_NAME).exists():  # to open it would make it
         ranks = Liveness(node_dir).judge(Pulse.open(node_dir, None).ranks())
         state = replace(state, trainers=tuple(rank_report(pulse) for pulse in ranks))
-    with suppress(OSError, ValueError):
-        state = replace(state, last=read_failures(node_dir))
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
         return replace(state, problem=state.problem or ("no SMP runs" if state.needs_smp else ""))
     try:

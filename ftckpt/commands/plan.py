@@ -5,32 +5,35 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import Field, asdict, fields
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
-from ftckpt.commands.node_memory_option import add_node_memory
-from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, plan
-from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
+from ftckpt.commands.plan_holdings import HEADER_BYTES, StartPlan, plan
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.commands.plan_verdict import PlanAnswer, judge
-from ftckpt.config import GIB, Config
-from ftckpt.errors import ConfigError, Writing, settings_are_written, written
-from ftckpt.model.failures import FailureRecord
-from ftckpt.model.text import human
-from ftckpt.persist.failures import last_attempt
-from ftckpt.persist.place import snapshots_at
-from ftckpt.persist.storage import open_storage
-from ftckpt.setting import convert, reader_of
+from ftckpt.commands.size_option import add_node_memory
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, Writing, settings_are_written
+from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
+from ftckpt.model.text import human, human_secs
+from ftckpt.setting import convert
 from ftckpt.smp.link import NetworkLimit, unknown_limit
+from ftckpt.units import in_words as rate_in_words
+from ftckpt.units import rate, seconds
 
 _MANY_RANKS = 20_000
 """Above that a plan takes seconds: people are told."""
+
+_STORE_BYTES_PER_SEC = 1e9
+"""Assumed rate at which a node writes to storage."""
+
+_FLUSH_SHARE = 0.01
+"""Share of training that a flush takes while it runs: assumed."""
 
 
 def add_plan(commands: Any) -> None:
@@ -41,38 +44,16 @@ def add_plan(commands: Any) -> None:
     for name in ("protect", "peer_code"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     settings = {setting.name: setting for setting in fields(Config)}
-    for name, of in (
-        ("interval", "iterations"),
-        ("protect_interval", "snapshots"),
-        ("persist_interval", "iterations"),
-    ):
-        reads = _interval(settings[name], of)
-        parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), help=_help(name))
     for name in (
-        "slots", "peer_group", "peer_losses", "objects_mib", "chunk_mib", "memory_limit", "smp_cores", "smp_gbps",
-        "protect_timeout_secs", "persist_gbps", "overhead_budget",
+        "slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit",
+        "protect_timeout_secs", "persist_rate",
     ):  # fmt: skip
         reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
-    for name in ("network_gbps", "persist", "mtbf"):
+    for name in ("network_rate", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     add_node_memory(
         parser, "host memory of a node beside training, such as 512GiB: whether all fits is answered; status 1: no"
-    )
-    parser.add_argument(
-        "--iteration-secs",
-        type=float,
-        metavar="SECS",
-        help="length of an iteration: what intervals waste is predicted",
-    )
-    parser.add_argument(
-        "--snapshot-cost-secs",
-        type=float,
-        metavar="SECS",
-        help="of training, that a snapshot takes; default: a guess",
-    )
-    parser.add_argument(
-        "--seen", metavar="STORAGE", help="failures count that the job has seen which writes there, as persist has it"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -82,31 +63,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan and return the exit status: 1 where it does not fit ``--node-memory``.
 
     Raises:
-        ConfigError: a job that cannot be, or nothing at ``--seen``.
-        StorageError: what is there cannot be read.
+        ConfigError: a job that cannot be.
     """
     settings_are_written(Writing.OPTION)
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
     job, node_bytes = job_of(arguments, config), arguments.node_memory
-    if node_bytes and config.memory_limit * GIB > node_bytes:
+    if node_bytes and config.memory_limit_bytes > node_bytes:
         raise ConfigError(
-            f"--memory-limit: {config.memory_limit:g} GiB are more than --node-memory has; give "
+            f"--memory-limit: {config.memory_limit} is more than --node-memory has; give "
             "that at most, or leave --memory-limit out"
         )
     if job.ranks > _MANY_RANKS:
         print(f"ftckpt plan: {job.ranks} ranks: this takes a while", file=sys.stderr, flush=True)
     with _without_collection():
         planned = plan(job, config, node_bytes or 0)
-    limit = unknown_limit(config.network_gbps)
-    costs_of = partial(_costs, arguments, config, limit)
-    predicted = _predicted(arguments, config, planned, costs_of(planned.arrangement))
-    verdict = judge(planned, config, node_bytes, costs_of, predicted) if node_bytes else None
-    assumed = list(_assumptions(config, planned, predicted, verdict))
+    limit = unknown_limit(config.network_rate)
+    verdict = judge(planned, config, node_bytes, limit) if node_bytes else None
+    assumed = list(_assumptions(planned, verdict))
     if arguments.json:
-        value = {**_as_json(config, planned, limit, predicted), "assumed": assumed}
+        value = {**_as_json(config, planned, limit), "assumed": assumed}
         print(json.dumps(value | ({"verdict": verdict.to_json()} if verdict else {})))
     else:
-        for line in (*_lines(config, planned, limit, predicted, verdict), *(f"assumed: {text}" for text in assumed)):
+        for line in (*_lines(config, planned, limit, verdict), *(f"assumed: {text}" for text in assumed)):
             print(line)
     return int(verdict is not None and not verdict.good)
 
@@ -123,13 +101,11 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _as_json(
-    config: Config, planned: StartPlan, limit: NetworkLimit, predicted: IntervalForecast | None
-) -> dict[str, Any]:
+def _as_json(config: Config, planned: StartPlan, limit: NetworkLimit) -> dict[str, Any]:
     job, table = planned.arrangement.job, planned.table
     sets = Counter((len(ranks), nbytes) for ranks, nbytes in job.replica_sets.items())
     alike = [{"ranks": ranks, "bytes": nbytes, "sets": times} for (ranks, nbytes), times in sorted(sets.items())]
-    value = {
+    return {
         "ranks": job.ranks, "nodes": job.nodes, "protect": ",".join(planned.modes.names) or "none",
         "left_out": planned.left_out, "slots": planned.slots,
         "state": {
@@ -137,22 +113,13 @@ def _as_json(
             "copied_bytes": planned.arrangement.copied_bytes,
             "replica_sets": alike,
         },
-        "protected_every": _protected_every(config, predicted),
+        "persist_interval_secs": _persist_interval_secs(config, planned),
         "network_limit": {**asdict(limit), "secs": limit.secs(max(table.network.values()))},
         **table.to_json(),
     }  # fmt: skip
-    if predicted is not None:
-        value["cadence"] = predicted.to_json()
-    return value
 
 
-def _lines(
-    config: Config,
-    planned: StartPlan,
-    limit: NetworkLimit,
-    predicted: IntervalForecast | None,
-    verdict: PlanAnswer | None,
-) -> Iterator[str]:
+def _lines(config: Config, planned: StartPlan, limit: NetworkLimit, verdict: PlanAnswer | None) -> Iterator[str]:
     if verdict is not None:
         yield verdict.line()
     job, names = planned.arrangement.job, ",".join(planned.modes.names) or "none"
@@ -161,17 +128,13 @@ def _lines(
         yield f"left out: {text}"
     yield f"{job.holders.option}: {_held(job)}"
     yield from planned.table.lines()
-    if planned.modes.names:
-        if received := max(planned.table.network.values()):
-            yield f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot"
-        every = _protected_every(config, predicted)
-        age = f"; the newest is at most {predicted.protected_age_secs:.3g} s old" if predicted else ""
-        often = f"one iteration of {every}" if every > 1 else "every iteration"
-        if config.protect_interval == "auto" and not predicted:
-            often += " at most"
-        yield f"protected is {often}{age}"
-    if predicted is not None:
-        yield from predicted.lines()
+    if received := max(planned.table.network.values()):
+        yield f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot"
+    every, flush, mtbf = (of(config, planned) for of in (_persist_interval_secs, _flush_secs, _mtbf_secs))
+    yield (
+        f"--ftckpt-persist-interval auto: a snapshot goes to storage every {human_secs(every)}, as a flush takes "
+        f"{human_secs(flush)} and memory is lost once in {human_secs(mtbf)} (--mtbf)"
+    )
 
 
 def _held(job: JobShape) -> str:
@@ -184,83 +147,32 @@ def _held(job: JobShape) -> str:
     )
 
 
-def _protected_every(config: Config, predicted: IntervalForecast | None) -> int:
-    """Iterations from one protected snapshot to the next, at the least."""
-    least = 1 if config.protect_interval == "auto" else config.protect_interval
-    return predicted.protected if predicted else config.least_interval * least
+def _mtbf_secs(config: Config, planned: StartPlan) -> float:
+    return seconds(config.mtbf) if config.mtbf != "auto" else default_mtbf_secs(planned.arrangement.job.nodes)
 
 
-def _costs(
-    arguments: argparse.Namespace, config: Config, limit: NetworkLimit, arrangement: ProtectionPlan
-) -> Costs | None:
-    """None where the length of an iteration is not known."""
-    if arguments.iteration_secs is None:
-        return None
-    return Costs.guess(
-        config, arguments.iteration_secs, arguments.snapshot_cost_secs,
-        rank_bytes=arrangement.copied_bytes, ranks=arrangement.job.gpus_per_node,
-        network=limit.secs(arrangement.received_bytes),
-    )  # fmt: skip
+def _flush_secs(config: Config, planned: StartPlan) -> float:
+    arrangement = planned.arrangement
+    node_bytes = arrangement.copied_bytes * arrangement.job.gpus_per_node
+    return node_bytes / (rate(config.persist_rate) or _STORE_BYTES_PER_SEC)
 
 
-def _predicted(
-    arguments: argparse.Namespace, config: Config, planned: StartPlan, costs: Costs | None
-) -> IntervalForecast | None:
-    """What intervals waste; None where the length of an iteration is not known."""
-    if costs is None:
-        for name in ("seen", "snapshot_cost_secs"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError(
-                    f"{_flag(name)}: give --iteration-secs, too: of intervals alone it changes what is predicted"
-                )
-        return None
-    nodes, modes = planned.arrangement.job.nodes, planned.modes
-    survives_nodes = nodes > 1 and bool(modes.replica or modes.peer)
-    return forecast(config, costs, nodes, survives_nodes, _seen(arguments), is_short=planned.is_short)
+def _persist_interval_secs(config: Config, planned: StartPlan) -> float:
+    """What ``persist_interval`` auto comes to; a job that runs measures what a flush costs."""
+    secs = _flush_secs(config, planned)
+    return best_interval_secs(_FLUSH_SHARE * secs, secs, _mtbf_secs(config, planned))
 
 
-def _seen(arguments: argparse.Namespace) -> FailureRecord | None:
-    """What the job at ``--seen`` knows of failures. Raises ConfigError where nothing is there."""
-    if arguments.seen is None:
-        return None
-    where = arguments.seen
-    if "://" not in where and not os.path.exists(where):
-        raise ConfigError(f"--seen: {where} is not there; name the storage that the job writes to")
-    last = last_attempt(open_storage(snapshots_at(where), "--seen"))
-    if last is None:
-        raise ConfigError(f"--seen: {where}: no job has told there what failures it has seen")
-    return last.counted()
-
-
-def _assumptions(
-    config: Config, planned: StartPlan, predicted: IntervalForecast | None, verdict: PlanAnswer | None
-) -> Iterator[str]:
+def _assumptions(planned: StartPlan, verdict: PlanAnswer | None) -> Iterator[str]:
     job = planned.arrangement.job
     yield from job.assumptions()
     yield f"objects take all of their room, {job.objects_bytes >> 20} MiB per rank; headers {HEADER_BYTES >> 10} KiB"
-    if predicted is not None:
-        yield from map(written, predicted.assumed)
-    elif "auto" in (
-        config.interval, config.persist_interval, config.protect_interval if planned.modes.names else 0
-    ):  # fmt: skip
-        yield "what auto comes to is not known without the length of an iteration (--iteration-secs)"
+    yield (
+        f"a node writes {rate_in_words(_STORE_BYTES_PER_SEC)} to storage where --persist-rate does not say it, and a "
+        f"flush takes {_FLUSH_SHARE:.0%} of training meanwhile"
+    )
     if verdict is not None:
         yield from verdict.assumed()
-
-
-def _interval(setting: Field[Any], of: str) -> Callable[[str], int | str]:
-    """What reads an interval, which is a number ``of`` iterations or snapshots."""
-
-    def read(text: str) -> int | str:
-        try:
-            value: int | str = reader_of(setting)(text)
-        except ValueError:
-            raise ConfigError(
-                f"{_flag(setting.name)}: {text!r} is no interval; give a number of {of}, or auto"
-            ) from None
-        return value
-
-    return read
 
 
 def _flag(name: str) -> str:

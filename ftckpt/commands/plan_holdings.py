@@ -183,8 +183,6 @@ class StartPlan:
     arrangement: ProtectionPlan
     slots: int
     table: ProtectionTable
-    is_short: bool
-    """Whether snapshots are left out while one is being protected, for want of a slot."""
     left_out: tuple[str, ...] = ()
     """Of what ``protect`` asks for, in words: what this job cannot have."""
 
@@ -233,7 +231,7 @@ def plan(job: JobShape, config: Config, node_bytes: int = 0) -> StartPlan:
         try:
             remedies = ways_to_need_less(config, slots, bool(arrangement.modes.names))
             require_limit(
-                config.memory_limit, node, memory.slots, memory.parity, memory.packages, remedies=remedies
+                config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
             )  # fmt: skip
             fewer = None
         except MemoryBudgetError:
@@ -242,18 +240,12 @@ def plan(job: JobShape, config: Config, node_bytes: int = 0) -> StartPlan:
                 raise
         else:
             if not node_bytes or memory.sum <= node_bytes or slots == least:
-                is_short = bool(arrangement.modes.names) and slots < _enough(config)
-                return StartPlan(arrangement, slots, table, is_short, left_out)
+                return StartPlan(arrangement, slots, table, left_out)
         if slots != least:
             slots, table = least, table.with_slots(slots, least)
         elif fewer is not None:
             arrangement = ProtectionPlan(job, fewer)
             table = arrangement.table(slots)
-
-
-def _enough(config: Config) -> int:
-    """Slots with which no snapshot waits for the protection of another."""
-    return replace(config, slots=0).num_slots(protects=True)
 
 
 def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, ProtectionPlan, Memory]]:

@@ -233,13 +233,13 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
         tp=arguments.tp, cp=arguments.cp, dp=arguments.dp, pp=arguments.pp, ep=arguments.ep, etp=etp,
         vpp=arguments.vpp, gpus_per_node=per_node, params=params, expert_params=experts, holders=_holders(arguments),
         nodes_per_rack=_nodes_per_rack(arguments.racks, arguments.nodes_per_rack, ranks // per_node),
-        chunk_bytes=config.chunk_bytes, objects_bytes=config.objects_mib << 20,
+        chunk_bytes=config.chunk_bytes, objects_bytes=config.objects_bytes,
     )  # fmt: skip
     # As a start refuses it, and before tuples of that many chunks are made: a third, for parity, is not in sight yet.
     if (chunks := job.state_bytes // job.ranks // job.chunk_bytes) > MAX_CHUNKS // 4:
         raise ConfigError(
-            f"--params: {chunks} chunks of {config.chunk_mib:g} MiB on each rank; the most is {MAX_CHUNKS // 4}: "
-            "more ranks, or a larger --ftckpt-chunk-mib"
+            f"--params: {chunks} chunks of {config.chunk_size} on each rank; the most is {MAX_CHUNKS // 4}: "
+            "more ranks, or a larger --ftckpt-chunk-size"
         )
     return job
 

@@ -20,9 +20,7 @@ from ftckpt.commands.job_nodes import JobNodes, NodeState, closed_jobs_in, jobs_
 from ftckpt.commands.page import aligned
 from ftckpt.commands.stored import usable_at
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, StorageError
-from ftckpt.model.failures import LastAttempt
 from ftckpt.model.text import human, listed
-from ftckpt.model.tiers import KINDS
 from ftckpt.persist.place import Place
 from ftckpt.restore.forecast import forecast, unseen_shards
 
@@ -131,7 +129,6 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
         "slots": sorted({slot.snapshot.iteration for report in seen.inventory.arenas for slot in report.slots}),
         "interval": seen.description.get("settings", {}).get("interval"),
         "storage": storage,
-        "failures": _failures([node.last for node in seen.nodes if node.last is not None]),
         "restart": {
             **asdict(expected),
             "lost_iterations": lost if lost is None else max(0, lost),
@@ -190,11 +187,6 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         if storage["flushing"] is not None:
             text += f"; iteration {storage['flushing']} is on its way"
         yield f"{text}; {storage['problem']}" if storage["problem"] else text
-    failures = status["failures"]
-    if failures is not None:
-        seen = ", ".join(f"{kind} {failures['seen'].get(kind, 0)}" for kind in KINDS)
-        yield f"attempt {failures['attempt']}; failures before it: {seen}; {failures['hours']:.3g} h of training"
-        yield from (f"  {text}" for text in failures["ends"])
 
 
 def _ranks_that_count(status: Mapping[str, Any], name: str) -> list[str]:
@@ -330,17 +322,6 @@ def _node(node: NodeState) -> dict[str, Any]:
         "metrics": smp.get("metrics", ""),
         **{name: _mark(node, name) for name in _MARKS},
     }
-
-
-def _failures(last: list[LastAttempt]) -> dict[str, Any] | None:
-    newest = LastAttempt.newest(last)
-    if newest is None:
-        return None
-    record = newest.counted()
-    return {
-        "attempt": newest.record.number, "seen": dict(newest.record.seen), "hours": record.secs / 3600,
-        "ends": list(newest.record.ends),
-    }  # fmt: skip
 
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:

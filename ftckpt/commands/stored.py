@@ -14,9 +14,7 @@ from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.lineage import is_past, last_shared, newest
 from ftckpt.model.text import human
-from ftckpt.model.tiers import KINDS
 from ftckpt.persist.commit import CheckpointName, checkpoints, claimed_lineage, folder_of
-from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.retention import VOID_MEANS, pinned, read_manifest, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
@@ -58,8 +56,7 @@ def _listing(storage: Storage) -> dict[str, Any]:
 
     ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside ``name`` and ``iteration``.
     ``void``: about to be removed. ``abandoned``: the iteration at which the job has branched before it; null where no
-    branch has left it. ``pinned_away``: names that are pinned and not there. ``failures``: of the job that trained
-    last, null where nothing is known.
+    branch has left it. ``pinned_away``: names that are pinned and not there.
     """
     names, pins, void = checkpoints(storage), pinned(storage), voided(storage)
     read = {name: _read(storage, name) for name in names}
@@ -80,13 +77,8 @@ def _listing(storage: Storage) -> dict[str, Any]:
             "pinned": name in pins, "void": stored.snapshot in void,
             "abandoned": since if name.iteration > since else None,
         })  # fmt: skip
-    failures = None
-    if (last := last_attempt(storage)) is not None:
-        record = last.counted()
-        seen = {kind: record.seen.get(kind, 0) for kind in KINDS}
-        failures = {"job": record.job, "attempt": last.record.number, "seen": seen, "hours": record.secs / 3600}
     away = sorted(str(name) for name in pins.difference(names))
-    return {"snapshots": snapshots, "pinned_away": away, "failures": failures}
+    return {"snapshots": snapshots, "pinned_away": away}
 
 
 def _read(storage: Storage, name: CheckpointName) -> StoredSnapshot | str:
@@ -116,10 +108,6 @@ def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
         yield f"{name}: pinned, and not there"
     if not listing["snapshots"]:
         yield f"{where}: no snapshot"
-    if (failures := listing["failures"]) is not None:
-        seen = ", ".join(f"{kind} {number}" for kind, number in failures["seen"].items())
-        attempt = f"job {failures['job']}: failures before attempt {failures['attempt']}"
-        yield f"{attempt}: {seen}; {failures['hours']:.3g} h of training"
 
 
 def run_verify(arguments: argparse.Namespace) -> int:

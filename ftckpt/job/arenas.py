@@ -369,7 +369,8 @@ class NodeArenas:
         for node in dict.fromkeys(member.node for member in self._topology.members):  # all ranks come to the same
             slot_bytes = sum(posts[rank].slot_bytes for rank in self._topology.ranks_on(node))
             require_limit(
-                self._config.memory_limit, node, self.slots * slot_bytes, remedies=remedies, is_all=not self._protects
+                self._config.memory_limit_bytes, node, self.slots * slot_bytes, remedies=remedies,
+                is_all=not self._protects,
             )  # fmt: skip
         needs = [(post.now_bytes, post.later_bytes) for post in posts]
         if not any(map(any, needs)):

@@ -217,10 +217,13 @@ class Checkpointer:
         self._boundary = -1 if iteration is None else iteration
         self._snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
         rank.links.begin_training()
-        rank.attempt.keep()
+        rank.attempt.trains()
         shard.supply()
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()
-        self.events.emit("restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs)
+        self.events.emit(
+            "restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs,
+            ends=rank.attempt.ends,
+        )  # fmt: skip
         self.events.announce(
             f"job {self.config.job}, {len(self.topology.members)} ranks: {now.where}, in {secs:.1f} s"
         )
@@ -261,7 +264,6 @@ class Checkpointer:
             ) from None
         self._protection.is_set_up = True
         last, self._boundary = self._boundary, iteration
-        self._rank.attempt.trains()
         if self._examination is not None:
             self._examination.at_boundary()
         if iteration <= last:
@@ -297,11 +299,9 @@ class Checkpointer:
 
         ``blocked_ms`` per snapshot and ``blocked_ms_most``: for how long training waited; ``snapshots``, ``skipped``,
         ``failed``: how many; ``copied_bytes_per_sec`` of this rank; ``whole_age``, ``protected_age``: iterations
-        since the newest such snapshot, absent where there is none; ``restarts`` of the job so far.
+        since the newest such snapshot, absent where there is none.
         """
-        record = self._rank.attempt.record
-        attempt = record.number if record is not None else 1
-        return self._rank.numbers.report(who, self._boundary, self.whole, self.protected, attempt)
+        return self._rank.numbers.report(who, self._boundary, self.whole, self.protected)
 
     def _tell_counts(self) -> None:
         numbers, persisted = self._rank.numbers, self.persisted
@@ -363,8 +363,6 @@ class Checkpointer:
             self.events.announce("step() was never called: no snapshot was taken of this training")
         arena = self.arena
         self._stop()
-        if failure is None and not in_error:
-            self._rank.attempt.end()  # while no other attempt can have begun
         if remove and self._shard is not None:
             try:
                 self._rank.links.part(lambda: self._leave(arena, done))

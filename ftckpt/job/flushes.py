@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
-from ftckpt.model.failures import FailureRate
+from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.tiers import JOB, NODE, Tier, storage_interval_secs, storage_mtbf_secs
 from ftckpt.store.pulse import FlushState
+from ftckpt.units import seconds
 from ftckpt.windows.cost import Wish
 
 _REST_SECS = 30.0
@@ -25,7 +25,7 @@ _LEAST_SHARE = 0.01
 """Of the time that a flush takes, what it is held to cost at the least: storage and network have other users, too."""
 
 _WORTHWHILE = 1 / 4
-"""Of an interval: what one of another length would win is less than the doubt in all that it follows from."""
+"""Of an interval: a change by less gains less than the error of what it is computed from."""
 
 _UNMEASURED = 500
 """Iterations between two while nothing is known of the first."""
@@ -71,8 +71,8 @@ class Flushes:
     ``interval`` 0: none goes there.
 
     With ``tunes`` one goes there early in an attempt, which shows how long that takes and what it costs, and then the
-    first at or behind an ``interval`` after the last one: as ranks wish by then, to lose least to failures that
-    storage alone survives, ``mtbf_secs`` from one to the next.
+    first at or behind an ``interval`` after the last one: as ranks wish by then, to lose least to failures that lose
+    memory, ``mtbf_secs`` from one to the next.
     """
 
     interval: int
@@ -89,27 +89,21 @@ class Flushes:
     """Iterations between two, by what this rank has measured; 0: nothing yet."""
     _last: int | None = None  # the iteration of the one that was chosen last, unless that did not come there
     _judges: bool = False  # once behind each flush: what it follows from differs a little in each iteration
-    _tier: Tier | None = None  # as this rank has measured it
-    _expects: str = ""  # in words
+    _cost_secs: float | None = None  # of training, that one takes, as this rank has measured it
     _took_secs: deque[float] = field(default_factory=lambda: deque(maxlen=_JUDGED))
 
     def __post_init__(self) -> None:
         self.due = _FIRST if self.tunes else self.interval
 
     @classmethod
-    def of(cls, config: Config, mtbf_secs: float = math.inf) -> Flushes:
-        """As configured; ``mtbf_secs`` see above."""
+    def of(cls, config: Config, nodes: int = 1) -> Flushes:
+        """As configured, for a job of so many nodes."""
         if not config.persist:
             return cls(0)
         tunes = config.persist_interval == "auto"
         interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
+        mtbf_secs = seconds(config.mtbf) if config.mtbf != "auto" else default_mtbf_secs(nodes)
         return cls(interval, config.persist_timeout_secs, tunes, mtbf_secs)
-
-    def expect(self, rates: Mapping[str, FailureRate], survives_nodes: bool) -> None:
-        """Failures that come by now; ``survives_nodes``: memory survives the loss of a node. Before ``resume``."""
-        self.mtbf_secs = storage_mtbf_secs({kind: rate.mtbf_secs for kind, rate in rates.items()}, survives_nodes)
-        kinds = (JOB,) if survives_nodes else (NODE, JOB)
-        self._expects = "; ".join(f"{kind} {rates[kind]}" for kind in kinds)
 
     def begin(self, on_storage: int) -> None:
         """Storage has a snapshot of that iteration already, -1 for none."""
@@ -134,15 +128,15 @@ class Flushes:
     def wish(self, measured: Wish) -> int:
         """The iterations between two that this rank wishes for, for a round; 0 without a wish.
 
-        The interval of least waste by ``model.tiers``: what one costs is the time that iterations take longer beside
-        it, and a failure loses what training does while it is on its way, besides half an interval.
+        By ``model.flush_interval``, where a flush costs the time that iterations take longer beside it.
         """
         if not self._judges or not measured.iteration_secs:
             return self.wished
         self._judges = False
         secs = statistics.median(self._took_secs)
-        tier = self._tier = Tier(self.mtbf_secs, max(measured.flush_share, _LEAST_SHARE) * secs, late_secs=secs)
-        wish = max(1, round(min(storage_interval_secs(tier) / measured.iteration_secs, _MOST)))
+        self._cost_secs = max(measured.flush_share, _LEAST_SHARE) * secs
+        interval_secs = best_interval_secs(self._cost_secs, secs, self.mtbf_secs)
+        wish = max(1, round(min(interval_secs / measured.iteration_secs, _MOST)))
         if abs(wish - self.wished) > _WORTHWHILE * self.wished:
             self.wished = wish
         return self.wished
@@ -186,11 +180,11 @@ class Flushes:
             self.due = self._behind(self._last)
         fields = {"interval": wish, "mtbf_secs": self.mtbf_secs}
         text = f"from now on a snapshot goes to storage every {wish} iteration(s): "
-        if self._tier is not None:  # another rank may have a wish when this one has none yet
-            fields |= {"flush_secs": self._tier.late_secs, "cost_secs": self._tier.cost_secs}
-            text += f"one takes {self._tier.late_secs:.3g} s and {self._tier.cost_secs:.3g} s of training, and "
-        text += f"what storage alone survives is expected every {self.mtbf_secs / 3600:.3g} h"
-        text += f" ({self._expects})" if self._expects else ""
+        if self._cost_secs is not None:  # another rank may have a wish when this one has none yet
+            secs = statistics.median(self._took_secs)
+            fields |= {"flush_secs": secs, "cost_secs": self._cost_secs}
+            text += f"one takes {secs:.3g} s and {self._cost_secs:.3g} s of training, and "
+        text += f"a failure that loses memory is expected every {self.mtbf_secs / 3600:.3g} h (--ftckpt-mtbf)"
         yield Announcement("persist_interval_changed", fields, text)
 
     def _settle(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:

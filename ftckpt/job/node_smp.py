@@ -20,7 +20,6 @@ from ftckpt.events import Events, log
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
 from ftckpt.job.smp_setup import SmpSetup
-from ftckpt.model.failures import FailureRecord
 from ftckpt.model.lineage import UNKNOWN
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
@@ -34,7 +33,7 @@ from ftckpt.smp.footprint import SmpConfig
 from ftckpt.smp.link import NetworkLimit, network_limit
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
-from ftckpt.store.directory import FAILURES_NAME, SMP_LOCK_NAME
+from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.store.environment import hazards
 from ftckpt.store.locks import holder_of
 
@@ -83,8 +82,7 @@ class NodeSmp:
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
         self._secret = b""
-        self.failures: FailureRecord | None = None
-        """What storage is to keep of the job's failures, for the next start."""
+        self._began = time.time()
         self.lineage = UNKNOWN
         """Of the snapshots of this attempt: what storage records when this run claims it."""
         self.network: NetworkLimit | None = None
@@ -94,7 +92,7 @@ class NodeSmp:
         """The node's directory belongs to this attempt: say what endangers it."""
         if not self._leads:
             return
-        told = (node_dir / FAILURES_NAME).exists()
+        told = bool(list_arenas(node_dir))
         for hazard in hazards(Path(self._config.arena)):
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
             # Where an earlier attempt has trained its log has all of it, and this one's is to show what is new.
@@ -180,15 +178,15 @@ class NodeSmp:
         members = zip(self._topology.members, reports, strict=True)
         peers = {member.node: [report.address, report.port] for member, report in members if report.port}
         address = reports[self._topology.rank].address
-        self.network = network_limit(config.network_gbps, address) if len(peers) > 1 else None
+        self.network = network_limit(config.network_rate, address) if len(peers) > 1 else None
         return {
             "job": config.job,
             "node": node,
             "secret": self._secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
-            "began": self.failures.began if self.failures is not None else 0.0,
+            "began": self._began,
             "nodes": sorted({member.node for member in self._topology.members}),
-            "network": asdict(self.network) if self.network else {"gbps": 0.0, "source": "no other nodes"},
+            "network": asdict(self.network) if self.network else {"bytes_per_sec": 0.0, "source": "no other nodes"},
             "settings": asdict(config),
             **guarded,
         }
@@ -226,7 +224,7 @@ class NodeSmp:
         while not self._setup.is_over:
             try:
                 storage = open_storage(where, "--ftckpt-persist")
-                claim(storage, self._group.name, self._config.job, self.lineage, self.failures)
+                claim(storage, self._group.name, self._config.job, self.lineage, self._began)
                 return
             except StorageError as error:
                 if str(error) != told:

@@ -63,7 +63,7 @@ class RankNumbers:
             reader.most_secs = max(reader.most_secs, of_snapshot_secs)
 
     def report(
-        self, who: str, iteration: int, whole: SnapshotId | None, protected: SnapshotId | None, attempt: int
+        self, who: str, iteration: int, whole: SnapshotId | None, protected: SnapshotId | None
     ) -> dict[str, float]:
         """See ``Checkpointer.numbers``."""
         before = self._readers.get(who, self._readers[""])
@@ -76,7 +76,6 @@ class RankNumbers:
             "skipped": float(since[PulseCount.SKIPPED]),
             "failed": float(since[PulseCount.FAILED]),
             "copied_bytes_per_sec": since[PulseCount.COPIED_BYTES] / max(now.at - before.at, 1e-9),
-            "restarts": float(attempt - 1),
         }
         for name, snapshot in (("whole_age", whole), ("protected_age", protected)):
             if snapshot is not None:

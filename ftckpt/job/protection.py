@@ -171,12 +171,6 @@ class Protection:
         return self._config.num_slots(self.protects, short=True)
 
     @property
-    def survives_nodes(self) -> bool:
-        """Whether memory survives the loss of a node."""
-        nodes = {member.node for member in self._topology.members}
-        return len(nodes) > 1 and bool(self.modes.replica or self.modes.peer)
-
-    @property
     def smp_guards(self) -> bool:
         """Whether this node's SMP gave a sign of life lately, and knows what it is to guard for this attempt."""
         # An SMP that came anew, or has not heard of a new layout yet, guards other groups than these.
@@ -261,7 +255,7 @@ class Protection:
 
     def lessen(self, error: MemoryBudgetError) -> bool:
         """With ``memory_limit`` a mode that nobody has named is given up; see ``lessened``."""
-        modes = lessened(self.modes) if self._config.memory_limit and self._config.protect == "auto" else None
+        modes = lessened(self.modes) if self._config.memory_limit_bytes and self._config.protect == "auto" else None
         if modes is None:
             return False
         without = ",".join(name for name in self.modes.names if name not in modes.names)
@@ -315,7 +309,6 @@ class Protection:
                 covered=check is not None and check.state == CheckState.COVERED,
                 gave_up=configured and target is not None and self._pulse.smp_cannot(target.iteration),
                 rests=self._pulse.smp_rests(),
-                busy=self._pulse.cores_busy(),
             )
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
             self._events.emit("smp_error", error=repr(error))
@@ -386,7 +379,7 @@ class Protection:
         memory = table.memory[node]
         remedies = ways_to_need_less(self._config, slots, bool(names))
         require_limit(
-            self._config.memory_limit, node, memory.slots, memory.parity, memory.packages, remedies=remedies
+            self._config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
         )  # fmt: skip
         account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
         self._require_room(account, coming_bytes, node_dir)
@@ -421,7 +414,9 @@ class Protection:
         if limit is None or nbytes == 0:
             return
         secs = limit.secs(nbytes)
-        self._events.emit("network_limit", gbps=limit.gbps, source=limit.source, secs=round(secs, 3))
+        self._events.emit(
+            "network_limit", bytes_per_sec=limit.bytes_per_sec, source=limit.source, secs=round(secs, 3)
+        )
         self._events.announce(f"protection: network: {limit}; a snapshot needs {human(nbytes)}: {secs:.1f} s or more")
         if secs > timeout_secs:
             self._events.emit("protection_slow", secs=round(secs, 1), timeout_secs=timeout_secs, source=str(limit))

@@ -63,7 +63,8 @@ class RankParts:
         links = Links(config.start_timeout_secs, config.agree_timeout_secs, group)
         protection = Protection(config, topology, links.group, events)
         config = replace(config, slots=protection.slots)
-        state = RankState(config, protection.protects)
+        nodes = len({member.node for member in topology.members})
+        state = RankState(config, protection.protects, nodes)
         arenas = NodeArenas(
             config, topology, links.group, events, protection.least_slots, protects=protection.protects
         )

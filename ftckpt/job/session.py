@@ -21,7 +21,6 @@ from ftckpt.job.actions import (
     TurnOff,
     WholeMark,
 )
-from ftckpt.job.ages import Ages
 from ftckpt.job.agreement import Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
@@ -44,7 +43,7 @@ class RankState:
     ``miss``, then the proof, if ``proof_due``, and ``take``. ``fail`` and ``turn_off`` may come at any time.
     """
 
-    def __init__(self, config: Config, protects: bool = False) -> None:
+    def __init__(self, config: Config, protects: bool = False, nodes: int = 1) -> None:
         self._config = config
         self.lineage = b""
         self.whole: SnapshotId | None = None
@@ -60,8 +59,7 @@ class RankState:
         self.interval = Interval(config.least_interval, config.error_limit + _MORE_ROUNDS, probes)
         self.proofs = Proofs(config.replica_check_interval)
         self.targets = Targets.of(config) if protects else Targets(0)
-        self.flushes = Flushes.of(config)
-        self.ages = Ages(config, protects)
+        self.flushes = Flushes.of(config, nodes)
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
         self._last_posted = 0  # the number of a round
@@ -128,7 +126,6 @@ class RankState:
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
         if self._gives_up or (self.failures >= self._config.error_limit and own <= self._newest):
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
-        self.ages.busy = guard.busy
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(wish.cost, _MOST_COST) * 1e6)
         number = self._last_posted + 1
@@ -174,7 +171,6 @@ class RankState:
                 self._whole_here_secs = now_secs
         if self.marks != marks:
             actions.append(self.marks)
-        actions += self.ages.look(self.iteration, self.whole, self.targets.protected, verdicts, now_secs)
         if self._supersedes(now_secs):
             self._old_arenas = False
             actions.append(OldArenaRemoval())
@@ -253,7 +249,6 @@ class RankState:
         if obstacle:
             return Skip(obstacle)
         if not has_room:
-            self.ages.leave_out()
             return Skip("every slot is kept until the target is protected")
         return Take(SnapshotId(self.lineage, self.iteration), self.keep)
 

@@ -29,6 +29,7 @@ from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import PINNING_NAME
+from ftckpt.units import rate
 from ftckpt.windows.clock import make_clock
 from ftckpt.windows.node_budget import NodeBudget
 from ftckpt.windows.pacer import Pacer
@@ -247,7 +248,7 @@ class Shard:
     def _assign(self, cast: Collection[str] = ()) -> Assignment:
         config, described = self._config, self._described
         assert described is not None, "let go of"
-        room = (config.objects_mib << 20) + described.objects_bytes
+        room = config.objects_bytes + described.objects_bytes
         if self._sharing is None:
             self.find_sharing()
         return assign(
@@ -297,7 +298,7 @@ def corruption_text(topology: Topology, proof: Proof, iteration: int, proven: in
 def make_pacer(config: Config, topology: Topology, device: torch.device, directory: Path, events: Events) -> Pacer:
     """The pacer for training on ``device``; ``directory`` is the node's."""
     local = topology.ranks_on(topology.me.node)
-    budget = NodeBudget.open(directory, local.index(topology.rank), len(local), config.copy_gbps * 1e9)
+    budget = NodeBudget.open(directory, local.index(topology.rank), len(local), rate(config.copy_rate))
     if budget.problem is not None:
         events.emit("no_budget", error=budget.problem)
     return Pacer(config, make_clock(device), budget, events, topology.me.coords)

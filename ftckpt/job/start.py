@@ -74,11 +74,11 @@ def _prepare(rank: RankParts) -> Preparation:
     described = training_state.describe()
     kept = LastBoundary(described) if rank.storage.wants_last else None
     # What cannot be saved is an error at start, not at each snapshot of a job that trains.
-    needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_mib << 20
+    needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
     if needed > room:
         raise ConfigError(
-            f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-mib, which is "
-            f"{config.objects_mib} now"
+            f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-size, which is "
+            f"{config.objects_size} now"
         )
     device = device_of(described)
     near = locality(config.affinity, device)
@@ -110,7 +110,6 @@ def load(
         rank.protection.smp.lineage = restart.lineage
         # Behind the load, which may find that something is bad.
         rank.state.flushes.begin(restart.on_storage)
-        _expect_failures(rank, restart)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_start(restart.why))
         shard.capacities = restart.capacities()
@@ -121,10 +120,3 @@ def load(
         return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast, bool(restart.usage))
     finally:
         restart.close()
-
-
-def _expect_failures(rank: RankParts, restart: Restart) -> None:
-    """By how earlier attempts have ended: how often snapshots go to storage follows from it."""
-    rates = rank.attempt.learn(rank.group.name, on_storage=None, lost=restart.lost, taken_back=False)
-    rank.state.flushes.expect(rates, rank.protection.survives_nodes)
-    rank.protection.smp.failures = rank.attempt.record

@@ -20,8 +20,7 @@ class Guard(NamedTuple):
 
     ``alive``: it gave a sign of life lately. ``configured``: it knows what to guard. ``sealed``: this rank's arena
     has the target. ``covered``: parity and packages of it are complete on this node. ``gave_up``: they cannot be had.
-    ``rests``: what the last one took of the node's cores is more than its share yet. ``busy``: the part of these that
-    others wanted then.
+    ``rests``: what the last one took of the node's cores is more than its share yet.
     """
 
     alive: bool = False
@@ -30,7 +29,6 @@ class Guard(NamedTuple):
     covered: bool = False
     gave_up: bool = False
     rests: bool = False
-    busy: float = 0.0
 
 
 @dataclass

@@ -41,7 +41,7 @@ class Description:
     anywhere.
 
     ``padded`` are keys whose first dimension is rounded up by a rule that depends on the layout: vocabularies.
-    ``objects_bytes`` is the room that encoded objects need beside ``objects_mib``.
+    ``objects_bytes`` is the room that encoded objects need beside ``objects_size``.
     """
 
     stepped: tuple[Piece, ...]

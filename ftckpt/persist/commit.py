@@ -24,7 +24,6 @@ import xxhash
 
 from ftckpt.errors import StorageError
 from ftckpt.model import codec
-from ftckpt.model.failures import FailureRecord
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.persist.storage import Bytes, Storage
@@ -32,8 +31,6 @@ from ftckpt.persist.storage import Bytes, Storage
 OWNER_NAME = "owner.json"
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
-TRAINED_NAME = "trained.json"
-"""How long a run has trained, see ``ftckpt.persist.failures``."""
 _FOLDER = re.compile(r"iter_(\d{7,18})")
 _NAME = re.compile(r"iter_(\d{7,18})(?:-g([1-9]\d{0,9}))?")
 _MANIFEST = re.compile(r"manifest(-g[1-9]\d{0,9})?\.json")
@@ -247,14 +244,14 @@ def require_own(storage: Storage) -> None:
         raise StorageError(f"{text}: name its --ftckpt-persist-format, or another place", lasting=True)
 
 
-def claim(
-    storage: Storage, owner: str, job: str, lineage: Lineage, failures: FailureRecord | None = None
-) -> None:  # fmt: skip
-    """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
-    removes anything any more. Nobody reads there but that earlier one. ``lineage``: the head of the job.
-    ``failures``: of the job until now, for the next start to count on."""
-    claimed = {"owner": owner, "job": job, "lineage": codec.to_json(lineage), "failures": failures}
-    storage.put(OWNER_NAME, codec.encode(claimed))
+def claim(storage: Storage, owner: str, job: str, lineage: Lineage, began: float = 0.0) -> None:
+    """From now on ``owner``, a run of ``job`` that began at that time of day, writes there: an earlier one that still
+    lives neither commits nor removes anything any more. Nobody reads there but that earlier one.
+
+    ``lineage``: the head of the job.
+    """
+    claimed = {"owner": owner, "job": job, "began": began, "lineage": codec.to_json(lineage)}
+    storage.put(OWNER_NAME, json.dumps(claimed).encode())
     storage.remove([entry.name for entry in storage.list(READERS)])  # of restarts that were killed
     forget_holdings(storage)
 
@@ -273,7 +270,7 @@ def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
     try:
         claimed = json.loads(storage.read(OWNER_NAME))
         other, job = str(claimed["owner"]), str(claimed["job"])
-        other_began = float((claimed.get("failures") or {}).get("began", 0.0))
+        other_began = float(claimed.get("began", 0.0))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise StorageError(f"{storage.where}/{OWNER_NAME}: is damaged; remove it", lasting=True) from None
     if other != owner and other_began < began:

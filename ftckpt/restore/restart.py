@@ -236,7 +236,7 @@ class Restart:
             storage = self._shelf.storage
             if storage is None or self._group.rank != 0:
                 return
-            ask(lambda: commit.claim(storage, self._group.name, self._job, lineage))
+            ask(lambda: commit.claim(storage, self._group.name, self._job, lineage, time.time()))
             if self._shelf.reader:  # to a claim all readers are killed ones
                 ask(lambda: retention.hold(storage, self._shelf.reader))
 
@@ -278,7 +278,6 @@ class Restart:
                 raise LostError(f"{error}. {_remedy(loaded)}") from None
             self._events.emit("lost", error=str(error), loaded=max(0, loaded.iteration))
             self.why = f"snapshots were lost: {error}"
-            self._has_lost = True
             return None
         if decision is not None and decision.snapshot.iteration < loaded.iteration and wish.selection.only is None:
             self._give_up_older(decision.snapshot.iteration, loaded)
@@ -295,12 +294,6 @@ class Restart:
     def _give_up_older(self, in_memory: int, loaded: LoadedCheckpoint) -> None:
         self._events.emit("memory_older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
         self.why = f"memory ({in_memory}) is older and abandoned"
-
-    @property
-    def lost(self) -> bool:
-        """Whether memory could not make whole what it had, or some of that came from storage; from ``load`` on,
-        or from ``choose`` where nothing is loaded."""
-        return self._has_lost or "storage" in self.usage
 
     @property
     def source(self) -> str:

@@ -43,7 +43,6 @@ from ftckpt.store.directory import (
     remove_smp_files,
 )
 from ftckpt.store.ends import tell, told_of
-from ftckpt.store.failures import read_failures
 from ftckpt.store.kept_logs import keep_logs, kept_path
 from ftckpt.store.locks import FileLock, holder_of
 from ftckpt.store.memory import may_hang, used_bytes
@@ -247,12 +246,7 @@ class Daemon:
 
     def _measured(self) -> dict[str, Any]:
         """What metrics are made of."""
-        failures: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            if (last := read_failures(self.node_dir)) is not None:
-                failures = {"attempt": last.record.number, "seen": dict(last.record.seen)}
-        memory_bytes = used_bytes(self.node_dir)
-        return {**self._status(), "loud": dict(self.events.loud), "memory_bytes": memory_bytes, "failures": failures}
+        return {**self._status(), "loud": dict(self.events.loud), "memory_bytes": used_bytes(self.node_dir)}
 
     def _report(self, _request: ReportRequest) -> dict[str, Any]:
         with closing(OpenArenas(self.node_dir, self._duties.open_arenas)) as arenas:

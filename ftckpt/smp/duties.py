@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from ftckpt.smp.sources import Service, Sources
 from ftckpt.smp.work import Pace, Task
 from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import FlushState, Pulse
+from ftckpt.units import rate
 from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
 
 NETWORK_PHASES = frozenset({"tail", "fence", "optimizer"})
@@ -68,7 +69,7 @@ def _read(given: Mapping[str, Any]) -> _Orders:
             [str(place["arena"]) for place in given["places"].values()],
             {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()},
             Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt"))),
-            NetworkLimit(**given.get("network", {"gbps": 0.0, "source": "none is named"})),
+            NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
             settings,
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -220,7 +221,7 @@ class Duties:
         if self._flush is not None:
             self._flush.stop()
         # As fast as it goes: nobody trains.
-        pace = Pace(bool, bool, orders.gbps)
+        pace = Pace(bool, bool, orders.bytes_per_sec)
         self._final = self._last_at[orders.where] = FinalFlush(
             orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs,
             before=self._last_at.get(orders.where),
@@ -264,7 +265,7 @@ class Duties:
                 "at_end": self._flush_orders.at_end,
                 "problem": self._flush.problem if self._flush is not None else "",
             },
-            "network": {"gbps": self._network.gbps, "source": self._network.source},
+            "network": asdict(self._network),
             "idle_cores": round(self._share.idle, 3),
             "rest_secs": round(max(0.0, self._share.due_secs - time.monotonic()), 3),
             "received_bytes": self._sources.received_bytes,
@@ -290,8 +291,8 @@ class Duties:
         return Pace(
             lambda: self._budget.copying() > 0,
             self._network_in_use,
-            float(settings.get("smp_gbps", 0.0)),
-            self._network.gbps,
+            rate(settings.get("smp_rate", "0")),
+            self._network.bytes_per_sec,
         )
 
     def _network_in_use(self) -> bool:
@@ -340,7 +341,7 @@ class Duties:
             self._flush.stop()
         orders = self._flush_orders
         if wanted is not None and orders.where:
-            pace = Pace(lambda: self._budget.copying() > 0, self._network_in_use, orders.gbps)
+            pace = Pace(lambda: self._budget.copying() > 0, self._network_in_use, orders.bytes_per_sec)
             before = self._last_at.get(orders.where)
             self._flush = self._last_at[orders.where] = Flush(
                 orders, self._arenas, pace, self._events, wanted, before=before
@@ -379,7 +380,7 @@ class Duties:
         finally:
             # Until its end, and for the next target alone: checks in between must not put that off.
             if running is self._cover:
-                self._pulse.tell_rest(self._share.due_secs, self._share.idle)
+                self._pulse.tell_rest(self._share.due_secs)
             if running is self._proof and not running.active:
                 self._claims.pop(0)
         if running is self._scrub:

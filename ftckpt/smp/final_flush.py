@@ -17,7 +17,6 @@ from ftckpt.events import Events
 from ftckpt.model.lineage import is_past
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
-from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.storage import Storage, open_storage
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
@@ -98,8 +97,6 @@ class FinalFlush:
     def _bring_newest(self) -> None:
         storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
         self._bring_what_lacks(storage)
-        with suppress(StorageError):  # the next start counts a failure too many
-            tell_trained(storage, self.orders.owner, time.time(), ended=True)
 
     def _bring_what_lacks(self, storage: Storage) -> None:
         held = self._held()

@@ -27,7 +27,6 @@ from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
 from ftckpt.persist.commit import CheckpointName, DoneMark, PendingCheckpoint
 from ftckpt.persist.compression import packed
-from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
 from ftckpt.persist.storage import Bytes, Storage, open_storage
@@ -37,6 +36,7 @@ from ftckpt.smp.footprint import yield_disks
 from ftckpt.smp.work import Pace
 from ftckpt.store.lineage_file import read_lineage
 from ftckpt.store.pulse import FlushState
+from ftckpt.units import rate
 
 _POLL_SECS = 0.1
 _MOST_POLL_SECS = 2.0
@@ -63,9 +63,9 @@ class FlushOrders:
     """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
 
     The first of ``nodes`` commits, and makes the ``exports``, all within ``timeout_secs``. ``keep``, ``keep_every``:
-    checkpoints that stay, see ``retention.kept``; ``gbps``: GB/s of this node, 0 for no limit. ``at_end``: whether
-    the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``. ``began``: when the owner did, in
-    seconds of the time of day; 0: not known.
+    checkpoints that stay, see ``retention.kept``; ``bytes_per_sec``: of this node, 0 for no limit. ``at_end``:
+    whether the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``. ``began``: when the owner
+    did, in seconds of the time of day; 0: not known.
     """
 
     where: str = ""
@@ -75,7 +75,7 @@ class FlushOrders:
     nodes: tuple[str, ...] = ()
     keep: int = 0
     keep_every: int = 0
-    gbps: float = 0.0
+    bytes_per_sec: float = 0.0
     at_end: bool = True
     exports: ExportPlace | None = None
     timeout_secs: float = Config.persist_timeout_secs
@@ -91,7 +91,7 @@ class FlushOrders:
             place.snapshots, str(description.get("job", "")), str(description.get("owner", "")),
             str(description["node"]), tuple(sorted(map(str, description.get("nodes", [])))),
             int(settings.get("persist_keep", 0)), int(settings.get("persist_keep_every", 0)),
-            float(settings.get("persist_gbps", 0.0)), settings.get("persist_at_end", "on") == "on",
+            rate(settings.get("persist_rate", "0")), settings.get("persist_at_end", "on") == "on",
             place.exports, float(settings.get("persist_timeout_secs", cls.timeout_secs)),
             str(settings.get("persist_compress", "none")), float(description.get("began", 0.0)),
         )  # fmt: skip
@@ -358,7 +358,6 @@ class Flush:
             bytes=stored.nbytes, shards=len(shards),
         )  # fmt: skip
         try:
-            tell_trained(storage, self._orders.owner, time.time())
             self._retain(storage, lineage)
             self._sweep(storage)
         except (StorageError, *_LOST) as error:

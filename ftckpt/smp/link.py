@@ -8,6 +8,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftckpt.units import in_words, rate
+
 SHARE = 0.25
 """Of a link, each way. Training has all of it while ranks reduce gradients (``duties.NETWORK_PHASES``)."""
 ASSUMED_GBITS = 25.0
@@ -22,23 +24,24 @@ _ATTRIBUTE = struct.Struct("=HH")  # struct rtattr: length, type
 
 @dataclass(frozen=True)
 class NetworkLimit:
-    """GB/s that a node receives, and as much that it sends, for protection (0: any), and where that comes from."""
+    """Bytes per second that a node receives, and as many that it sends, for protection (0: any), and where that
+    number comes from."""
 
-    gbps: float
+    bytes_per_sec: float
     source: str
 
     def secs(self, nbytes: int) -> float:
         """The least time that ``nbytes`` take one way."""
-        return nbytes / (1e9 * self.gbps) if self.gbps else 0.0
+        return nbytes / self.bytes_per_sec if self.bytes_per_sec else 0.0
 
     def __str__(self) -> str:
-        return f"{f'{self.gbps:.3g} GB/s each way' if self.gbps else 'no limit'} ({self.source})"
+        return f"{f'{in_words(self.bytes_per_sec)} each way' if self.bytes_per_sec else 'no limit'} ({self.source})"
 
 
 def network_limit(setting: str, address: str, sysfs: Path = _SYSFS) -> NetworkLimit:
-    """What ``Config.network_gbps`` means for an SMP that listens at ``address``."""
+    """What ``Config.network_rate`` means for an SMP that listens at ``address``."""
     if setting != "auto":
-        return NetworkLimit(float(setting), "as set")
+        return NetworkLimit(rate(setting), "as set")
     try:
         host = ipaddress.ip_address(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
         name = "" if host.is_loopback else interface_of(host)
@@ -49,7 +52,7 @@ def network_limit(setting: str, address: str, sysfs: Path = _SYSFS) -> NetworkLi
     gbits = _speed_gbits(sysfs / name)
     if gbits is None:
         return _assumed(f"{name} does not tell its speed")
-    return NetworkLimit(SHARE * gbits / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {name}")
+    return NetworkLimit(SHARE * gbits * 1e9 / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {name}")
 
 
 def unknown_limit(setting: str) -> NetworkLimit:
@@ -111,5 +114,5 @@ def _has_hardware(interface: Path, depth: int = 4) -> bool:
 
 
 def _assumed(why: str) -> NetworkLimit:
-    source = f"{SHARE:.0%} of {ASSUMED_GBITS:g} Gbit/s, assumed: {why}; set --ftckpt-network-gbps"
-    return NetworkLimit(SHARE * ASSUMED_GBITS / 8, source)
+    source = f"{SHARE:.0%} of {ASSUMED_GBITS:g} Gbit/s, assumed: {why}; set --ftckpt-network-rate"
+    return NetworkLimit(SHARE * ASSUMED_GBITS * 1e9 / 8, source)

@@ -12,8 +12,8 @@ from ftckpt.events import EVENTS
 PREFIX = "ftckpt_"
 
 Status = Mapping[str, Any]
-"""The answer of ``Daemon`` to ``status``, with the counts of ranks, ``loud`` (loud events by name), ``memory_bytes``
-and ``failures`` (``attempt`` and ``seen`` by kind, empty where nothing is known)."""
+"""The answer of ``Daemon`` to ``status``, with the counts of ranks, ``loud`` (loud events by name) and
+``memory_bytes``."""
 
 Values = Iterable[tuple[str, float]]
 """By the value of the label; of a metric without one there is one value, or none."""
@@ -124,13 +124,6 @@ METRICS: dict[str, Metric] = {
     "received_bytes": _counter("from other nodes, for protection", lambda s: s["duties"]["received_bytes"]),
     "sent_bytes": _counter("to other nodes, for protection", lambda status: status["duties"]["sent_bytes"]),
     "warnings": Metric("counter", "loud events of this SMP, by name (EVENTS.md)", _loud, "event"),
-    "attempt": _gauge("the number of the job's attempt, from 1", lambda status: status["failures"].get("attempt")),
-    "failures": Metric(
-        "counter",
-        "failures that have ended attempts, by kind",
-        lambda s: s["failures"].get("seen", {}).items(),
-        "kind",
-    ),
     "rank_alive": _of_ranks("gauge", "1 while the rank lives", lambda trainer: trainer["lives"] is not False),
     "rank_iteration": _of_ranks("gauge", "its last boundary", lambda trainer: trainer["iteration"]),
     "rank_silent_seconds": _of_ranks("gauge", "since its last sign of life", lambda trainer: trainer["secs"]),

@@ -191,21 +191,21 @@ class Pace:
     Args:
         copying: whether ranks of the node copy state now.
         network: whether ranks of the node need the network now.
-        smp_gbps: GB/s read of the node's memory; 0: no limit.
-        network_gbps: GB/s received, and as much sent; 0: no limit.
+        smp_rate: bytes per second read of the node's memory; 0: no limit.
+        network_rate: bytes per second received, and as many sent; 0: no limit.
     """
 
     def __init__(
         self,
         copying: Callable[[], bool],
         network: Callable[[], bool],
-        smp_gbps: float = 0.0,
-        network_gbps: float = 0.0,
+        smp_rate: float = 0.0,
+        network_rate: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.read = Bucket(smp_gbps * 1e9, clock)
-        self.received = Bucket(network_gbps * 1e9, clock)
-        self._sent = Bucket(network_gbps * 1e9, clock)
+        self.read = Bucket(smp_rate, clock)
+        self.received = Bucket(network_rate, clock)
+        self._sent = Bucket(network_rate, clock)
         self._copying = _Courtesies(copying, clock, MOST_SECS)
         self._network = _Courtesies(network, clock, NETWORK_MOST_SECS)
         self._senders = _Courtesies(network, clock, NETWORK_MOST_SECS)

@@ -37,8 +37,6 @@ TOLD_NAME = ".told"
 """A link to nowhere: how far warnings in the SMP's log have been told in a trainer's."""
 WORD_NAME = ".word"
 """A link to nowhere: what the first rank of a node makes it say all others read, if they see the same directory."""
-FAILURES_NAME = ".failures"
-"""What is known of the failures that the job has had, see ``ftckpt.store.failures``."""
 ENDS_NAME = ".ends"
 """How the last attempt has ended, see ``ftckpt.store.ends``."""
 LINEAGE_NAME = ".lineage"
@@ -216,7 +214,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
-        own = (BUDGET_NAME, PINNING_NAME, WORD_NAME, FAILURES_NAME, ENDS_NAME, LINEAGE_NAME, JOB_LOCK_NAME)
+        own = (BUDGET_NAME, PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, JOB_LOCK_NAME)
         known = (*own, MIRROR_NAME, *SMP_NAMES)
         # The pattern is that of what an SMP was building: see ``remove_half_made``.
         others = any(entry.name not in known and not entry.match(".*.new") for entry in node_dir.iterdir())

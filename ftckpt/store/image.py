@@ -320,7 +320,7 @@ def _check_chunk_count(manifest: Manifest, *region_bytes: int) -> None:
     if count > MAX_CHUNKS:
         raise ConfigError(
             f"slot image: {count} chunks of {manifest.chunk_bytes} bytes, at most {MAX_CHUNKS} are allowed; "
-            "raise --ftckpt-chunk-mib"
+            "raise --ftckpt-chunk-size"
         )
 
 

@@ -334,7 +334,7 @@ def require(node_dir: Path, need_bytes: int, patience_secs: float = _PATIENCE_SE
 
 
 def require_limit(
-    limit_gib: float, node: str, slot_bytes: int, parity_bytes: int = 0, package_bytes: int = 0, *,
+    limit_bytes: int, node: str, slot_bytes: int, parity_bytes: int = 0, package_bytes: int = 0, *,
     remedies: Sequence[str], is_all: bool = True,
 ) -> None:  # fmt: skip
     """Make sure that what a job takes of a node in all is within ``memory_limit``; 0: there is none.
@@ -346,7 +346,7 @@ def require_limit(
     Raises:
         MemoryBudgetError: it is more; the text names each part.
     """
-    need_bytes, limit_bytes = slot_bytes + parity_bytes + package_bytes, int(limit_gib * 2**30)
+    need_bytes = slot_bytes + parity_bytes + package_bytes
     if limit_bytes and need_bytes > limit_bytes:
         parts = [f"slots {human(slot_bytes)}"]
         parts += [f"parity {human(parity_bytes)}"] if parity_bytes else []

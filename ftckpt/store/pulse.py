@@ -13,7 +13,6 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
 * 7: a rank's number plus 1; 0: unknown; of the SMP the key of the snapshot that it writes to storage; 0: none
 * 8: of the SMP how far that is
 * 9: of the SMP the CLOCK_MONOTONIC in ns until which it rests, once it has protected the target
-* 10: of the SMP how many of 1000 parts of the node's cores others wanted when it began to rest
 * 16 to 25: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
@@ -41,7 +40,7 @@ MAX_PLACES = 255
 _ENTRY_WORDS = 32
 _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
-_STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS, _BUSY = range(4, 11)
+_STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = range(4, 10)
 _COUNTS = 16
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
@@ -202,20 +201,13 @@ class Pulse:
             words[base + _FLUSHED] = key
         words[base + _FLUSH_STATE] = state
 
-    def tell_rest(self, until_secs: float, idle: float) -> None:
-        """Until when (``time.monotonic``) the SMP begins with no other target, which part of the cores idles; called
-        by nobody else."""
-        base = _SMP * _ENTRY_WORDS
-        self._words[base + _BUSY] = round(1e3 * (1 - idle))
-        self._words[base + _REST_NS] = int(until_secs * 1e9)
+    def tell_rest(self, until_secs: float) -> None:
+        """Until when (``time.monotonic``) the SMP begins with no other target; called by nobody else."""
+        self._words[_SMP * _ENTRY_WORDS + _REST_NS] = int(until_secs * 1e9)
 
     def smp_rests(self) -> bool:
         """Whether the SMP's share of the cores is used up yet."""
         return self._words[_SMP * _ENTRY_WORDS + _REST_NS] > time.monotonic_ns()
-
-    def cores_busy(self) -> float:
-        """Which part of the node's cores others wanted when the SMP began to rest."""
-        return min(1.0, self._words[_SMP * _ENTRY_WORDS + _BUSY] / 1e3)
 
     def flush_state(self, snapshot: SnapshotId) -> FlushState:
         """How far the SMP says that it is with ``snapshot``."""

@@ -8,6 +8,7 @@ made longer now and then (``ftckpt.job.cadence.Interval``).
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -51,6 +52,15 @@ class Wish(NamedTuple):
     cost: float = 0.0
     iteration_secs: float = 0.0
     flush_share: float = 0.0
+
+
+def shortest_interval(cost_share: float, budget: float, most: int) -> int:
+    """The least number of iterations between snapshots at which they keep ``budget``, a share of training.
+
+    ``cost_share``: what one takes, over the length of an iteration. As in CheckFreq (FAST'21), with the whole cost in
+    place of the wait for a copy.
+    """
+    return max(1, math.ceil(min(cost_share / budget, most)))
 
 
 class CostMeter:

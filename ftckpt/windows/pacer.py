@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.model.tiers import shortest_interval
 from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Windows
 from ftckpt.windows.clock import Clock, Moment
-from ftckpt.windows.cost import CostMeter, Wish
+from ftckpt.windows.cost import CostMeter, Wish, shortest_interval
 from ftckpt.windows.iteration import Iteration, Profile, in_windows
 from ftckpt.windows.node_budget import Budget
 

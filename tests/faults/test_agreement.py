@@ -91,7 +91,7 @@ def going_back(rank: int, world_size: int, settings: dict[str, Any], nodes: list
 @pytest.mark.parametrize(("protect", "nodes"), [("none", "aa"), ("node", "aa"), ("peer", "ab")])
 def test_going_back_in_one_process_never_mixes(protect: str, nodes: str, settings: dict[str, Any]) -> None:
     """Nor does a restart bring back what was undone, or miss it: it begins where storage does."""
-    settings |= {"protect": protect, "objects_mib": 1, "chunk_mib": 0.0625}
+    settings |= {"protect": protect, "objects_size": "1MiB", "chunk_size": "64KiB"}
     run_ranks(going_back, 2, {**settings, **FAST}, list(nodes), expect_failures=True)
     assert start_over(settings, list(nodes)) == [(None, 0, [0.0], [0.0])] * 2
     assert len(jobs.events(settings, "turned_off")) == 2
@@ -99,7 +99,13 @@ def test_going_back_in_one_process_never_mixes(protect: str, nodes: str, setting
 
 def goes_back_though(rank: int, world_size: int, settings: dict[str, Any], case: str) -> Any:
     """A script goes back to iteration 3; what the next start goes on from, and its row."""
-    settings |= {"slots": 8, "error_limit": 2, "replica_check_interval": 0, "objects_mib": 1, "chunk_mib": 0.0625}
+    settings |= {
+        "slots": 8,
+        "error_limit": 2,
+        "replica_check_interval": 0,
+        "objects_size": "1MiB",
+        "chunk_size": "64KiB",
+    }
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
     for iteration in range(1, 7):
@@ -107,7 +113,7 @@ def goes_back_though(rank: int, world_size: int, settings: dict[str, Any], case:
     checkpointer.fence()
     if case == "old arenas":
         checkpointer.close(remove=False)
-        settings |= {"chunk_mib": 0.125}
+        settings |= {"chunk_size": "128KiB"}
         checkpointer, state = plain.make(rank, world_size, settings)
         assert checkpointer.restore() == 6
     if case == "off":
@@ -382,7 +388,7 @@ def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str)
 @pytest.mark.parametrize("where", ["boundary", "round", "always"])
 def test_what_fails_on_one_rank_shifts_no_rounds(where: str, settings: dict[str, Any]) -> None:
     """Rounds pair up by their order: one that is left out makes each rank wait for the other at every boundary."""
-    settings |= {"agree_timeout_secs": 5.0, "error_limit": 3, "objects_mib": 1, "on_error": "continue"}
+    settings |= {"agree_timeout_secs": 5.0, "error_limit": 3, "objects_size": "1MiB", "on_error": "continue"}
     for longest_secs, whole, off in (result.value for result in run_ranks(fails_once, 2, settings, where)):
         assert longest_secs < 5.0, "nobody waits for a round that does not come"
         assert off if where == "always" else (whole, off) == (15, False), "past the limit all turn off together"
@@ -442,7 +448,7 @@ def broken_complete() -> None:
 def test_a_rank_that_is_not_up_to_date_says_so_in_a_proof(trouble: str, settings: dict[str, Any]) -> None:
     """Otherwise it would lay out anew beside a copy that still writes, or with another snapshot to keep. And whatever
     failed in it, it enters the proof, in which the others wait for it."""
-    settings |= {"fence_timeout_secs": 0.2, "agree_timeout_secs": 5.0, "error_limit": 3, "objects_mib": 1}
+    settings |= {"fence_timeout_secs": 0.2, "agree_timeout_secs": 5.0, "error_limit": 3, "objects_size": "1MiB"}
     results = [result.value for result in run_ranks(told_late, 2, settings, trouble)]
     assert all(said[:3] == [False] * 3 and len(said) == 4 for said in results)
     assert results[1][3] == (trouble not in ("none", "error"))

@@ -27,7 +27,7 @@ from tests.support.pool import run_ranks
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(1200)]
 
 MODEL = ("--pp", "2", "--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2")
-SETTINGS = ("--ftckpt-chunk-mib", "0.0625", "--ftckpt-objects-mib", "1")
+SETTINGS = ("--ftckpt-chunk-size", "64KiB", "--ftckpt-objects-size", "1MiB")
 SCRIPT = str(Path(__file__).parents[1] / "support" / "failing.py")
 PROMPT_SECS = 15.0
 """Some seconds, on a busy machine; where a rank waits for others it takes a minute or more."""

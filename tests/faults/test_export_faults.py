@@ -197,7 +197,7 @@ def test_an_smp_that_is_killed_leaves_no_converter_and_the_next_one_begins_anew(
 def exporting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
     (tmp_path / "storage").mkdir()
     settings |= {
-        "protect": "none", "chunk_mib": 0.0625, "objects_mib": 1, "on_error": "raise",
+        "protect": "none", "chunk_size": "64KiB", "objects_size": "1MiB", "on_error": "raise",
         "persist": str(tmp_path / "storage"), "persist_interval": 1000, "persist_format": "universal",
     }  # fmt: skip
     yield settings

@@ -32,8 +32,8 @@ def ending(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterat
     """A snapshot each seventh iteration, and none on its way to storage before the end."""
     (tmp_path / "storage").mkdir()
     settings |= {
-        "interval": 7, "persist": str(tmp_path / "storage"), "persist_interval": 1000, "chunk_mib": 0.0625,
-        "objects_mib": 1, "start_timeout_secs": 20.0,
+        "interval": 7, "persist": str(tmp_path / "storage"), "persist_interval": 1000, "chunk_size": "64KiB",
+        "objects_size": "1MiB", "start_timeout_secs": 20.0,
     }  # fmt: skip
     yield settings
     clean_job(arena_root, "test")

@@ -38,7 +38,7 @@ FSDP = (
     "1",
 )
 HSDP = (*FSDP, "--replicas", "2")
-CHUNKS = ("--ftckpt-chunk-mib", "0.0625", "--ftckpt-objects-mib", "1")
+CHUNKS = ("--ftckpt-chunk-size", "64KiB", "--ftckpt-objects-size", "1MiB")
 
 Make = Callable[..., Nodes]
 

@@ -82,7 +82,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(
     smp = stack.enter_context(closing(Smp(nodes[0])))
     other = start_process(nodes[1], stack)
     ports = {"n0": smp.listen(), "n1": other.port}
-    settings = {"network_gbps": 0.0002, "protect_timeout_secs": 60.0}  # a transfer takes seconds
+    settings = {"network_rate": "200kB/s", "protect_timeout_secs": 60.0}  # a transfer takes seconds
     smp.configure(describe(nodes[0], nodes, PEER, ports, **settings))
     other.configure(describe(nodes[1], nodes, PEER, ports, **settings))
     smp.start()

@@ -55,7 +55,7 @@ ITERATION_SECS = 0.03
 def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
     (tmp_path / "storage").mkdir()
     settings |= {
-        "protect": "peer", "chunk_mib": 0.0625, "objects_mib": 1, "on_error": "raise", "network_gbps": "0",
+        "protect": "peer", "chunk_size": "64KiB", "objects_size": "1MiB", "on_error": "raise", "network_rate": "0",
         "persist": str(tmp_path / "storage"), "persist_interval": 4, "persist_keep": 2,
     }  # fmt: skip
     yield settings
@@ -69,7 +69,7 @@ def left(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     root.mkdir()
     try:
         settings = {"job": "test", "arena": str(root), "persist": str(folder), "persist_interval": 4}
-        settings |= {"protect": "none", "chunk_mib": 0.0625, "objects_mib": 1, "persist_keep": 0}
+        settings |= {"protect": "none", "chunk_size": "64KiB", "objects_size": "1MiB", "persist_keep": 0}
         settings |= {"persist_compress": getattr(request, "param", "none")}
         run_ranks(train_until_persisted, 4, settings, 3)
         clean_job(root, "test")
@@ -143,9 +143,9 @@ def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, 
     assert not [event for event in told if event["event"] in ("not_flushed", "storage_fails")]
 
 
-def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_failures(persisting: dict[str, Any]) -> None:
+def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_mtbf(persisting: dict[str, Any]) -> None:
     """One fails each 36 s: the second flush, and all behind it, are as far apart as all ranks agree."""
-    persisting |= {"persist_interval": "auto", "mtbf": "job=0.01h", "persist_keep": 0}
+    persisting |= {"persist_interval": "auto", "mtbf": "36s", "persist_keep": 0}
     results = [result.value for result in run_ranks(train_until_persisted, 4, persisting, 4)]
     assert all(persisted == results[0] for persisted in results), "all ranks know the same"
     changes = jobs.events(persisting, "persist_interval_changed")

@@ -26,7 +26,7 @@ MODEL = (
     *("--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2"),
     *("--dropout", "0", "--lr-warmup", "2"),
 )
-SETTINGS = ("--ftckpt-chunk-mib", "0.0625", "--ftckpt-objects-mib", "1", "--ftckpt-layouts", "tp2pp2,tp2pp1")
+SETTINGS = ("--ftckpt-chunk-size", "64KiB", "--ftckpt-objects-size", "1MiB", "--ftckpt-layouts", "tp2pp2,tp2pp1")
 ROUNDING = 0.03
 LAYOUTS = {4: "tp2pp2dp1", 2: "tp2pp1dp1"}
 

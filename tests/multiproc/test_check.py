@@ -31,7 +31,7 @@ def by_name(found: Any) -> dict[str, Finding]:
 
 def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
-    assert main(["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]) == 0
+    assert main(["check", "--arena", str(arena_root), "--size", "4MiB", "--json", str(out)]) == 0
     found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
     assert {found[name]["state"] for name in ("arena", "room", "locks", "exact copies")} == {PASSED}
     assert found["ranks"]["state"] == SKIPPED and "torchrun" in found["ranks"]["text"]
@@ -43,19 +43,19 @@ def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_a_node_needs_and_has_not(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--arena", str(arena_root), "--host", "--node-memory", "1e6"]) == 1
+    assert main(["check", "--arena", str(arena_root), "--host", "--node-memory", "1000TiB"]) == 1
     out = capsys.readouterr().out
     assert "failed  host: room: " in out and "FAILED host, room: " in out
-    assert "976.6 TiB are needed" in out
+    assert "1000.0 TiB are needed" in out
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--node-memory", "-1"], "--node-memory: '-1' is no memory of a node; give a size such as 512GiB"),
-        (["--node-memory", "4furlongs"], "give a size such as 512GiB"),
-        (["--mib", "0"], "--mib 0: name 1 to 1048576 MiB, or a size such as 64MiB"),
-        (["--mib", "nan"], "--mib nan: name"),
+        (["--node-memory", "-1"], "--node-memory: '-1' is not a size with its unit, such as 400GiB"),
+        (["--node-memory", "4furlongs"], "is not a size with its unit, such as 400GiB"),
+        (["--size", "0"], "--size: 0 is out of range; the least is 1MiB"),
+        (["--size", "4"], "--size: '4' is not a size with its unit"),
     ],
 )
 def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureF
 
 def test_sizes_have_units(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "--arena", str(arena_root), "--host"]
-    for size, needed in (("3GiB", "3.0 GiB"), ("3", "3.0 GiB"), ("3072mb", "3.0 GiB"), ("512 MiB", "512.0 MiB")):
+    for size, needed in (("3GiB", "3.0 GiB"), ("3GB", "2.8 GiB"), ("512 MiB", "512.0 MiB")):
         main([*words, "--node-memory", size])
         assert f"{needed} are needed" in capsys.readouterr().out
 
@@ -79,7 +79,7 @@ def test_areas_by_name(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(check_device, "look_at_device", look)
     monkeypatch.setattr(check, "_show", lambda everything, alone: found.append({one.area for one in everything[0]}))
-    for words in (["--device", "--mib", "64MiB"], ["--host", "--device"], ["--host", "--network"], []):
+    for words in (["--device", "--size", "64MiB"], ["--host", "--device"], ["--host", "--network"], []):
         assert main(["check", "--arena", str(arena_root), *words]) == 0
     assert found == [{"device"}, {"host", "device"}, {"host", "network"}, {"host", "device", "network"}]
     assert given == [64, 256, 256]
@@ -153,12 +153,12 @@ def test_no_room_for_copies_is_one_failure_and_others_are_looked_at(
 ) -> None:
     monkeypatch.setattr(check_device.os, "posix_fallocate", fill_up)
     out = tmp_path / "found.json"
-    words = ["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]
+    words = ["check", "--arena", str(arena_root), "--size", "4MiB", "--json", str(out)]
     assert main([*words, "--device", "--network"]) == 1
     found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
     assert found.keys() == {"device", "copies", "ranks"}
     assert found["copies"]["state"] == FAILED and "No space left" in found["copies"]["text"]
-    assert "--mib" in found["copies"]["remedy"] and "/dev/shm" in found["copies"]["remedy"]
+    assert "--size" in found["copies"]["remedy"] and "/dev/shm" in found["copies"]["remedy"]
 
 
 def test_an_interrupt_is_one_line(arena_root: Path) -> None:

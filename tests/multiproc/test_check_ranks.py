@@ -115,7 +115,7 @@ def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:
         f"cores=({first} {second} {first})\nexport FTCKPT_NODE=node$((LOCAL_RANK / 2))\n"
         "exec taskset -c ${cores[$LOCAL_RANK]}"
     )
-    words = ["check", "--arena", str(arena_root), "--mib", "4", "--smp-listen", "127.0.0.2"]
+    words = ["check", "--arena", str(arena_root), "--size", "4MiB", "--smp-listen", "127.0.0.2"]
     code, table, ranks = checked(tmp_path, 3, *words, begin=begin)
     assert code == 0, table
     assert ranks.keys() == {"0", "1", "2"}

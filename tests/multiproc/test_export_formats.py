@@ -29,7 +29,7 @@ NEWEST = {
 @pytest.fixture
 def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
     (tmp_path / "storage").mkdir()
-    settings |= {"objects_mib": 1, "on_error": "raise", "persist": str(tmp_path / "storage")}
+    settings |= {"objects_size": "1MiB", "on_error": "raise", "persist": str(tmp_path / "storage")}
     yield settings
     clean_job(arena_root, "test")
 

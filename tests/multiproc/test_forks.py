@@ -1,4 +1,4 @@
-"""A process that a training process forks: its hooks are gone, and nothing of its parent's memory or record changes."""
+"""A process that a training process forks: its hooks are gone, and its parent's memory and record do not change."""
 
 from __future__ import annotations
 

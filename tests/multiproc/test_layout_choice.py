@@ -42,7 +42,7 @@ def attach(rank: int, world_size: int, words: list[str], settings: dict[str, Any
     from ftckpt.config import Config
     from ftckpt.errors import FtckptError
 
-    ftckpt.megatron.configure(Config(enabled=True, node="n", protect="none", chunk_mib=0.0625, **settings))
+    ftckpt.megatron.configure(Config(enabled=True, node="n", protect="none", chunk_size="64KiB", **settings))
     ftckpt.megatron._choice = None
     args = train_gpt.parse_args([*TINY, *words, "--iterations", "9"])
     try:
@@ -119,7 +119,7 @@ class MegatronLM:
         self.here, self.checkout, self.patched = here, checkout, patched
         self.ftckpt = ["--ftckpt", "--ftckpt-job", "lm", "--ftckpt-protect", "none", "--ftckpt-node", "n"]
         self.ftckpt += ["--ftckpt-arena", str(arena), "--ftckpt-events", str(here / "events")]
-        self.ftckpt += ["--ftckpt-objects-mib", "1", "--ftckpt-layouts", "tp2pp2,tp2pp1"]
+        self.ftckpt += ["--ftckpt-objects-size", "1MiB", "--ftckpt-layouts", "tp2pp2,tp2pp1"]
         (here / "site").mkdir()
         (here / "site" / "sitecustomize.py").write_text(STANDIN)
         self.env = {

@@ -99,8 +99,7 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
         "",
     ),
     "storage": ([series("ftckpt_storage_failing", "1x60")], "FtckptStorageFails"),
-    "restarts": ([series("ftckpt_attempt", "1x10 1+1x50")], "FtckptRestarts"),
-    "restarts in its first hour": ([series("ftckpt_attempt", "_x40 1x1 2x1 3x1 4x1 5x1 6x1 7x6")], "FtckptRestarts"),
+    "restarts": ([series("ftckpt_rank_snapshots_total", "0x10 1 0 1 0 1 0 1 0 1 0 1 0 1x40")], "FtckptRestarts"),
     "a few restarts, then another job": ([series("ftckpt_attempt", "9x20 10x10 1x29")], ""),
 }
 

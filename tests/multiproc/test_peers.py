@@ -305,11 +305,11 @@ def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pyt
     smp = cluster.smps[1].start()
     until(lambda: cluster.nodes[1].covered(1), "covered")
     assert size < most <= 3.5 * size and len(cluster.nodes[1].packages(1)) == 6
-    assert smp.duties.status()["network"] == {"gbps": 0.0, "source": "the test"}
+    assert smp.duties.status()["network"] == {"bytes_per_sec": 0.0, "source": "the test"}
 
 
 def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, network_gbps=0.0002)
+    cluster.build([[0], [1]], PEER, network_rate="200kB/s")
     cluster.snapshot(0, 1)
     cluster.target(1)
     until(lambda: cluster.covered(1), "covered")
@@ -322,7 +322,7 @@ def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:
     cluster.build([[0], [1]], PEER, start=False)
     one, other = cluster.smps
     ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
-    one.configure(describe(cluster.nodes[0], cluster.nodes, PEER, ports, network_gbps=0.0002))
+    one.configure(describe(cluster.nodes[0], cluster.nodes, PEER, ports, network_rate="200kB/s"))
     cluster.snapshot(0, 1)
     cluster.target(1)
     for smp in cluster.smps:
@@ -468,7 +468,7 @@ def test_what_a_target_that_was_given_up_asked_for_is_not_transferred(cluster: C
 
 def test_packages_that_are_not_there_yet_cost_no_network(cluster: Cluster) -> None:
     """A package may be of any size up to a bound: what counts is what comes."""
-    cluster.build([[0, 1], [2, 3]], PEER, network_gbps=0.02)
+    cluster.build([[0, 1], [2, 3]], PEER, network_rate="20MB/s")
     cluster.nodes[0].snapshot(0, 1)
     cluster.target(1)
     cluster.until_asked(1)

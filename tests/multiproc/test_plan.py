@@ -91,7 +91,7 @@ class Started:
 
 def start(rank: int, world_size: int, case: Case, settings: dict[str, Any]) -> Started:
     config = Config(
-        enabled=True, **settings, node=f"n{rank // 2}", chunk_mib=0.0625, objects_mib=1, schedule="thread"
+        enabled=True, **settings, node=f"n{rank // 2}", chunk_size="64KiB", objects_size="1MiB", schedule="thread"
     )
     if case.framework == "layout":
         from tests.support import megatron_models as models
@@ -164,13 +164,13 @@ def planned(case: Case, numels: Mapping[str, int], capsys: pytest.CaptureFixture
     words = case.plan.split()
     sizes = {name: int(words[words.index(f"--{name}") + 1]) for name in ("tp", "pp") if f"--{name}" in words}
     dp = case.ranks // sizes.get("tp", 1) // sizes.get("pp", 1)
-    text = f"--dp {dp} --gpus-per-node 2 --params {sum(numels.values())} --chunk-mib 0.0625 --objects-mib 1"
+    text = f"--dp {dp} --gpus-per-node 2 --params {sum(numels.values())} --chunk-size 64KiB --objects-size 1MiB"
     words += [*text.split(), *(["--expert-params", str(experts)] if experts else [])]
     assert main(["plan", *words, "--json"]) == 0
     parser = argparse.ArgumentParser()
     add_shape(parser)
     arguments, _ = parser.parse_known_args(words)
-    return job_of(arguments, Config(chunk_mib=0.0625, objects_mib=1)), json.loads(capsys.readouterr().out)
+    return job_of(arguments, Config(chunk_size="64KiB", objects_size="1MiB")), json.loads(capsys.readouterr().out)
 
 
 def held(sections: Iterable[tuple[str, str, int]], *kinds: str) -> int:
@@ -205,7 +205,7 @@ def test_a_plan_says_what_the_start_of_that_job_says(
     assert sum(copied) == pytest.approx(job.state_bytes, rel=TOLERANCE)
 
     modes = tuple(said["protect"].split(","))
-    holdings = ProtectionPlan(job, resolved(job, Config(chunk_mib=0.0625, objects_mib=1))[0]).holdings
+    holdings = ProtectionPlan(job, resolved(job, Config(chunk_size="64KiB", objects_size="1MiB"))[0]).holdings
     for rank, holding in zip(ranks, holdings, strict=True):
         of_plan = [(section.kind, "", sum(section.lengths)) for section in holding.sections]
         about = {"rel": TOLERANCE, "abs": NUMBERS}

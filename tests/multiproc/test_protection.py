@@ -36,7 +36,13 @@ ENDLESS = 100_000
 @pytest.fixture
 def plan(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[Plan]:
     """Three ranks of one node, protected by its own parity."""
-    settings |= {"protect": "node", "chunk_mib": 0.0625, "objects_mib": 1, "schedule": "thread", "on_error": "raise"}
+    settings |= {
+        "protect": "node",
+        "chunk_size": "64KiB",
+        "objects_size": "1MiB",
+        "schedule": "thread",
+        "on_error": "raise",
+    }
     (tmp_path / "progress").mkdir()
     yield Plan(settings, ["n0"] * 3, 30, tmp_path / "progress")
     clean_job(arena_root, "test")
@@ -99,7 +105,7 @@ def test_protection_that_takes_many_iterations_costs_a_snapshot_only_where_three
     plan: Plan, slots: int
 ) -> None:
     """By default each iteration has its snapshot, and one is protected after the other. What is left out is told."""
-    slow = {"smp_gbps": 0.008, "slots": slots, "protect_timeout_secs": 60.0}
+    slow = {"smp_rate": "8MB/s", "slots": slots, "protect_timeout_secs": 60.0}
     run_ranks(train, 3, replace(plan, protected=4, settings={**plan.settings, **slow}))
     for rank in range(3):
         seen = told(plan, rank)
@@ -396,7 +402,7 @@ def test_where_one_node_has_no_room_for_four_slots_all_ranks_have_three_unless_f
         if by == "room":
             leave_free(stack.enter_context(tmpfs(folder(plan) / "n0")), room)
         else:
-            plan.settings["memory_limit"] = room / 2**30
+            plan.settings["memory_limit"] = f"{room}B"
         before = [len(told(plan, rank)) for rank in range(3)]
         if slots:
             with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: .*--ftckpt-slots"):
@@ -418,7 +424,7 @@ def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(
     run_ranks(train, 6, replace(plan, iterations=3))
     (table,) = [event for event in told(plan) if event["event"] == "protection"]
     sums = table["memory_per_node"]
-    limited = {**plan.settings, "slots": 0, "memory_limit": (sums["sum"] - sums["parity"] // 4) / 2**30}
+    limited = {**plan.settings, "slots": 0, "memory_limit": f"{sums['sum'] - sums['parity'] // 4}B"}
     with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: --ftckpt-memory-limit: .*--ftckpt-protect"):
         run_ranks(train, 6, replace(plan, settings=limited))
     before = len(told(plan))
@@ -432,10 +438,10 @@ def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(
 
 
 def test_the_limit_of_the_network_is_told_and_said_to_be_too_little_where_it_is(plan: Plan) -> None:
-    changes = {"protect": "peer", "network_gbps": "0.000001", "protect_timeout_secs": 1.0}
+    changes = {"protect": "peer", "network_rate": "1kB/s", "protect_timeout_secs": 1.0}
     run_ranks(train, 2, replace(plan, nodes=["n0", "n1"], iterations=3, settings={**plan.settings, **changes}))
     for rank in range(2):
         [limit] = [event for event in told(plan, rank) if event["event"] == "network_limit"]
         [slow] = [event for event in told(plan, rank) if event["event"] == "protection_slow"]
-        assert (limit["gbps"], limit["source"]) == (1e-6, "as set") and limit["secs"] > 1
+        assert (limit["bytes_per_sec"], limit["source"]) == (1e3, "as set") and limit["secs"] > 1
         assert slow["secs"] == pytest.approx(limit["secs"], abs=0.1) and slow["timeout_secs"] == 1.0

@@ -64,7 +64,7 @@ def chosen(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 
 
 def settings_in(root: Path) -> dict[str, Any]:
-    small = {"chunk_mib": 0.0625, "objects_mib": 1, "slots": 2}
+    small = {"chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2}
     return {"job": "test", "arena": str(root), "start_timeout_secs": 60.0, "lock_timeout_secs": 20.0, **small}
 
 

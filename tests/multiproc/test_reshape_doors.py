@@ -102,7 +102,7 @@ QUICK = [
 def settings() -> Iterator[dict[str, Any]]:
     path = Path("/dev/shm") / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
     path.mkdir()
-    small = {"chunk_mib": 0.0625, "objects_mib": 1, "slots": 2, "protect": "none", "start_timeout_secs": 60.0}
+    small = {"chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2, "protect": "none", "start_timeout_secs": 60.0}
     yield {"job": "test", "node": "node", "arena": str(path), **small}
     shutil.rmtree(path, ignore_errors=True)
 

@@ -18,7 +18,13 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 @pytest.fixture
 def plan(settings: dict[str, Any]) -> dict[str, Any]:
-    return settings | {"chunk_mib": 0.0625, "objects_mib": 1, "schedule": "thread", "on_error": "raise", "slots": 2}
+    return settings | {
+        "chunk_size": "64KiB",
+        "objects_size": "1MiB",
+        "schedule": "thread",
+        "on_error": "raise",
+        "slots": 2,
+    }
 
 
 def sealed(arena_root: Path) -> set[int]:

@@ -326,7 +326,13 @@ def events(settings: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def plan(settings: dict[str, Any]) -> dict[str, Any]:
-    return settings | {"chunk_mib": 0.0625, "objects_mib": 1, "schedule": "thread", "on_error": "raise", "slots": 2}
+    return settings | {
+        "chunk_size": "64KiB",
+        "objects_size": "1MiB",
+        "schedule": "thread",
+        "on_error": "raise",
+        "slots": 2,
+    }
 
 
 PAIRS = {
@@ -416,7 +422,7 @@ def old_arenas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = Path("/dev/shm") / f"ftckpt-test-{os.getpid()}-layouts"
     root.mkdir()
     try:
-        settings = {"job": "test", "arena": str(root), "chunk_mib": 0.0625, "objects_mib": 1, "slots": 2}
+        settings = {"job": "test", "arena": str(root), "chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2}
         restarted(Attempt(OLD, LAST, settings))
         yield root
     finally:

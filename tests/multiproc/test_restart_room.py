@@ -49,7 +49,7 @@ def node(arena_root: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def plan(settings: dict[str, Any]) -> dict[str, Any]:
-    common = {"chunk_mib": 0.0625, "objects_mib": 1, "schedule": "thread", "on_error": "raise"}
+    common = {"chunk_size": "64KiB", "objects_size": "1MiB", "schedule": "thread", "on_error": "raise"}
     return settings | common | {"protect": "peer", "layouts": "tp2dp2,dp2,tp2dp1"}
 
 

@@ -39,7 +39,7 @@ def reference(name: str) -> list[jobs.Outcome]:
 )
 def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any]) -> None:
     world_size, argv = PIPELINES[name]
-    settings |= {"schedule": schedule, "chunk_mib": 0.0625, "timeline_interval": 2, "overhead_budget": 0.0}
+    settings |= {"schedule": schedule, "chunk_size": "64KiB", "timeline_interval": 2, "overhead_budget": 0.0}
     first = jobs.broken(world_size, jobs.Run(argv, until=KILLED, settings=settings, end="die"))
     assert all(map(jobs.killed, first)), [r.error for r in first]
     resumed = jobs.outcomes(world_size, jobs.Run(argv, until=UNTIL, settings=settings))

@@ -106,7 +106,7 @@ class State:
 def start(rank: int, arena: str) -> tuple[Checkpointer, State]:
     members = tuple(RankPlace({"tp": r // 2, "dp": r % 2}, NODES[r]) for r in range(4))
     config = Config(
-        enabled=True, job="save", node=NODES[rank], arena=arena, protect="none", chunk_mib=1, schedule="sync"
+        enabled=True, job="save", node=NODES[rank], arena=arena, protect="none", chunk_size="1MiB", schedule="sync"
     )
     group = Group(60.0)
     state = State(rank)

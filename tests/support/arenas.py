@@ -69,7 +69,7 @@ class Rank:
 
     def __init__(
         self, rank: int, root: Path, slots: int, shared: tuple[list[bytes], threading.Barrier],
-        least_slots: int | None = None, *, protects: bool = False, memory_limit: float = 0.0,
+        least_slots: int | None = None, *, protects: bool = False, memory_limit: str = "0",
     ) -> None:  # fmt: skip
         members = tuple(RankPlace({"dp": index}, "node") for index in range(len(shared[0])))
         self.topology = Topology(rank, members, {"dp": len(members)})

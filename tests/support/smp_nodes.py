@@ -36,6 +36,7 @@ from ftckpt.store.checks import CheckState
 from ftckpt.store.directory import node_directory
 from ftckpt.store.package import load, mirror_dir
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
+from ftckpt.units import rate
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +178,7 @@ def describe(
         "groups": json.loads(json.dumps(groups)),
         "mirror_from": kept,
         "nodes": sorted(other.name for other in nodes),
-        "network": {"gbps": settings.pop("network_gbps", 0.0), "source": "the test"},
+        "network": {"bytes_per_sec": rate(settings.pop("network_rate", "0")), "source": "the test"},
         "settings": {"scrub_secs": 0.0, "protect_timeout_secs": 10.0, **settings},
     }
 

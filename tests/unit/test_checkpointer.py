@@ -185,7 +185,6 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
         written_by=lambda _: "",
     )  # fmt: skip
     monkeypatch.setattr(start, "Restart", lambda *_, **__: found)
-    monkeypatch.setattr(start, "_expect_failures", lambda *_: None)
     protection: Any = Protection.__new__(Protection)
     protection._held = [_ArenaRemains(mark, (snapshot,)) for mark in (snapshot, None)]
     protection.modes, protection._arena = Modes(node=True), None
@@ -316,7 +315,7 @@ def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(starts: list[in
     """A node that comes and goes has failed in a row while others made snapshots; -1: a rank that speaks for none."""
     members = tuple(RankPlace({"dp": rank}, "node") for rank in range(2))
     attempt = AttemptRecord(Config(), Topology(1, members, {"dp": 2}), LauncherRun(""), Events(None, 1))
-    sights = [AttemptSight(num, "", None) for num in starts]
+    sights = [AttemptSight(num) for num in starts]
     if stalled:
         with raises(StalledError, "3 attempts in a row"):
             attempt.begin(sights)

@@ -14,14 +14,16 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
     DoneMark,
     PendingCheckpoint,
+    claim,
     committed,
     folder_of,
+    require_owner,
     sweep,
 )
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import remove
-from ftckpt.persist.storage import Storage
+from ftckpt.persist.storage import Storage, open_storage
 from tests.support.buckets import SERVERS, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at
@@ -256,3 +258,19 @@ def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> No
             remove(storage, SnapshotId(NEW, 2))
         step += 1
     assert seen == {(1,), (2, 1), (2,)} and step > 20
+
+
+def test_what_an_earlier_run_has_left_is_no_reason_to_give_up(tmp_path: Path) -> None:
+    """Storage may be away when this run begins, and be claimed late. A later run has the place to stay."""
+    storage, began = open_storage(str(tmp_path)), 1000.0
+    claim(storage, "another", "job", began)
+    for own_began, lasting in ((began + 1, False), (began - 1, True), (0.0, True)):
+        with pytest.raises(StorageError) as caught:
+            require_owner(storage, "mine", own_began)
+        assert caught.value.lasting == lasting, own_began
+    claim(storage, "another", "job")
+    with pytest.raises(StorageError, match="not claimed it yet") as caught:
+        require_owner(storage, "mine", 1.0)
+    assert not caught.value.lasting
+    claim(storage, "mine", "job", began)
+    assert require_owner(storage, "mine", began)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ftckpt.windows.cost import CYCLE, NEAR, Cost, CostMeter
+from ftckpt.windows.cost import CYCLE, NEAR, Cost, CostMeter, shortest_interval
 
 
 def lived(
@@ -100,3 +102,14 @@ def test_what_a_flush_slows_down_is_told_among_iterations_of_one_kind(near: bool
 
 def test_without_a_flush_nothing_is_known_of_it() -> None:
     assert lived(10, 8).flush_share == 0.0
+
+
+@given(st.floats(1e-6, 1e3), st.floats(1e-4, 1.0))
+def test_the_shortest_interval_keeps_the_budget_and_a_shorter_one_does_not(cost: float, budget: float) -> None:
+    interval = shortest_interval(cost, budget, 1 << 40)
+    assert cost / interval <= budget * (1 + 1e-9)
+    assert interval == 1 or cost / (interval - 1) > budget * (1 - 1e-9)
+
+
+def test_a_budget_next_to_nothing_is_no_overflow() -> None:
+    assert shortest_interval(1.0, 5e-324, 1000) == 1000

@@ -99,7 +99,7 @@ def test_a_disagreement_names_the_field_and_both_values(
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--ftckpt-memory-limit=4GiB", "4GiB"), ("--ftckpt-memory-limit=4", 4), ("--ftckpt-network-gbps=4", 4),
+    [("--ftckpt-memory-limit=4GiB", "4GiB"), ("--ftckpt-memory-limit=0", 0), ("--ftckpt-network-rate=2GB/s", "2GB/s"),
      ("--ftckpt-events=ev", "ev"), ("--ftckpt-persist=stored", "stored"), ("--ftckpt-interval=auto", "auto")],
 )  # fmt: skip
 def test_one_value_is_no_disagreement_however_it_is_written(

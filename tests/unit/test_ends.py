@@ -15,7 +15,6 @@ import pytest
 from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.job.attempt import AttemptRecord, AttemptSight
-from ftckpt.model.failures import FailureRecord, LastAttempt
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.smp.deaths import DeathWatch
 from ftckpt.store import ends
@@ -247,21 +246,8 @@ def test_causes_of_all_nodes_are_told_first() -> None:
     own = EndNote(1.3, "rank 1: ConnectionError: Connection closed by peer", (1,))
     term = EndNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in forward", (2,), ends.CONSEQUENCE)
     for others, first in ((gone, "node n1: rank 1 (pid 7)"), (own, "node n1: rank 1: ConnectionError")):
-        attempt.begin([AttemptSight(-1, "", None, (lost, term)), AttemptSight(-1, "", None, (others,))])
-        record = attempt_ends(attempt)
-        assert len(record) == 3 and record[0].startswith(first)
-
-
-def test_a_node_that_is_gone_is_the_cause() -> None:
-    """Of what ranks of other nodes say; the record keeps of each attempt what comes first."""
-    topology = Topology(0, (RankPlace({"dp": 0}, "n0"),), {"dp": 1})
-    attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
-    before = FailureRecord("job", 1, "o", ("n0", "n1"), (), 1.0)
-    lost = EndNote(1.0, "rank 0: RuntimeError: Connection closed by peer", (0,), ends.CONSEQUENCE)
-    attempt.begin([AttemptSight(-1, "", LastAttempt(before, 2.0), (lost,))])
-    attempt.learn("o2", on_storage=None, lost=False, taken_back=False)
-    assert attempt.record is not None
-    assert attempt.record.ends[0] == "attempt 1: nothing is left in the memory of node(s) n1"
+        attempt.begin([AttemptSight(-1, (lost, term)), AttemptSight(-1, (others,))])
+        assert len(attempt.ends) == 3 and attempt.ends[0].startswith(first)
 
 
 def test_what_befalls_another_job_or_was_long_ago_is_no_cause(
@@ -285,13 +271,6 @@ def test_what_befalls_another_job_or_was_long_ago_is_no_cause(
     monkeypatch.setattr("ftckpt.smp.deaths._OOM_SECS", 0.0)
     (end,) = watch.look([replace(ALIVE, owner=78, lives=False)])
     assert end.text.endswith("after iteration 11")
-
-
-def attempt_ends(attempt: AttemptRecord) -> tuple[str, ...]:
-    """What the record has of how the attempt before it ended."""
-    attempt.learn("o", on_storage=None, lost=False, taken_back=False)
-    assert attempt.record is not None
-    return tuple(text.removeprefix("attempt 0: ") for text in attempt.record.ends)
 
 
 SCRIPT = """
@@ -346,17 +325,6 @@ def test_an_error_of_ours_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "ftckpt: loss is nan\n" and done.returncode == 1
 
 
-def test_a_record_remembers_the_last_of_them() -> None:
-    record = FailureRecord("job", 4, "o", ("a",), (), 1.0).with_ends(["one", "two"])
-    assert record.ends == ("attempt 3: one", "attempt 3: two")
-    later = replace(record, number=5).with_ends(["three", "four"])
-    assert later.ends == ("attempt 3: one", "attempt 4: three", "attempt 4: four"), "of attempts before, the cause"
-    for number in range(6, 30):
-        later = replace(later, number=number).with_ends(["cause", "consequence"])
-    assert len(later.ends) == 12 and later.ends[-2:] == ("attempt 28: cause", "attempt 28: consequence")
-    assert all(text.endswith("cause") for text in later.ends[:-1])
-
-
 def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:
     topology = Topology(0, (RankPlace({"dp": 0}, "n0"),), {"dp": 1})
     (tmp_path / "dp0.1234").mkdir()
@@ -366,8 +334,6 @@ def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:
         sight = attempt.look(tmp_path)
         assert [end.text for end in sight.ends] == ["rank 0 ended without a word"]
     attempt.begin([sight])
-    attempt.learn("o", on_storage=None, lost=False, taken_back=False)
-    assert attempt.record is not None
-    assert attempt.record.ends == ("attempt 0: node n0: rank 0 ended without a word",)
-    attempt.keep()
+    assert attempt.ends == ["node n0: rank 0 ended without a word"]
+    attempt.trains()
     assert attempt.look(tmp_path).ends == ()

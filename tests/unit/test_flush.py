@@ -545,7 +545,7 @@ def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
 
 
 def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
-    job = Job(arena_root, where, persist_gbps=0.002)
+    job = Job(arena_root, where, persist_rate="2MB/s")
     job.start()
     job.snapshot(0, 7)
     until(lambda: all(node.checked(7) for node in job.nodes))
@@ -557,7 +557,7 @@ def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
 
 
 def test_slots_that_get_their_memory_meanwhile_disturb_nothing(arena_root: Path, where: str) -> None:
-    job = Job(arena_root, where, persist_gbps=0.002)
+    job = Job(arena_root, where, persist_rate="2MB/s")
     arenas = [arena for node in job.nodes for arena in node.arenas]
     last = arenas[0].control.slots - 1
     for arena in arenas:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from ftckpt.job.flushes import Flushes, FlushGuard
 from ftckpt.job.last_flush import _NodeWatch
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
+from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.tiers import Tier
 from ftckpt.persist.commit import manifest_of
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.shelf import Shelf, _read
@@ -194,7 +195,7 @@ def test_what_never_happened_takes_the_place_of_nothing_that_counts() -> None:
 
 def tuning(mtbf_secs: float = 1e6) -> Flushes:
     """One that has measured that a flush takes 50 s."""
-    flushes = Flushes.of(Config(persist="/there", persist_interval="auto"), mtbf_secs)
+    flushes = Flushes.of(Config(persist="/there", persist_interval="auto", mtbf=f"{mtbf_secs:.0f}s"))
     flushes.resume(-47)
     learn(flushes, verdict(), 2, 100.0)
     assert flushes.current is None, "iterations that compile"
@@ -208,12 +209,30 @@ def tuning(mtbf_secs: float = 1e6) -> Flushes:
 @pytest.mark.parametrize(
     ("mtbf_secs", "share", "cost_secs"), [(1e6, 0.2, 10.0), (1e6, 0.0, 0.5), (1e8, 0.2, 10.0), (1e4, 0.001, 0.5)]
 )
-def test_a_wish_is_the_interval_that_wastes_least(mtbf_secs: float, share: float, cost_secs: float) -> None:
+def test_a_wish_follows_from_what_a_flush_takes_and_costs(mtbf_secs: float, share: float, cost_secs: float) -> None:
     wish = tuning(mtbf_secs).wish(Wish(iteration_secs=2.0, flush_share=share))
-    tier = Tier(mtbf_secs, cost_secs, late_secs=50.0)
-    others = [tier.waste(2.0 * n).total for n in range(1, 4 * wish)]
-    best = 1 + others.index(min(others))
-    assert wish == best if best > 50 else wish == 50, "and storage rests as long as it works"
+    assert wish == round(best_interval_secs(cost_secs, 50.0, mtbf_secs) / 2.0)
+
+
+def test_no_other_interval_loses_less() -> None:
+    """Of a flush that costs 10 s, in the model of Daly (2006): training with exponential times between failures."""
+
+    def time_taken(interval_secs: float, mtbf_secs: float) -> float:
+        return mtbf_secs * math.expm1((interval_secs + 10.0) / mtbf_secs) / interval_secs
+
+    for mtbf_secs in (1e5, 1e6, 1e7):
+        best = best_interval_secs(10.0, 10.0, mtbf_secs)
+        assert all(
+            time_taken(best, mtbf_secs) < time_taken(factor * best, mtbf_secs) for factor in (0.5, 0.8, 1.25, 2.0)
+        )
+    assert best_interval_secs(0.01, 50.0, 1e4) == 100.0, "storage rests as long as it works"
+    assert best_interval_secs(1e4, 1.0, 1e3) == 1e3
+
+
+def test_the_more_nodes_the_more_often_memory_is_lost() -> None:
+    hours = [default_mtbf_secs(nodes) / 3600 for nodes in (1, 32, 64, 2048)]
+    assert hours == pytest.approx([168.0, 168.0, 115.4, 3.6], abs=0.1)
+    assert Flushes.of(Config(persist="/there", persist_interval="auto"), 64).mtbf_secs == default_mtbf_secs(64)
 
 
 def test_what_ranks_wish_for_counts_from_the_last_one() -> None:
@@ -237,7 +256,7 @@ def test_a_rank_judges_once_behind_each_flush() -> None:
 
 
 def test_a_number_is_kept_whatever_ranks_wish_for() -> None:
-    flushes = Flushes.of(Config(persist="/there", persist_interval=10), 1e6)
+    flushes = Flushes.of(Config(persist="/there", persist_interval=10))
     learn(flushes, verdict(), 13, 0.0)
     learn(flushes, verdict(13), 14, 50.0)
     assert flushes.wish(Wish(iteration_secs=2.0)) == 0

@@ -29,22 +29,22 @@ def at_eth0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_limit_that_was_set_counts(tmp_path: Path) -> None:
-    assert network_limit("2.5", "127.0.0.1", tmp_path) == NetworkLimit(2.5, "as set")
+    assert network_limit("20Gbit/s", "127.0.0.1", tmp_path) == NetworkLimit(2.5e9, "as set")
     assert network_limit("0", "10.0.0.1", tmp_path) == unknown_limit("0") == NetworkLimit(0.0, "as set")
     assert str(network_limit("0", "")) == "no limit (as set)"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
 def test_loopback_has_none(address: str) -> None:
-    assert network_limit("auto", address).gbps == 0
+    assert network_limit("auto", address).bytes_per_sec == 0
 
 
 @pytest.mark.usefixtures("at_eth0")
 def test_it_is_a_share_of_the_link(tmp_path: Path) -> None:
     sysfs(tmp_path, "eth0", "200000")
     limit = network_limit("auto", "10.0.0.1", tmp_path)
-    assert limit.gbps == SHARE * 25 and limit.source == "25% of the 200 Gbit/s of eth0"
-    assert limit.secs(int(SHARE * 25e9)) == 1.0 and str(limit) == f"6.25 GB/s each way ({limit.source})"
+    assert limit.bytes_per_sec == SHARE * 25e9 and limit.source == "25% of the 200 Gbit/s of eth0"
+    assert limit.secs(int(SHARE * 25e9)) == 1.0 and str(limit) == f"6.25GB/s each way ({limit.source})"
 
 
 @pytest.mark.usefixtures("at_eth0")
@@ -52,8 +52,8 @@ def test_it_is_a_share_of_the_link(tmp_path: Path) -> None:
 def test_where_the_speed_is_unknown_the_guess_is_told(tmp_path: Path, speed: str | None) -> None:
     sysfs(tmp_path, "eth0", speed)
     limit = network_limit("auto", "10.0.0.1", tmp_path)
-    assert limit.gbps == SHARE * ASSUMED_GBITS / 8
-    assert "assumed: eth0 does not tell its speed; set --ftckpt-network-gbps" in limit.source
+    assert limit.bytes_per_sec == SHARE * ASSUMED_GBITS * 1e9 / 8
+    assert "assumed: eth0 does not tell its speed; set --ftckpt-network-rate" in limit.source
 
 
 @pytest.mark.usefixtures("at_eth0")

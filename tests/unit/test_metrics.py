@@ -31,7 +31,6 @@ def status(**changes: Any) -> dict[str, Any]:
     known = {
         "trainers": [trainer], "whole": {"iteration": 8, "age_secs": 1.5}, "protected": None, "duties": duties,
         "anon_bytes": 1 << 20, "loud": {"corrupt": 2}, "memory_bytes": 1 << 30,
-        "failures": {"attempt": 4, "seen": {"process": 3.0}},
     }  # fmt: skip
     return {**known, **changes}
 
@@ -57,14 +56,14 @@ def test_what_a_status_says() -> None:
     assert ("protected_iteration", "") not in found, "there is none"
     assert found["rank_iteration", "3"] == found["iteration", ""] == 9
     assert found["rank_blocked_seconds", "3"] == pytest.approx(40e-6)
-    assert found["warnings", "corrupt"] == 2 and found["failures", "process"] == 3 and found["attempt", ""] == 4
+    assert found["warnings", "corrupt"] == 2
     assert found["persisted_iteration", ""] == 69
     assert found["whole_intervals_behind", ""] == 80 and found["protected_intervals_behind", ""] == 90
 
 
 def test_what_nobody_knows_is_not_told() -> None:
-    nobody = values(status(trainers=[], whole=None, failures={}, loud={}))
-    assert {"iteration", "whole_iteration", "whole_intervals_behind", "attempt", "persisted_iteration"}.isdisjoint(
+    nobody = values(status(trainers=[], whole=None, loud={}))
+    assert {"iteration", "whole_iteration", "whole_intervals_behind", "persisted_iteration"}.isdisjoint(
         name for name, _ in nobody
     )
     assert nobody["ranks", ""] == 0

@@ -218,7 +218,7 @@ def test_slots_that_do_not_fit_are_fewer_once_on_all_ranks(arena_root: Path, mon
 def test_a_limit_that_is_too_low_names_what_can_be_lessened(
     arena_root: Path, slots: int, protects: bool, remedies: str
 ) -> None:
-    members = ranks(arena_root, 2, slots, protects=protects, memory_limit=1e-6)
+    members = ranks(arena_root, 2, slots, protects=protects, memory_limit="1KiB")
     on_all(members, lambda member: member.arenas.entry.enter())
 
     def refused(member: Rank) -> None:

@@ -20,7 +20,6 @@ from ftckpt.job.node_smp import NodeSmp
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import Holding
 from ftckpt.smp.requests import guard_digest
-from ftckpt.store.directory import FAILURES_NAME
 from ftckpt.store.environment import Hazard
 from tests.support.waiting import until
 
@@ -215,7 +214,7 @@ def test_what_helps_against_a_hazard_is_told_once(tmp_path: Path, monkeypatch: p
     events = SimpleNamespace(emit=lambda event, **_: emitted.append(event), announce=lines.append)
     smp = NodeSmp(Config(), Topology(0, PLACES[:1], {"dp": 1}), None, events, ["machine"])  # type: ignore[arg-type]
     smp.tell_hazards(tmp_path)
-    (tmp_path / FAILURES_NAME).touch()
+    (tmp_path / "dp0.1234").mkdir()
     smp.tell_hazards(tmp_path)
     assert emitted == ["environment"] * 2
     assert lines == ["little room; more of it", "little room; ftckpt check says what to do"]

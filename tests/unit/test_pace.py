@@ -62,20 +62,20 @@ def test_time_that_was_not_used_is_not_made_up_for(clock: Clock) -> None:
     assert bucket.wait_secs() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("which", ["smp_gbps", "network_gbps"])
+@pytest.mark.parametrize("which", ["smp_rate", "network_rate"])
 def test_reads_and_what_is_received_have_limits_of_their_own(clock: Clock, which: str) -> None:
-    limited = pace(clock, **{which: 0.001})
+    limited = pace(clock, **{which: 1e6})
     read = sum(clock.spend(limited.memory(1_000_000)) for _ in range(11))
     received = 0.0
     for _ in range(11):
         received += clock.spend(limited.receive())
         limited.received.charge(1_000_000)  # it came
-    expected = (10, 0) if which == "smp_gbps" else (0, 10)
+    expected = (10, 0) if which == "smp_rate" else (0, 10)
     assert (read, received) == pytest.approx(expected, abs=0.1)
 
 
 def test_what_is_sent_has_the_same_limit(clock: Clock) -> None:
-    limited, begun, sent, refused = pace(clock, network_gbps=0.001), clock.now, 0, 0
+    limited, begun, sent, refused = pace(clock, network_rate=1e6), clock.now, 0, 0
     while clock.now < begun + 10:
         turn = limited.send(100_000)
         try:
@@ -107,7 +107,7 @@ def test_each_thread_lets_training_go_first(clock: Clock, way: str) -> None:
 
 
 def test_asking_for_what_does_not_come_costs_nothing(clock: Clock) -> None:
-    limited = pace(clock, network_gbps=0.001)
+    limited = pace(clock, network_rate=1e6)
     assert sum(clock.spend(limited.receive()) for _ in range(100)) == 0
 
 

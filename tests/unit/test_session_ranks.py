@@ -269,12 +269,3 @@ def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
     assert isinstance(state.take(has_room=True), Skip)
     last = state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0)
     assert (last.newest, last.will) == (1, Will.OFF)
-
-
-def test_what_the_smp_says_of_busy_cores_is_told_with_the_ages() -> None:
-    state = RankState(Config())
-    state.begin(b"1" * 16, None, 0.0)
-    state.boundary(1)
-    state.learn((), 0.0)
-    state.posted(state.round_to_post(None, Will.GO, Wish(), Guard(busy=0.9), 0.0))
-    assert state.ages.busy == 0.9

@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock, patch
 
-from ftckpt.model.failures import FailureRecord
 from ftckpt.smp.daemon import Daemon
 from ftckpt.smp.footprint import SmpConfig
 from ftckpt.store.directory import SMP_LOCK_NAME, node_directory
-from ftckpt.store.failures import write_failures
 from ftckpt.store.locks import FileLock
 
 SCRIPT = """
@@ -32,14 +30,11 @@ def test_large_blocks_go_back_to_the_system() -> None:
 
 def test_a_file_that_another_process_writes_at_the_moment_stays(tmp_path: Path) -> None:
     """What a killed one has left half-made goes, by who makes such files."""
-    smp, rank = tmp_path / ".smp.json.00c0ffee.new", tmp_path / "..failures.00c0ffee.new"
+    smp, rank = tmp_path / ".smp.json.00c0ffee.new", tmp_path / ".run.00c0ffee.new"
     for path in (smp, rank):
         path.write_text("{")
     SmpConfig(host="here").store(tmp_path)
     assert rank.exists() and not smp.exists()
-    smp.write_text("{")
-    write_failures(tmp_path, FailureRecord("job", 1, "w1", ("a",), ("run",), 1000.0))
-    assert smp.exists() and not rank.exists()
     loaded = SmpConfig.load(tmp_path)
     assert loaded is not None and loaded.host == "here"
 

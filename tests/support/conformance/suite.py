@@ -162,7 +162,7 @@ class Suite:
         if name == "reference":
             return Attempt(UNTIL, log)
         settings = {
-            "job": "conformance", "arena": str(self._folder / "arena"), "chunk_mib": 0.0625, "timeline_interval": 0,
+            "job": "conformance", "arena": str(self._folder / "arena"), "chunk_size": "64KiB", "timeline_interval": 0,
             "start_timeout_secs": 60.0, "fence_timeout_secs": 20.0, "agree_timeout_secs": 20.0,
         }  # fmt: skip
         marker = self._folder / f"{name}.fired"
