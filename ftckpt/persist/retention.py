@@ -19,15 +19,16 @@ from ftckpt.persist.commit import (
     MANIFEST_NAME,
     PINS,
     READERS,
+    READS,
     VOID,
     committed,
-    files_prefix,
     folder_of,
     iteration_of,
     latest,
     manifest_of,
+    readers,
 )
-from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.shards import FORMAT, StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
 
 VOID_MEANS = "bad, or of a past that the job has left: no restart takes it"
@@ -79,17 +80,12 @@ def pinned(storage: Storage) -> set[int]:
 def hold(storage: Storage, reader: str) -> None:
     """A restart reads here: until it lets go, or a run claims the place, no checkpoint is removed or replaced. It
     must look for what is ``voided`` behind this, and not read that."""
-    storage.put(f"{READERS}/{reader}", b"reads\n")
+    storage.put(f"{READERS}/{reader}", READS)
 
 
 def let_go(storage: Storage, reader: str) -> None:
     """The restart has read what it needs."""
     storage.remove([f"{READERS}/{reader}"])
-
-
-def readers(storage: Storage) -> list[str]:
-    """Restarts that read here, or were killed while they did."""
-    return sorted(_below(storage, READERS))
 
 
 def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
@@ -99,9 +95,17 @@ def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
 
 
 def read_manifest(storage: Storage, iteration: int) -> StoredSnapshot:
-    """Of a committed snapshot; raises StorageError."""
+    """Of a committed snapshot.
+
+    Raises:
+        StorageError: it is damaged, or of another iteration; or storage fails.
+    """
     name = manifest_of(iteration)
-    return StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")
+    stored = StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")
+    if stored.snapshot.iteration != iteration:
+        text = f"is of iteration {stored.snapshot.iteration}: its folder was copied or renamed"
+        raise StorageError(f"{storage.where}/{name}: {text}", lasting=True)
+    return stored
 
 
 def void_undone(storage: Storage, origin: Checkpoint) -> list[SnapshotId]:
@@ -153,6 +157,14 @@ def may_be_replaced(storage: Storage, snapshot: SnapshotId) -> bool:
     return not readers(storage)
 
 
+def require_own(storage: Storage, name: str) -> None:
+    """Raises StorageError where a manifest that cannot be read was not damaged there, but brought there."""
+    data = storage.read(name)
+    if FORMAT.encode() not in data or files_of(data) is not None:
+        text = "was not written there by ftckpt: move its folder away, for this iteration to come there"
+        raise StorageError(f"{storage.where}/{name}: {text}", lasting=True)
+
+
 def require_unpinned(storage: Storage, iteration: int) -> None:
     """Raises StorageError where the checkpoint of ``iteration`` is pinned, or storage fails."""
     if iteration in pinned(storage):
@@ -194,19 +206,23 @@ def retire(
 
 
 def remove(storage: Storage, snapshot: SnapshotId) -> None:
-    """Remove a checkpoint. Killed at any instant it is there or not, never half.
+    """Remove a checkpoint: its manifest, and the files that this names. Killed at any instant it is there or not,
+    never half; ``commit.sweep`` removes what a kill leaves.
 
     Raises:
-        StorageError: it is the only whole one, or storage fails.
+        StorageError: it is the only whole one, or another is there by now; or storage fails.
     """
     iteration, folder = snapshot.iteration, folder_of(snapshot.iteration)
     others = [other for other in committed(storage) if other != iteration]
     if not others:
         raise StorageError(f"{storage.where}: {folder} is the only whole checkpoint", lasting=True)
+    stored = read_manifest(storage, iteration)
+    if stored.snapshot != snapshot:
+        raise StorageError(f"{storage.where}: {folder} is of another past of the job by now", lasting=True)
     if latest(storage) == iteration:
         _name_latest(storage, others[0])
     storage.remove([f"{folder}/{MANIFEST_NAME}"])  # first: from here on it is none
-    storage.remove([entry.name for entry in storage.list(folder) if entry.name.startswith(files_prefix(snapshot))])
+    storage.remove([f"{folder}/{shard.file}" for shard in stored.shards.values()])
 
 
 def _name_latest(storage: Storage, iteration: int) -> None:

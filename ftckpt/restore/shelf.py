@@ -259,8 +259,7 @@ def _read(
 
 
 def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:
-    name = commit.manifest_of(iteration)
-    return StoredSnapshot.decode(ask(lambda: storage.read(name)), f"{storage.where}/{name}")
+    return ask(lambda: retention.read_manifest(storage, iteration))
 
 
 def ask(action: Callable[[], T]) -> T:

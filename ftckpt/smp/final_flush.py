@@ -18,7 +18,6 @@ from ftckpt.model.loaded import is_undone, newest_of
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.failures import tell_trained
-from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
@@ -186,9 +185,8 @@ class FinalFlush:
         is_own = self._owns(storage)
         origin, void = newest_of(one.mapped.control.origin() for one in arenas), retention.voided(storage)
         for iteration in commit.committed(storage):
-            name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
             try:
-                there = StoredSnapshot.decode(storage.read(name), name)
+                there = retention.read_manifest(storage, iteration)
             except StorageError as error:
                 if not error.lasting:
                     raise  # it may be the newest

@@ -172,7 +172,7 @@ class Flush:
             # In this order: a commit is there before it takes the marks away. What has neither is not committed
             # before this node says that it is done; an SMP that was killed behind a commit leaves nothing to do.
             promised = self._patiently(pending.own_mark)
-            self.found = self._patiently(lambda: self._is_there(storage, path))
+            self.found = self._patiently(lambda: self._is_there(storage))
             if not self.found:
                 self._write(storage, pending, promised)
                 self._settle(storage, pending, path)
@@ -308,32 +308,21 @@ class Flush:
         """Wait until the snapshot is committed; one node does it, when all are done."""
         poll_secs = _POLL_SECS
         while not self._patiently(
-            lambda: self._commit(storage, pending, path) if self._orders.commits else self._is_there(storage, path)
+            lambda: self._commit(storage, pending, path) if self._orders.commits else self._is_there(storage)
         ):
             self._pause(poll_secs)
             poll_secs = min(2 * poll_secs, _MOST_POLL_SECS)
 
-    def _is_there(self, storage: Storage, path: str) -> bool:
+    def _is_there(self, storage: Storage) -> bool:
         """Whether this very snapshot is committed."""
-        there = self._committed(storage, path)
+        there = _committed(storage, self.snapshot.iteration)
         return there is not None and there.snapshot == self.snapshot
-
-    def _committed(self, storage: Storage, path: str) -> StoredSnapshot | None:
-        """What a manifest says; None where there is none that can be read."""
-        if storage.size(path) is None:
-            return None
-        try:
-            return StoredSnapshot.decode(storage.read(path), f"{self._orders.where}/{path}")
-        except StorageError as error:
-            if not error.lasting:
-                raise
-            return None  # damaged: a commit takes its place
 
     def _commit(self, storage: Storage, pending: PendingCheckpoint, path: str) -> bool:
         """Whether all nodes were done, and the snapshot is committed."""
         marks = pending.marks()
         if not set(self._orders.nodes) <= marks.keys():
-            return self._is_there(storage, path)  # marks go behind the commit
+            return self._is_there(storage)  # marks go behind the commit
         own = {node: marks[node] for node in self._orders.nodes}
         parts = [(str(name), entry) for mark in own.values() for name, entry in mark.parts.items()]
         shards = {name: StoredShard.from_json(entry) for name, entry in parts}
@@ -348,14 +337,14 @@ class Flush:
             raise _Halted
         # Right before: the job may go on elsewhere by now. What a run finds in its place is of a past it has left.
         is_owner = self._owns(storage)
-        self._require_past(storage, path, origin)
+        self._require_past(storage, origin)
         if is_owner and not self._gives_way(storage, path):
             return False
         if not pending.commit(stored.encode(), own, replaces=is_owner):
             raise StorageError(f"{self._orders.where}/{path}: is there already, of another run", lasting=True)
         # Behind the commit, as the job looks for what it has undone behind its origin: of two that do so at the same
         # moment one sees the other. And before older ones go, of which one is what the job goes on from.
-        self._require_past(storage, path, origin)
+        self._require_past(storage, origin)
         self._events.emit(
             "committed", iteration=self.snapshot.iteration, path=f"{self._orders.where}/{pending.folder}",
             bytes=stored.nbytes, shards=len(shards),
@@ -368,17 +357,18 @@ class Flush:
             self._tell(str(error))  # the checkpoint is there; the next one tidies up
         return True
 
-    def _require_past(self, storage: Storage, path: str, origin: Checkpoint) -> None:
+    def _require_past(self, storage: Storage, origin: Checkpoint) -> None:
         """Raises ArenaError where the job has gone back to before the snapshot, which no start takes then."""
         if is_undone(origin, newest_of(self._origins()), self.snapshot.iteration):
-            if self._is_there(storage, path):
+            if self._is_there(storage):
                 retention.void(storage, [self.snapshot])
             raise ArenaError("the job has gone back to before it")
 
     def _gives_way(self, storage: Storage, path: str) -> bool:
         """Whether nobody needs what another past of the job has left where this snapshot goes."""
-        there = self._committed(storage, path)
+        there = _committed(storage, self.snapshot.iteration)
         if there is None and storage.size(path) is not None:  # damaged, or of another version of ftckpt
+            retention.require_own(storage, path)
             retention.require_unpinned(storage, self.snapshot.iteration)
         if there is None or there.snapshot == self.snapshot or retention.may_be_replaced(storage, there.snapshot):
             return True
@@ -412,8 +402,7 @@ class Flush:
     def _whole(self, storage: Storage) -> Iterator[StoredSnapshot]:
         """Checkpoints that can be read: others are nobody's to remove."""
         for iteration in commit.committed(storage):
-            there = self._committed(storage, f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}")
-            if there is not None:
+            if (there := _committed(storage, iteration)) is not None:
                 yield there
 
     def _sweep(self, storage: Storage) -> None:
@@ -459,3 +448,15 @@ class Flush:
         if problem != self.problem:
             self.problem = problem
             self._events.emit("storage_fails", iteration=self.snapshot.iteration, error=problem)
+
+
+def _committed(storage: Storage, iteration: int) -> StoredSnapshot | None:
+    """What the manifest of an iteration says; None where there is none, or it is not to be read."""
+    if storage.size(commit.manifest_of(iteration)) is None:
+        return None
+    try:
+        return retention.read_manifest(storage, iteration)
+    except StorageError as error:
+        if not error.lasting:
+            raise
+        return None
