@@ -34,16 +34,21 @@ LATEST_NAME = "latest"
 _FOLDER = re.compile(r"iter_(\d{7,18})")
 _NAME = re.compile(r"iter_(\d{7,18})(?:-g([1-9]\d{0,9}))?")
 _MANIFEST = re.compile(r"manifest(-g[1-9]\d{0,9})?\.json")
-_OURS = re.compile(rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-.+")
-"""Last parts of what is written beside a manifest: nothing else is ever removed."""
+_DONE = "done"
+_FILE = rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-(?:[a-z]+\d+(?:-[a-z]+\d+)*\.(?:safetensors|zst)|{_DONE}\.[A-Za-z0-9._-]+)"
+_OURS = re.compile(_FILE)
+"""Names of what is written beside a manifest, of a shard or of a node's mark: nothing else is ever removed there."""
+_BEGUN = re.compile(rf"\.(?:{_FILE}|{re.escape(MANIFEST_NAME)}|{LATEST_NAME})-.+")
+"""As ``_OURS``, of what a writer that was killed has left of one."""
 _OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py")
 """Of Megatron and of DeepSpeed."""
 _BESIDE_EXPORTS = (f"ftckpt/{OWNER_NAME}", f"ftckpt/{LATEST_NAME}")
 """Of snapshots beside what others load."""
-_DONE = "done"
 _HOLDINGS = "holdings"
 PINS, READERS, VOID = "pins", "readers", "void"
 """Folders of what ``retention`` says of checkpoints."""
+READS = b"reads\n"
+"""What a restart that reads has left below ``READERS``: nothing else there is one, and is removed as one."""
 
 
 def folder_of(iteration: int) -> str:
@@ -203,7 +208,8 @@ class PendingCheckpoint:
 
     def abandon(self) -> None:
         """Remove what all nodes have written. None of them may write any more."""
-        self._storage.remove(_beginning(self._storage, self.folder, files_prefix(self._snapshot)))
+        names = _beginning(self._storage, self.folder, files_prefix(self._snapshot))
+        self._storage.remove([name for name in names if _is_ours(name)])
 
     def _mark(self, name: str) -> DoneMark | None:
         """None where there is none, or a commit takes it away at this moment."""
@@ -252,8 +258,24 @@ def claim(storage: Storage, owner: str, job: str, lineage: Lineage, began: float
     """
     claimed = {"owner": owner, "job": job, "began": began, "lineage": codec.to_json(lineage)}
     storage.put(OWNER_NAME, json.dumps(claimed).encode())
-    storage.remove([entry.name for entry in storage.list(READERS)])  # of restarts that were killed
+    storage.remove([f"{READERS}/{reader}" for reader in readers(storage)])  # of restarts that were killed
     forget_holdings(storage)
+
+
+def readers(storage: Storage) -> list[str]:
+    """Restarts that read here, or were killed while they did."""
+    entries = [entry for entry in storage.list(READERS) if entry.nbytes == len(READS)]
+    return sorted(one.name.removeprefix(f"{READERS}/") for one in entries if _content(storage, one.name) == READS)
+
+
+def _content(storage: Storage, name: str) -> bytes | None:
+    """None where it was removed since it was listed."""
+    try:
+        return storage.read(name)
+    except StorageError:
+        if storage.size(name) is None:
+            return None
+        raise
 
 
 def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
@@ -306,7 +328,17 @@ def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, 
 
 def forget_holdings(storage: Storage, node: str = "") -> None:
     """Remove what nodes have told, or one of them."""
-    storage.remove([f"{_HOLDINGS}/{node}.json"] if node else [entry.name for entry in storage.list(_HOLDINGS)])
+    names = [f"{_HOLDINGS}/{node}.json"] if node else [entry.name for entry in storage.list(_HOLDINGS)]
+    storage.remove([name for name in names if _is_told(_content(storage, name))])
+
+
+def _is_told(data: bytes | None) -> bool:
+    """Whether it is what ``tell_holdings`` writes."""
+    try:
+        told = json.loads(data or b"")
+    except ValueError:
+        return False
+    return isinstance(told, dict) and told.keys() == {"owner", "beat", "held"}
 
 
 def claimed_lineage(storage: Storage) -> Lineage:
@@ -352,7 +384,7 @@ def sweep(
         return current is not None and _may_be_written(name, current, lineages)
 
     gone = [name for name in names if name not in keep and not is_active(name)]
-    unfinished = storage.unfinished(is_active)
+    unfinished = [name for name in storage.unfinished(is_active) if _BEGUN.fullmatch(name.rpartition("/")[2])]
     if not owns():
         return []
     storage.remove(gone)

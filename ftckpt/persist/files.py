@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,8 @@ from ftckpt.persist.storage import PART, Bytes, ObjectEntry, Storage
 
 _FRESH = ".put.new"
 """Behind the name of a file that is being written, which begins with a dot; that of a conversion has another."""
+_UNFINISHED = re.compile(rf"\..+-\d+-\d+{re.escape(_FRESH)}")
+"""With the host, the process and the thread that write it."""
 
 _LASTING = (
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL,
@@ -133,7 +136,8 @@ class FileStorage(Storage):
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         with self._explained(self._root / prefix):
             for path in self._files(prefix):
-                if not path.name.startswith("."):
+                # A link is nothing of ours, wherever it leads.
+                if not path.name.startswith(".") and not path.is_symlink():
                     with contextlib.suppress(FileNotFoundError):  # removed since
                         yield ObjectEntry(str(path.relative_to(self._root)), path.stat().st_size)
 
@@ -143,7 +147,7 @@ class FileStorage(Storage):
 
     def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
         with self._explained(self._root):
-            hidden = [path for path in self._files("") if path.name.startswith(".") and path.name.endswith(_FRESH)]
+            hidden = [path for path in self._files("") if _UNFINISHED.fullmatch(path.name)]
         names = [path.relative_to(self._root) for path in hidden]
         return [str(name) for name in names if not is_active(str(name.with_name(name.name[1:])))]
 

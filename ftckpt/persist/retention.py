@@ -18,15 +18,16 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
     PINS,
     READERS,
+    READS,
     VOID,
     CheckpointName,
     checkpoints,
-    files_prefix,
     folder_of,
     latest,
     name_latest,
+    readers,
 )
-from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.shards import FORMAT, StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
 
 VOID_MEANS = "about to be removed: no restart takes it"
@@ -99,17 +100,12 @@ def pinned(storage: Storage) -> set[CheckpointName]:
 def hold(storage: Storage, reader: str) -> None:
     """A restart reads here: until it lets go, or a run claims the place, no checkpoint is removed or replaced. It
     must look for what is ``voided`` behind this, and not read that."""
-    storage.put(f"{READERS}/{reader}", b"reads\n")
+    storage.put(f"{READERS}/{reader}", READS)
 
 
 def let_go(storage: Storage, reader: str) -> None:
     """The restart has read what it needs."""
     storage.remove([f"{READERS}/{reader}"])
-
-
-def readers(storage: Storage) -> list[str]:
-    """Restarts that read here, or were killed while they did."""
-    return sorted(_below(storage, READERS))
 
 
 def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
@@ -119,8 +115,15 @@ def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
 
 
 def read_manifest(storage: Storage, name: CheckpointName) -> StoredSnapshot:
-    """Of a committed snapshot; raises StorageError."""
+    """Of a committed snapshot.
+
+    Raises:
+        StorageError: it is damaged, or of another iteration; or storage fails.
+    """
     stored = StoredSnapshot.decode(storage.read(name.manifest), f"{storage.where}/{name.manifest}")
+    if stored.snapshot.iteration != name.iteration:
+        text = f"is of iteration {stored.snapshot.iteration}: its folder was copied or renamed"
+        raise StorageError(f"{storage.where}/{name.manifest}: {text}", lasting=True)
     return replace(stored, name=str(name))
 
 
@@ -155,6 +158,7 @@ def set_aside(storage: Storage, iteration: int, stored: StoredSnapshot | None) -
     name = CheckpointName(iteration)
     is_pinned = name in pinned(storage)
     if stored is None:
+        _require_own(storage, name.manifest)
         if is_pinned:
             text = f"{storage.where}: {name} cannot be read, and is pinned there"
             raise StorageError(f"{text}; 'ftckpt unpin' makes room for this one", lasting=True)
@@ -165,6 +169,14 @@ def set_aside(storage: Storage, iteration: int, stored: StoredSnapshot | None) -
     if is_pinned:
         storage.put(_pin(aside), b"pinned\n")
         unpin(storage, name)
+
+
+def _require_own(storage: Storage, name: str) -> None:
+    """Raises StorageError where a manifest that cannot be read was not damaged there, but brought there."""
+    data = storage.read(name)
+    if FORMAT.encode() not in data or files_of(data) is not None:
+        text = "was not written there by ftckpt: move its folder away, for this iteration to come there"
+        raise StorageError(f"{storage.where}/{name}: {text}", lasting=True)
 
 
 def retire(
@@ -197,10 +209,11 @@ def retire(
 
 
 def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None:
-    """Remove a checkpoint. Killed at any instant it is there or not, never half.
+    """Remove a checkpoint: its manifest, and the files that this names. Killed at any instant it is there or not,
+    never half; ``commit.sweep`` removes what a kill leaves.
 
     Raises:
-        StorageError: it is the only whole one, or storage fails.
+        StorageError: it is the only whole one, or another is there by now; or storage fails.
     """
     every = checkpoints(storage)
     # A kill while it was set aside leaves it two names.
@@ -208,11 +221,13 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     others = [one for one in every if one not in names]
     if not others:
         raise StorageError(f"{storage.where}: {name} is the only whole checkpoint", lasting=True)
+    stored, folder = read_manifest(storage, name), folder_of(name.iteration)
+    if stored.snapshot != snapshot:
+        raise StorageError(f"{storage.where}: {name} is of another branch of the job by now", lasting=True)
     if latest(storage) == name.iteration and all(one.iteration != name.iteration for one in others):
         name_latest(storage, others[0].iteration)
     storage.remove(sorted({one.manifest for one in names}))  # first: from here on it is none
-    folder = folder_of(name.iteration)
-    storage.remove([entry.name for entry in storage.list(folder) if entry.name.startswith(files_prefix(snapshot))])
+    storage.remove([f"{folder}/{shard.file}" for shard in stored.shards.values()])
 
 
 def _is_of(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> bool:

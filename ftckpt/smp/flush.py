@@ -173,7 +173,7 @@ class Flush:
             # In this order: a commit is there before it takes the marks away. What has neither is not committed
             # before this node says that it is done; an SMP that was killed behind a commit leaves nothing to do.
             promised = self._patiently(pending.own_mark)
-            self.found = self._patiently(lambda: self._is_there(storage, path))
+            self.found = self._patiently(lambda: self._is_there(storage))
             if not self.found:
                 self._write(storage, pending, promised)
                 self._settle(storage, pending, path)
@@ -309,32 +309,21 @@ class Flush:
         """Wait until the snapshot is committed; one node does it, when all are done."""
         poll_secs = _POLL_SECS
         while not self._patiently(
-            lambda: self._commit(storage, pending, path) if self._orders.commits else self._is_there(storage, path)
+            lambda: self._commit(storage, pending, path) if self._orders.commits else self._is_there(storage)
         ):
             self._pause(poll_secs)
             poll_secs = min(2 * poll_secs, _MOST_POLL_SECS)
 
-    def _is_there(self, storage: Storage, path: str) -> bool:
+    def _is_there(self, storage: Storage) -> bool:
         """Whether this very snapshot is committed."""
-        there = self._committed(storage, path)
+        there = _committed(storage, CheckpointName(self.snapshot.iteration))
         return there is not None and there.snapshot == self.snapshot
-
-    def _committed(self, storage: Storage, path: str) -> StoredSnapshot | None:
-        """What a manifest says; None where there is none that can be read."""
-        if storage.size(path) is None:
-            return None
-        try:
-            return StoredSnapshot.decode(storage.read(path), f"{self._orders.where}/{path}")
-        except StorageError as error:
-            if not error.lasting:
-                raise
-            return None  # damaged: a commit takes its place
 
     def _commit(self, storage: Storage, pending: PendingCheckpoint, path: str) -> bool:
         """Whether all nodes were done, and the snapshot is committed."""
         marks = pending.marks()
         if not set(self._orders.nodes) <= marks.keys():
-            return self._is_there(storage, path)  # marks go behind the commit
+            return self._is_there(storage)  # marks go behind the commit
         own = {node: marks[node] for node in self._orders.nodes}
         parts = [(str(name), entry) for mark in own.values() for name, entry in mark.parts.items()]
         shards = {name: StoredShard.from_json(entry) for name, entry in parts}
@@ -368,7 +357,7 @@ class Flush:
         """What another branch of the job has left where this snapshot goes stays, under another name."""
         if storage.size(path) is None:
             return
-        there = self._committed(storage, path)
+        there = _committed(storage, CheckpointName(self.snapshot.iteration))
         if there is None or there.snapshot != self.snapshot:
             retention.set_aside(storage, self.snapshot.iteration, there)
 
@@ -388,7 +377,7 @@ class Flush:
 
     def _whole(self, storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
         """Checkpoints that can be read: others are nobody's to remove."""
-        found = {name: self._committed(storage, name.manifest) for name in commit.checkpoints(storage)}
+        found = {name: _committed(storage, name) for name in commit.checkpoints(storage)}
         return {name: stored for name, stored in found.items() if stored is not None}
 
     def _sweep(self, storage: Storage) -> None:
@@ -434,3 +423,15 @@ class Flush:
         if problem != self.problem:
             self.problem = problem
             self._events.emit("storage_fails", iteration=self.snapshot.iteration, error=problem)
+
+
+def _committed(storage: Storage, name: CheckpointName) -> StoredSnapshot | None:
+    """What a manifest says; None where there is none, or it is not to be read."""
+    if storage.size(name.manifest) is None:
+        return None
+    try:
+        return retention.read_manifest(storage, name)
+    except StorageError as error:
+        if not error.lasting:
+            raise
+        return None

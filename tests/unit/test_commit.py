@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ftckpt.errors import StorageError
@@ -17,12 +18,14 @@ from ftckpt.persist.commit import (
     claim,
     committed,
     folder_of,
+    readers,
     require_owner,
     sweep,
 )
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
-from ftckpt.persist.retention import remove
+from ftckpt.persist.retention import read_manifest, remove
+from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 from tests.support.buckets import SERVERS, in_bucket, servers
 from tests.support.errors import raises
@@ -76,19 +79,23 @@ def write_parts(storage: Storage, iteration: int, lineage: bytes) -> PendingChec
     return lead
 
 
-def manifest_of(marks: dict[str, DoneMark]) -> bytes:
-    return json.dumps({"files": [file.name for node in NODES for file in marks[node].files]}).encode()
+def manifest_of(lead: PendingCheckpoint, marks: dict[str, DoneMark]) -> bytes:
+    none = np.zeros(0, np.uint64)
+    files = [(node, file) for node in NODES for file in marks[node].files]
+    shards = {node: StoredShard(file.name, file.nbytes, file.checksum, "", 0, 0, none) for node, file in files}
+    return StoredSnapshot(lead._snapshot, "job", {}, shards).encode()
 
 
 def files_of(manifest: bytes) -> Collection[str]:
-    return list(json.loads(manifest)["files"])
+    """In the order of nodes."""
+    return [shard.file for _, shard in sorted(StoredSnapshot.decode(manifest, "").shards.items())]
 
 
 def write(storage: Storage, iteration: int, lineage: bytes) -> bool:
     lead = write_parts(storage, iteration, lineage)
     marks = lead.marks()
     assert set(marks) == set(NODES) and marks["n1"].parts == {"rows": 2}
-    return lead.commit(manifest_of(marks), marks)
+    return lead.commit(manifest_of(lead, marks), marks)
 
 
 def read(storage: Storage, iteration: int) -> list[bytes]:
@@ -155,7 +162,7 @@ def test_lineages_that_commit_at_once_leave_one_whole_checkpoint(storage: Storag
     def end(lead: PendingCheckpoint) -> None:
         marks = lead.marks()
         barrier.wait()
-        lead.commit(manifest_of(marks), marks)
+        lead.commit(manifest_of(lead, marks), marks)
 
     threads = [threading.Thread(target=end, args=(lead,)) for lead in leads]
     for thread in threads:
@@ -173,10 +180,10 @@ def test_a_file_that_somebody_removed_makes_no_checkpoint(storage: Storage) -> N
     marks = lead.marks()
     storage.remove([f"iter_0000004/{NEW.hex()}-n1.safetensors"])
     with raises(StorageError, "n1.safetensors", "somebody else"):
-        lead.commit(manifest_of(marks), marks)
+        lead.commit(manifest_of(lead, marks), marks)
     storage.put(f"iter_0000004/{NEW.hex()}-n1.safetensors", b"short")
     with raises(StorageError, "n1.safetensors"):
-        lead.commit(manifest_of(marks), marks)
+        lead.commit(manifest_of(lead, marks), marks)
     assert committed(storage) == []
     lead.abandon()
     assert names(storage) == set()
@@ -199,17 +206,68 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
     assert read(storage, 1) and storage.size("notes") == 11
     lead = PendingCheckpoint(storage, SnapshotId(NEW, 2), "n0")
     marks = lead.marks()
-    assert lead.commit(manifest_of(marks), marks) and committed(storage) == [2, 1]
+    assert lead.commit(manifest_of(lead, marks), marks) and committed(storage) == [2, 1]
 
 
 def test_small_objects_that_others_may_be_writing_are_no_leftovers(tmp_path: Path) -> None:
     storage = FileStorage(str(tmp_path))
-    fresh = [f"{name}-host-1-2.put.new" for name in (".latest", "holdings/.b.json", f"iter_0000001/.{OLD.hex()}-a")]
+    fresh = [
+        f"{name}-host-1-2.put.new" for name in (".latest", "holdings/.b.json", f"iter_0000001/.{OLD.hex()}-n0.zst")
+    ]
     for name in fresh:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     sweep(storage, SnapshotId(NEW, 2), files_of)
     assert sorted(storage.unfinished()) == fresh[:2]
+
+
+def test_nothing_is_swept_that_is_not_called_as_what_was_begun(tmp_path: Path) -> None:
+    storage = FileStorage(str(tmp_path))
+    write(storage, 1, OLD)
+    planted = [
+        "iter_0000001/.x.put.new", f"iter_0000001/.{OLD.hex()}-notes-host-1-2.put.new", "iter_0000001/notes",
+        f"iter_0000001/{LATER.hex()}-notes.txt", "iter_0000002/.notes-host-1-2.put.new", "readers/notes",
+        "holdings/notes.json", "pins/notes", "void/notes", "made/notes",
+    ]  # fmt: skip
+    for name in planted:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"mine": 1}')
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / f"{LATER.hex()}-n0.safetensors").touch()
+    (tmp_path / "iter_0000001" / f"{LATER.hex()}-n0.safetensors").symlink_to(
+        tmp_path / "outside" / f"{LATER.hex()}-n0.safetensors"
+    )
+    (tmp_path / "iter_0000001" / f"{LATER.hex()}-n1.safetensors").symlink_to("nowhere")
+    shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_0000009", symlinks=True)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    claim(storage, "run", "job")
+    for current in (None, SnapshotId(NEW, 10)):
+        sweep(storage, current, files_of)
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != "owner.json") == before
+    assert readers(storage) == [], "what is no restart keeps nothing from being removed"
+
+
+def test_what_a_checkpoint_names_is_what_goes_with_it(storage: Storage) -> None:
+    write(storage, 1, OLD)
+    write(storage, 2, NEW)
+    storage.put(f"iter_0000001/{OLD.hex()}-notes.txt", b"mine")
+    remove(storage, SnapshotId(OLD, 1))
+    assert {name for name in names(storage) if name.startswith("iter_0000001/")} == {
+        f"iter_0000001/{OLD.hex()}-notes.txt"
+    }
+
+
+def test_a_checkpoint_that_was_copied_is_none_and_stays(tmp_path: Path) -> None:
+    storage = FileStorage(str(tmp_path))
+    for iteration in (1, 2):
+        write(storage, iteration, OLD)
+    shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_0000009")
+    with raises(StorageError, "iter_0000009", "is of iteration 1"):
+        read_manifest(storage, 9)
+    with raises(StorageError, "iter_0000009"):
+        remove(storage, SnapshotId(OLD, 9))
+    remove(storage, SnapshotId(OLD, 1))
+    assert len(list((tmp_path / "iter_0000009").iterdir())) == 3
 
 
 def test_leftovers_are_another_run_s_when_it_has_claimed_the_place_meanwhile(storage: Storage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import manifest_of
+from ftckpt.persist.export_record import ExportRecords
 from ftckpt.persist.exports import Exports, prepare
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import ExportPlace, Place
@@ -272,6 +274,15 @@ def test_what_comes_into_an_export_that_is_going_stays(
     monkeypatch.setattr(Path, "unlink", late)
     exports(root, form="universal").retain(others)
     assert [path for path in (root / "iter_0000005").rglob("*") if path.is_file()] == [folder / "mine"]
+
+
+def test_what_was_moved_away_behind_a_link_stays_where_a_removal_had_begun(root: Path) -> None:
+    first, *others = job(root)
+    records = ExportRecords(FileStorage(str(root / "ftckpt")))
+    records.keep(replace(records.all()[first], is_going=True))
+    moved_and_linked(root)
+    exports(root, form="universal").retain(others)
+    assert sorted(path.name for path in (root / "best").rglob("*") if path.is_file()) == ["manifest.json", "weights"]
 
 
 @pytest.mark.parametrize(
