@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Writing(Enum):
@@ -55,6 +55,14 @@ class FtckptError(Exception):
 
     def __str__(self) -> str:
         return written(super().__str__())
+
+    def to_json(self) -> dict[str, Any]:
+        """For another process, which makes the error of it with ``error_from_json``; as text, never as a pickle.
+
+        ``kind`` is the nearest class of this module, as that says what an operator does next.
+        """
+        kind = next(one for one in type(self).__mro__ if globals().get(one.__name__) is one)
+        return {"kind": kind.__name__, "error": super().__str__()}
 
 
 class ConfigError(FtckptError):
@@ -131,6 +139,9 @@ class StorageError(FtckptError):
         super().__init__(text)
         self.lasting = lasting
 
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "lasting": self.lasting}
+
 
 class DamagedError(StorageError):
     """What lies on storage is not what was written, as its checksum, size or header proves."""
@@ -145,6 +156,14 @@ class ConvertError(FtckptError):
 
 class SpecError(ConvertError):
     """A specification of parameter names is wrong, or does not match each tensor exactly once."""
+
+
+def error_from_json(value: Mapping[str, Any], prefix: str = "") -> FtckptError:
+    """The error of another process, by its ``to_json``, with ``prefix`` before its text."""
+    kind, text = globals().get(str(value.get("kind"))), f"{prefix}{value.get('error')}"
+    if not (isinstance(kind, type) and issubclass(kind, FtckptError)):
+        return FtckptError(text)
+    return kind(text, lasting=bool(value.get("lasting"))) if issubclass(kind, StorageError) else kind(text)
 
 
 def in_words(error: Exception) -> str:

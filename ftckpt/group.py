@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ftckpt import errors
 from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, STALL_SECS, connect, is_lazy, make_room
+from ftckpt.errors import FtckptError, LaunchError, error_from_json, in_words
 from ftckpt.host_memory import host_memory
 from ftckpt.model import codec
 from ftckpt.notice import Notice, job_store
@@ -102,7 +102,7 @@ class Group:
             names = {str(rank): f"ftckpt/groups/{rank}" for rank in range(self.size)}
             is_late = time.monotonic() - begin >= timeout_secs  # before that others may only not be here yet
             if is_late and (absent := [rank for rank, name in names.items() if not store.check([name])]):
-                raise errors.LaunchError(
+                raise LaunchError(
                     f"rank(s) {', '.join(absent[:_MOST_NAMED])} did not come to ftckpt within {timeout_secs:g} s: "
                     "switch it on for all, or for none; where some start slowly raise --ftckpt-start-timeout-secs"
                 ) from error
@@ -139,7 +139,7 @@ class Group:
         try:
             self._connect(name)
             self._gather(b"", timeout_secs)
-        except (errors.LaunchError, RuntimeError) as error:
+        except (LaunchError, RuntimeError) as error:
             self.give_up(str(error))
             raise
 
@@ -330,7 +330,7 @@ def together(group: Group, action: Callable[[], T]) -> T:
     Collective: a rank that failed alone would leave the others waiting for it.
 
     Raises:
-        FtckptError: the error of the lowest failing rank, naming it: of the same class if it is one of ftckpt's.
+        FtckptError: the error of the lowest failing rank, naming it, of its class in ``ftckpt.errors``.
     """
     value: T | None = None
 
@@ -364,19 +364,16 @@ def gather_bytes(group: Group, action: Callable[[], Bytes]) -> list[bytes]:
     Collective."""
     try:
         message = _DONE + action()
-    except errors.FtckptError as error:
-        # As text, not as a pickle: the class is looked up among ftckpt's own on the other side.
-        known = {"lasting": error.lasting} if isinstance(error, errors.StorageError) else {}
-        message = _FAILED + json.dumps([type(error).__name__, str(error), known]).encode()
+    except FtckptError as error:
+        message = _FAILED + json.dumps(error.to_json()).encode()
     except Exception as error:
         log.exception("ftckpt: rank %d failed", group.rank)
-        message = _FAILED + json.dumps(["FtckptError", f"{type(error).__name__}: {error}", {}]).encode()
+        message = _FAILED + json.dumps(FtckptError(in_words(error)).to_json()).encode()
     # Every rank comes here, failed or not: nobody waits for one that does not come.
     messages = group.gather(message)
     for rank, text in enumerate(messages):
         if text[:1] == _FAILED:
-            name, reason, known = json.loads(text[1:])
-            of_all: errors.FtckptError = getattr(errors, name, errors.FtckptError)(f"rank {rank}: {reason}", **known)
+            of_all = error_from_json(json.loads(text[1:]), f"rank {rank}: ")
             of_all.of_all_ranks = True
             raise of_all
     return [data[1:] for data in messages]

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ftckpt.errors import ArenaError, ConfigError, FtckptError, SmpError
+from ftckpt.errors import ArenaError, FtckptError, SmpError
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.choice import Query
 from ftckpt.restore.inventory import Inventory, NodeProtection, read_protection, take_inventory
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.setting_checks import is_name
-from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
+from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.footprint import SmpConfig
 from ftckpt.smp.living import Liveness
@@ -94,7 +94,7 @@ class JobNodes:
                 with closing(OpenArenas(job_dir / node.node)) as arenas:
                     return read_protection(arenas, node.node, query.snapshot, shards, query.layout)
             request = ProtectionRequest(query.snapshot, shards, dict(query.layout))
-            with suppress(SmpError):
+            with suppress(FtckptError):
                 return unpacked(str(self._ask(node.node, request).fields.get("protection")))
             return NodeProtection()
 
@@ -112,13 +112,13 @@ class JobNodes:
         try:
             fields = dict(self._ask(name, ReportRequest()).fields)
             inventory = codec.from_json(fields.pop("inventory", None), Inventory)
-        except (SmpError, ValueError) as error:
+        except (FtckptError, ValueError) as error:
             return NodeState(name, problem=str(error))
         whole, protected = (int((fields.get(mark) or {}).get("iteration", -1)) for mark in ("whole", "protected"))
         return NodeState(name, True, inventory, tuple(fields.get("trainers", ())), whole, protected, smp=fields)
 
     def _ask(self, node: str, request: SmpRequest) -> Reply:
-        """Raises SmpError: it does not answer."""
+        """Raises FtckptError: it does not answer, or refuses."""
         deadline = time.monotonic() + self.timeout_secs
         deadlines = Deadlines(self.timeout_secs, self.timeout_secs, self.timeout_secs)
         settings = self.description.get("settings", {})
@@ -129,11 +129,11 @@ class JobNodes:
                 channel.end_by(deadline)
                 channel.greet(trust, deadline)
                 reply = exchange(channel, request, deadlines, most_payload=MAX_REPLY_BYTES)
-        except (PeerError, ConfigError, KeyError, TypeError, ValueError) as error:
+        except (FtckptError, KeyError, TypeError, ValueError) as error:
             reason = "no address of its SMP is known" if isinstance(error, KeyError) else str(error)
             raise SmpError(reason) from None
         if reply.error:
-            raise SmpError(reply.error)
+            raise reply.refusal()
         return reply
 
 
@@ -228,7 +228,7 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
         return replace(state, problem=state.problem or ("no SMP runs" if state.needs_smp else ""))
     try:
         return replace(state, smp=SmpClient(node_dir, root, job, name, {}).status(timeout_secs))
-    except SmpError as error:
+    except FtckptError as error:
         return replace(state, problem=state.problem or str(error))
 
 

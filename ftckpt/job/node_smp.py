@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError, in_words, written
+from ftckpt.errors import ConfigError, FtckptError, StorageError, in_words, written
 from ftckpt.events import Events, log
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
@@ -277,7 +277,7 @@ class NodeSmp:
     def _ask_for_problem(self, client: SmpClient) -> str:
         try:
             return str(client.status()["duties"]["storage"]["problem"])
-        except (SmpError, KeyError, TypeError) as error:
+        except (FtckptError, KeyError, TypeError) as error:
             return str(error)
 
     def _listening(self, node_dir: Path, port: PortHold, description: Mapping[str, Any]) -> SmpClient:
@@ -285,7 +285,7 @@ class NodeSmp:
         client = self._client or self._find_or_start(node_dir, port, description)
         try:
             got = client.listen(port.host, self._secret, port.number)
-        except SmpError:  # it may have ended since it was found, a whole layout ago
+        except FtckptError:  # it may have ended since it was found, a whole layout ago
             client = self._find_or_start(node_dir, port, description)
             got = client.listen(port.host, self._secret, port.number)
         port.close()

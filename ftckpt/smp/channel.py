@@ -43,7 +43,7 @@ from typing import Any, Protocol
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.errors import ConfigError, SmpError
 from ftckpt.store.directory import SMP_SOCKET_NAME
 
 MAGIC = b"FTCKSMP2"
@@ -60,7 +60,7 @@ _PIECE_BYTES = 256 << 10
 """What is copied, authenticated and sent at a time: it stays in a core's cache in between."""
 
 
-class PeerError(FtckptError):
+class PeerError(SmpError):
     """The other side cannot be reached, is too slow, refuses, or answers nonsense: look at that node."""
 
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ftckpt.errors import SmpError
+from ftckpt.errors import FtckptError, SmpError
 from ftckpt.events import log
 from ftckpt.smp import BUSY_STATUS
 from ftckpt.smp.channel import Deadlines, PeerError, SilentError, Trust, VersionError, connect
@@ -49,7 +49,8 @@ class SmpClient:
         settings: of Config's fields only ``smp_idle_secs`` is read here; the others go with ``configure``.
 
     Raises (every method):
-        SmpError: no SMP answers in time, it refuses, or it answers nonsense.
+        SmpError: no SMP answers in time, or it answers nonsense.
+        FtckptError: it refuses; of the class that it has raised.
     """
 
     def __init__(self, node_dir: Path, root: Path, job: str, node: str, settings: Mapping[str, Any]) -> None:
@@ -100,7 +101,7 @@ class SmpClient:
             if kept:
                 where = f"its log is kept in {kept}, where that can be written"
                 log.info("ftckpt: what the SMP of node %s warned of: %s", self.node, where)
-        except SmpError:
+        except FtckptError:
             if not end_smp(self.node_dir, max(1.0, deadline - time.monotonic())):
                 raise
         finally:
@@ -119,7 +120,7 @@ class SmpClient:
         except PeerError as error:
             raise SmpError(f"the SMP of job {self.job} on node {self.node} does not answer: {error}") from error
         if reply.error:
-            raise SmpError(f"the SMP of node {self.node} refused {request.WORD}: {reply.error}")
+            raise reply.refusal(f"the SMP of node {self.node} refused {request.WORD}: ")
         return dict(reply.fields)
 
 
@@ -173,7 +174,7 @@ def find_or_start(
             if client.hello(min(left, _ANSWER_SECS))["version"] == VERSION:
                 return client
             unfit = "it is of another version of ftckpt, and does not end"
-        except (SmpError, KeyError) as error:
+        except (FtckptError, KeyError) as error:
             unfit = ""
             if isinstance(error.__cause__, VersionError):
                 unfit = "it is of another version of ftckpt, and does not end"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from ftckpt.errors import SmpError
+from ftckpt.errors import FtckptError, SmpError, error_from_json
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist_setting import PERSIST_FORMATS
@@ -186,6 +186,10 @@ class Reply:
     def error(self) -> str:
         """Why the request was refused; "" if it was not."""
         return "" if self.fields.get("ok") is True else str(self.fields.get("error"))
+
+    def refusal(self, prefix: str = "") -> FtckptError:
+        """The error for which the request was refused, of its class, with ``prefix`` before its text."""
+        return error_from_json(self.fields, prefix)
 
 
 def encode_object(message: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ftckpt.errors import FtckptError, SmpError
+from ftckpt.errors import FtckptError, SmpError, in_words
 from ftckpt.events import Events, log
 from ftckpt.smp.channel import Channel, Deadlines, Delivery, PeerError, RefusedError, Trust, socket_address
 from ftckpt.smp.ports import listen_at
@@ -56,7 +56,7 @@ class _Call:
     request: SmpRequest
     done: threading.Event = field(default_factory=threading.Event)
     reply: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""
+    error: FtckptError | None = None
 
 
 @dataclass
@@ -241,7 +241,7 @@ class Server:
         with suppress(queue.Empty):
             while True:
                 call = self._calls.get_nowait()
-                call.error = "the SMP ends"
+                call.error = SmpError("the SMP ends")
                 call.done.set()
         for listener in (self._unix, self._network):
             if listener is not None:
@@ -316,11 +316,12 @@ class Server:
                 reply = encode_object({"ok": True, **self._call(request)})
                 if len(reply) > MAX_REPLY_BYTES:
                     raise SmpError(f"a reply of {len(reply)} bytes")
-        except SmpError as error:
+        except FtckptError as error:
+            refusal = error.to_json()
             # One line: some of it came from the other side, and it goes into the log.
-            reason = " ".join(str(error).split())[:1000]
-            log.warning("refused: %s", reason)
-            reply = encode_object({"ok": False, "error": reason})
+            refusal["error"] = " ".join(str(refusal["error"]).split())[:1000]
+            log.warning("refused: %s", refusal["error"])
+            reply = encode_object({"ok": False, **refusal})
             channel.send(reply, time.monotonic() + deadlines.step_secs)
             return
         if isinstance(request, BytesRequest):
@@ -340,14 +341,15 @@ class Server:
         """Have the loop serve a request.
 
         Raises:
-            SmpError: it was refused, or the loop does not come to it.
+            FtckptError: it was refused.
+            SmpError: the loop does not come to it.
         """
         call = _Call(request)
         self._calls.put(call)
         if self._closed or not call.done.wait(self._deadlines.step_secs):
             raise SmpError("the SMP ends" if self._closed else "the SMP is busy")
-        if call.error:
-            raise SmpError(call.error)
+        if call.error is not None:
+            raise call.error
         return call.reply
 
     def _handle(self, call: _Call) -> None:
@@ -357,10 +359,10 @@ class Server:
                 raise SmpError(f"{call.request.WORD} is not served here")
             call.reply = handler(call.request)
         except FtckptError as error:
-            call.error = str(error) or type(error).__name__
+            call.error = error
         except Exception as error:  # noqa: BLE001 - a wrong request must not end what others rely on
             log.exception("request %r failed", call.request.WORD)
-            call.error = f"{type(error).__name__}: {error}"
+            call.error = SmpError(in_words(error))
         call.done.set()
 
     def _report_refusal(self, origin: str, reason: str) -> None:

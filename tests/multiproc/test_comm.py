@@ -286,6 +286,7 @@ def test_posting_never_waits_for_other_ranks() -> None:
 def share_errors(rank: int, size: int) -> list[str]:
     from ftckpt import errors
     from ftckpt.group import Group, together
+    from ftckpt.smp.channel import RefusedError
 
     group = Group(30.0)
     found = [str(together(group, lambda: rank * 10))]
@@ -294,12 +295,9 @@ def share_errors(rank: int, size: int) -> list[str]:
         if rank in ranks:
             raise errors.LostError(f"shard of {rank} is gone: 100 % \u2192 0")
 
-    class OwnError(errors.FtckptError):
-        """A class that only this rank knows."""
-
     def fail_own() -> None:
         if rank == 1:
-            raise OwnError("x")
+            raise RefusedError("x")
 
     for action in (lambda: fail(1), lambda: fail(2, 1), fail_own, lambda: None):
         try:
@@ -313,7 +311,7 @@ def share_errors(rank: int, size: int) -> list[str]:
 def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_rank() -> None:
     lost = "LostError rank 1: shard of 1 is gone: 100 % \u2192 0"
     for rank, result in enumerate(run_ranks(share_errors, 3)):
-        assert result.value == [str(rank * 10), lost, lost, "FtckptError rank 1: x", "good"]
+        assert result.value == [str(rank * 10), lost, lost, "SmpError rank 1: x", "good"]
 
 
 def fail_alone(rank: int, size: int) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import ArenaError, SmpError
+from ftckpt.errors import ArenaError, ConfigError, SmpError
 from ftckpt.smp import client as client_module
 from ftckpt.smp.channel import HELLO, MAGIC, RefusedError, Trust, connect, socket_address
 from ftckpt.smp.client import SmpClient, find_or_start
@@ -235,6 +235,13 @@ def test_a_description_without_a_secret_puts_no_older_one_back(site: Site) -> No
     client.configure({**description, "secret": old.hex()})
     with closing(connect(("127.0.0.1", port), 10)) as channel, pytest.raises(RefusedError):
         channel.greet(Trust(new), time.monotonic() + 10)
+
+
+def test_what_it_refuses_is_of_the_class_that_says_what_to_do(site: Site) -> None:
+    """Only who has chosen the secret can mend it: nothing is wrong with the SMP."""
+    description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
+    with raises(ConfigError, "secret", "5 bytes"):
+        site.start().configure({**description, "secret": b"short".hex()})
 
 
 def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
