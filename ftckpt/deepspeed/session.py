@@ -15,7 +15,7 @@ from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, optimizers, saves, support
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
-from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer
+from ftckpt.deepspeed.hooks import EngineHooks, check_engine, check_optimizer
 from ftckpt.deepspeed.initialize import door
 from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.script import ScriptPosition
@@ -72,8 +72,9 @@ class EngineSession:
         self._begins = begins
         if program_of(config.persist) == DEEPSPEED:
             saves.prepare(config)
-        examines = versions.admit("DeepSpeed", deepspeed.__version__, config)
-        self._start = doors.start(config, lambda: _place(engine), saves_of=DEEPSPEED, examines=examines)
+        check_engine(engine)
+        untested = versions.admit("DeepSpeed", deepspeed.__version__, config)
+        self._start = doors.start(config, lambda: _place(engine), saves_of=DEEPSPEED, untested=untested)
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self._fresh_scheduler = copy.deepcopy(schedulers.save(engine.lr_scheduler))

@@ -10,11 +10,8 @@ from operator import index
 from pathlib import Path
 
 from ftckpt.capture.capture import Capture
-from ftckpt.capture.examination import Examination
 from ftckpt.config import Config
 from ftckpt.errors import (
-    ArenaError,
-    CaptureError,
     ConfigError,
     FtckptError,
     LaunchError,
@@ -60,7 +57,6 @@ class Checkpointer:
         topology: the place and node of every rank.
         group: all ranks; a new one if not given.
         run: what starts this process again when a rank fails; given to one of the ranks that it started here.
-        examines: a framework's release that the first iterations are to show to fit.
 
     Raises:
         ConfigError: ``job`` or ``node`` is empty; the directory for events cannot be written.
@@ -68,7 +64,7 @@ class Checkpointer:
 
     def __init__(
         self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None,
-        run: LauncherRun | None = None, *, examines: str = "",
+        run: LauncherRun | None = None,
     ) -> None:  # fmt: skip
         rank = self._rank = RankParts.attach(config, state, topology, group, run or LauncherRun(""))
         self.config, self.topology, self.events, self.group = rank.config, topology, rank.events, rank.group
@@ -80,7 +76,6 @@ class Checkpointer:
         self._boundary = -1  # the iteration of the last one
         self._closed = False
         self._fenced = False  # since the last boundary
-        self._examination = Examination(examines) if examines else None
         self.saved = -1
         """The iteration that a framework has saved by itself, so that it need not come to storage at the end."""
 
@@ -261,8 +256,6 @@ class Checkpointer:
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
         self._state.stepped()
-        if self._examination is not None:
-            self._examination.fenced(self.capture)
         if self._snapshots is not None and self._snapshots.kept is not None:
             self._snapshots.kept.pass_by()
         self._fence()
@@ -273,7 +266,6 @@ class Checkpointer:
 
         Raises:
             ConfigError: ``restore`` was not called, or ``iteration`` is no whole number.
-            UnsupportedError: in the first iterations: the framework's release does not fit.
             SilentCorruptionError: only under ``on_corruption: abort``, on all ranks.
             FtckptError: only under ``on_error: raise``; where a snapshot did not come to storage, on all ranks at the
                 same boundary.
@@ -290,8 +282,6 @@ class Checkpointer:
         self._protection.is_set_up = True
         self._boundary = iteration
         self._rank.attempt.trains()
-        if self._examination is not None:
-            self._examination.at_boundary()
         # Off, too: what was taken before is there, and the next start would go on from it.
         if self._state.undoes(iteration) and not self._closed:
             snapshots.go_back(iteration)
@@ -317,8 +307,6 @@ class Checkpointer:
             snapshots.fail(error)
         finally:
             self._rank.numbers.bounded(time.perf_counter() - begin)
-        if self._examination is not None and self.capture is not None and self.begun == iteration:
-            self._examine(self._examination, self.capture, snapshots)
         self._tell_counts()
         self.phase("start")
 
@@ -494,16 +482,3 @@ class Checkpointer:
             self._snapshots.require_calls()
             self._snapshots.fence()
         self.phase("optimizer")
-
-    def _examine(self, examination: Examination, capture: Capture, snapshots: Snapshots) -> None:
-        try:
-            with self.section("save"):  # all that a rank has is read: nobody is to take that for a hang
-                examination.look(capture, self.config.fence_timeout_secs)
-        except (CaptureError, ArenaError) as error:
-            snapshots.fail(error)
-        if examination.over:
-            self._examination = None
-        if examination.fits:
-            self.events.announce(
-                f"{examination.program} was examined: steps are fenced, and snapshots hold what training has"
-            )

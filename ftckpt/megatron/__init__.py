@@ -109,13 +109,14 @@ def attach(
     from ftckpt.megatron.optimizers import is_distributed
     from ftckpt.megatron.state import MegatronState
 
-    examines = versions.admit("megatron-core", megatron.core.__version__, config)
+    hooks.check(model, optimizer)
+    untested = versions.admit("megatron-core", megatron.core.__version__, config)
     hooks.install()
     start = doors.start(
         config,
         lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))),
         saves_of=MEGATRON,
-        examines=examines,
+        untested=untested,
     )
     if config.layouts:
         _check_layout(start.topology.layout)
