@@ -192,10 +192,10 @@ class Config:
         choices=("on", "off"),
     )
     versions: str = declare(
-        "examine",
-        "a release of Megatron or DeepSpeed that ftckpt was not tested with: its hooks and snapshots are examined in "
-        "the first iterations, or it is refused; always: also one that was tested, as a fork may keep its number",
-        choices=("examine", "always", "tested"),
+        "warn",
+        "a release of Megatron or DeepSpeed that ftckpt was not tested with, and that has all hooks and fields that "
+        "ftckpt needs: it trains with a warning, or, with tested, it is refused",
+        choices=("warn", "tested"),
     )
     layouts: str = declare(
         "",

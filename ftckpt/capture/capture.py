@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ftckpt.capture.boundary import LastBoundary
 from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import Copier, Flight
 from ftckpt.capture.writes import Counts, WriteCounts
-from ftckpt.errors import ArenaError, CaptureError
+from ftckpt.errors import CaptureError
 from ftckpt.model import objects
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Piece
@@ -142,10 +141,6 @@ class Capture:
         """Slots that can be written."""
         return len(self._slots)
 
-    def holds(self, snapshot: SnapshotId) -> bool:
-        """Whether a slot of this arena has it sealed."""
-        return snapshot in self._held.values()
-
     def has_room(self, keep: Collection[SnapshotId]) -> bool:
         """Whether a slot can be written without losing what ``keep`` names."""
         return bool(self.writable(keep))
@@ -239,29 +234,6 @@ class Capture:
             self._drop(f"copies not there after {timeout_secs} s")
         elif self._flight.error is not None:
             self._drop(f"copy failed: {self._flight.error!r}")
-
-    def differing(self, snapshot: SnapshotId, stepped: bool = False) -> str:
-        """The key of a piece whose live bytes are not those that this rank has copied into ``snapshot``, of all or of
-        ``stepped`` pieces; empty where there is none. Reads the slot as a restart does, a piece at a time.
-
-        Raises:
-            ArenaError: no slot holds it.
-        """
-        with closing(Arena.open(self.arena.path)) as arena:
-            slot = arena.find(snapshot)
-            if slot is None:
-                raise ArenaError(f"{arena.path}: no slot holds iteration {snapshot.iteration}")
-            end = arena.image.stepped.end if stepped else arena.image.volatile.end
-            with arena.slot(slot) as stored:
-                for part, offset in zip(self._parts, arena.image.offsets, strict=True):
-                    if part.piece < 0 or offset >= end:  # parity is of many pieces
-                        continue
-                    live = self._tensors[part.piece].detach()[part.start : part.start + part.fragment.numel].cpu()
-                    spare = torch.empty_like(live)
-                    spare.view(torch.uint8).numpy()[:] = stored[offset : offset + part.fragment.nbytes]
-                    if not torch.equal(spare.view(torch.uint8), live.view(torch.uint8)):
-                        return part.fragment.key
-        return ""
 
     def forget(self, iteration: int) -> None:
         """Training went back to before ``iteration``: what it undid must not come back at a restart."""

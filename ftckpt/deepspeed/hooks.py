@@ -30,12 +30,19 @@ import torch
 from packaging.version import Version
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.frameworks import charts
+from ftckpt.frameworks import charts, versions
 from ftckpt.frameworks.doors import Patches
 from ftckpt.job.checkpointer import Checkpointer
 
 _STEPS_PER_PRINT = 10
 """Where the JSON does not say it: the default of most releases."""
+
+
+_FUNCTIONS = (
+    "forward", "backward", "step", "allreduce_gradients", "gradient_accumulation_steps",
+    "is_gradient_accumulation_boundary", "zero_optimization_stage",
+)  # fmt: skip
+"""Of an engine: wrapped, or called while it trains."""
 
 
 class EngineHooks:
@@ -194,6 +201,18 @@ def _counts_batches(engine: Any) -> bool:
         f"DeepSpeed {deepspeed.__version__} has no managed_gradient_accumulation, which tells who counts "
         "micro-batches: install a tested release"
     )
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse an engine without the functions and fields that hooks rest on.
+
+    Raises:
+        UnsupportedError: what this release does not have.
+    """
+    versions.require(
+        f"DeepSpeed {deepspeed.__version__}", engine, dict.fromkeys(_FUNCTIONS, ()),
+        {"global_steps": int, "module": torch.nn.Module},
+    )  # fmt: skip
 
 
 def check_optimizer(engine: Any) -> None:

@@ -15,7 +15,7 @@ from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, optimizers, support
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
-from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer
+from ftckpt.deepspeed.hooks import EngineHooks, check_engine, check_optimizer
 from ftckpt.deepspeed.initialize import door
 from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.script import ScriptPosition
@@ -69,8 +69,9 @@ class EngineSession:
         self._engine = engine
         self._objects = dict(objects)
         self._begins = begins
-        examines = versions.admit("DeepSpeed", deepspeed.__version__, config)
-        self._start = doors.start(config, lambda: _place(engine), examines=examines)
+        check_engine(engine)
+        untested = versions.admit("DeepSpeed", deepspeed.__version__, config)
+        self._start = doors.start(config, lambda: _place(engine), untested=untested)
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self._fresh_scheduler = copy.deepcopy(schedulers.save(engine.lr_scheduler))

@@ -176,14 +176,14 @@ class Start:
     group: Group
     topology: Topology
     run: LauncherRun
-    examines: str
+    untested: str
 
     def build(self, state: Callable[[], Any]) -> Any:
         """The training state that ``state`` makes. Collective: one rank's refusal is raised on all."""
         from ftckpt.group import together
 
         def make() -> Any:
-            with naming_what_is_missing(self.examines):
+            with naming_what_is_missing(self.untested):
                 return state()
 
         return together(self.group, make)
@@ -192,12 +192,12 @@ class Start:
         """A checkpointer for ``state``. Collective."""
         from ftckpt.job.checkpointer import Checkpointer
 
-        return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run, examines=self.examines)
+        return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run)
 
 
 @contextmanager
-def naming_what_is_missing(examines: str) -> Iterator[None]:
-    """A field that the release called so does not have is no mistake of ours; nothing where that is empty.
+def naming_what_is_missing(untested: str) -> Iterator[None]:
+    """A field that the ``untested`` release does not have is no mistake of ours; nothing where that is empty.
 
     Raises:
         UnsupportedError: in place of an AttributeError.
@@ -205,24 +205,24 @@ def naming_what_is_missing(examines: str) -> Iterator[None]:
     try:
         yield
     except AttributeError as error:
-        if not examines:
+        if not untested:
             raise
         raise UnsupportedError(
-            f"{examines} has not what ftckpt looks for: {error}; install a tested release, or switch ftckpt off"
+            f"{untested} has not what ftckpt looks for: {error}; install a tested release, or switch ftckpt off"
         ) from error
 
 
 def start(
     config: Config,
     place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
-    examines: str = "",
+    untested: str = "",
 ) -> Start:
     """Name the job and the node, and gather where every rank stands. Collective; torch.distributed is initialised.
 
     Args:
         config: ``job`` and ``node`` need not be given.
         place: gives this rank's coordinates and the sizes of the layout; refuses what the framework cannot do.
-        examines: the release that is to show that it fits.
+        untested: the release, where that was not tested.
 
     Raises:
         ConfigError: a name is none, or no job name can be found; ranks have different ones; two ranks claim the
@@ -243,19 +243,19 @@ def start(
     # Together: a node that is new knows of no earlier attempt.
     if codes := [one for one in gather(group, -1 if code is None else code, int) if one >= 0]:
         raise SystemExit(max(codes))
-    topology = _gather_topology(group, config, place, examines)
+    topology = _gather_topology(group, config, place, untested)
     # One rank of those that a launcher started on a machine speaks for all of them.
     local = os.environ.get("LOCAL_RANK")
     speaks = topology.is_node_leader if local is None else local == "0"
     run = launcher_run(os.environ)
-    return Start(config, group, topology, run if speaks else run.unheard(), examines)
+    return Start(config, group, topology, run if speaks else run.unheard(), untested)
 
 
 def _gather_topology(
     group: Group,
     config: Config,
     place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
-    examines: str,
+    untested: str,
 ) -> Topology:
     """Where every rank stands, once all have one name for the job. Collective."""
     from ftckpt.group import gather_all
@@ -265,7 +265,7 @@ def _gather_topology(
 
     def arrive() -> tuple[str, RankPlace]:
         nonlocal layout
-        with naming_what_is_missing(examines):
+        with naming_what_is_missing(untested):
             coords, layout = place()
         return config.job, RankPlace(coords, config.node)
 

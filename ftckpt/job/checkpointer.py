@@ -10,11 +10,8 @@ from pathlib import Path
 
 from ftckpt import forks
 from ftckpt.capture.capture import Capture
-from ftckpt.capture.examination import Examination
 from ftckpt.config import Config
 from ftckpt.errors import (
-    ArenaError,
-    CaptureError,
     ConfigError,
     FtckptError,
     LaunchError,
@@ -59,7 +56,6 @@ class Checkpointer:
         topology: the place and node of every rank.
         group: all ranks; a new one if not given.
         run: what starts this process again when a rank fails; given to one of the ranks that it started here.
-        examines: a framework's release that the first iterations are to show to fit.
 
     Raises:
         ConfigError: ``job`` or ``node`` is empty; the directory for events cannot be written.
@@ -67,7 +63,7 @@ class Checkpointer:
 
     def __init__(
         self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None,
-        run: LauncherRun | None = None, *, examines: str = "",
+        run: LauncherRun | None = None,
     ) -> None:  # fmt: skip
         rank = self._rank = RankParts.attach(config, state, topology, group, run or LauncherRun(""))
         self.config, self.topology, self.events, self.group = rank.config, topology, rank.events, rank.group
@@ -81,7 +77,6 @@ class Checkpointer:
         forks.trains(self._abandon)
         self._fenced = False  # since the last boundary
         self._reminder = Reminder(self.events)
-        self._examination = Examination(examines) if examines else None
 
     @property
     def off(self) -> bool:
@@ -234,8 +229,6 @@ class Checkpointer:
         if self._is_copy:
             return
         self._state.stepped()
-        if self._examination is not None:
-            self._examination.fenced(self.capture)
         if self._snapshots is not None and self._snapshots.kept is not None:
             self._snapshots.kept.pass_by()
         self._fence()
@@ -246,7 +239,6 @@ class Checkpointer:
 
         Raises:
             ConfigError: ``restore`` was not called, or ``iteration`` is no whole number.
-            UnsupportedError: in the first iterations: the framework's release does not fit.
             SilentCorruptionError: only under ``on_corruption: abort``, on all ranks.
             FtckptError: only under ``on_error: raise``; where a snapshot did not come to storage, on all ranks at the
                 same boundary.
@@ -264,8 +256,6 @@ class Checkpointer:
             ) from None
         self._protection.is_set_up = True
         last, self._boundary = self._boundary, iteration
-        if self._examination is not None:
-            self._examination.at_boundary()
         if iteration <= last:
             snapshots.execute(self._state.moved_backwards(iteration, last))
         if self.off or self._closed:
@@ -289,8 +279,6 @@ class Checkpointer:
             snapshots.fail(error)
         finally:
             self._rank.numbers.bounded(time.perf_counter() - begin)
-        if self._examination is not None and self.capture is not None and self.begun == iteration:
-            self._examine(self._examination, self.capture, snapshots)
         self._tell_counts()
         self.phase("start")
 
@@ -462,16 +450,3 @@ class Checkpointer:
             self._snapshots.require_calls()
             self._snapshots.fence()
         self.phase("optimizer")
-
-    def _examine(self, examination: Examination, capture: Capture, snapshots: Snapshots) -> None:
-        try:
-            self.pause()  # all that a rank has is read
-            examination.look(capture, self.config.fence_timeout_secs)
-        except (CaptureError, ArenaError) as error:
-            snapshots.fail(error)
-        if examination.over:
-            self._examination = None
-        if examination.fits:
-            self.events.announce(
-                f"{examination.program} was examined: steps are fenced, and snapshots hold what training has"
-            )

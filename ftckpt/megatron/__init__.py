@@ -108,12 +108,13 @@ def attach(
     from ftckpt.megatron.optimizers import is_distributed
     from ftckpt.megatron.state import MegatronState
 
-    examines = versions.admit("megatron-core", megatron.core.__version__, config)
+    hooks.check(model, optimizer)
+    untested = versions.admit("megatron-core", megatron.core.__version__, config)
     hooks.install()
     start = doors.start(
         config,
         lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))),
-        examines=examines,
+        untested=untested,
     )
     if config.layouts:
         _check_layout(start.topology.layout)

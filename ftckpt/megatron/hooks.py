@@ -26,14 +26,12 @@ from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks import versions
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.megatron import callbacks, door, phases
 from ftckpt.megatron.optimizers import leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 
-_TESTED = versions.TESTED["megatron-core"]
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
@@ -47,9 +45,22 @@ _PAUSES = (
     "maybe_finalize_async_save",
     "load_checkpoint",
 )
+_OF_SCHEDULES = ("model", "num_microbatches", "forward_only")
+"""Arguments of these that are read by their names."""
 """Functions of ``megatron.training.training`` in which training pauses, as far as a release has them."""
 _BOUNDARY = tuple(inspect.signature(callbacks.boundary).parameters)
 """Arguments of ``checkpoint_and_decide_exit`` that are handed on."""
+
+
+def check(model: Any, optimizer: Any) -> None:
+    """Refuse a model or an optimizer of megatron.core without the fields and functions that hooks rest on.
+
+    Raises:
+        UnsupportedError: what this release does not have.
+    """
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    versions.require(_release(), config, {}, {"finalize_model_grads_func": object, "timers": object})
+    versions.require(_release(), optimizer, {"step_with_ready_grads": ()})
 
 
 def install() -> None:
@@ -58,11 +69,7 @@ def install() -> None:
     Raises:
         UnsupportedError: this release of megatron.core does not have them.
     """
-    missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]
-    if missing:
-        raise UnsupportedError(
-            f"megatron-core {megatron.core.__version__} has no {missing[0]} in its schedules: a changed build?"
-        )
+    versions.require(_release(), schedules, dict.fromkeys(_SCHEDULES, _OF_SCHEDULES))
     door.is_installed = True
     for name in _SCHEDULES:
         _wrap_once(schedules, name, _run_schedule)
@@ -126,17 +133,13 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
 def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
     if callbacks.is_patched(module) or door.patches.has(module, name):
         return
-    original = getattr(module, name, None)
-    if not callable(original):
-        raise UnsupportedError(
-            f"this Megatron-LM has no {module.__name__}.{name}, which releases {', '.join(_TESTED)} have"
-        )
     # At start, not at the first boundary: after hours of training it would be a late error.
-    if around is _boundary:
-        missing = [argument for argument in _BOUNDARY if argument not in inspect.signature(original).parameters]
-        if missing:
-            raise UnsupportedError(f"{name} of this Megatron-LM has no argument {missing[0]}")
+    versions.require(_release(), module, {name: _BOUNDARY if around is _boundary else ()})
     door.patches.wrap(module, name, around)
+
+
+def _release() -> str:
+    return f"megatron-core {megatron.core.__version__}"
 
 
 def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def checkpointer_of(pacer: Any = None, **parts: Any) -> Checkpointer:
     shard: Any = SimpleNamespace(capture=None, let_go=lambda: False)
     checkpointer._shard, checkpointer._snapshots = shard, Snapshots(rank, shard, pacer, None)
     checkpointer._boundary, checkpointer._closed, checkpointer._fenced = 2, False, False
-    checkpointer._examination, checkpointer._tell_counts = None, lambda: None  # type: ignore[method-assign]
+    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
     return checkpointer
 
 
