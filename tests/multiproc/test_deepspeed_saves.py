@@ -25,7 +25,7 @@ SECS = 300.0
 
 
 def build(shape: Shape, settings: Mapping[str, Any] | None) -> Any:
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed
