@@ -200,7 +200,7 @@ def _megatron(layers: int, settings: Mapping[str, Any]) -> Training:
 
 
 def _deepspeed(layers: int, settings: Mapping[str, Any]) -> Training:
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed

@@ -40,7 +40,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 def trained(args: argparse.Namespace) -> tuple[dict[tuple[str, str], list[Any]], list[float]]:
     """Bytes of all pieces by role and type after training, and the losses."""
-    from ftckpt import standin
+    from tests.support import standin
 
     standin.install()
     import torch

@@ -218,7 +218,7 @@ def main(argv: list[str]) -> None:
     else:
         torch.set_num_threads(1)
         if "megatron" in args.jobs:
-            from ftckpt import standin
+            from tests.support import standin
 
             standin.install()
     store = dist.FileStore(folder + "/rendezvous", 1)

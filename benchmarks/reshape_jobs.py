@@ -147,7 +147,7 @@ def load_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequen
 def deepspeed(argv: Sequence[str], universal: bool = False) -> Job:
     """An engine of launch/train_deepspeed.py with the same model in ZeRO-1 under a pipeline."""
     _paths()
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed

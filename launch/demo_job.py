@@ -292,7 +292,7 @@ class Start(Protocol):
 def _starter(run: Run, processes: Processes, plan: Path) -> Start:
     """What starts the agent of a node; the first node hosts the rendezvous and is never lost."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
-    env.setdefault("FTCKPT_DEVICE", "cpu")
+    env.setdefault("FTCKPT_DEVICE", "tests.support.standin:cpu")
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     # Warnings of these faults are none of the user's.
     env["XDG_STATE_HOME"] = str((run.folder / "state").resolve())

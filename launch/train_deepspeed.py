@@ -5,7 +5,7 @@ What DeepSpeed does (precision, ZeRO, micro-batches, offload) is in the JSON fil
     torchrun --nproc-per-node 4 -m ftckpt.deepspeed launch/train_deepspeed.py \
         --deepspeed_config configs/deepspeed_zero1_pp.json --pp 2 --iterations 100
 
-On a machine without a GPU set FTCKPT_DEVICE=cpu.
+Without a GPU it trains on CPU cores.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ optimizer and the data, and loops. Everything ftckpt needs from it is in `choose
 `attach_checkpointer`, and in the lines of `main` and `train` that use what they return.
 
     torchrun --nproc-per-node 8 launch/train_gpt.py --tp 2 --pp 2 --iterations 100
-
-On a machine without a GPU set FTCKPT_DEVICE=cpu.
 """
 
 from __future__ import annotations
@@ -454,12 +452,6 @@ def attach_checkpointer(job: Job) -> Any:
 
 
 def init_distributed() -> None:
-    if os.environ.get("FTCKPT_DEVICE") == "cpu":
-        from ftckpt import standin
-
-        standin.install()
-        # As many ranks as cores, or more: threads of each would get in each other's way.
-        torch.set_num_threads(1)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         dist.init_process_group("nccl")

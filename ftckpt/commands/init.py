@@ -17,14 +17,14 @@ class Kit(NamedTuple):
     """What one way of starting jobs needs: files by their patterns, as they lie in the repository, and how to go on.
 
     In a command ``{here}`` is the directory in front of them, as the user named it, ``{root}`` its whole path.
-    ``on_cpus``: the commands train without a GPU, too. ``needs``: what must be installed beside ftckpt.
+    ``needs``: what must be installed beside ftckpt. ``on_cpus``: what trains without a GPU, too.
     """
 
     help: str
     patterns: tuple[str, ...]
     commands: tuple[str, ...]
-    on_cpus: bool = False
     needs: str = "The first needs Megatron-core: pip install 'ftckpt[megatron]'"
+    on_cpus: str = ""
 
 
 _PAGES = ("launch/README.md", "launch/RUNBOOK.md")
@@ -49,7 +49,8 @@ KITS = {
             "--ftckpt",
             _WATCH,
         ),
-        on_cpus=True,
+        needs="The first needs GPUs and Megatron-core: pip install 'ftckpt[megatron]'",
+        on_cpus="Without a GPU the second trains on CPU cores: put --nproc 4 before the script",
     ),
     "slurm": Kit(
         "batch scripts for nodes with 8 A100, and for Frontier",
@@ -80,8 +81,9 @@ KITS = {
             "{here}configs/deepspeed_zero2.json",
             _WATCH,
         ),
-        on_cpus=True,
         needs="It needs DeepSpeed: pip install 'ftckpt[deepspeed]'",
+        on_cpus="Without a GPU it trains on CPU cores: put --nproc 4 before the script. The first start compiles for "
+        "some minutes",
     ),
     "monitoring": Kit(
         "alerts for Prometheus and a dashboard for Grafana",
@@ -145,10 +147,8 @@ def run_init(arguments: argparse.Namespace) -> int:
         print(f"{target}{' (was there)' if name in there and name not in other else ''}")
     places = {"here": "" if to == Path(".") else shlex.quote(f"{to}/"), "root": shlex.quote(str(to.resolve()))}
     print("\nNow, for example:\n" + "\n".join(f"  {command.format(**places)}" for command in kit.commands))
-    if kit.needs:
-        print(f"{kit.needs}.")
-    if kit.on_cpus:
-        print("On a machine without a GPU put FTCKPT_DEVICE=cpu before it, and --nproc 4 before the script.")
+    for sentence in filter(None, (kit.needs, kit.on_cpus)):
+        print(f"{sentence}.")
     return 0
 
 

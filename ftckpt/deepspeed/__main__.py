@@ -5,7 +5,6 @@ The section ``"ftckpt"`` of DeepSpeed's JSON switches ftckpt on; ``--ftckpt*`` f
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 import ftckpt.deepspeed
@@ -31,8 +30,7 @@ def _run(argv: Sequence[str]) -> int:
     section.configure(settings)
     script = launcher.script_path(words[0] if words else "", _USAGE)
     with imports_that_stay():
-        if launcher.wants_stand_in():
-            importlib.import_module("ftckpt.standin.deepspeed").install()
+        launcher.stand_in("deepspeed")
         launcher.prepare(script, [*first, *arguments])
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
     # An engine is destroyed after an error too; how the script ends is known here alone.

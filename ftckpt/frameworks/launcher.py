@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import gc
 import hashlib
+import importlib
 import io
 import logging
 import os
@@ -391,16 +392,21 @@ def script_path(name: str, usage: str) -> Path:
     return path.resolve()
 
 
-def wants_stand_in() -> bool:
-    """Whether ``FTCKPT_DEVICE`` names the stand-in that trains on a machine without a GPU.
+def stand_in(framework: str) -> None:
+    """Call what ``FTCKPT_DEVICE=MODULE:NAME`` names, with the framework: it replaces CUDA in this process.
 
     Raises:
-        ConfigError: it is neither empty nor one of ``cpu``, ``cuda``.
+        ConfigError: there is none of that name.
     """
     device = os.environ.get("FTCKPT_DEVICE", "")
-    if device not in ("", "cuda", "cpu"):
-        raise ConfigError(f"FTCKPT_DEVICE: {device!r} is not one of cpu, cuda")
-    return device == "cpu"
+    if not device:
+        return
+    module, _, name = device.partition(":")
+    try:
+        install = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"FTCKPT_DEVICE: {device!r} is not MODULE:NAME of a stand-in: {error}") from None
+    install(framework)
 
 
 def option(flag: str, words: Sequence[str]) -> str:

@@ -52,7 +52,7 @@ def _cpu() -> str:
 def _device() -> str:
     # The stand-in for CUDA answers as a device would, and is none.
     if os.environ.get("FTCKPT_DEVICE") or not torch.cuda.is_available():
-        return os.environ.get("FTCKPT_DEVICE") or "cpu"
+        return "cpu"
     with suppress(RuntimeError, AssertionError):
         return torch.cuda.get_device_name()
     return "unknown"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 from ftckpt.config import Config
@@ -23,8 +22,7 @@ def _run(argv: Sequence[str]) -> int:
     script = launcher.script_path(argv[0], _USAGE)
     with imports_that_stay():
         # Before torch is used: Megatron and the script find CUDA, or the stand-in, when they are imported.
-        if launcher.wants_stand_in():
-            importlib.import_module("ftckpt.standin").install()
+        launcher.stand_in("megatron")
         launcher.prepare(script, arguments)
         if config.enabled:
             callbacks.switch_on(config)

@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def build(shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed

@@ -35,7 +35,7 @@ def section(arena: str, **settings: Any) -> dict[str, Any]:
 
 def initialize(ftckpt_section: Any = None, data: Any = None, scheduler: Any = None, **config: Any) -> Any:
     """A tiny engine with dropout. ``scheduler`` is made from its optimizer."""
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import deepspeed
@@ -139,7 +139,7 @@ def test_remove_gives_the_loader_its_class_back(arena_root: Path) -> None:
 
 def positions(rank: int, world_size: int, arena: str, items: int, begin: int = 0) -> str:
     """A pipeline of one stage, over an iterator of so many items, without those before ``begin``."""
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import deepspeed

@@ -33,7 +33,7 @@ MICRO = ["forward", "backward", "window"]
 
 
 def build(shape: Shape, argv: Sequence[str] = ()) -> Any:
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed
@@ -271,7 +271,7 @@ def removed(rank: int, world_size: int, shape: Shape, arena: str) -> list[str]:
     import train_deepspeed
 
     import ftckpt.deepspeed
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     original = deepspeed.initialize.__wrapped__

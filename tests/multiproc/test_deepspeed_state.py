@@ -79,7 +79,7 @@ class Life:
 
 def build(shape: Shape) -> tuple[Any, Any]:
     """A job and its state."""
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed

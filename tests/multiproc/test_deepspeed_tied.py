@@ -27,7 +27,7 @@ def trained(rank: int, world_size: int, section: Any, until: int) -> tuple[list[
     """Losses, the stage's parameters at the end, and what the places of these are called."""
     import torch
 
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import deepspeed

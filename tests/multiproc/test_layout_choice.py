@@ -109,7 +109,7 @@ FLAGS = (
 )
 """Without dropout, whose masks depend on the layout, and with one size of the padded vocabulary in all layouts."""
 LOSS = re.compile(r" iteration +(\d+)/ .* lm loss: ([^ ]+) ")
-STANDIN = "import os\nif 'LOCAL_RANK' in os.environ:\n    from ftckpt import standin\n    standin.install()\n"
+STANDIN = "import os\nif 'LOCAL_RANK' in os.environ:\n    from tests.support import standin\n    standin.install()\n"
 
 
 class MegatronLM:
@@ -123,7 +123,7 @@ class MegatronLM:
         (here / "site").mkdir()
         (here / "site" / "sitecustomize.py").write_text(STANDIN)
         self.env = {
-            **os.environ, "FTCKPT_DEVICE": "" if patched else "cpu", "OMP_NUM_THREADS": "1",
+            **os.environ, "FTCKPT_DEVICE": "" if patched else "tests.support.standin:cpu", "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTHONPATH": f"{here / 'site'}:{ROOT}:{checkout}" if patched else f"{ROOT}:{checkout}",
             "NO_VCS_VERSION": "1", "PYENV_VERSION": platform.python_version(), "PYTHONWARNINGS": "ignore",

@@ -43,7 +43,7 @@ def attempt(
     *, loop: Callable[[Any, Namespace], None] | None = None,
 ) -> tuple[list[Any], int | None, str]:  # fmt: skip
     """What one life of a job logs, what it had when it was set up, and how it ended."""
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     sys.path.insert(0, str(LOOP))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.multiproc
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, os, sys
-from ftckpt import standin
+from tests.support import standin
 standin.install()
 import megatron.core, torch.distributed, train_gpt
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
@@ -96,7 +96,7 @@ def train(core: Path, out: Path, argv: list[str], runner: bool) -> tuple[list[di
     environment = {**os.environ, "PYTHONPATH": f"{core}:{ROOT}:{ROOT / 'launch'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if runner:
-        environment["FTCKPT_DEVICE"] = "cpu"
+        environment["FTCKPT_DEVICE"] = "tests.support.standin:cpu"
         command += ["-m", "ftckpt.megatron"]
         argv = [*argv, "--ftckpt"]
     ended = subprocess.run(

@@ -121,7 +121,7 @@ class DeepSpeedJob:
     """The example job under the door, restored as soon as it is made."""
 
     def __init__(self, layout: str, settings: dict[str, Any], fills: bool, argv: str = "", config: Any = None):
-        from ftckpt.standin import deepspeed as standin
+        from tests.support.standin import deepspeed as standin
 
         standin.install()
         import train_deepspeed

@@ -38,7 +38,7 @@ cat >"$WORK/stand-in/sitecustomize.py" <<'END'
 import os
 
 if "LOCAL_RANK" in os.environ:
-    from ftckpt import standin
+    from tests.support import standin
 
     standin.install()
 END
@@ -54,7 +54,7 @@ train() {
     local log=$1 site=$WORK/stand-in script=("$TREE/pretrain_gpt.py") device=
     shift
     if [ "${RUNNER:-}" = yes ]; then
-        site=$TREE device=cpu script=(-m ftckpt.megatron "$TREE/pretrain_gpt.py")
+        site=$TREE device=tests.support.standin:cpu script=(-m ftckpt.megatron "$TREE/pretrain_gpt.py")
     fi
     FTCKPT_DEVICE=$device OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo TORCHDYNAMO_DISABLE=1 \
         CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONWARNINGS=ignore PYTHONPATH="$site:$ROOT" \

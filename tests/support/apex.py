@@ -60,7 +60,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 def install(checkout: Path | None = None) -> None:
     """From here on this process has Apex, and Megatron is imported by its next user."""
-    from ftckpt.standin.megatron import install_megatron
+    from tests.support.standin.megatron import install_megatron
     from tests.support.te.optimizers import multi_tensor_applier
 
     real.put_kernels("amp_C")

@@ -90,8 +90,8 @@ class Run:
 
 def train(rank: int, world_size: int, run: Run) -> Outcome:
     """Build the example job under the import door, train and end as ``run`` says."""
-    from ftckpt.standin import deepspeed as standin
     from tests.support import faults
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed

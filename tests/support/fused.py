@@ -90,7 +90,7 @@ def train_with_deepspeed(
     rank: int, world_size: int, run: ds_jobs.Run, library: Library, options: dict[str, Any]
 ) -> jobs.Outcome:
     """The script gives the optimizer to ``deepspeed.initialize``."""
-    from ftckpt.standin.tensor import install_tensor
+    from tests.support.standin.tensor import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()
@@ -114,7 +114,7 @@ def _let_deepspeed_know(library: Library) -> None:
 
 def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, options: dict[str, Any]) -> jobs.Outcome:
     """``run`` of launch/train_plain.py, with the optimizer in the place of its own."""
-    from ftckpt.standin.tensor import install_tensor
+    from tests.support.standin.tensor import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()

@@ -248,7 +248,7 @@ class Launched:
             **{key: value for key, value in os.environ.items() if not key.startswith(launchers)},
             "PYTHONPATH": str(ROOT),
             "FTCKPT_PYTHON": sys.executable,
-            "FTCKPT_DEVICE": "cpu",
+            "FTCKPT_DEVICE": "tests.support.standin:cpu",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             OWNER_VAR: str(here),

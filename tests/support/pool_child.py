@@ -94,7 +94,7 @@ def _prepare(rank: int, settings: Settings) -> None:
 
     torch.set_num_threads(1)
     if settings.stand_in:
-        from ftckpt import standin
+        from tests.support import standin
 
         standin.install()
     if settings.on_device:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ftckpt.standin.distributed import install_distributed
+from tests.support.standin.distributed import install_distributed
 
 # The same bits in every run; and each rank's only device is the first one.
 ENVIRONMENT: Mapping[str, str] = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

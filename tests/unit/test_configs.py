@@ -180,7 +180,7 @@ def test_every_option_has_a_comment_of_its_own(path: Path) -> None:
 MEGATRON_LM = """
 import json, sys
 sys.path.insert(0, sys.argv.pop(1))
-from ftckpt import standin
+from tests.support import standin
 standin.install()
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 args = parse_args()

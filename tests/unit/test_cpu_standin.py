@@ -98,7 +98,7 @@ def pinned_loader(rank: int, world_size: int) -> None:
 def twice(rank: int, world_size: int) -> None:
     import torch
 
-    from ftckpt import standin
+    from tests.support import standin
 
     before = (torch.zeros, torch.Tensor.to, torch.distributed.new_group)
     standin.install()
@@ -126,7 +126,7 @@ def test_one_process(check: Any) -> None:
 def in_a_bad_fork(rank: int, world_size: int) -> None:
     import torch
 
-    from ftckpt import standin
+    from tests.support import standin
 
     torch.cuda._is_in_bad_fork = lambda: True
     standin.install()
@@ -250,7 +250,7 @@ def test_a_distributed_optimizer_without_fused_adam_loads() -> None:
 
 IMPORT_ORDER = """
 import sys
-from ftckpt import standin
+from tests.support import standin
 import torch
 assert not torch.cuda.is_available(), "importing must change nothing"
 standin.install()
@@ -280,7 +280,7 @@ import multiprocessing
 import sys
 import torch
 if __name__ == "__main__":
-    from ftckpt import standin
+    from tests.support import standin
     standin.install()
     # As Megatron's checkpoint writers do: the manager's process imports this file again.
     multiprocessing.get_context("spawn").Manager().Queue().put(1)
@@ -308,7 +308,7 @@ import multiprocessing
 import os
 import sys
 if __name__ == "__main__":
-    from ftckpt import standin
+    from tests.support import standin
     standin.install()
     manager = multiprocessing.get_context("spawn").Manager()
     print(manager._process.pid, flush=True)

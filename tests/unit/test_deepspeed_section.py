@@ -306,7 +306,7 @@ deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
 
 def test_a_wrong_section_ends_the_script_in_one_line_before_anything_is_built(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    ended = run(tmp_path, "SCRIPT", end=WRONG, FTCKPT_DEVICE="cpu")
+    ended = run(tmp_path, "SCRIPT", end=WRONG, FTCKPT_DEVICE="tests.support.standin:cpu")
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == "ftckpt: unknown setting 'slot' of ftckpt; did you mean slots?"
     assert "Traceback" not in ended.stderr

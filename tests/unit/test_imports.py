@@ -67,15 +67,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job",
         "convert", "frameworks",
     },
-    "standin": set(),
     "__main__": {"commands.main"},
 }  # fmt: skip
-BY_NAME = {
-    ("ftckpt.megatron.__main__", "ftckpt.standin"),
-    ("ftckpt.deepspeed.__main__", "ftckpt.standin.deepspeed"),
-}
-"""Checkpoint by name, only when FTCKPT_DEVICE=cpu asks for the stand-in."""
-
 NO_PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
 PICKLES = "ftckpt.convert.foreign.pickles"
 NO_PICKLE_NAMES = {
@@ -123,7 +116,7 @@ def modules_named(node: ast.AST, importer: str) -> Iterator[str]:
         yield from found or [base]
     elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
         arguments = [a.value for a in node.args if isinstance(a, ast.Constant)]
-        yield from (str(a) for a in arguments if (importer, a) not in BY_NAME)
+        yield from map(str, arguments)
 
 
 @functools.cache
@@ -151,7 +144,7 @@ def stage_of(module: str) -> str:
 def test_a_module_imports_only_what_its_stage_may(name: str) -> None:
     stage = stage_of(name.removeprefix("ftckpt."))
     allowed = BASE | MAY_IMPORT[stage] | {stage}
-    ours = {target for target in imports_of(name) if target.split(".")[0] == "ftckpt"}
+    ours = {target for target in imports_of(name) if target.split(".")[0] in ("ftckpt", "tests", "benchmarks")}
     wrong = {target for target in ours if not within(target.removeprefix("ftckpt."), allowed)}
     assert not wrong, f"{name} imports {sorted(wrong)}; {stage} may import {sorted(allowed)}"
 
@@ -172,14 +165,13 @@ def test_pure_data_knows_no_torch_distributed(stage: str) -> None:
 @pytest.mark.parametrize("framework", ["megatron", "deepspeed"])
 def test_a_framework_is_imported_by_its_integration_alone(framework: str) -> None:
     for name in MODULES:
-        if not within(name, {f"ftckpt.{framework}", "ftckpt.standin"}):
+        if not within(name, {f"ftckpt.{framework}"}):
             assert not any(within(target, {framework}) for target in imports_of(name)), name
 
 
 @pytest.mark.parametrize("name", list(MODULES))
 def test_nothing_reads_pickle(name: str) -> None:
-    banned = NO_PICKLE_MODULES - ({"multiprocessing"} if within(name, {"ftckpt.standin"}) else set())
-    assert not {target.split(".")[0] for target in imports_of(name)} & banned
+    assert not {target.split(".")[0] for target in imports_of(name)} & NO_PICKLE_MODULES
     for node in ast.walk(tree_of(name)):
         names = {getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "arg", None)}
         names |= {getattr(node, "name", None)} if isinstance(node, ast.alias) else set()

@@ -235,7 +235,7 @@ def test_conditions_are_what_the_table_of_events_promises(monkeypatch: pytest.Mo
     machine = conditions()
     assert {"node", *machine} == EVENTS["conditions"].fields.keys()
     assert {"python", "torch", "ftckpt"} <= machine["versions"].keys() and machine["memory_bytes"] > 2**20
-    monkeypatch.setenv("FTCKPT_DEVICE", "cpu")
+    monkeypatch.setenv("FTCKPT_DEVICE", "tests.support.standin:cpu")
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "")
     assert (conditions()["cpu"], conditions()["device"]) == (platform.machine(), "cpu")
 

@@ -72,10 +72,11 @@ def test_a_script_that_does_not_exist_is_named_with_the_usage(name: str) -> None
     assert ended.stderr == f"ftckpt: script {name!r} does not exist; usage: {USAGE}\n"
 
 
-def test_a_wrong_device_names_the_accepted_ones(tmp_path: Path) -> None:
-    ended = run(script(tmp_path), "--ftckpt", device="gpu")
+@pytest.mark.parametrize("device", ["cpu", "tests.support.standin", "tests.support.standin:gpu", ":cpu"])
+def test_a_stand_in_that_is_none_is_named(tmp_path: Path, device: str) -> None:
+    ended = run(script(tmp_path), "--ftckpt", device=device)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "ftckpt: FTCKPT_DEVICE: 'gpu' is not one of cpu, cuda\n"
+    assert ended.stderr.startswith(f"ftckpt: FTCKPT_DEVICE: {device!r} is not MODULE:NAME of a stand-in: ")
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -115,7 +116,7 @@ def test_the_stand_in_is_installed_before_the_script(tmp_path: Path) -> None:
     end = "import torch\nprint(torch.cuda.is_available(), torch.zeros(1, device='cuda').device.type)"
     # What the imports have made is no matter of the collector's, which looks at the script's own as ever.
     end += "\nimport gc\nprint(gc.get_freeze_count() > 10**5, gc.isenabled())"
-    ended = run(script(tmp_path, end), device="cpu")
+    ended = run(script(tmp_path, end), device="tests.support.standin:cpu")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[1:] == ["True cpu", "True True"]
 

@@ -98,7 +98,7 @@ def test_kits_are_written_without_a_checkout(environment: Path, tmp_path: Path) 
 def test_a_job_from_the_wheel_alone_goes_on_after_a_kill(environment: Path, tmp_path: Path, arena_root: Path) -> None:
     program, python = environment / "bin/ftckpt", environment / "bin/python"
     subprocess.run([program, "init", "torchrun", "."], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    env = {**os.environ, "FTCKPT_PYTHON": str(python), "FTCKPT_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "FTCKPT_PYTHON": str(python), "OMP_NUM_THREADS": "1"}
     words = ["--job", "first", "--nproc", "2", "--runner", "none", "launch/train_plain.py", "--iterations", "300"]
     command = ["bash", "launch/torchrun.sh", *words, "--ftckpt", f"--ftckpt-arena={arena_root}"]
     log = tmp_path / "log"

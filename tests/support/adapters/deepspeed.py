@@ -29,7 +29,7 @@ CONFIGURATIONS: dict[str, ds_jobs.Shape] = {
 
 class DeepSpeedJob(ScriptJob):
     def __init__(self, shape: ds_jobs.Shape) -> None:
-        from ftckpt.standin import deepspeed as standin
+        from tests.support.standin import deepspeed as standin
 
         standin.install()
         import train_deepspeed

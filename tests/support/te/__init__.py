@@ -33,7 +33,7 @@ def install(of_release: str, checkout: Path | None = None, experts: bool = False
     """From here on this process has Transformer Engine, and Megatron is imported by its next user."""
     global release
     release = of_release
-    from ftckpt.standin.megatron import install_megatron
+    from tests.support.standin.megatron import install_megatron
     from tests.support.te import fp8, kernels, modules, optimizers
 
     tree = {

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 # As `-c` starts the child, its sys.path need not hold this package yet: the parent's is passed on later.
 _PROLOGUE = (
-    f"import sys; sys.path.append({_ROOT!r}); from ftckpt import standin; standin.install(); "
-    "from ftckpt.standin import spawn; spawn.end_with({parent}); "
+    f"import sys; sys.path.append({_ROOT!r}); from tests.support import standin; standin.install(); "
+    "from tests.support.standin import spawn; spawn.end_with({parent}); "
 )
 _POLL_SECS = 0.5
 

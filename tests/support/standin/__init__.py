@@ -1,6 +1,6 @@
 """The CPU stand-in for CUDA: unmodified Megatron trains on a machine without a GPU, over gloo.
 
-For tests and the demo (FTCKPT_DEVICE=cpu). What is stood in, and why:
+For tests, benchmarks and the demo: FTCKPT_DEVICE=tests.support.standin:cpu. What is stood in, and why:
 
 * `torch.cuda` (cuda.py): Megatron refuses to start without it, and waits on its streams.
 * tensor factories and `Tensor` methods (tensor.py): `device="cuda"` is written out everywhere.
@@ -17,13 +17,27 @@ import os
 import warnings
 from typing import Any
 
-from ftckpt.standin.cuda import install_cuda
-from ftckpt.standin.distributed import install_distributed
-from ftckpt.standin.megatron import install_megatron
-from ftckpt.standin.spawn import install_spawn
-from ftckpt.standin.tensor import install_tensor
+import torch
+
+from tests.support.standin.cuda import install_cuda
+from tests.support.standin.distributed import install_distributed
+from tests.support.standin.megatron import install_megatron
+from tests.support.standin.spawn import install_spawn
+from tests.support.standin.tensor import install_tensor
 
 _installed = False
+
+
+def cpu(framework: str) -> None:
+    """Prepare this process to train with ``framework``; what the runners call by FTCKPT_DEVICE."""
+    if framework == "deepspeed":
+        from tests.support.standin import deepspeed
+
+        deepspeed.install()
+    else:
+        install()
+        # As many ranks as cores, or more: threads of each would get in each other's way.
+        torch.set_num_threads(1)
 
 
 def install() -> None:
