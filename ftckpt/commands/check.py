@@ -22,10 +22,9 @@ from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.check_host import arena_problem, look_at_host
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
 from ftckpt.commands.node_memory_option import add_node_memory
-from ftckpt.commands.page import aligned
 from ftckpt.errors import ConfigError, FtckptError, in_words
 from ftckpt.model import codec
-from ftckpt.model.text import listed
+from ftckpt.model.text import aligned, listed
 from ftckpt.units import sized
 
 _AREAS = ("host", "device", "network")

@@ -72,12 +72,18 @@ class AttemptRecord:
         self._has_snapshot = False
         self._node_dir: Path | None = None  # where this rank leads its node
         self._found: dict[str, LastAttempt] = {}  # by the node
-        self._ends: list[str] = []
+        self.ends: list[str] = []
+        """What nodes have seen of how the attempt before this one ended, the cause first; from ``begin`` on."""
         self._runs: tuple[str, ...] = ()
         self.record: FailureRecord | None = None
         """What the next start is to know of failures; from ``learn`` on."""
         self._is_kept = False
         self._next_secs = 0.0  # when training tells again that it goes on
+
+    @property
+    def launch(self) -> str:
+        """The name of the launcher run; "" on ranks that do not speak for it, and where it has none."""
+        return self._run.name
 
     def begin(self, sights: Sequence[AttemptSight]) -> None:
         """Refuse what would fail as the attempts before it did: a launcher that has no such rule goes on for days.
@@ -92,7 +98,7 @@ class AttemptRecord:
         members = [*zip(self._topology.members, sights, strict=True)]
         self._found = {member.node: one.last for member, one in members if one.last is not None}
         told = sorted(((member.node, end) for member, one in members for end in one.ends), key=lambda of: of[1].order)
-        self._ends = [f"node {node}: {end.text}" for node, end in told[:_MOST_ENDS]]
+        self.ends = [f"node {node}: {end.text}" for node, end in told[:_MOST_ENDS]]
         # The least: a node that comes and goes has failed in a row while others made snapshots.
         starts = min((one.starts for one in sights if one.starts >= 0), default=0)
         if starts >= MOST_STARTS:
@@ -119,17 +125,17 @@ class AttemptRecord:
         kind = ended_by(last and last.record, StartFacts(self._found, self._runs, lost, taken_back))
         if kind == NODE and last is not None:
             gone = sorted(set(last.record.nodes) - set(self._found))
-            self._ends.insert(0, f"nothing is left in the memory of node(s) {listed(gone)}")
+            self.ends.insert(0, f"nothing is left in the memory of node(s) {listed(gone)}")
         begins = FailureRecord(self._config.job, 1, owner, nodes, self._runs, time.time())
-        self.record = next_record(last, kind, begins).with_ends(self._ends)
+        self.record = next_record(last, kind, begins).with_ends(self.ends)
         rates = expected(mtbf_secs(check_mtbf(self._config.mtbf), len(nodes)), self.record, len(nodes))
         self._events.emit(
-            "failures", last=kind, attempt=self.record.number, nodes=len(nodes), ends=self._ends,
+            "failures", last=kind, attempt=self.record.number, nodes=len(nodes), ends=self.ends,
             seen={one: rate.seen for one, rate in rates.items()}, secs={one: r.secs for one, r in rates.items()},
             given_secs={one: r.given_secs for one, r in rates.items()},
             mtbf_secs={one: r.mtbf_secs for one, r in rates.items()},
         )  # fmt: skip
-        for text in self._ends:
+        for text in self.ends:
             self._events.announce(f"how the attempt before this one ended: {text}")
         if last is not None:
             self._events.announce(f"failures: {in_words(rates)}")

@@ -255,7 +255,10 @@ class Checkpointer:
         rank.attempt.keep()
         shard.supply()
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()
-        self.events.emit("restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs)
+        self.events.emit(
+            "restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs,
+            ends=rank.attempt.ends,
+        )  # fmt: skip
         self.events.announce(
             f"job {self.config.job}, {len(self.topology.members)} ranks: {now.where}, in {secs:.1f} s"
         )
