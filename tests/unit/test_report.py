@@ -411,7 +411,7 @@ def values() -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_broken_lines_are_left_out_and_break_nothing(tmp_path: Path, data: st.DataObject) -> None:
     directory = tmp_path / "events"
