@@ -59,7 +59,10 @@ EVENTS: dict[str, EventKind] = {
         "the file system of this log did not take lines for so long that some were left out", lines="how many"
     ),
     # A rank's session.
-    "joined": _quiet("restore() begins", job="name", node="name"),
+    "joined": _quiet(
+        "restore() begins", job="name", node="name",
+        launch="name of the launcher run, from the rank that speaks for it on its node",
+    ),
     "conditions": _quiet(
         "what a node trains with", node="name", cpu="its name", cores="that this rank may use",
         memory_bytes="of the node", device="its name; cpu", versions="of what this rank has loaded",
@@ -86,6 +89,7 @@ EVENTS: dict[str, EventKind] = {
     "restored": _quiet(
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
         source="where it came from", blocked_secs="time in restore()",
+        ends="what nodes saw of how the attempt before ended, the cause first",
         ends="what nodes saw of how the attempt before ended, the cause first",
     ),
     "ranks_ended": _quiet(

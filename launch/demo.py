@@ -35,12 +35,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftckpt.commands import page
-from ftckpt.commands.event_log import EventLogError, count
+from ftckpt.commands.event_log import count
 from ftckpt.commands.history import PARTS, Recovery, read_history
-from ftckpt.commands.report import Additions, restart_table, write_report
-from ftckpt.commands.timeline import remove_timeline, write_timeline
-from ftckpt.commands.tracks import read_tracks
+from ftckpt.commands.report import write_report
+from ftckpt.commands.sections import Additions, Section, restart_table
+from ftckpt.model.text import aligned, human
 from launch.demo_job import (
     FRAMEWORKS,
     LAYOUTS,
@@ -212,7 +211,7 @@ def cost_table(restarts: Sequence[Recovery]) -> str:
         numbers = (str(one.iteration), str(one.restored_iteration), str(one.iterations_lost))
         secs = (*one.parts.values(), one.total_secs)
         rows.append((one.name, *numbers, one.source, *(f"{value:.2f} s" for value in secs)))
-    return page.aligned(rows, 0)
+    return aligned(rows, 0)
 
 
 def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[str, Any], list[Run]]:
@@ -305,7 +304,6 @@ def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequ
     history = write_report(runs[1].folder, report, additions_of(summary, runs))
     summary["conditions"] = history.conditions
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    draw_timeline(runs[1], out)
     exact, reshapes = summary["bit_exact"], summary["reshapes"]
     differences = [difference for reshape in reshapes for difference in reshape["differences"]]
     for difference in [*summary["differences"], *differences][:_MOST_NAMED]:
@@ -334,15 +332,6 @@ def _differ(verdict: dict[str, Any]) -> str:
     return f"{len(verdict['differences'])} differences"
 
 
-def draw_timeline(run: Run, out: Path) -> None:
-    """Picture and trace of one iteration, if the run left one."""
-    remove_timeline(out)  # of an earlier demo
-    try:
-        write_timeline(read_tracks(run.folder), out)
-    except EventLogError as error:
-        print(f"demo: no timeline: {error}", file=sys.stderr)
-
-
 def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
     """What the page says beyond the events of the run: the verdict, the reference, what was compared."""
     exact, reshapes, faults = summary["bit_exact"], summary["reshapes"], summary["faults"]
@@ -358,7 +347,7 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
             "disturbed. Each restart took its snapshot from the memory of the nodes; storage held none."
         )
         if nbytes := sum(fault["rebuilt_bytes"] for fault in faults):
-            text += f" What lay in the memory of a lost node, {page.size(nbytes)}, was rebuilt from parity."
+            text += f" What lay in the memory of a lost node, {human(nbytes)}, was rebuilt from parity."
     lost = [difference for reshape in reshapes for difference in reshape["differences"]]
     differences = lost if reshaped else summary["differences"]
     if not good:
@@ -373,7 +362,7 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
             *([kind, f"{num:,}"] for kind, num in compared.items()),
         ]
         note = "Losses as hexadecimal floats, tensors as SHA-256 of their bytes, of every rank."
-        sections.append(page.card("What was compared", note, page.table(["kind", "compared"], rows)))
+        sections.append(Section("What was compared", note, heads=["kind", "compared"], rows=rows))
     return Additions(
         title=f"Not {equal}" if not good else equal[0].upper() + equal[1:],
         text=text,
@@ -392,15 +381,13 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
     )
 
 
-def _reshape_section(reshape: dict[str, Any]) -> str:
+def _reshape_section(reshape: dict[str, Any]) -> Section:
     """A scene after which the job goes on in another layout."""
     num = sum(reshape["tensors_compared"].values())
     verdict = f"{num} logical tensors, all equal to the reference in every bit"
     if not reshape["bit_equal"]:
         verdict = f"{_differ(reshape)} of {num}: {', '.join(reshape['differences'][:5])}"
-    moved = (
-        f"{page.size(reshape['read_bytes'])} read, {page.size(reshape['received_bytes'])} received from other ranks"
-    )
+    moved = f"{human(reshape['read_bytes'])} read, {human(reshape['received_bytes'])} received from other ranks"
     rows = {
         "weights, masters, moments, steps": verdict,
         "moved": moved,
@@ -413,7 +400,7 @@ def _reshape_section(reshape: dict[str, Any]) -> str:
     )
     heads, cells = restart_table([Recovery(**reshape["restart"])])
     title = "Another layout" if reshape["scene"] == SHRINK else "Another layout, from storage"
-    return page.card(title, note, page.table(heads, cells), page.terms(rows, "note terms"))
+    return Section(title, note, heads=heads, rows=cells, terms=rows)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ megatron | deepspeed) ;;
 *) fail "--framework: '$framework' is not one of megatron, deepspeed" ;;
 esac
 
-prepare "$framework,metrics"
+prepare "$framework,metrics,report"
 cd "$ROOT"
 export PYTHONUNBUFFERED=1
 exec "$PYTHON" -m launch.demo "$@"

@@ -1,26 +1,28 @@
-"""One attempt of a run: what its ranks left of it, and how old its snapshots were."""
+"""One attempt of a run: the events of its ranks, and the ages of its snapshots."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Age:
-    """At the boundary of ``iteration``: how many iterations older the newest whole and protected snapshots were."""
+class Age(NamedTuple):
+    """At the boundary of ``iteration``: how many iterations older the newest committed, protected and persisted
+    snapshots were; None: there was none."""
 
     iteration: int
-    whole: int | None
+    committed: int | None
     protected: int | None
+    persisted: int | None = None
 
 
 @dataclass
 class SnapshotTimes:
-    """What became of one snapshot; ``copied`` and ``checked`` have a bit for each rank or shard."""
+    """When a snapshot reached each state; ``copied`` and ``checked`` have a bit for each rank or shard."""
 
     boundary_at: float = 0.0
     copied: int = 0
@@ -28,8 +30,9 @@ class SnapshotTimes:
     checked: int = 0
     checked_at: float = 0.0
     protected_at: float = math.inf
+    persisted_at: float = math.inf
 
-    def whole_at(self, num_ranks: int) -> float:
+    def committed_at(self, num_ranks: int) -> float:
         """When all ranks had copied it, or the SMPs had checked all of it."""
         times = [(self.copied.bit_count(), self.copied_at), (self.checked.bit_count(), self.checked_at)]
         return min((time for num, time in times if num >= num_ranks), default=math.inf)
@@ -37,25 +40,26 @@ class SnapshotTimes:
 
 @dataclass
 class Attempt:
-    """One start of all ranks that came to train; a lineage is its name."""
+    """One start of all ranks that restored; its lineage is its name."""
 
     start: int | None = None
-    source: str | None = None
+    source: str = ""
+    ends: list[str] = field(default_factory=list)
+    """How the attempt before it ended, the cause first."""
+    launches: set[str] = field(default_factory=set)
     layout: str = ""
     joined_at: float = 0.0
     restored_at: float = 0.0
     rebuild_secs: float = 0.0
     boundary_at: float = 0.0
     last_iteration: int = 0
-    sources: set[str] = field(default_factory=set)
     rebuilt_shards: set[str] = field(default_factory=set)
     rebuilt_bytes: int = 0
     nodes: set[str] = field(default_factory=set)
     pids: set[int] = field(default_factory=set)
     last_signs: dict[int, float] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
-    abandoned: Counter[int] = field(default_factory=Counter)
-    marks: dict[int, SnapshotTimes] = field(default_factory=lambda: defaultdict(SnapshotTimes))
+    snapshots: dict[int, SnapshotTimes] = field(default_factory=lambda: defaultdict(SnapshotTimes))
 
     @property
     def restore_secs(self) -> float:
@@ -72,35 +76,34 @@ class Attempt:
         """Whether every rank closed ftckpt."""
         return self.closed >= self.last_signs.keys()
 
-    def ages(self) -> Iterator[Age]:
-        """How old snapshots were at each boundary, iterations in order."""
-        num = len(self.last_signs)
-        whole = _Newest((mark.whole_at(num), iteration) for iteration, mark in self.marks.items())
-        protected = _Newest((mark.protected_at, iteration) for iteration, mark in self.marks.items())
-        # What was restored is whole; whether it is protected is only known once this attempt has protected it.
-        for iteration, mark in sorted(self.marks.items()):
-            if mark.boundary_at:
-                newest_whole = whole.at(mark.boundary_at)
-                newest_protected = protected.at(mark.boundary_at)
-                if newest_whole is None:
-                    newest_whole = self.start
-                yield Age(
-                    iteration,
-                    None if newest_whole is None else max(0, iteration - newest_whole),
-                    None if newest_protected is None else max(0, iteration - newest_protected),
-                )
+    def ages(self, stored: int | None = None) -> Iterator[Age]:
+        """The ages at each boundary, iterations in order. ``stored``: the newest on storage when it started."""
+        num, times = len(self.last_signs), self.snapshots.items()
+        # What was restored is committed; whether it is protected is only known once this attempt has protected it.
+        committed = _Newest(self.start, ((one.committed_at(num), iteration) for iteration, one in times))
+        protected = _Newest(None, ((one.protected_at, iteration) for iteration, one in times))
+        persisted = _Newest(stored, ((one.persisted_at, iteration) for iteration, one in times))
+        for iteration, one in sorted(times):
+            if at := one.boundary_at:
+                yield Age(iteration, *(newest.age(iteration, at) for newest in (committed, protected, persisted)))
+
+    @property
+    def persisted(self) -> list[int]:
+        """The snapshots that it brought to storage."""
+        return [iteration for iteration, one in self.snapshots.items() if one.persisted_at < math.inf]
 
     def lags(self) -> Iterator[tuple[int, float]]:
         """Seconds from the boundary of each snapshot until it was protected."""
-        for iteration, mark in sorted(self.marks.items()):
-            if mark.boundary_at and mark.protected_at < math.inf:
-                yield iteration, max(0.0, mark.protected_at - mark.boundary_at)
+        for iteration, one in sorted(self.snapshots.items()):
+            if one.boundary_at and one.protected_at < math.inf:
+                yield iteration, max(0.0, one.protected_at - one.boundary_at)
 
 
 class _Newest:
-    """The newest iteration that something had come to by a time; asked for times in any order."""
+    """The newest iteration that had reached a state by a time; asked for times in any order."""
 
-    def __init__(self, times: Iterator[tuple[float, int]]) -> None:
+    def __init__(self, first: int | None, times: Iterator[tuple[float, int]]) -> None:
+        self._first = first
         self._times: list[float] = []
         self._newest: list[int] = []
         for time, iteration in sorted(times):
@@ -108,6 +111,7 @@ class _Newest:
                 self._times.append(time)
                 self._newest.append(max(iteration, self._newest[-1] if self._newest else iteration))
 
-    def at(self, time: float) -> int | None:
-        place = bisect_right(self._times, time)
-        return self._newest[place - 1] if place else None
+    def age(self, iteration: int, at: float) -> int | None:
+        place = bisect_right(self._times, at)
+        newest = self._newest[place - 1] if place else self._first
+        return None if newest is None else max(0, iteration - newest)

@@ -112,20 +112,23 @@ def note_of_choice(chosen: EventLog, others: set[str]) -> list[str]:
     return [f"taken from {chosen.directory}, the newest; there are also {listed(names)}"] if names else []
 
 
-_MOST_DIGITS = 20
-"""Of a whole number in a line: what is longer no rank has written, and a few hundred are too many for a float."""
+_MAX_NUMBER = 1e15
+"""No time, size or duration of a run is larger, and a page of one that is would have no end."""
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+def _float(text: str) -> float | None:
+    value = float(text)
+    return value if abs(value) < _MAX_NUMBER else None
+
+
+def _int(digits: str) -> int | None:
+    return int(digits) if len(digits) < 16 else None
 
 
 def parse_line(line: bytes) -> Mapping[str, Any] | None:
-    """The fields of a line of JSON; None where it is none."""
+    """The fields of a line of JSON, with null for numbers that no run has; None where it is none."""
     try:
-        fields = json.loads(line, parse_int=_integer)
+        fields = json.loads(line, parse_int=_int, parse_float=_float, parse_constant=lambda name: None)
     except (ValueError, RecursionError):  # deep nesting is broken too
         return None
     return fields if isinstance(fields, dict) else None
@@ -133,12 +136,11 @@ def parse_line(line: bytes) -> Mapping[str, Any] | None:
 
 def whole_number(value: Any) -> int:
     """``value`` of a line as a count. Raises ValueError where it is none."""
-    # True is an int; from 2**53 on a JSON reader that knows floats alone would have rounded.
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def count(num: int, noun: str) -> str:
-    """``1 fault``, ``2 faults``: the noun takes an s where there is not one."""
-    return f"{num} {noun}{'s' * (num != 1)}"
+def count(num: int, noun: str, nouns: str = "") -> str:
+    """``1 fault``, ``2 faults``; ``nouns`` is a plural of another kind."""
+    return f"{num} {noun if num == 1 else nouns or noun + 's'}"

@@ -1,8 +1,7 @@
-"""What a run went through, from the events that its ranks and SMPs left: attempts, restarts, what snapshots cost,
-how old they were, and what protected them.
+"""The history of a run, from the events of its ranks and SMPs: attempts, restarts and their causes, the cost of
+snapshots, their ages and protection.
 
-Files are read line by line, each of them once; what is remembered grows with the iterations of the run and not
-with its ranks.
+Files are read line by line, each of them once. Memory grows with the iterations of the run and not with its ranks.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ import json
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ftckpt.commands.attempts import Attempt
-from ftckpt.commands.charts import pieces
+from ftckpt.commands.attempts import Age, Attempt
 from ftckpt.commands.event_log import (
     MOST_LINE_BYTES,
     EventLog,
+    count,
     event_logs,
     is_log,
     note_of_choice,
@@ -33,22 +31,21 @@ from ftckpt.commands.event_log import (
 from ftckpt.events import EVENTS
 
 PARTS = ("detect", "rejoin", "rebuild", "load", "first-step")
-"""What the time from a fault to the first boundary after it is made of."""
+"""The parts of the time from a fault to the first boundary after it."""
 
 Line = Mapping[str, Any]
+Losses = list[tuple[int, float]]
 
 _REMEDY = "run with --ftckpt-events DIR"
-_MOST_RANKS = 64
-"""BlockedTime time is remembered of so many ranks: a median does not need them all."""
-_MOST_DETAIL = 240
-_MOST_NUMBER = 1e15
-"""No time or duration comes near; what does would make a chart without end."""
+_MAX_RANKS = 64
+"""Blocked time is remembered of so many ranks: a median does not need them all."""
+_MAX_DETAIL = 240
 _WHO = ("time", "event", "rank", "process", "pid")
 
 
 @dataclass(frozen=True)
 class FaultNote:
-    """What somebody who injected a fault wrote beside the events: an event ``fault``."""
+    """An event ``fault``, as somebody who injects faults writes it beside the events of ranks."""
 
     time: float
     name: str
@@ -59,18 +56,23 @@ class FaultNote:
 
 @dataclass(frozen=True)
 class Recovery:
-    """From one attempt to the next.
+    """The way from one attempt to the next.
+
+    ``cause``: how the old attempt ended, as its nodes saw it. ``source``: ``memory``, ``storage``, or the sources of
+    lost shards, joined by ``+``; ``nothing``: training started over. ``is_failure``: the launcher of the old attempt
+    started the new one, or a fault was noted; otherwise somebody launched the job again.
 
     ``struck_at``: when the fault was noted, or else when the first rank fell silent. ``detect``: from then until the
     last process of that attempt was gone (or fell silent). ``rejoin``: until the last rank had joined. ``rebuild``:
-    how long lost shards were made anew from parity, on the slowest rank; ``load``: the rest, until all had restored.
-    ``first-step``: until all ranks had passed a boundary. ``starts``: attempts it took, those that did not come to
-    train included. ``source``: ``memory``, or what lost shards were rebuilt from, joined by ``+``, or ``nothing``.
-    ``layout``: from which to which, where it changed.
+    reconstruction of lost shards from parity, on the slowest rank; ``load``: the rest, until all had restored.
+    ``first-step``: until all ranks had passed a boundary. ``starts``: that it took, those that were refused or ended
+    before they had restored included. ``layout``: from which to which, where it changed.
     """
 
     name: str
-    label: str
+    cause: str
+    source: str
+    is_failure: bool
     ranks: tuple[int, ...]
     iteration: int
     struck_at: float
@@ -79,7 +81,6 @@ class Recovery:
     iterations_lost: int
     parts: Mapping[str, float]
     trained: bool
-    source: str
     starts: int
     rebuilt_shards: tuple[str, ...] = ()
     rebuilt_bytes: int = 0
@@ -113,7 +114,7 @@ class Alarm:
 
 @dataclass
 class RunHistory:
-    """All of it. ``losses``: (iteration, loss) in the order in which they were logged, or none."""
+    """The history of a run. ``losses``: (iteration, loss) in the order in which they were logged."""
 
     directory: Path
     began_at: float
@@ -124,9 +125,25 @@ class RunHistory:
     iteration_secs: float
     protection: Line | None
     alarms: dict[str, Alarm]
-    losses: list[tuple[int, float]]
+    losses: Losses
     conditions: list[Line]
     notes: list[str]
+
+    @property
+    def failures(self) -> list[Recovery]:
+        """The restarts after failures, without launches by somebody."""
+        return [restart for restart in self.restarts if restart.is_failure]
+
+    def ages(self) -> Iterator[Age]:
+        """The ages of snapshots at each boundary."""
+        on_storage: set[int] = set()
+        for attempt in self.attempts:
+            # What is newer than the snapshot that an attempt started from was rolled back.
+            on_storage = {one for one in on_storage if one <= (attempt.start or 0)}
+            if attempt.source == "storage" and attempt.start is not None:
+                on_storage.add(attempt.start)
+            yield from attempt.ages(max(on_storage, default=None))
+            on_storage.update(attempt.persisted)
 
 
 def read_history(run: Path) -> RunHistory:
@@ -139,66 +156,47 @@ def read_history(run: Path) -> RunHistory:
     log = max(logs, key=_began_at)
     reader = _Reader(log)
     for number, path in enumerate(log.rank_files):
-        reader.read_rank(path, sampled=number % math.ceil(len(log.rank_files) / _MOST_RANKS) == 0)
+        reader.read_rank(path, is_sampled=number % math.ceil(len(log.rank_files) / _MAX_RANKS) == 0)
     attempts = reader.sorted_attempts()
     for path in log.other_files:
         reader.read_other(path, attempts)
+    losses, num_odd = read_losses([log.directory, log.directory.parent, run])
+    restarts = list(reader.restarts(attempts, losses))
     notes = note_of_choice(log, {str(other.directory) for other in logs})
-    restarts_end = attempts[-1].joined_at if attempts else 0.0
-    notes += [
-        f"fault {note.name} was noted and no attempt followed" for note in reader.faults if note.time > restarts_end
-    ]
-    losses, num_left_out = read_losses([log.directory, log.directory.parent, run])
-    if num_left_out:
-        notes.append(f"{num_left_out} logged losses are no finite numbers and not drawn")
     return RunHistory(
-        directory=log.directory,
-        began_at=_began_at(log),
-        job=reader.job,
-        attempts=attempts,
-        restarts=list(reader.restarts(attempts, losses)),
-        blocked=reader.blocked_by_iteration(),
-        iteration_secs=median(reader.iteration_secs) if reader.iteration_secs else 0.0,
-        protection=reader.protection,
-        alarms=reader.alarms,
-        losses=losses,
-        conditions=list(reader.conditions.values()),
-        notes=notes + log.notes,
-    )
+        log.directory, _began_at(log), reader.job, attempts, restarts, reader.blocked_by_iteration(),
+        median(reader.iteration_secs) if reader.iteration_secs else 0.0, reader.protection, reader.alarms, losses,
+        list(reader.conditions.values()),
+        [*notes, *reader.notes(attempts, num_odd), *log.notes],
+    )  # fmt: skip
 
 
-def read_losses(directories: Sequence[Path]) -> tuple[list[tuple[int, float]], int]:
+def read_losses(directories: Iterable[Path]) -> tuple[Losses, int]:
     """(iteration, loss) from the first of these directories with a file of JSON lines that have both, as the example
     scripts write them; and how many were no finite numbers."""
     for directory in directories:
         for path in sorted(directory.glob("*.jsonl")):
             rows = list(_loss_lines(path)) if is_log(path) else []
             if rows:
-                finite = [row for row in rows if math.isfinite(row[1])]
+                finite = [(iteration, loss) for iteration, loss in rows if loss is not None]
                 return finite, len(rows) - len(finite)
     return [], 0
 
 
-def _loss_lines(path: Path) -> Iterator[tuple[int, float]]:
+def _loss_lines(path: Path) -> Iterator[tuple[int, float | None]]:
     with open(path, "rb") as file:
         while line := file.readline(MOST_LINE_BYTES):
             fields = parse_line(line) if line.endswith(b"\n") else None
-            if fields is None:
-                continue
-            if "event" in fields:  # an event log
+            if fields is not None and "event" in fields:  # an event log
                 return
-            with suppress(KeyError, ValueError):
-                loss = fields["loss"]
-                # A loss may be NaN or infinite; that one is counted, and not drawn.
-                odd = isinstance(loss, float) and not abs(loss) < _MOST_NUMBER
-                yield whole_number(fields["iteration"]), math.nan if odd else _number(loss)
+            match fields:
+                case {"iteration": int(iteration), "loss": int() | float() | None as loss}:
+                    yield iteration, loss
 
 
 def _began_at(log: EventLog) -> float:
-    for _, line in log.lines(log.rank_files[0]):
-        with suppress(KeyError, ValueError):
-            return _number(line["time"])
-    return 0.0
+    times = (line.get("time") for _, line in log.lines(log.rank_files[0]))
+    return next((float(time) for time in times if isinstance(time, int | float)), 0.0)
 
 
 class _Reader:
@@ -208,8 +206,10 @@ class _Reader:
         self._log = log
         self.attempts: dict[str, Attempt] = defaultdict(Attempt)
         self.blocked: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+        self.fruitless: list[tuple[int, float]] = []
+        """The rank and the time of starts that did not restore."""
         self._shards: dict[str, int] = {}
-        self.faults: list[FaultNote] = []
+        self._faults: list[FaultNote] = []
         self._ended: dict[int, float] = {}
         self.job = ""
         self.iteration_secs: list[float] = []
@@ -221,34 +221,35 @@ class _Reader:
         # By time: lineages are random, and files of ranks show no order between attempts.
         return sorted(self.attempts.values(), key=lambda attempt: attempt.restored_at)
 
-    def read_rank(self, path: Path, sampled: bool) -> None:
-        """A rank's file; ``sampled``: blocked times are remembered too."""
-        rank = _RankFile(self, int(path.stem.removeprefix("rank")), sampled)
+    def read_rank(self, path: Path, is_sampled: bool) -> None:
+        """Read a rank's file; ``is_sampled``: blocked times are remembered too."""
+        rank = _RankFile(self, int(path.stem.removeprefix("rank")), is_sampled)
         self._read(path, rank.take)
+        self.fruitless += rank.fruitless()
 
     def read_other(self, path: Path, attempts: Sequence[Attempt]) -> None:
-        """The file of an SMP, or notes of somebody else's."""
+        """Read the file of an SMP, or notes of somebody else's."""
         begins = [attempt.joined_at for attempt in attempts]
 
         def take(line: Line) -> None:
             # An SMP outlives attempts and does not know their lineages: time tells.
-            place = bisect_right(begins, _number(line["time"])) - 1
+            place = bisect_right(begins, line["time"]) - 1
             if line["event"] == "fault":
-                self.faults.append(_fault_note(line))
+                self._faults.append(_fault_note(line))
             elif line["event"] == "ended":
-                self._ended[whole_number(line["pid"])] = _number(line["time"])
+                self._ended[whole_number(line["pid"])] = line["time"]
             elif line["event"] == "checked" and place >= 0:
-                mark = attempts[place].marks[whole_number(line["iteration"])]
+                snapshot = attempts[place].snapshots[whole_number(line["iteration"])]
                 # A bit for each shard: a set for each iteration would grow with ranks times iterations.
-                mark.checked |= 1 << self._shards.setdefault(str(line["shard"]), len(self._shards))
-                mark.checked_at = max(mark.checked_at, _number(line["time"]))
+                snapshot.checked |= 1 << self._shards.setdefault(str(line["shard"]), len(self._shards))
+                snapshot.checked_at = max(snapshot.checked_at, line["time"])
 
         self._read(path, take)
 
     def _read(self, path: Path, take: Callable[[Line], None]) -> None:
         for _, line in self._log.lines(path):
             try:
-                time = _number(line["time"])
+                time = line["time"] + 0.0
                 take(line)
                 if (kind := EVENTS.get(line["event"])) is not None and kind.loud:
                     self._alarm(line, time)
@@ -260,12 +261,27 @@ class _Reader:
         alarm.num += 1
         alarm.who.add(str(line.get("process", f"rank {line.get('rank')}")))
         if time < alarm.first_at:
-            fields = {name: value for name, value in line.items() if name not in _WHO}
-            text = json.dumps(fields, ensure_ascii=False)
-            alarm.first_at, alarm.detail = time, text if len(text) <= _MOST_DETAIL else f"{text[:_MOST_DETAIL]}…"
+            text = json.dumps({name: value for name, value in line.items() if name not in _WHO}, ensure_ascii=False)
+            alarm.first_at, alarm.detail = time, text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}…"
+
+    def notes(self, attempts: Sequence[Attempt], num_odd_losses: int) -> Iterator[str]:
+        """Remarks on what the rest of a history does not show."""
+        last_start = attempts[-1].joined_at if attempts else 0.0
+        for note in self._faults:
+            if note.time > last_start:
+                yield f"fault {note.name} was noted and no attempt followed"
+        refused = {
+            rank
+            for rank, time in self.fruitless
+            if any(one.joined_at < time < one.last_signs.get(rank, 0.0) for one in attempts)
+        }
+        if refused:
+            yield f"a launch during an attempt was refused on {count(len(refused), 'rank')}"
+        if num_odd_losses:
+            yield f"{num_odd_losses} logged losses are no finite numbers and not drawn"
 
     def blocked_by_iteration(self) -> dict[int, BlockedTime]:
-        """What snapshots cost; of an iteration that was trained again the last attempt counts."""
+        """The cost of snapshots; of an iteration that was trained again the last attempt counts."""
         return {
             iteration: BlockedTime(
                 median(boundary for boundary, _ in ranks.values()),
@@ -275,24 +291,23 @@ class _Reader:
             for iteration, ranks in sorted(self.blocked.items())
         }
 
-    def restarts(self, attempts: Sequence[Attempt], losses: Sequence[tuple[int, float]]) -> Iterator[Recovery]:
-        """One between each two attempts, but where a job that had ended well was launched again."""
-        logged, pairs = pieces(losses), list(pairwise(attempts))
+    def restarts(self, attempts: Sequence[Attempt], losses: Losses) -> Iterator[Recovery]:
+        """One between each two attempts, except where a job that had ended well was launched again."""
+        logged, pairs = ascending_runs(losses), list(pairwise(attempts))
         for number, (old, new) in enumerate(pairs, 1):
             back = new.start or 0
             later = [before.last_iteration for before, after in pairs[number:] if (after.start or 0) == back]
             finished = _take_finished(logged, back, old.last_iteration, later)
-            if old.ended_well:
-                continue
-            yield self._restart(f"restart {number}", old, new, max(0, finished - back))
+            if not old.ended_well:
+                yield self._restart(f"attempt {number + 1}", old, new, max(0, finished - back))
 
     def _restart(self, name: str, old: Attempt, new: Attempt, lost: int) -> Recovery:
         # Every rank leaves events in each iteration: who falls silent first was struck, within an iteration.
         signs = old.last_signs.values()
-        notes = sorted(
-            (note for note in self.faults if old.joined_at < note.time <= new.joined_at), key=lambda note: note.time
+        faults = sorted(
+            (note for note in self._faults if old.joined_at < note.time <= new.joined_at), key=lambda note: note.time
         )
-        struck_at = notes[0].time if notes else min(signs)
+        struck_at = faults[0].time if faults else min(signs)
         gone = [self._ended[pid] for pid in old.pids if pid in self._ended]
         gone_at = max([struck_at, *(gone or signs)])
         # Clocks of nodes differ, and a note may come late: parts are never negative.
@@ -301,143 +316,179 @@ class _Reader:
         secs = (gone_at - struck_at, new.joined_at - gone_at, new.rebuild_secs, loading, new.first_step_secs)
         nodes = [f"{node} lost" for node in sorted(old.nodes - new.nodes)]
         nodes += [f"{node} joined" for node in sorted(new.nodes - old.nodes)]
+        is_relaunched = bool(old.launches and new.launches) and not old.launches & new.launches
         return Recovery(
-            name="+".join(note.name for note in notes) or name,
-            label=", ".join(note.label for note in notes) or name,
-            ranks=tuple(sorted({rank for note in notes for rank in note.ranks})),
-            iteration=notes[0].iteration if notes else old.last_iteration + 1,
+            name="+".join(note.name for note in faults) or name,
+            cause=", ".join(note.label for note in faults) or "".join(new.ends[:1]) or "unknown: no process told it",
+            source=new.source or "nothing",
+            is_failure=bool(faults) or not is_relaunched,
+            ranks=tuple(sorted({rank for note in faults for rank in note.ranks})),
+            iteration=faults[0].iteration if faults else old.last_iteration + 1,
             struck_at=struck_at,
-            noted=bool(notes),
+            noted=bool(faults),
             restored_iteration=new.start or 0,
             iterations_lost=lost,
             parts=dict(zip(PARTS, (max(0.0, value) for value in secs), strict=True)),
             trained=bool(new.boundary_at),
-            source="+".join(sorted(new.sources)) or new.source or "nothing",
-            starts=1 + max(new.abandoned.values(), default=0),
+            starts=1 + self._num_fruitless(old, new),
             rebuilt_shards=tuple(sorted(new.rebuilt_shards)),
             rebuilt_bytes=new.rebuilt_bytes,
             layout=new.layout,
             nodes=", ".join(nodes),
         )
 
+    def _num_fruitless(self, old: Attempt, new: Attempt) -> int:
+        """How often a rank started between two attempts and did not restore."""
+        last = max(old.last_signs.values())
+        ranks = [rank for rank, time in self.fruitless if old.last_signs.get(rank, last) < time < new.joined_at]
+        return max(map(ranks.count, set(ranks)), default=0)
+
+
+@dataclass
+class _Start:
+    """One call of restore() in one process of a rank, and the attempt that it became part of."""
+
+    joined: Line
+    attempt: Attempt | None = None
+    rebuilt: list[Line] = field(default_factory=list)
+    layout: str = ""
+    has_passed: bool = False
+    fence_secs: float = 0.0
+
 
 class _RankFile:
-    """Where one rank's file has come to; attempts follow each other in it."""
+    """Reads one rank's file. Attempts follow each other in it, and a start that is refused writes beside a running
+    one: the process tells whose a line is."""
 
-    def __init__(self, reader: _Reader, rank: int, sampled: bool) -> None:
-        self._reader, self._rank, self._sampled = reader, rank, sampled
-        self._attempt: Attempt | None = None
-        self._joined: Line | None = None
-        self._abandoned = 0
-        self._rebuilt: list[Line] = []
-        self._layout = ""
-        self._first = True
-        self._fence_secs = 0.0
+    def __init__(self, reader: _Reader, rank: int, is_sampled: bool) -> None:
+        self._reader, self._rank, self._is_sampled = reader, rank, is_sampled
+        self._starts: dict[int, _Start] = {}
+        self._all: list[_Start] = []
+
+    def fruitless(self) -> Iterator[tuple[int, float]]:
+        """The starts that did not restore, by rank and time."""
+        return ((self._rank, start.joined["time"]) for start in self._all if start.attempt is None)
 
     def take(self, line: Line) -> None:
+        pid = whole_number(line["pid"])
+        start = self._starts.get(pid)
+        if start is None or (line["event"] == "joined" and line["time"] != start.joined["time"]):
+            start = self._starts[pid] = _Start(line)
+            self._all.append(start)
         handler = getattr(self, f"_on_{line['event']}", None)
         if handler is not None:
-            handler(line, _number(line["time"]))
-        if self._attempt is not None:
-            self._attempt.last_signs[self._rank] = _number(line["time"])
+            handler(start, line)
+        if start.attempt is not None:
+            signs = start.attempt.last_signs
+            signs[self._rank] = max(line["time"], signs.get(self._rank, 0.0))
 
-    def _on_joined(self, line: Line, _: float) -> None:
-        # A rank that joins twice without a restore between: its attempt did not come to train, and is not hidden.
-        self._abandoned += self._joined is not None
-        self._joined, self._attempt, self._rebuilt, self._layout, self._fence_secs = line, None, [], "", 0.0
+    def _on_joined(self, _: _Start, line: Line) -> None:
         self._reader.job = str(line.get("job", self._reader.job))
 
-    def _on_rebuilt(self, line: Line, _: float) -> None:
-        self._rebuilt.append(line)
+    def _on_rebuilt(self, start: _Start, line: Line) -> None:
+        start.rebuilt.append(line)
 
-    def _on_reshaped(self, line: Line, _: float) -> None:
-        self._layout = f"{line['from']} → {line['to']}"
+    def _on_reshaped(self, start: _Start, line: Line) -> None:
+        start.layout = f"{line['from']} → {line['to']}"
 
-    def _on_restored(self, line: Line, time: float) -> None:
-        attempt = self._reader.attempts[str(line["lineage"])]
-        joined, self._joined = self._joined or line, None
-        attempt.joined_at = max(attempt.joined_at, _number(joined["time"]))
-        attempt.restored_at = max(attempt.restored_at, time)
+    def _on_restored(self, start: _Start, line: Line) -> None:
+        attempt = start.attempt = self._reader.attempts[str(line["lineage"])]
+        attempt.joined_at = max(attempt.joined_at, start.joined["time"])
+        attempt.restored_at = max(attempt.restored_at, line["time"])
         attempt.start = None if line["iteration"] is None else whole_number(line["iteration"])
-        attempt.source = None if line.get("source") is None else str(line["source"])
-        attempt.layout = self._layout or attempt.layout
-        attempt.nodes |= {str(joined["node"])} if "node" in joined else set()
+        attempt.source = str(line.get("source") or attempt.source)
+        attempt.ends = [*map(str, line.get("ends") or attempt.ends)]
+        attempt.layout = start.layout or attempt.layout
+        attempt.nodes |= {str(start.joined["node"])} if "node" in start.joined else set()
+        attempt.launches |= {str(start.joined["launch"])} if start.joined.get("launch") else set()
         attempt.pids.add(whole_number(line["pid"]))
-        attempt.abandoned[self._rank], self._abandoned = self._abandoned, 0
-        for built in self._rebuilt:
-            attempt.rebuild_secs = max(attempt.rebuild_secs, _number(built["secs"]))
-            attempt.sources |= built["sources"].keys()
-            attempt.rebuilt_shards |= set(built["shards"])
+        for built in start.rebuilt:
+            attempt.rebuild_secs = max(attempt.rebuild_secs, built["secs"])
+            attempt.rebuilt_shards |= {*map(str, built["shards"])}
             attempt.rebuilt_bytes += whole_number(built["bytes"])
-        self._attempt, self._rebuilt, self._first = attempt, [], True
+        start.rebuilt = []
 
-    def _on_fence(self, line: Line, _: float) -> None:
-        self._fence_secs += _number(line["blocked_secs"])
+    def _on_fence(self, start: _Start, line: Line) -> None:
+        start.fence_secs += line["blocked_secs"]
 
-    def _on_snapshot(self, line: Line, time: float) -> None:
-        iteration, fence_secs = whole_number(line["iteration"]), self._fence_secs
-        self._pass_boundary(iteration, time)
-        if self._attempt is not None and self._sampled:
+    def _on_snapshot(self, start: _Start, line: Line) -> None:
+        iteration, fence_secs = whole_number(line["iteration"]), start.fence_secs
+        self._pass_boundary(start, iteration, line["time"])
+        if start.attempt is not None and self._is_sampled:
             # The fence before this boundary belongs to the snapshot before it; both blocked this iteration.
-            self._reader.blocked[iteration][self._rank] = (_number(line["blocked_secs"]), fence_secs)
+            self._reader.blocked[iteration][self._rank] = (line["blocked_secs"] + 0.0, fence_secs)
 
-    def _on_skipped(self, line: Line, time: float) -> None:
-        self._pass_boundary(whole_number(line["iteration"]), time)
+    def _on_skipped(self, start: _Start, line: Line) -> None:
+        self._pass_boundary(start, whole_number(line["iteration"]), line["time"])
 
-    def _pass_boundary(self, iteration: int, time: float) -> None:
-        self._fence_secs = 0.0
-        if self._attempt is None:
+    def _pass_boundary(self, start: _Start, iteration: int, time: float) -> None:
+        start.fence_secs = 0.0
+        if (attempt := start.attempt) is None:
             return
-        self._attempt.last_iteration = max(self._attempt.last_iteration, iteration)
-        mark = self._attempt.marks[iteration]
-        mark.boundary_at = max(mark.boundary_at, time)
-        if self._first:
-            self._attempt.boundary_at = max(self._attempt.boundary_at, time)
-        self._first = False
+        attempt.last_iteration = max(attempt.last_iteration, iteration)
+        snapshot = attempt.snapshots[iteration]
+        snapshot.boundary_at = max(snapshot.boundary_at, time)
+        if not start.has_passed:
+            attempt.boundary_at = max(attempt.boundary_at, time)
+        start.has_passed = True
 
-    def _on_copied(self, line: Line, time: float) -> None:
-        if self._attempt is None:
+    def _on_copied(self, start: _Start, line: Line) -> None:
+        if start.attempt is None:
             return
-        mark = self._attempt.marks[whole_number(line["iteration"])]
-        mark.copied |= 1 << self._rank
-        mark.copied_at = max(mark.copied_at, time)
-        if self._sampled:
-            self._reader.iteration_secs.append(_number(line["secs"]))
+        snapshot = start.attempt.snapshots[whole_number(line["iteration"])]
+        snapshot.copied |= 1 << self._rank
+        snapshot.copied_at = max(snapshot.copied_at, line["time"])
+        if self._is_sampled:
+            self._reader.iteration_secs.append(line["secs"] + 0.0)
 
-    def _on_protected(self, line: Line, time: float) -> None:
-        if self._attempt is not None:
-            mark = self._attempt.marks[whole_number(line["iteration"])]
-            mark.protected_at = min(mark.protected_at, time)
+    def _on_protected(self, start: _Start, line: Line) -> None:
+        if start.attempt is not None:
+            snapshot = start.attempt.snapshots[whole_number(line["iteration"])]
+            snapshot.protected_at = min(snapshot.protected_at, line["time"])
 
-    def _on_protection(self, line: Line, _: float) -> None:
+    def _on_persisted(self, start: _Start, line: Line) -> None:
+        if start.attempt is not None:
+            snapshot = start.attempt.snapshots[whole_number(line["iteration"])]
+            snapshot.persisted_at = min(snapshot.persisted_at, line["time"])
+
+    def _on_protection(self, _: _Start, line: Line) -> None:
         if self._reader.protection is None or line["time"] > self._reader.protection["time"]:
             self._reader.protection = line
 
-    def _on_conditions(self, line: Line, _: float) -> None:
+    def _on_conditions(self, _: _Start, line: Line) -> None:
         self._reader.conditions[str(line.get("node", self._rank))] = line
 
-    def _on_closed(self, line: Line, _: float) -> None:
-        if self._attempt is not None:
-            self._attempt.closed.add(self._rank)
+    def _on_closed(self, start: _Start, line: Line) -> None:
+        if start.attempt is not None:
+            start.attempt.closed.add(self._rank)
             # Boundaries between snapshots leave no event: only the end tells how far a rank came.
-            if line["iteration"] >= 0:
-                self._attempt.last_iteration = max(self._attempt.last_iteration, whole_number(line["iteration"]))
+            start.attempt.last_iteration = max(start.attempt.last_iteration, line["iteration"] + 0)
 
 
-def _take_finished(logged: list[list[tuple[float, float]]], back: int, last: int, later: Sequence[int]) -> int:
-    """The last iteration that an attempt finished which restarted behind ``back``; what was logged until then goes.
+def ascending_runs(points: Losses) -> list[Losses]:
+    """The points, cut where the iteration does not grow: there training went back."""
+    found: list[Losses] = []
+    for point in points:
+        if not found or point[0] <= found[-1][-1][0]:
+            found.append([])
+        found[-1].append(point)
+    return found
 
-    Where the log goes back to right behind the restored snapshot, what lies beyond it was trained in vain. Nothing
-    was where the log goes on: then the place is that of a ``later`` attempt which restarted behind the same snapshot
-    and had come nearer to where it goes back.
+
+def _take_finished(logged: list[Losses], back: int, last: int, later: Sequence[int]) -> int:
+    """The last iteration that an attempt finished which was rolled back to ``back``; its logged losses are removed.
+
+    Where the log goes back to right after the restored snapshot, the iterations beyond it were trained in vain. None
+    were where the log continues: then the place is that of a ``later`` attempt that was rolled back to the same
+    snapshot and had come nearer to where the log goes back.
 
     Args:
         last: what events say.
-        later: the same of attempts after this one that restarted behind ``back``, too.
+        later: the same of attempts after this one that were rolled back to ``back``, too.
     """
     for place in range(1, len(logged)):
         if logged[place][0][0] == back + 1:
-            end = int(logged[place - 1][-1][0])
+            end = logged[place - 1][-1][0]
             if any(last < other <= end for other in later):
                 return last
             del logged[:place]
@@ -448,12 +499,5 @@ def _take_finished(logged: list[list[tuple[float, float]]], back: int, last: int
 def _fault_note(line: Line) -> FaultNote:
     name = str(line["name"])
     ranks = tuple(map(whole_number, line.get("ranks", ())))
-    return FaultNote(
-        _number(line["time"]), name, str(line.get("label", name)), whole_number(line["iteration"]), ranks
-    )
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST_NUMBER:
-        raise ValueError(f"{value!r} is not a number of a run")
-    return float(value)
+    label = str(line.get("label", name))
+    return FaultNote(line["time"] + 0.0, name, label, whole_number(line["iteration"]), ranks)

@@ -11,10 +11,9 @@ from typing import Any
 
 from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.job_nodes import job_directory, jobs_in
-from ftckpt.commands.page import aligned
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.text import listed
+from ftckpt.model.text import aligned, listed
 from ftckpt.setting_checks import is_name
 from ftckpt.smp.living import Liveness
 from ftckpt.store.arena import CONTROL_NAME, Arena

@@ -29,7 +29,6 @@ from ftckpt.commands.save import add_save
 from ftckpt.commands.smp import add_smp
 from ftckpt.commands.status import add_ls, add_status
 from ftckpt.commands.stored import add_list, add_verify
-from ftckpt.commands.timeline import add_timeline
 from ftckpt.errors import ConfigError, FtckptError, Writing, settings_are_written
 
 
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ftckpt {ftckpt.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for add in (
-        add_init, add_check, add_status, add_ls, add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp,
+        add_init, add_check, add_status, add_ls, add_inspect, add_clean, add_report, add_plan, add_smp,
         add_convert, add_save, add_list, add_verify, add_pin, add_unpin, add_ended,
     ):  # fmt: skip
         add(commands)

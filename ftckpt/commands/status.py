@@ -17,10 +17,9 @@ from typing import Any
 
 from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.job_nodes import JobNodes, NodeState, closed_jobs_in, jobs_in, nodes_here, own_jobs_in
-from ftckpt.commands.page import aligned
 from ftckpt.commands.stored import usable_at
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, StorageError
-from ftckpt.model.text import human, listed
+from ftckpt.model.text import aligned, human, listed
 from ftckpt.persist.place import Place
 from ftckpt.restore.forecast import forecast, unseen_shards
 

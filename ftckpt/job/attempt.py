@@ -46,6 +46,11 @@ class AttemptRecord:
         self.ends: list[str] = []
         """What nodes have seen of how the attempt before this one ended, the cause first; from ``begin`` on."""
 
+    @property
+    def launch(self) -> str:
+        """The name of the launcher run; "" on ranks that do not speak for it, and where it has none."""
+        return self._run.name
+
     def begin(self, sights: Sequence[AttemptSight]) -> None:
         """Refuse what would fail as the attempts before it did: a launcher that has no such rule goes on for days.
         ``sights`` are what all ranks see.

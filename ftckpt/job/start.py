@@ -46,7 +46,7 @@ class LoadResult(NamedTuple):
 
 def meet(rank: RankParts) -> Preparation:
     """All ranks are there, see what they are to see, and are prepared. Collective; raises as ``restore``."""
-    rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node)
+    rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node, launch=rank.attempt.launch)
     if rank.topology.is_node_leader:
         rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
     # Before anything is read: from here on no other attempt writes these arenas.

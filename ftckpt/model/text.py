@@ -32,3 +32,16 @@ def human_secs(secs: float) -> str:
         if secs >= length:
             return f"{secs / length:.3g} {unit}"
     return f"{secs:.3g} s"
+
+
+def aligned(rows: Sequence[Sequence[str]], num_names: int) -> str:
+    """A table: the first ``num_names`` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < num_names else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -104,7 +104,9 @@ def with_faults(folder: Path, *names: str, lines: list[dict[str, Any]], shards: 
         logs.write("demo", fault)
         built = {"event": "rebuilt", "shards": ["b"], "bytes": 22, "secs": 0.1, "sources": {"peer_parity": {}}}
         between = [built] if strike.scene.rank is None else []
-        logs.attempt(f"a{number}", (10 * number, 10 * number + 1), 100.0 * number + 10, 2, 3, between=between)
+        source = "peer_parity" if between else "memory"
+        pids = (10 * number, 10 * number + 1)
+        logs.attempt(f"a{number}", pids, 100.0 * number + 10, 2, 3, between=between, source=source)
     return run
 
 
@@ -249,7 +251,7 @@ def test_report_and_verdict(equal: bool, reference: Run, tmp_path: Path, capsys:
         assert lines[-2].startswith("demo: NOT bit-exact, 1 difference")
         assert "<h1>Not bit-exact after 1 fault<" in text and "loss of iteration 2" in text
     assert json.loads(lines[-1]) == {"framework": "Megatron-core", "faults": 1, "bit_exact": equal}
-    assert "hashes of final tensors compared" in text and "launch/demo.sh --scene &#x27;&lt;script&gt;&#x27;" in text
+    assert "hashes of final tensors compared" in text and "launch/demo.sh --scene &#39;&lt;script&gt;&#39;" in text
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -306,10 +308,10 @@ def test_a_section_is_all_that_the_run_with_faults_has_more(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "PREPARES megatron,metrics"),
-        (["--scene", "all"], "PREPARES megatron,metrics"),
-        (["--scene", "rank", "--framework", "deepspeed"], "PREPARES deepspeed,metrics"),
-        (["--framework=deepspeed", "--scene", "rank"], "PREPARES deepspeed,metrics"),
+        ([], "PREPARES megatron,metrics,report"),
+        (["--scene", "all"], "PREPARES megatron,metrics,report"),
+        (["--scene", "rank", "--framework", "deepspeed"], "PREPARES deepspeed,metrics,report"),
+        (["--framework=deepspeed", "--scene", "rank"], "PREPARES deepspeed,metrics,report"),
         (["--framework", "jax"], "FAILS --framework: 'jax' is not one of megatron, deepspeed"),
     ],
 )
@@ -390,7 +392,7 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["bit_exact"] is True
     assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all", "node"]
-    assert (tmp_path / "timeline.html").exists()
+    assert (tmp_path / "trace.json").exists()
     *killed, lost = found["faults"]
     for fault in killed:
         assert (fault["source"], fault["rebuilt_shards"]) == ("memory", [])

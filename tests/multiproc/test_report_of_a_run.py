@@ -43,15 +43,16 @@ def test_a_run_that_died_and_came_back(settings: dict[str, Any], tmp_path: Path)
     history = write_report(tmp_path, tmp_path / "report.html")
     (restart,) = history.restarts
     assert restart.restored_iteration == results[0] and restart.source == "memory" and restart.trained
+    assert "exited with code" in restart.cause or "ended by SIG" in restart.cause, restart.cause
     assert restart.iterations_lost == LOST_AFTER - results[0]
     assert restart.parts["load"] > 0 and restart.parts["first-step"] > 0
     assert [attempt.ended_well for attempt in history.attempts] == [False, True]
     # A snapshot may be skipped while another is being protected.
     skipped = {line["iteration"] for line in read_events(Path(settings["events"]), "skipped")}
     assert history.blocked and history.blocked.keys() | skipped == set(range(1, LAST + 1))
-    assert any(age.whole is not None for attempt in history.attempts for age in attempt.ages())
+    assert any(age.committed is not None for age in history.ages())
     assert history.protection is not None and {line["node"] for line in history.conditions} == {"n0", "n1"}
     text = (tmp_path / "report.html").read_text()
     check_page(text)
-    assert "4 ranks trained to iteration 9" in text and "one rank&#x27;s arena" in text
+    assert "4 ranks trained to iteration 9" in text and "one rank&#39;s arena" in text
     assert "broken line" not in text

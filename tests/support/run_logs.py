@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import re
@@ -83,7 +84,7 @@ class Logs:
         directory.mkdir(parents=True, exist_ok=True)
 
     def attempt(
-        self, iterations: range, every: int = 5, skip: dict[int, set[int]] | None = None, told: bool = True
+        self, iterations: range, every: int = 5, skip: dict[int, set[int]] | None = None
     ) -> None:
         """A snapshot for each of ``iterations``, a timeline for each ``every`` but those to ``skip``, by rank."""
         self._attempts += 1
@@ -91,17 +92,14 @@ class Logs:
         for rank, coords in enumerate(self.coords):
             who = {"rank": rank, "pid": 1000 * self._attempts + rank, "time": EPOCH}
             lines: list[dict[str, Any]] = [
-                {"event": "joined", **who},
+                {"event": "joined", "node": f"n{rank // 2}", **who},
                 {"event": "restored", "iteration": None, "lineage": lineage, **who},
             ]
             for iteration in iterations:
-                if told:
-                    lines.append({"event": "snapshot", "iteration": iteration, **who})
+                lines.append({"event": "snapshot", "iteration": iteration, "blocked_secs": 0.001, **who})
                 if iteration % every == 0 and iteration not in (skip or {}).get(rank, ()):
                     begin = EPOCH + 1000 * self._attempts + iteration + 0.0001 * rank
                     lines.append(timeline_line(rank, coords, self.pp, iteration, begin) | {"pid": who["pid"]})
-            if not told:
-                lines = lines[2:]
             self.append(rank, *lines)
 
     def append(self, rank: int, *lines: dict[str, Any] | bytes) -> None:
@@ -111,39 +109,35 @@ class Logs:
 
 
 class Page(HTMLParser):
-    """Collects tags that are not closed, what a browser would fetch, and rectangles by class."""
+    """Collects tags that are not closed, whatever a browser would fetch, and figures."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.fetched: list[str] = []
-        self.rects: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+        self.figures: list[bytes] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.fetched += [
-            str(values[name]) for name in ("src", "href", "xlink:href", "srcset", "data") if name in values
-        ]
-        if tag == "rect":
-            geometry = tuple(float(values.get(name) or 0) for name in ("x", "y", "width"))
-            self.rects[str(values["class"]).removeprefix("track-")].append(geometry)  # type: ignore[arg-type]
-        if tag not in ("meta", "br"):
+        for name, value in attrs:
+            start, comma, data = str(value).partition(",")
+            if (tag, name, start, comma) == ("img", "src", "data:image/png;base64", ","):
+                self.figures.append(base64.b64decode(data, validate=True))
+            elif name in ("src", "href", "xlink:href", "srcset", "data"):
+                self.fetched.append(str(value))
+        if tag not in ("meta", "br", "img"):
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
 
 def check_page(text: str) -> Page:
-    """A page that is closed and fetches nothing."""
+    """A page that is closed and fetches nothing, with figures that are images."""
     parsed = Page(text)
     assert (parsed.open, parsed.fetched) == ([], [])
-    assert not re.search(r"url\((?!#)|@import|https?:|<script|<!--", text, re.IGNORECASE)
+    assert all(figure.startswith(b"\x89PNG") for figure in parsed.figures)
+    assert not re.search(r"url\(|@import|https?:|<script|<!--", text, re.IGNORECASE)
     return parsed
 
 
@@ -159,14 +153,15 @@ class RunLogs:
     def attempt(
         self, lineage: str, pids: tuple[int, int], joined: float, start: int | None, last: int, *,
         closed: bool = False, protects: bool = True, nodes: tuple[str, str] = ("n0", "n1"),
-        between: Sequence[dict[str, Any]] = (),
+        between: Sequence[dict[str, Any]] = (), source: str = "memory", ends: Sequence[str] = (), launch: str = "",
     ) -> None:  # fmt: skip
-        """``between`` are events of rank 0 before it has restored."""
+        """``between`` are events of rank 0 before it has restored. Rank 0 speaks for ``launch``."""
         for rank, pid in enumerate(pids):
             at = joined + 0.1 * rank
             first = (start or 0) + 1
-            restored = {"iteration": start, "lineage": lineage, "source": "memory" if start else None}
-            events: list[dict[str, Any]] = [{"event": "joined", "time": at, "job": "j", "node": nodes[rank]}]
+            restored = {"iteration": start, "lineage": lineage, "source": source if start else None, "ends": ends}
+            who = {"job": "j", "node": nodes[rank], "launch": "" if rank else launch}
+            events: list[dict[str, Any]] = [{"event": "joined", "time": at, **who}]
             events += [{"time": at + 0.1, **event} for event in between if rank == 0]
             events.append({"event": "restored", "time": at + 0.2, "blocked_secs": 0.2, **restored})
             for iteration in range(first, last + 1):

@@ -294,52 +294,6 @@ def test_what_other_users_have_is_named_and_left_out(root: Path, capsys: pytest.
         os.seteuid(0)
 
 
-def event_logs(directory: Path, iterations: tuple[int, ...]) -> None:
-    """Timelines of two ranks, one per stage."""
-    directory.mkdir(parents=True)
-    for rank in range(2):
-        lines = []
-        for iteration in iterations:
-            spans = [["start", 0.0, 0.1], ["forward", 0.1, 0.3], ["window", 0.3, 0.5], ["backward", 0.5, 0.9]]
-            spans += [["tail", 0.9, 0.95], ["fence", 0.95, 0.96], ["optimizer", 0.96, 1.0]]
-            lines.append({
-                "time": 100.0, "event": "timeline", "rank": rank, "pid": 7, "iteration": iteration,
-                "coords": {"tp": 0, "pp": rank, "dp": 0}, "schedule": "bubble", "begin": 1e9 + iteration, "secs": 1.0,
-                "spans": spans, "copies": [[0.3, 0.4, 3_000_000], [0.5, 0.6, 1_000_000]], "fence_secs": 0.01,
-                "moved_bytes": {"window": 3_000_000, "backward": 1_000_000},
-            })  # fmt: skip
-        (directory / f"rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    event_logs(tmp_path / "run" / "events", (5, 10))
-    assert main(["timeline", str(tmp_path / "run")]) == 0
-    head, first, second, told, picture, trace = capsys.readouterr().out.splitlines()
-    assert head.split()[:3] == ["STAGE", "RANK", "COORDINATES"]
-    assert " ".join(first.split()) == ("0 0 tp0 dp0 200 ms 400 ms 350 ms 35.0% 3 MB 0 B 1 MB 0 B 75.0% 10.0 ms")
-    assert second.startswith("1      1     tp0 dp0")
-    assert told.startswith("iteration 11, snapshot of 10: 75.0% of 8 MB were copied in windows")
-    assert picture == f"picture {tmp_path / 'run' / 'timeline.html'}"
-    assert trace.startswith(f"trace   {tmp_path / 'run' / 'timeline.json'} ")
-    assert "Iteration 11" in (tmp_path / "run" / "timeline.html").read_text()
-    assert json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
-
-
-def test_timeline_of_an_iteration_into_another_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    event_logs(tmp_path / "a", (5, 10))
-    event_logs(tmp_path / "b", (5,))
-    assert main(["timeline", str(tmp_path), "--iteration", "10", "--output", str(tmp_path / "out")]) == 0
-    assert "note:" not in capsys.readouterr().out, "only one of the directories holds it"
-    assert main(["timeline", str(tmp_path), "--iteration", "5", "--output", str(tmp_path / "out")]) == 0
-    assert f"note: taken from {tmp_path}" in capsys.readouterr().out
-    assert "Iteration 6" in (tmp_path / "out" / "timeline.html").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "out"]
-    assert main(["timeline", str(tmp_path), "--iteration", "7"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == f"ftckpt: {tmp_path}: iteration 7 left no timeline; those that did are 5, 10\n"
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -349,10 +303,10 @@ def test_timeline_of_an_iteration_into_another_directory(tmp_path: Path, capsys:
         ["inspect", "/nowhere/at/all"],
         ["inspect", "x", "--quick"],
         ["clean", "../x"],
-        ["timeline"],
-        ["timeline", "/nowhere/at/all"],
-        ["timeline", str(REPOSITORY / "tests")],
-        ["timeline", ".", "--iteration", "last"],
+        ["report"],
+        ["report", "/nowhere/at/all"],
+        ["report", str(REPOSITORY / "tests")],
+        ["report", ".", "--iteration", "last"],
     ],
 )
 def test_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,22 +335,12 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
-    assert all(command in out for command in ("inspect", "clean", "timeline"))
+    assert all(command in out for command in ("inspect", "clean", "report"))
 
 
 def test_torch_is_not_loaded() -> None:
     code = "import sys, ftckpt.commands.main; sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
-
-
-def test_timeline_runs_without_torch_and_matplotlib(tmp_path: Path) -> None:
-    event_logs(tmp_path / "events", (5,))
-    code = "import sys, ftckpt.commands.main; code = ftckpt.commands.main.main(['timeline', sys.argv[1]])\n"
-    code += "sys.exit(code or any(name in sys.modules for name in ('torch', 'matplotlib')))"
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, check=False, capture_output=True
-    )
-    assert run.returncode == 0, run.stderr
 
 
 def test_whoever_reads_no_further_is_told_nothing() -> None:

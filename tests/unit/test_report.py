@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -15,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftckpt.commands.attempts import Age
-from ftckpt.commands.charts import Curve, curve_chart, pieces, thin
 from ftckpt.commands.event_log import MOST_LINE_BYTES, EventLogError, event_logs
-from ftckpt.commands.history import PARTS, read_history
+from ftckpt.commands.history import PARTS, ascending_runs, read_history
 from ftckpt.commands.main import main
-from ftckpt.commands.page import ranges
-from ftckpt.commands.report import Additions, render, write_report
+from ftckpt.commands.report import render, write_report
+from ftckpt.commands.sections import Additions, Section
+from ftckpt.commands.timeline import read_timeline
 from ftckpt.events import EVENTS
 from ftckpt.job.conditions import conditions
-from tests.support.run_logs import EPOCH, PROTECTION, Logs, RunLogs, check_page
+from tests.support.run_logs import EPOCH, LINE, PROTECTION, Logs, RunLogs, check_page
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -35,7 +36,7 @@ def logs(tmp_path: Path) -> RunLogs:
 
 def html(logs: RunLogs, additions: Additions | None = None) -> str:
     """The page, which must be one that a browser closes and that fetches nothing."""
-    text = render(read_history(logs.run), additions or Additions())
+    text = render(read_history(logs.run), None, additions or Additions())
     check_page(text)
     return text
 
@@ -52,7 +53,7 @@ def test_a_noted_fault_is_timed_by_its_note_and_by_when_processes_were_gone(logs
     logs.write("demo", *({"event": "ended", "time": time, "pid": pid} for pid, time in ((1, 104.7), (2, 104.1))))
     logs.losses(1, 2, 3, 4, 3, 4, 5)
     (restart,) = read_history(logs.run).restarts
-    assert (restart.name, restart.label, restart.ranks, restart.iteration) == ("writing", "killed", (1,), 3)
+    assert (restart.name, restart.cause, restart.ranks, restart.iteration) == ("writing", "killed", (1,), 3)
     assert (restart.restored_iteration, restart.iterations_lost, restart.source) == (2, 2, "memory")
     assert list(restart.parts) == list(PARTS)
     assert tuple(restart.parts.values()) == pytest.approx((0.7, 5.4, 0.0, 0.2, 0.8))
@@ -74,7 +75,7 @@ def test_a_fault_that_nobody_noted_is_dated_by_the_first_rank_that_fell_silent(l
     logs.write("rank0", {"event": "fence", "time": 104.2, "rank": 0, "pid": 1, "blocked_secs": 0.0})
     logs.attempt("bb", (11, 12), 110.0, 3, 5)
     (restart,) = read_history(logs.run).restarts
-    assert (restart.name, restart.iteration, restart.iterations_lost) == ("restart 1", 4, 0)
+    assert (restart.name, restart.iteration, restart.iterations_lost) == ("attempt 2", 4, 0)
     assert restart.struck_at == pytest.approx(103.6), "the last event of rank 1"
     assert restart.parts["detect"] == pytest.approx(0.6)
     assert "Events do not say when a process died" in html(logs)
@@ -87,9 +88,56 @@ def test_every_attempt_is_a_row_but_those_after_a_good_end(logs: RunLogs) -> Non
             f"a{number}", (10 * number + 1, 10 * number + 2), 100.0 * number, start, last, closed=number == 2
         )
     history = read_history(logs.run)
-    assert [restart.name for restart in history.restarts] == ["restart 1", "restart 2", "restart 4"]
-    table = section(html(logs), "What happened")
+    assert [restart.name for restart in history.restarts] == ["attempt 2", "attempt 3", "attempt 5"]
+    table = section(html(logs), "Restarts")
     assert all(f">{restart.name}<" in table for restart in history.restarts)
+
+
+def test_a_restart_has_its_cause_and_its_source(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    killed = "node n1: rank 1 (pid 2) was ended by SIGKILL, in step, forward, after iteration 3"
+    logs.attempt("bb", (11, 12), 110.0, 2, 5, ends=[killed, "node n0: rank 0: RuntimeError: lost another"])
+    logs.attempt("cc", (21, 22), 120.0, 4, 7, source="storage")
+    logs.attempt("dd", (31, 32), 130.0, 6, 8, source="peer_parity+storage")
+    logs.attempt("ee", (41, 42), 140.0, None, 2)
+    restarts = read_history(logs.run).restarts
+    assert [restart.source for restart in restarts] == ["memory", "storage", "peer_parity+storage", "nothing"]
+    assert restarts[0].cause == killed and all("unknown" in restart.cause for restart in restarts[1:])
+    text = html(logs)
+    assert f"<td>{killed}</td><td>memory</td>" in text
+    for origin in ("memory: 1", "storage: 1", "memory and storage: 1", "the beginning: 1"):
+        assert f"from {origin}" in text or f", {origin}" in text, origin
+
+
+def test_a_launch_that_is_refused_beside_a_running_attempt_is_no_attempt(logs: RunLogs) -> None:
+    """It writes into the files of the attempt, which goes on."""
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    for rank in range(2):
+        path = logs.directory / f"rank{rank}.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        refused = {"event": "joined", "time": 101.5, "rank": rank, "pid": 7, "job": "j", "node": "n0"}
+        path.write_bytes(b"".join([*lines[:6], json.dumps(refused).encode() + b"\n", *lines[6:]]))
+    history = read_history(logs.run)
+    (attempt,) = history.attempts
+    assert not history.restarts and attempt.last_iteration == 3 and set(history.blocked) == {1, 2, 3}
+    assert ["refused on 2 ranks" in note for note in history.notes] == [True]
+    logs.attempt("bb", (11, 12), 110.0, 3, 5)
+    (restart,) = read_history(logs.run).restarts
+    assert restart.starts == 1
+
+
+def test_a_launch_by_another_launcher_is_no_failure(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3, launch="first")
+    logs.attempt("bb", (11, 12), 110.0, 3, 6, launch="first")
+    logs.attempt("cc", (21, 22), 200.0, 5, 9, launch="second", ends=["node n0: rank 0 was ended by SIGTERM"])
+    history = read_history(logs.run)
+    assert [restart.is_failure for restart in history.restarts] == [True, False]
+    assert [restart.name for restart in history.failures] == ["attempt 2"]
+    text = html(logs)
+    assert "<h1>j: 1 restart, 1 new launch</h1>" in text and "lost in 1 failure" in text
+    assert "launched again" in section(text, "Restarts") and "SIGTERM" in section(text, "Restarts")
+    logs.write("demo", {"event": "fault", "time": 115.0, "name": "power", "iteration": 6})
+    assert [restart.is_failure for restart in read_history(logs.run).restarts] == [True, True], "somebody noted it"
 
 
 def test_a_start_that_never_trained_and_faults_that_come_together_are_not_hidden(logs: RunLogs) -> None:
@@ -104,7 +152,7 @@ def test_a_start_that_never_trained_and_faults_that_come_together_are_not_hidden
     assert (restart.name, restart.struck_at, restart.starts) == ("node+rank", 104.0, 2)
     assert restart.nodes == "n1 lost, n2 joined"
     assert "fault late was noted and no attempt followed" in history.notes
-    table = section(html(logs), "What happened")
+    table = section(html(logs), "Restarts")
     assert "<th>starts</th>" in table and "n1 lost, n2 joined" in table
 
 
@@ -152,12 +200,13 @@ def test_waiting_for_a_late_rank_is_no_restoring(logs: RunLogs) -> None:
 
 def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 3)
-    rebuilt = {"event": "rebuilt", "shards": ["b"], "bytes": 22, "secs": 0.05, "sources": {"replica_parity": {}}}
-    more = {**rebuilt, "shards": ["a"], "secs": 0.15, "sources": {"peer_parity": {}}}
+    rebuilt = {"event": "rebuilt", "shards": ["b"], "bytes": 22, "secs": 0.05}
+    more = {**rebuilt, "shards": ["a"], "secs": 0.15}
     reshaped = {"event": "reshaped", "from": "tp2", "to": "tp1"}
-    logs.attempt("bb", (11, 12), 110.0, 2, 5, between=[rebuilt, more, reshaped])
+    source = "peer_parity+replica_parity"
+    logs.attempt("bb", (11, 12), 110.0, 2, 5, between=[rebuilt, more, reshaped], source=source)
     (restart,) = read_history(logs.run).restarts
-    assert (restart.source, restart.rebuilt_shards) == ("peer_parity+replica_parity", ("a", "b"))
+    assert (restart.source, restart.rebuilt_shards) == (source, ("a", "b"))
     assert (restart.rebuilt_bytes, restart.layout) == (44, "tp2 → tp1")
     assert restart.parts["rebuild"] == pytest.approx(0.15)
     assert restart.parts["rebuild"] + restart.parts["load"] == pytest.approx(0.2)
@@ -170,7 +219,8 @@ def test_blocked_time_is_of_the_last_attempt_and_of_the_median_rank(logs: RunLog
     assert blocked.keys() == {1, 2}
     assert (blocked[1].boundary, blocked[1].fence, blocked[1].slowest) == pytest.approx((0.001, 0.02, 0.031))
     logs.attempt("bb", (11, 12), 110.0, 1, 3)
-    logs.write("rank1", {"event": "snapshot", "time": 120.0, "rank": 1, "iteration": 3, "blocked_secs": 1.5})
+    slow = {"event": "snapshot", "time": 120.0, "rank": 1, "pid": 12, "iteration": 3, "blocked_secs": 1.5}
+    logs.write("rank1", slow)
     assert read_history(logs.run).blocked[3].slowest == 1.5
 
 
@@ -192,19 +242,30 @@ def test_ages_are_of_snapshots_that_all_ranks_had(logs: RunLogs) -> None:
     assert list(read_history(logs.run).attempts[0].ages())[2] == Age(3, 1, 2), "the SMPs had all of it"
 
 
-def test_a_restored_snapshot_is_whole_from_the_start(logs: RunLogs) -> None:
+def test_a_restored_snapshot_is_committed_from_the_start(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, 7, 8)
     assert next(iter(read_history(logs.run).attempts[0].ages())) == Age(8, 1, None)
+
+
+def test_ages_of_what_is_on_storage_outlast_attempts(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 6)
+    persisted = {"event": "persisted", "rank": 0, "pid": 1}
+    logs.write("rank0", *({**persisted, "time": 101.5 + at, "iteration": at} for at in (1, 4)))
+    logs.attempt("bb", (11, 12), 120.0, 3, 5)
+    logs.attempt("cc", (21, 22), 140.0, 4, 6, source="storage")
+    ages = [(age.iteration, age.persisted) for age in read_history(logs.run).ages()]
+    assert ages[:6] == [(1, None), (2, None), (3, 2), (4, 3), (5, 4), (6, 2)]
+    assert ages[6:] == [(4, 3), (5, 4), (5, 1), (6, 2)], "4 was rolled back by the attempt that began at 3"
 
 
 def test_the_page_has_all_sections_and_says_what_is_missing(logs: RunLogs) -> None:
     logs.write("rank0", {"event": "joined", "time": 99.0, "rank": 0, "pid": 1, "job": "j"})
     text = html(logs)
     for title, words in (
-        ("Losses", "The script left none"), ("What happened", "Nothing: the run has 0 attempts"),
-        ("Training blocked", "No snapshot was taken"), ("Ages", "show no snapshot that was whole"),
-        ("Protection", "The events show none"), ("One iteration", "left no timeline"),
-        ("What ftckpt warned", "Nothing"), ("Conditions", "not in the events"),
+        ("Losses", "None were found"), ("Restarts", "None: the run has 0 attempts"),
+        ("Training blocked", "No snapshot was taken"), ("Ages", "show no snapshot that all ranks had"),
+        ("Protection", "The events show none"), ("One iteration", "have no timeline"),
+        ("Warnings", "None"), ("Conditions", "not in the events"),
     ):  # fmt: skip
         assert words in section(text, title), title
     assert "No rank of this run came to train" in text
@@ -224,10 +285,10 @@ def test_protection_losses_alarms_and_conditions_are_shown_and_escaped(logs: Run
     text = html(logs)
     assert "<b>" not in section(text, "Conditions") and "<i>" not in text
     assert "&lt;b&gt;, 2 cores, 2 GiB; trained on cpu" in text and "python 3.11, torch 2.13" in text
-    assert "n0, &lt;n1&gt;" in section(text, "Protection") and "any two nodes" in text and "slots 4 MB" in text
+    assert "n0, &lt;n1&gt;" in section(text, "Protection") and "any two nodes" in text and "slots 3.8 MiB" in text
     assert "1 logged losses are no finite numbers" in text
-    assert section(text, "Losses").count("<circle") == 4
-    row = section(text, "What ftckpt warned of")
+    assert all("<img" in section(text, title) for title in ("Losses", "Training blocked", "Ages", "Protection"))
+    row = section(text, "Warnings")
     assert "peer_lost" in row and ">2<" in row and "3.0 s" in row and "smp-n0" in row
 
 
@@ -243,20 +304,39 @@ def test_conditions_are_what_the_table_of_events_promises(monkeypatch: pytest.Mo
 def test_additions_of_a_caller_are_on_the_page(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 2, closed=True)
     logs.losses(1, 2)
-    more = Additions("Not equal", "differs:", "bad", ["<w>"], [(1, 4.0)], "the other", {"compared": "7"}, ["<i></i>"])
+    sections = [Section("Compared", heads=["kind"], rows=[["<i>"]])]
+    more = Additions("Not equal", "differs:", "bad", ["<w>"], [(1, 4.0)], "the other", {"compared": "7"}, sections)
     text = html(logs, more)
-    assert '<header class="bad"><h1>Not equal' in text and "<code>&lt;w&gt;</code>" in text and "<i></i>" in text
-    assert "the other" in text and '<polyline class="reference"' in text and "<b>7</b>" in text
+    assert '<header class="bad">\n<h1>Not equal' in text and "<code>&lt;w&gt;</code>" in text and "<b>7</b>" in text
+    assert "<td>&lt;i&gt;</td>" in section(text, "Compared")
 
 
 def test_the_command(logs: RunLogs, capsys: pytest.CaptureFixture[str]) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 2)
     logs.attempt("bb", (3, 4), 110.0, 1, 3)
     assert main(["report", str(logs.run)]) == 0
-    assert capsys.readouterr().out == f"j: 1 restart, report in {logs.run / 'report.html'}\n"
+    head, heads, row, report = capsys.readouterr().out.splitlines()
+    assert head.startswith("j: 1 restart. ") and report == f"report in {logs.run / 'report.html'}"
+    assert heads.split()[0] == "RESTART" and row.split()[:5] == ["attempt", "2", "3", "memory", "1"]
     output = logs.run / "new" / "page.html"
     assert main(["report", str(logs.directory), "-o", str(output)]) == 0
     assert check_page(output.read_text()) and sorted(path.name for path in output.parent.iterdir()) == ["page.html"]
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_without_the_extra_there_is_a_summary_and_a_remedy(
+    package: str, logs: RunLogs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has neither package says what the run went through all the same."""
+    logs.attempt("aa", (1, 2), 100.0, None, 2)
+    Logs(logs.directory).attempt(range(4, 6))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    assert main(["report", str(logs.run), "--trace"]) == 2
+    told = capsys.readouterr()
+    assert told.out.startswith("j: 1 restart. ") and "pip install 'ftckpt[report]'" in told.err
+    assert told.err.count("\n") == 1 and not (logs.run / "report.html").exists()
+    assert json.loads((logs.run / "trace.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +365,10 @@ def test_of_several_runs_the_one_that_began_last_is_shown_and_the_others_are_nam
 
 def test_the_timeline_is_that_of_the_run(logs: RunLogs) -> None:
     Logs(logs.directory).attempt(range(4, 6))
-    assert "while the snapshot of 5 was copied" in section(html(logs), "One iteration")
+    write_report(logs.run, logs.run / "report.html")
+    one = section((logs.run / "report.html").read_text(), "One iteration")
+    assert "while the snapshot of 5 was copied" in one and "<img" in one
+    assert json.loads((logs.run / "trace.json").read_text())["traceEvents"]
 
 
 @pytest.mark.slow
@@ -298,15 +381,9 @@ def test_a_long_run_stays_below_a_megabyte(logs: RunLogs) -> None:
     assert output.stat().st_size < 10**6
 
 
-def test_ranks_are_named_in_ranges() -> None:
-    assert [ranges(numbers) for numbers in ([], [3], [2, 1, 0, 5], [4, 6, 7])] == ["", "3", "0-2, 5", "4, 6-7"]
-
-
-def test_curves_are_cut_where_training_went_back_and_thinned_to_what_can_be_seen() -> None:
-    assert pieces([(1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0)]) == [[(1, 5.0), (2, 4.0)], [(2, 4.0), (3, 3.0)]]
-    assert thin([1, 9, 2, 3, 4, 5], 3, key=float) == [9, 3, 5] and thin([1, 9, 2, 3], 2) == [9, 3]
-    flat = curve_chart("t", "u", [Curve("loss", [(1, 2.0)])], [])
-    assert "nan" not in flat and flat.count("<polyline") == 1
+def test_curves_are_cut_where_training_went_back() -> None:
+    found = ascending_runs([(1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0)])
+    assert found == [[(1, 5.0), (2, 4.0)], [(2, 4.0), (3, 3.0)]]
 
 
 LINES = [
@@ -318,6 +395,7 @@ LINES = [
     {"event": "snapshot", "time": 100.3, "rank": 0, "pid": 1, "iteration": 4, "blocked_secs": 0.1},
     {"event": "copied", "time": 100.4, "rank": 0, "pid": 1, "iteration": 4, "secs": 0.1},
     {"event": "protected", "time": 100.5, "rank": 0, "pid": 1, "iteration": 4},
+    {**LINE, "time": 100.5, "pid": 1},
     {"event": "conditions", "time": 100.6, "rank": 0, "pid": 1, "versions": {"a": "1"}, "memory_bytes": 3},
     {"event": "peer_lost", "time": 100.7, "process": "smp-n0", "pid": 1},
     {"event": "fault", "time": 100.8, "name": "x", "iteration": 4, "ranks": [1]},
@@ -333,7 +411,7 @@ def values() -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_broken_lines_are_left_out_and_break_nothing(tmp_path: Path, data: st.DataObject) -> None:
     directory = tmp_path / "events"
@@ -348,9 +426,12 @@ def test_broken_lines_are_left_out_and_break_nothing(tmp_path: Path, data: st.Da
     content = content[:at] + data.draw(st.binary(max_size=6)) + content[at + data.draw(st.integers(0, 40)) :]
     (directory / "rank0.jsonl").write_bytes(content)
     (directory / "smp-n0.jsonl").write_bytes(content)
-    text = render(read_history(tmp_path), Additions())
+    try:
+        timeline = read_timeline(tmp_path)
+    except EventLogError:
+        timeline = None
+    text = render(read_history(tmp_path), timeline, Additions())
     check_page(text.encode("utf-8", "replace").decode())
-    assert "NaN" not in text.replace("NaN]", "").replace(": NaN", "") or "detail" in text
 
 
 def test_a_number_too_large_for_a_float_is_a_broken_line(tmp_path: Path) -> None:
@@ -361,7 +442,7 @@ def test_a_number_too_large_for_a_float_is_a_broken_line(tmp_path: Path) -> None
     for name in ("rank0", "smp-n0"):
         content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         (tmp_path / "events" / f"{name}.jsonl").write_bytes(content)
-    check_page(render(read_history(tmp_path), Additions()))
+    check_page(render(read_history(tmp_path), None, Additions()))
 
 
 def test_what_is_no_log_is_not_read(tmp_path: Path) -> None:
