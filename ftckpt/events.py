@@ -90,7 +90,6 @@ EVENTS: dict[str, EventKind] = {
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
         source="where it came from", blocked_secs="time in restore()",
         ends="what nodes saw of how the attempt before ended, the cause first",
-        ends="what nodes saw of how the attempt before ended, the cause first",
     ),
     "ranks_ended": _quiet(
         "ranks of the node are gone, had not left, and have not said why",
