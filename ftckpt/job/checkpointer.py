@@ -255,9 +255,9 @@ class Checkpointer:
                 f"step(): the iteration is {iteration!r}: give the number of the one that has ended"
             ) from None
         self._protection.is_set_up = True
-        last, self._boundary = self._boundary, iteration
-        if iteration <= last:
-            snapshots.execute(self._state.moved_backwards(iteration, last))
+        self._boundary = iteration
+        if not self._closed:
+            snapshots.execute(self._state.passes(iteration))
         if self.off or self._closed:
             self._let_go()
             self._tell_counts()

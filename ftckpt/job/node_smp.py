@@ -224,7 +224,7 @@ class NodeSmp:
         while not self._setup.is_over:
             try:
                 storage = open_storage(where, "--ftckpt-persist")
-                claim(storage, self._group.name, self._config.job, self.lineage, self._began)
+                claim(storage, self._group.name, self._config.job, self._began, self.lineage)
                 return
             except StorageError as error:
                 if str(error) != told:

@@ -50,6 +50,7 @@ class RankState:
         """The newest snapshot that all ranks are known to have sealed."""
         self.iteration = -1
         """Of the last snapshot that was due, or of the one that was restored."""
+        self._passed = -1  # of the last boundary
         self.off_reason = ""
         """Why this rank takes, posts and reads nothing in this attempt any more; empty while it does."""
         self.failures = 0
@@ -79,7 +80,7 @@ class RankState:
         """Snapshots have ``lineage`` from now on; training goes on from ``restored``, which is the first to be
         protected where it lies ``in_memory``."""
         self.lineage, self.whole = lineage, restored if in_memory else None
-        self.iteration = restored.iteration if restored is not None else -1
+        self.iteration = self._passed = restored.iteration if restored is not None else -1
         self.targets.target = self.whole if self.targets.interval else None
         self.targets.chosen_secs = now_secs
         self.flushes.resume(self.iteration)
@@ -88,14 +89,16 @@ class RankState:
         """What the arenas of all ranks hold of what an earlier attempt protected, and of what was restored."""
         self.targets.protected, self.targets.target = protected, target
 
-    def moved_backwards(self, iteration: int, last: int) -> list[Action]:
-        """``iteration`` ends after ``last``, which is not before it: snapshots stop, and nothing else changes. What a
-        smaller number means only the user knows."""
-        reason = (
+    def passes(self, iteration: int) -> list[Action]:
+        """Training is at the boundary of ``iteration``. Where that is not after the last one snapshots stop, and
+        nothing else changes: what a smaller number means only the user knows."""
+        last, self._passed = self._passed, iteration
+        if iteration > last or self.off:
+            return []
+        return [self.turn_off(
             f"step({iteration}) after step({last}): iterations must grow, so no snapshots are taken from here on; "
             f"start the job again, with --ftckpt-rollback-before {iteration} to give up what came after"
-        )
-        return [] if self.off else [self.turn_off(reason)]
+        )]  # fmt: skip
 
     def boundary(self, iteration: int) -> bool:
         """Training is at the boundary of ``iteration``; whether a snapshot is due."""

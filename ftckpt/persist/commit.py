@@ -250,7 +250,7 @@ def require_own(storage: Storage) -> None:
         raise StorageError(f"{text}: name its --ftckpt-persist-format, or another place", lasting=True)
 
 
-def claim(storage: Storage, owner: str, job: str, lineage: Lineage, began: float = 0.0) -> None:
+def claim(storage: Storage, owner: str, job: str, began: float = 0.0, lineage: Lineage = UNKNOWN) -> None:
     """From now on ``owner``, a run of ``job`` that began at that time of day, writes there: an earlier one that still
     lives neither commits nor removes anything any more. Nobody reads there but that earlier one.
 

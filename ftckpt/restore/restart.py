@@ -236,7 +236,7 @@ class Restart:
             storage = self._shelf.storage
             if storage is None or self._group.rank != 0:
                 return
-            ask(lambda: commit.claim(storage, self._group.name, self._job, lineage, time.time()))
+            ask(lambda: commit.claim(storage, self._group.name, self._job, time.time(), lineage))
             if self._shelf.reader:  # to a claim all readers are killed ones
                 ask(lambda: retention.hold(storage, self._shelf.reader))
 

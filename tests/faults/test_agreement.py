@@ -97,34 +97,22 @@ def test_going_back_in_one_process_never_mixes(protect: str, nodes: str, setting
     assert len(jobs.events(settings, "turned_off")) == 2
 
 
-def goes_back_though(rank: int, world_size: int, settings: dict[str, Any], case: str) -> Any:
-    """A script goes back to iteration 3; what the next start goes on from, and its row."""
-    settings |= {
-        "slots": 8,
-        "error_limit": 2,
-        "replica_check_interval": 0,
-        "objects_size": "1MiB",
-        "chunk_size": "64KiB",
-    }
+def counts_backwards(rank: int, world_size: int, settings: dict[str, Any], is_off: bool) -> Any:
+    """A script counts 4 after 6, as one that counts in epochs does; what the next start restores, and its row."""
+    settings |= {"slots": 8, "error_limit": 2, "replica_check_interval": 0}
+    settings |= {"objects_size": "1MiB", "chunk_size": "64KiB"}
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
     for iteration in range(1, 7):
         plain.iterate(checkpointer, state, iteration)
     checkpointer.fence()
-    if case == "old arenas":
-        checkpointer.close(remove=False)
-        settings |= {"chunk_size": "128KiB"}
-        checkpointer, state = plain.make(rank, world_size, settings)
-        assert checkpointer.restore() == 6
-    if case == "off":
+    if is_off:
         state.failing = {iteration: OSError("cannot be saved") for iteration in range(7, 20)}
         for iteration in range(7, 20):
             plain.iterate(checkpointer, state, iteration)
-        assert checkpointer.off
-    for begin in (5, 4) if case == "twice" else (4,):
-        for iteration in range(begin, 7):
-            plain.iterate(checkpointer, state, iteration, offset=100.0)
-    assert checkpointer.off and checkpointer.whole is None
+    for iteration in (4, 5, 6, 3, 40):
+        plain.iterate(checkpointer, state, iteration, offset=100.0)
+    assert checkpointer.off
     checkpointer.close(remove=False)
     checkpointer, state = plain.make(rank, world_size, settings)
     start = checkpointer.restore()
@@ -132,12 +120,10 @@ def goes_back_though(rank: int, world_size: int, settings: dict[str, Any], case:
     return start, state.row.unique().tolist()
 
 
-@pytest.mark.parametrize("case", ["off", "twice", "old arenas"])
-def test_going_back_undoes_all_that_memory_has_and_nothing_else(case: str, settings: dict[str, Any]) -> None:
-    """Snapshots were turned off before; it goes back once more; what was restored lies in arenas of another cut."""
-    results = [result.value for result in run_ranks(goes_back_though, 2, settings, case)]
-    # Old arenas have given up all but what was restored.
-    assert results == [(None, [0.0]) if case == "old arenas" else (3, [3.0])] * 2
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_smaller_number_stops_snapshots_and_gives_up_none(is_off: bool, settings: dict[str, Any]) -> None:
+    results = [result.value for result in run_ranks(counts_backwards, 2, settings, is_off)]
+    assert results == [(6, [6.0])] * 2
 
 
 def weight_off_on_one_rank(rank: int, world_size: int, settings: dict[str, Any]) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from ftckpt.job import reminder
-from ftckpt.persist.commit import committed
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
+from tests.support.stored import committed
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

@@ -18,7 +18,6 @@ from ftckpt.commands.main import main
 from ftckpt.convert.formats import ReadOptions, open_reader
 from ftckpt.convert.universal import UniversalReader
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.commit import committed
 from ftckpt.persist.exports import prepare
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import Place
@@ -29,6 +28,7 @@ from tests.support.event_logs import read_events
 from tests.support.flush_jobs import Job
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.smp_nodes import Node, SmpProcess, describe
+from tests.support.stored import committed
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]

@@ -14,13 +14,13 @@ import ftckpt.plain
 from ftckpt.capture import copier
 from ftckpt.config import Config
 from ftckpt.job.checkpointer import Checkpointer
-from ftckpt.persist.commit import committed
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.directory import clean_job
 from ftckpt.store.pulse import FlushState, Pulse
 from tests.support import ds_jobs, jobs, plain, waiting
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
+from tests.support.stored import committed
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

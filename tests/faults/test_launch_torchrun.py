@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.persist.commit import committed
 from ftckpt.persist.storage import open_storage
 from tests.support.launching import ITERATIONS, ROOT, Launched, Standins, free_ports
+from tests.support.stored import committed
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 

@@ -22,7 +22,7 @@ from ftckpt.errors import MemoryBudgetError, StorageError
 from ftckpt.events import Events
 from ftckpt.job import node_smp
 from ftckpt.persist import retention
-from ftckpt.persist.commit import claim, committed, iteration_of
+from ftckpt.persist.commit import claim, iteration_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
@@ -40,6 +40,7 @@ from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.s3_server import BUCKET, S3Server
+from tests.support.stored import committed
 from tests.support.swift import swift
 from tests.support.tiers import by_default
 from tests.support.waiting import meet, until

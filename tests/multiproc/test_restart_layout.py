@@ -26,13 +26,13 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
-from ftckpt.persist.commit import committed
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp, list_arenas
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, RankResult, run_ranks
+from tests.support.stored import committed
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.commit import claim, committed, folder_of
+from ftckpt.persist.commit import claim, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import Place
 from ftckpt.persist.shard_file import ShardFile
@@ -15,6 +15,7 @@ from ftckpt.persist.shards import StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
 from ftckpt.store.pulse import FlushState
 from tests.support.smp_nodes import Node, Smp, describe
+from tests.support.stored import committed
 from tests.support.waiting import until
 
 NODES = ("a", "b")

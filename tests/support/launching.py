@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftckpt.persist.commit import committed
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.store.locks import holder_of
 from tests.support.event_logs import read_events
+from tests.support.stored import committed
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

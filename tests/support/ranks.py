@@ -176,9 +176,7 @@ class Rank:
                 self._execute(state.fail("copy failed"))
             self._post(job, fate)
         yield
-        if state.undoes(iteration):
-            self._go_back(job, iteration)
-            return
+        self._execute(state.passes(iteration))
         if state.off:
             return
         due = state.boundary(iteration)
@@ -321,11 +319,6 @@ class Rank:
         self.slots, self.covered = dict.fromkeys(range(self.num_slots)), set()
         self.marks = TargetMarks(None, None)
 
-    def _go_back(self, job: Job, iteration: int) -> None:
-        job.went_back = True
-        self._execute(self.state.went_back(iteration))
-        self.slots = {s: None if held and held.iteration >= iteration else held for s, held in self.slots.items()}
-
 
 class Job:
     """All ranks, from start to restart."""
@@ -339,7 +332,6 @@ class Job:
         self.now_secs = 0.0
         self.changed_replicas = False
         self.wrong = False
-        self.went_back = False
         self.start()
 
     @property
@@ -348,12 +340,11 @@ class Job:
 
     def start(self) -> None:
         """A new attempt restores the newest snapshot that all ranks have; no older one than any rank knew whole."""
-        known = self.knows.state.whole if self.lives and not self.went_back else None
+        known = self.knows.state.whole if self.lives else None
         self.wrong = False
         common = set.intersection(*(rank.sealed for rank in self.ranks))
         restored = max(common, default=None)
         assert known is None or (restored is not None and restored.iteration >= known.iteration), "progress is lost"
-        self.went_back = False
         self.lives += 1
         self.iteration = restored.iteration if restored is not None else 0
         rounds = Rounds(len(self.ranks))

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ftckpt.model.loaded import NOTHING
 
 from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
@@ -27,6 +26,7 @@ from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
+from ftckpt.model.lineage import NO_CHECKPOINT, UNKNOWN
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes
@@ -180,8 +180,8 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     snapshot, state = SnapshotId(LINEAGE, 5), RankState(Config(), protects=True)
     found: Any = SimpleNamespace(
         choose=lambda *_: SimpleNamespace(snapshot=snapshot), void_newer=lambda _: LINEAGE, load=lambda one, *_: one,
-        usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, origin=NOTHING, source="", why="",
-        capacities=lambda: None, cast=frozenset(), on_storage=-1, close=lambda: None, taken_back=False,
+        usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, lineage=UNKNOWN, source="", why="",
+        capacities=lambda: None, cast=frozenset(), on_storage=-1, close=lambda: None, record_lineage=lambda: None,
         written_by=lambda _: "",
     )  # fmt: skip
     monkeypatch.setattr(start, "Restart", lambda *_, **__: found)
@@ -190,7 +190,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     protection.modes, protection._arena = Modes(node=True), None
     rank = rank_of(state=state, protection=protection, storage=SimpleNamespace(snapshots=""))
     rank.group, rank.arenas, rank.training_state = None, SimpleNamespace(path=Path()), SimpleNamespace(reshapes=False)
-    loaded = start.load(rank, SimpleNamespace(), None, NOTHING, True)  # type: ignore[arg-type]
+    loaded = start.load(rank, SimpleNamespace(), None, NO_CHECKPOINT, True)  # type: ignore[arg-type]
     Snapshots(rank, SimpleNamespace(capture=SimpleNamespace(arena=object())), None, None).begin(  # type: ignore[arg-type]
         loaded.lineage, loaded.snapshot, loaded.in_memory, loaded.rebuilt
     )

@@ -10,6 +10,7 @@ import pytest
 from ftckpt.commands import save
 from ftckpt.commands.main import main
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.retention import pinned, void
 from tests.support.flush_jobs import Job
@@ -45,10 +46,10 @@ def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFi
     compressed = ", compressed" if list(filled.glob("iter_0000008/*.zst")) else ""
     assert main(["list", str(filled)]) == 0
     newest, older = capsys.readouterr().out.splitlines()
-    assert newest.startswith("iteration 8: dp4, 4 shards, ") and newest.endswith("of job job" + compressed)
-    assert older.startswith("iteration 7: ")
+    assert newest.startswith("iter_0000008: dp4, 4 shards, ") and newest.endswith("of job job" + compressed)
+    assert older.startswith("iter_0000007: ")
     assert main(["verify", str(filled)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iteration 8"
+    assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iter_0000008"
 
 
 def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +61,9 @@ def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[
     flipped(next(filled.glob("iter_0000008/*.safetensors")), 5000)
     assert main(["verify", str(filled), "--json"]) == 1
     verified = json.loads(capsys.readouterr().out)
-    assert [bool(one["problems"]) for one in verified["snapshots"]] == [True, False] and verified["restart"] == 7
+    assert [bool(one["problems"]) for one in verified["snapshots"]] == [True, False] and verified[
+        "restart"
+    ] == "iter_0000007"
 
 
 def test_who_saves_beside_something_newer_is_told(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +71,7 @@ def test_who_saves_beside_something_newer_is_told(filled: Path, capsys: pytest.C
     assert not capsys.readouterr().out
     save._tell_newer(str(filled), 7)
     text = capsys.readouterr().out
-    assert text.startswith(f"{filled} has iteration 8, too") and "--ftckpt-restore-before 8" in text
+    assert text.startswith(f"{filled} has iteration 8, too") and "--ftckpt-rollback-before 8" in text
 
 
 @compressed_or_not
@@ -79,7 +82,7 @@ def test_who_saves_beside_something_newer_is_told(filled: Path, capsys: pytest.C
         (lambda file: flipped(file, 20), "does not match its checksum"),
         (lambda file: file.unlink(), "is missing"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes, not "),
-        (lambda file: flipped(file.with_name("manifest.json"), 300), "iteration 8: bad: "),
+        (lambda file: flipped(file.with_name("manifest.json"), 300), "iter_0000008: bad: "),
     ],
     ids=["tensor", "header", "missing", "truncated", "manifest"],
 )
@@ -87,28 +90,28 @@ def test_every_byte_is_verified(damage: object, text: str, filled: Path, capsys:
     damage(next(filled.glob("iter_0000008/*-dp1.*")))  # type: ignore[operator]
     assert main(["verify", str(filled)]) == 1
     out = capsys.readouterr().out
-    assert text in out and "iteration 8: bad" in out and out.splitlines()[-1] == "a restart would take iteration 7"
+    assert text in out and "iter_0000008: bad" in out and out.splitlines()[-1] == "a restart would take iter_0000007"
     assert main(["verify", str(filled), "--iteration", "7"]) == 0
 
 
 def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pin", str(filled), "7"]) == 0 and capsys.readouterr().out == "iteration 7 is pinned\n"
+    assert main(["pin", str(filled), "7"]) == 0 and capsys.readouterr().out == "iter_0000007 is pinned\n"
     storage = FileStorage(str(filled))
     void(storage, [SnapshotId(LINEAGE, 8)])
     assert main(["list", str(filled)]) == 0
     newest, older = capsys.readouterr().out.splitlines()
     assert older.endswith("of job job, pinned")
-    assert newest.endswith("of job job, void (bad, or of a past that the job has left: no restart takes it)")
+    assert newest.endswith("of job job, void (about to be removed: no restart takes it)")
     assert main(["verify", str(filled)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iteration 7"
+    assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iter_0000007"
     assert main(["pin", str(filled), "8"]) == 0 and "it is void" in capsys.readouterr().out
     assert main(["unpin", str(filled), "7"]) == 0 and "is no longer pinned" in capsys.readouterr().out
     assert main(["unpin", str(filled), "7"]) == 0 and "is not pinned" in capsys.readouterr().out
     assert main(["pin", str(filled), "9"]) == 2
-    assert "there is no checkpoint of iteration 9" in capsys.readouterr().err and pinned(storage) == {8}
+    assert "there is no checkpoint iter_0000009" in capsys.readouterr().err and pinned(storage) == {CheckpointName(8)}
     storage.put("pins/iter_0000009", b"")
     assert main(["list", str(filled)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "iteration 9: pinned, and not there"
+    assert capsys.readouterr().out.splitlines()[-1] == "iter_0000009: pinned, and not there"
 
 
 def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from ftckpt.persist.commit import (
     DoneMark,
     PendingCheckpoint,
     claim,
-    committed,
     folder_of,
     readers,
     require_owner,
@@ -31,6 +30,7 @@ from tests.support.buckets import SERVERS, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at
 from tests.support.s3_server import S3Server
+from tests.support.stored import committed
 from tests.support.tiers import by_default
 
 OLD, NEW, LATER = (bytes([number] * 16) for number in (10, 11, 12))

@@ -15,7 +15,7 @@ import pytest
 from ftckpt.errors import SmpError, StorageError
 from ftckpt.parity.modes import Modes
 from ftckpt.persist import commit
-from ftckpt.persist.commit import claim, committed
+from ftckpt.persist.commit import claim
 from ftckpt.persist.files import FileStorage
 from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
@@ -26,6 +26,7 @@ from ftckpt.store.pulse import FlushState
 from tests.support.errors import raises
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import describe, fill
+from tests.support.stored import committed
 from tests.support.waiting import until
 
 

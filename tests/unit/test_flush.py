@@ -14,16 +14,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from ftckpt.model.loaded import NOTHING, Checkpoint, next_origin
 
 from ftckpt.config import Config
 from ftckpt.errors import StorageError
 from ftckpt.group import Group
 from ftckpt.job.node_smp import NodeSmp
+from ftckpt.model.lineage import FIRST, Lineage, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import commit, retention
-from ftckpt.persist.commit import PendingCheckpoint, claim, committed, folder_of, require_own, require_owner
+from ftckpt.persist.commit import CheckpointName, PendingCheckpoint, claim, folder_of, require_own, require_owner
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.shards import StoredSnapshot
@@ -35,12 +35,14 @@ from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.work import Pace
+from ftckpt.store.lineage_file import write_lineage
 from ftckpt.store.pulse import FlushState
 from tests.support.errors import raises
 from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.smp_nodes import LINEAGE, Node, Seen, fill, flip
+from tests.support.stored import committed
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("as_flags")
@@ -316,29 +318,49 @@ def test_what_is_committed_meanwhile_is_not_begun_anew(job: Job, monkeypatch: py
     assert not begun and leftovers(job.where) == []
 
 
-def test_what_the_job_has_left_behind_it_is_replaced_and_goes(job: Job) -> None:
-    """It went on from before what is on storage: as in memory, newer ones are void."""
+def branched(job: Job, lineage: bytes, *iterations: int) -> None:
+    """A new attempt of ``job`` has voided what its nodes had, and brings other snapshots of ``iterations`` there."""
+    for arena in [arena for node in job.nodes for arena in node.arenas]:
+        for slot in range(2):
+            arena.control.void(slot)
+        for slot, iteration in enumerate(iterations):
+            fill(arena, slot, iteration, lineage=lineage)
+    for iteration in iterations:
+        for arena in [arena for node in job.nodes for arena in node.arenas]:
+            arena.control.mark_flush(SnapshotId(lineage, iteration))
+        wanted = SnapshotId(lineage, iteration), FlushState.DONE
+        until(lambda w=wanted: all(smp.duties.flushing == w for smp in job.smps), lambda: str(job.told()))  # type: ignore[misc]
+
+
+def on_branch(job: Job, lineage: Lineage) -> None:
+    for node in job.nodes:
+        write_lineage(node.dir, lineage)
+
+
+def test_what_a_branch_abandons_stays_until_enough_of_the_branch_is_there(job: Job) -> None:
+    """Also where a newer one takes the place of its iteration: it has another name then, and all of its files."""
     storage = FileStorage(job.where)
+    on_branch(job, FIRST)
     job.start()
     for slot, iteration in enumerate((20, 30)):
         job.snapshot(slot, iteration)
         job.flush(iteration)
         job.settled(iteration)
-    for node in job.nodes:
-        for arena in node.arenas:
-            for slot in range(2):
-                arena.control.void(slot)
-            for slot, iteration in ((0, 20), (1, 21)):
-                fill(arena, slot, iteration, lineage=b"m" * 16)
-    for iteration in (20, 21):
-        for node in job.nodes:
-            for arena in node.arenas:
-                arena.control.mark_flush(SnapshotId(b"m" * 16, iteration))
-        wanted = SnapshotId(b"m" * 16, iteration), FlushState.DONE
-        until(lambda w=wanted: all(smp.duties.flushing == w for smp in job.smps), lambda: str(job.told()))  # type: ignore[misc]
-        assert job.check(storage, iteration).snapshot.lineage == b"m" * 16
-        assert committed(storage) == ([20] if iteration == 20 else [21, 20])
-        assert storage.read("latest").decode().strip() == folder_of(iteration) and leftovers(job.where) == []
+    retention.pin(storage, CheckpointName(20))
+    on_branch(job, FIRST.branch(10))
+    branched(job, b"m" * 16, 20)
+    assert [str(name) for name in commit.checkpoints(storage)] == ["iter_0000030", "iter_0000020", "iter_0000020-g1"]
+    assert job.check(storage, 20).snapshot.lineage == b"m" * 16 and leftovers(job.where) == []
+    aside = retention.read_manifest(storage, CheckpointName(20, 1))
+    assert aside.snapshot.lineage == LINEAGE and aside.lineage == FIRST
+    assert {storage.size(f"{folder_of(20)}/{one.file}") for one in aside.shards.values()} == {
+        one.nbytes for one in aside.shards.values()
+    }
+    assert retention.pinned(storage) == {CheckpointName(20, 1)}, "the pin goes with what was pinned"
+    assert storage.read("latest").decode().strip() == folder_of(20)
+    branched(job, b"m" * 16, 20, 21)
+    assert [str(name) for name in commit.checkpoints(storage)] == ["iter_0000021", "iter_0000020", "iter_0000020-g1"]
+    assert leftovers(job.where) == []
 
 
 def test_storage_that_fills_up_is_tried_again(
@@ -434,87 +456,38 @@ def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch
     assert committed(FileStorage(job.where)) == []
 
 
-def went_back_on(job: Job, nodes: Sequence[Node], monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    """A new attempt goes back before iteration 7 on ``nodes`` when all have written their part of it, and before one
-    commits it; returns the origin that they have."""
-    first, go_on, marks = Checkpoint(generation=1, undone=1), threading.Event(), PendingCheckpoint.marks
+def test_what_a_job_branches_from_while_it_is_on_its_way_is_of_the_history_before(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new attempt rolls back before iteration 7 when all nodes have written their part, before one commits it."""
+    go_on, marks = threading.Event(), PendingCheckpoint.marks
 
     def late(pending: PendingCheckpoint) -> dict[str, commit.DoneMark]:
         go_on.wait(20)
         return marks(pending)
 
     monkeypatch.setattr(PendingCheckpoint, "marks", late)
-    for arena in [arena for node in job.nodes for arena in node.arenas]:
-        arena.control.mark_origin(first)
+    on_branch(job, FIRST)
     job.snapshot(0, 7)
     job.flush(7)
     job.start()
     until(lambda: all(smp.events.of("flushed") for smp in job.smps))
-    back = next_origin(NOTHING, first, storage_counts=False, before=7)
-    for arena in [arena for node in nodes for arena in node.arenas]:
+    for arena in [arena for node in job.nodes for arena in node.arenas]:
         arena.control.void(0)
-        arena.control.mark_origin(back)
+    on_branch(job, FIRST.branch(6))
     go_on.set()
-    return back
-
-
-def test_what_a_job_goes_back_from_while_it_is_on_its_way_is_not_committed(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    went_back_on(job, job.nodes, monkeypatch)
-    until(lambda: job.smps[0].events.of("not_flushed") or committed(FileStorage(job.where)))
-    assert committed(FileStorage(job.where)) == []
-    assert "the job has gone back to before it" in job.smps[0].events.of("not_flushed")[0]["reason"]
-
-
-def test_what_a_job_goes_back_from_while_it_is_committed_is_void(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job has looked for what it has undone a moment before that came to be there. What it goes on from stays."""
-    monkeypatch.setitem(job.settings, "persist_keep", 1)
-    first, commits = Checkpoint(generation=1, undone=1), PendingCheckpoint.commit
-    arenas = [arena for node in job.nodes for arena in node.arenas]
-    for arena in arenas:
-        arena.control.mark_origin(first)
-    job.start()
-    job.snapshot(0, 5)
-    job.flush(5)
-    job.settled(5)
-
-    def late(*arguments: Any, **options: Any) -> bool:
-        is_there = commits(*arguments, **options)
-        for arena in arenas:
-            arena.control.mark_origin(next_origin(NOTHING, first, storage_counts=False, before=7))
-        return is_there
-
-    monkeypatch.setattr(PendingCheckpoint, "commit", late)
-    job.snapshot(1, 7)
-    job.flush(7)
-    until(lambda: job.smps[0].events.of("not_flushed"))
-    assert "the job has gone back to before it" in job.smps[0].events.of("not_flushed")[0]["reason"]
     storage = FileStorage(job.where)
-    assert {one.iteration for one in retention.voided(storage)} == {7} and 5 in committed(storage)
+    until(lambda: committed(storage) == [7])
+    stored = retention.read_manifest(storage, CheckpointName(7))
+    assert stored.lineage == FIRST, "no start of the new branch takes it"
+    assert not Shelf(None, (stored,)).selected(Selection(FIRST.branch(6))).snapshots
 
 
-def test_what_was_read_before_another_node_went_back_is_of_the_past_before(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether this node commits before it is told, or has forgotten what it had then: a later start can tell."""
-    arena = job.nodes[0].arenas[0]
-    back = went_back_on(job, job.nodes[1:], monkeypatch)
-    until(lambda: committed(FileStorage(job.where)) == [7])
-    arena.control.mark_origin(back)
-    data = FileStorage(job.where).read(f"{folder_of(7)}/manifest.json")
-    stored = StoredSnapshot.decode(data, "")
-    assert stored.origin.generation == 1 and not Shelf(None, (stored,)).without_undone(back).snapshots
-
-
-def test_a_mark_of_an_earlier_version_has_no_origin() -> None:
-    old = b'{"node": "a", "files": [], "parts": {}}'
-    assert commit.DoneMark.decode(old, "").origin == NOTHING
-    mark = commit.DoneMark("a", (), {}, Checkpoint(4, generation=3, returned=2, limit=90))
-    read = commit.DoneMark.decode(mark.encode(), "")
-    assert read == mark and (read.origin.returned, read.origin.limit) == (2, 90)
+def test_a_mark_of_a_node_has_the_lineage_of_what_it_has_read() -> None:
+    mark = commit.DoneMark("a", (), {}, FIRST.branch(90))
+    assert commit.DoneMark.decode(mark.encode(), "") == mark
     with raises(StorageError, "is no mark of a node"):
-        commit.DoneMark.decode(old.replace(b"}}", b'}, "origin": 3}'), "")
+        commit.DoneMark.decode(b'{"node": "a", "files": [], "parts": {}}', "")
 
 
 def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
@@ -712,43 +685,25 @@ def test_a_flush_that_was_stopped_removes_nothing_any_more(job: Job, monkeypatch
     assert leftovers(job.where) == [f"iter_0000005/{LINEAGE.hex()}-dp2.safetensors"]
 
 
-def test_what_is_void_goes_however_many_stay(job: Job) -> None:
-    storage = FileStorage(job.where)
-    job.start()
-    for slot, iteration in enumerate((7, 8)):
-        job.snapshot(slot, iteration)
-        job.flush(iteration)
-        job.settled(iteration)
-        if iteration == 7:
-            retention.void(storage, [SnapshotId(LINEAGE, 7)])
-    assert committed(storage) == [8] and leftovers(job.where) == []
-
-
-def test_what_a_restart_reads_is_not_replaced_before_its_end(job: Job) -> None:
-    storage = FileStorage(job.where)
-    before = SnapshotId(b"b" * 16, 7)
-    storage.put(f"{folder_of(7)}/manifest.json", StoredSnapshot(before, "job", {}, {}).encode())
+def test_what_a_restart_reads_stays_there_whatever_takes_its_place(job: Job) -> None:
+    storage, before = FileStorage(job.where), SnapshotId(b"b" * 16, 7)
+    name = f"{folder_of(7)}/manifest.json"
+    storage.put(name, StoredSnapshot(before, "job", {}, {}, FIRST).encode())
     retention.hold(storage, "restart")
     job.snapshot(0, 7)
     job.flush(7)
     job.start()
-    until(lambda: any("a restart reads" in told["error"] for told in job.smps[0].events.of("storage_fails")))
-    assert job.smps[0].duties.status()["storage"]["problem"], "and says so"
-    name = f"{folder_of(7)}/manifest.json"
-    assert StoredSnapshot.decode(storage.read(name), name).snapshot == before
-    retention.let_go(storage, "restart")
     job.settled(7)
-    assert StoredSnapshot.decode(storage.read(name), name).snapshot.lineage == LINEAGE
-    assert leftovers(job.where) == []
+    assert retention.read_manifest(storage, CheckpointName(7)).snapshot.lineage == LINEAGE
+    assert retention.read_manifest(storage, CheckpointName(7, 1)).snapshot == before
 
 
-@pytest.mark.parametrize("version", [b"1", b"2"])
-def test_what_is_pinned_is_not_replaced(version: bytes, job: Job) -> None:
+def test_what_is_pinned_and_cannot_be_read_is_not_replaced(job: Job) -> None:
     storage, name = FileStorage(job.where), f"{folder_of(7)}/manifest.json"
     before = StoredSnapshot(SnapshotId(b"b" * 16, 7), "job", {}, {}).encode()
-    before = before.replace(b'"version": 1', b'"version": ' + version)
+    before = before.replace(b'"version": 2', b'"version": 9')
     storage.put(name, before)
-    retention.pin(storage, 7)
+    retention.pin(storage, CheckpointName(7))
     job.snapshot(0, 7)
     job.flush(7)
     job.start()

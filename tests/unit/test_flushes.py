@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from ftckpt.model.loaded import Checkpoint
 from test_commit import Unconditional
 
 from ftckpt.config import Config
@@ -21,8 +20,9 @@ from ftckpt.job.last_flush import _NodeWatch
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
 from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
+from ftckpt.model.lineage import FIRST, Request, Selection
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import manifest_of
+from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.shelf import Shelf, _read
 from ftckpt.store.pulse import FlushState
@@ -169,28 +169,26 @@ def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pyt
     )
 
 
-def test_what_was_undone_does_not_come_back_from_storage() -> None:
-    """An operator went back after iteration 90: of that history nothing counts, however new."""
-    before = StoredSnapshot(at(90), "job", {}, {}, Checkpoint(generation=1))
-    after = StoredSnapshot(at(50, b"n" * 16), "job", {}, {}, Checkpoint(40, True, generation=2, undone=2))
+def test_what_was_abandoned_does_not_come_back_from_storage() -> None:
+    before = StoredSnapshot(at(90), "job", {}, {}, FIRST, "iter_0000090")
+    after = StoredSnapshot(at(50, b"n" * 16), "job", {}, {}, FIRST.branch(40), "iter_0000050")
     shelf = Shelf(None, (before, after))
-    newest = max(shelf.origins, key=lambda origin: origin.generation)
-    assert shelf.without_undone(newest).snapshots == (after,) and shelf.without_undone(newest).newest == 50
-    assert shelf.without_undone(Checkpoint()).newest == 90
-    assert shelf.without_undone(Checkpoint(generation=2, returned=2, limit=90)).newest == 50
-    assert shelf.without_undone(Checkpoint(generation=2, returned=2, limit=91)).newest == 90
+    chosen = shelf.selected(Selection(FIRST.branch(40)))
+    assert chosen.snapshots == (after,) and chosen.newest == 50 and chosen.abandoned == ("iter_0000090",)
+    assert shelf.selected(Selection(FIRST)).snapshots == (before,)
+    assert shelf.selected(Selection(FIRST.branch(40).branch(44))).snapshots == ()
+    assert shelf.selected(Selection(FIRST.branch(40), only=at(90))).snapshots == (before,)
 
 
-def test_what_never_happened_takes_the_place_of_nothing_that_counts() -> None:
-    """However often it came to storage: a script went back from all of it, and what is there of before counts."""
+def test_what_was_abandoned_takes_the_place_of_nothing_that_counts() -> None:
+    """However often it came to storage: a job was rolled back from all of it, and what is there of before counts."""
     storage = Unconditional("memory:///")
     for iteration in range(1, 31):
-        stored = StoredSnapshot(at(iteration), "job", {}, {}, Checkpoint(generation=1))
-        storage.put(manifest_of(iteration), stored.encode())
-    back = Checkpoint(generation=2, returned=2, limit=6)
-    there = [StoredSnapshot.decode(text.encode(), "") for text in _read(storage, Seen(), 0, back)[0]]
-    assert Shelf(None, tuple(there)).without_undone(back).newest == 5
-    assert [one.snapshot.iteration for one in there] == list(range(30, 0, -1)), "and all of it is going to be void"
+        manifest = StoredSnapshot(at(iteration), "job", {}, {}, FIRST).encode()
+        storage.put(CheckpointName(iteration).manifest, manifest)
+    found = _read(storage, Seen(), Request(name="iter_0000020"), FIRST.branch(5))
+    assert [name for name, _ in found.manifests] == [f"iter_000000{iteration}" for iteration in range(5, 0, -1)]
+    assert len(found.abandoned) == 25 and found.named[0] == "iter_0000020"
 
 
 def tuning(mtbf_secs: float = 1e6) -> Flushes:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftckpt.model.loaded import Checkpoint
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job import node_entry
@@ -249,18 +248,6 @@ def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, pea
     assert [files(member) for member in members] == [[2], [2]]
     assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
     assert arenas.choose(arena_root, 2) is None
-    end(members)
-
-
-def test_what_the_snapshots_go_on_from_is_known_in_each_new_arena(arena_root: Path) -> None:
-    members = ranks(arena_root, 2)
-    for member in members:
-        member.arenas.origin = Checkpoint(100, named=True)
-    on_all(members, begin)
-    on_all(members, snapshots)
-    assert [member.have.control.origin() for member in members] == [Checkpoint(100, named=True)] * 2
-    on_all(members, replace)
-    assert [member.have.control.origin() for member in members] == [Checkpoint(100, named=True)] * 2
     end(members)
 
 

@@ -13,18 +13,20 @@ import pytest
 from test_commit import NEW, OLD, Unconditional, write
 
 from ftckpt.errors import StorageError
+from ftckpt.model.lineage import FIRST, NO_REQUEST
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import retention
-from ftckpt.persist.commit import claim, committed, folder_of, require_owner
+from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
-from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, unpin, voided
+from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, surplus, unpin, voided
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import ObjectEntry, Storage
-from ftckpt.restore.shelf import Shelf, _hold, _read
+from ftckpt.restore.shelf import _hold, _read
 from tests.support.errors import raises
 from tests.support.s3_server import BUCKET
 from tests.support.smp_nodes import Seen
+from tests.support.stored import committed
 from tests.support.swift import swift
 from tests.support.tiers import by_default
 
@@ -76,67 +78,75 @@ def test_what_is_kept_stays_when_newer_ones_come() -> None:
     assert sorted(there) == [589, 1074, 1559, 2044, 2529, 2820, 2917]
 
 
+def name(iteration: int, generation: int = 0) -> CheckpointName:
+    return CheckpointName(iteration, generation)
+
+
+def doomed(*iterations: int) -> dict[CheckpointName, SnapshotId]:
+    return {name(iteration): old(iteration) for iteration in iterations}
+
+
 def test_pinned_ones_stay_until_they_are_not(storage: Storage) -> None:
-    assert not pin(storage, 1) and not pin(storage, 1) and pinned(storage) == {1}
-    with raises(StorageError, "there is no checkpoint of iteration 9"):
-        pin(storage, 9)
-    assert pinned(storage) == {1}
-    assert retire(storage, {old(1), old(2)}, (), 4, lambda: True) == [old(2)]
+    assert not pin(storage, name(1)) and not pin(storage, name(1)) and pinned(storage) == {name(1)}
+    with raises(StorageError, "there is no checkpoint iter_0000009"):
+        pin(storage, name(9))
+    assert pinned(storage) == {name(1)}
+    assert retire(storage, doomed(1, 2), 4, lambda: True) == [name(2)]
     assert committed(storage) == [4, 3, 1] and voided(storage) == set()
-    assert unpin(storage, 1) and not unpin(storage, 1)
-    assert retire(storage, {old(1)}, (), 4, lambda: True) == [old(1)]
-    assert committed(storage) == [4, 3] and not [name for name in names(storage) if name.startswith(("void", "pin"))]
-
-
-def test_what_was_left_and_is_pinned_stays_and_does_not_count(storage: Storage) -> None:
-    pin(storage, 3)
-    assert retire(storage, (), {old(3), old(4)}, 2, lambda: True) == [old(4)]
-    assert committed(storage) == [3, 2, 1] and voided(storage) == {old(3)}
-    assert storage.read("latest") == b"iter_0000002\n"
-    assert pin(storage, 3), "it is void"
+    assert unpin(storage, name(1)) and not unpin(storage, name(1))
+    assert retire(storage, doomed(1), 4, lambda: True) == [name(1)]
+    left = [one for one in names(storage) if one.startswith(("void", "pin"))]
+    assert committed(storage) == [4, 3] and not left
 
 
 def test_nothing_goes_while_a_restart_reads(storage: Storage) -> None:
     hold(storage, "a")
-    assert retire(storage, {old(1)}, {old(4)}, 3, lambda: True) == []
-    assert committed(storage) == [4, 3, 2, 1] and voided(storage) == {old(4)}
-    assert not retention.may_be_replaced(storage, old(2))
+    assert retire(storage, doomed(1, 4), 3, lambda: True) == []
+    assert committed(storage) == [4, 3, 2, 1] and voided(storage) == set()
     let_go(storage, "a")
-    assert retention.may_be_replaced(storage, old(2)) and voided(storage) == {old(2), old(4)}
     hold(storage, "killed")
-    claim(storage, "next", "job")
+    claim(storage, "next", "job", lineage=FIRST)
     assert readers(storage) == [], "what a killed restart has left goes with the next run"
-    pin(storage, 2)
-    with raises(StorageError, "another checkpoint of iteration 2 is pinned", "ftckpt unpin"):
-        retention.may_be_replaced(storage, old(2))
+    assert claimed_lineage(storage) == FIRST
 
 
 def test_who_loses_the_place_removes_no_more(storage: Storage) -> None:
     answers = iter([True, False])
-    assert retire(storage, {old(1), old(2), old(3)}, (), 4, lambda: next(answers)) == [old(1)]
+    assert retire(storage, doomed(1, 2, 3), 4, lambda: next(answers)) == [name(1)]
     assert committed(storage) == [4, 3, 2]
 
 
 def test_a_second_lineage_of_the_iteration_keeps_its_files(storage: Storage) -> None:
     """Another run has begun with the same iteration: what it has written already is not of the one that goes."""
     storage.put(f"iter_0000001/{NEW.hex()}-n0.safetensors", b"new")
-    retire(storage, {old(1)}, (), 4, lambda: True)
+    retire(storage, doomed(1), 4, lambda: True)
     assert [name for name in names(storage) if "iter_0000001" in name] == [f"iter_0000001/{NEW.hex()}-n0.safetensors"]
 
 
-def test_what_cannot_be_seen_cannot_be_undone() -> None:
-    with raises(StorageError, "restore_before: storage cannot be seen", "it is away"):
-        Shelf(problem="it is away").void_from(5, "next")
+def test_what_is_set_aside_keeps_its_files_and_goes_under_its_new_name(storage: Storage) -> None:
+    """A kill before the newer one is there leaves one checkpoint with two names, which go together."""
+    before = names(storage)
+    for _ in range(2):
+        retention.set_aside(storage, 2, retention.read_manifest(storage, name(2)))
+    assert names(storage) - before == {"iter_0000002/manifest-g1.json"}
+    assert checkpoints(storage) == [name(4), name(3), name(2), name(2, 1), name(1)]
+    assert retire(storage, {name(2, 1): old(2)}, 4, lambda: True) == [name(2, 1)]
+    assert checkpoints(storage) == [name(4), name(3), name(1)]
+    assert not [one for one in names(storage) if one.startswith("iter_0000002/")]
 
 
-def test_who_undoes_what_is_there_has_the_place_to_himself(storage: Storage) -> None:
-    """An SMP of the attempt before may be about to commit; who reads stays."""
-    claim(storage, "earlier", "job", 5.0)
-    hold(storage, "reads")
-    Shelf(storage, reader="reads").void_from(5, "next", "job")
-    with raises(StorageError, "another run of job 'job' writes here since"):
-        require_owner(storage, "earlier", began=5.0)
-    assert require_owner(storage, "next") and readers(storage) == ["reads"]
+@pytest.mark.parametrize(
+    ("keep", "gone"),
+    [(1, {60, 70, 80, 40, 20, 90}), (2, {60, 70, 80, 20}), (3, {60, 70, 80}), (4, set()), (0, set())],
+)
+def test_abandoned_ones_go_when_as_many_of_the_branch_are_there_as_stay(keep: int, gone: set[int]) -> None:
+    back = FIRST.branch(50)
+    lineages = {name(iteration): FIRST for iteration in (20, 40, 60, 70, 80)}
+    lineages |= {name(iteration): back for iteration in (90, 100)}
+    expected = {name(iteration) for iteration in gone}
+    if keep == 3:  # of three that stay one is of before the branch: two are not enough
+        expected = {name(20)}
+    assert surplus(lineages, back, keep, 0) == expected
 
 
 # --- at the same moment ---
@@ -219,18 +229,18 @@ def orders(steps: int, among: int) -> Iterator[tuple[int, ...]]:
 
 
 def removing(storage: Storage) -> Any:
-    return retire(storage, {old(1)}, (), 4, lambda: True)
+    return retire(storage, doomed(1), 4, lambda: True)
 
 
 def pinning(storage: Storage) -> Any:
-    return pin(storage, 1)
+    return pin(storage, name(1))
 
 
 def reading(storage: Storage) -> Any:
     """What a restart does on its rank 0."""
     _hold(storage, "a", Seen())
-    texts, *_ = _read(storage, Seen(), 0)
-    return old(1) in [StoredSnapshot.decode(text.encode(), "there").snapshot for text in texts]
+    found = _read(storage, Seen(), NO_REQUEST, FIRST)
+    return old(1) in [StoredSnapshot.decode(text.encode(), "there").snapshot for _, text in found.manifests]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +254,7 @@ def test_whatever_comes_first_nobody_loses_what_he_was_promised(
     for order in orders(steps, among):
         storage = Unconditional("memory:///")
         for iteration in (1, 4):
-            manifest = StoredSnapshot(old(iteration), "job", {}, {}).encode()
+            manifest = StoredSnapshot(old(iteration), "job", {}, {}, FIRST).encode()
             storage.put(f"{folder_of(iteration)}/manifest.json", manifest)
         promise, _ = in_order(order, storage, other, removing)
         is_there = 1 in committed(storage)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ftckpt.model.loaded import Checkpoint
 from safetensors.numpy import load
 
 from ftckpt.errors import CorruptError, DamagedError, StorageError
+from ftckpt.model.lineage import FIRST
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.shard_file import ShardFile
@@ -98,8 +98,7 @@ def snapshot(frames: Sequence[int] | None = None) -> StoredSnapshot:
     lengths = None if frames is None else np.array(frames, np.uint64)
     spare_bytes = 0 if frames else 324
     shard = StoredShard("ab-dp0.safetensors", 4096, "0" * 16, "ff", 700, (1 << 64) - 1, hashes, lengths, spare_bytes)
-    origin = Checkpoint(4, True, generation=2, undone=1)
-    return StoredSnapshot(SNAPSHOT, "job", {"dp": 1, "zero": True}, {"dp0": shard}, origin)
+    return StoredSnapshot(SNAPSHOT, "job", {"dp": 1, "zero": True}, {"dp0": shard}, FIRST.branch(4))
 
 
 @pytest.mark.parametrize("frames", [None, [1000, 3000, 40, 56]], ids=["as it is", "compressed"])
@@ -107,7 +106,7 @@ def test_a_manifest_survives_its_json(frames: list[int] | None) -> None:
     one = snapshot(frames)
     assert (b"frames" in one.encode()) == bool(frames), "frames are of compressed files alone"
     again = StoredSnapshot.decode(one.encode(), "m")
-    assert again.encode() == one.encode() and again.snapshot == SNAPSHOT and again.origin.generation == 2
+    assert again.encode() == one.encode() and again.snapshot == SNAPSHOT and again.lineage == FIRST.branch(4)
     assert again.shards["dp0"].spare_bytes == (0 if frames else 324)
     found = again.shards["dp0"].frames
     assert (None if found is None else found.tolist()) == frames
