@@ -109,7 +109,7 @@ def test_what_was_seen_for_long_outweighs_what_was_assumed(assumed: float, true:
 def test_a_node_keeps_them_beside_its_arenas_and_the_time_when_it_has_trained(tmp_path: Path) -> None:
     write_failures(tmp_path, FIRST)
     assert read_failures(tmp_path) is None, "no arena is there: what it had is lost"
-    (tmp_path / "dp0.0123").mkdir()
+    (tmp_path / "dp0.01230123").mkdir()
     os.utime(tmp_path / FAILURES_NAME, (5.0, 5.0))
     assert read_failures(tmp_path) == (FIRST, 5.0)
     still_trains(tmp_path)
@@ -124,7 +124,7 @@ def test_a_node_keeps_them_beside_its_arenas_and_the_time_when_it_has_trained(tm
     (tmp_path / FAILURES_NAME).unlink()
     note_end(tmp_path, FIRST)
     still_trains(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["dp0.0123"], "a directory of another attempt stays as it is"
+    assert [path.name for path in tmp_path.iterdir()] == ["dp0.01230123"], "that of another attempt stays as it is"
 
 
 def test_storage_keeps_them_of_the_run_that_writes_there(tmp_path: Path) -> None:
