@@ -18,7 +18,7 @@ from ftckpt.setting_checks import is_name
 from ftckpt.smp.living import Liveness
 from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.control import SlotRecord
-from ftckpt.store.directory import PULSE_NAME, list_arenas
+from ftckpt.store.directory import PULSE_NAME, list_directories
 from ftckpt.store.image import parse_image
 from ftckpt.store.mapping import open_mapping
 from ftckpt.store.page import pid_of
@@ -96,8 +96,8 @@ def _arenas_under(path: Path) -> Iterable[Path]:
     """Of an arena, a node or a job; directories in which no arena is are of others."""
     if _is_arena(path):
         return [path]
-    children = list_arenas(path)
-    grand = [arenas for arenas in map(list_arenas, children) if any(map(_is_arena, arenas))]
+    children = list_directories(path)
+    grand = [arenas for arenas in map(list_directories, children) if any(map(_is_arena, arenas))]
     return [*filter(_is_arena, children), *(arena for arenas in grand for arena in arenas)]
 
 

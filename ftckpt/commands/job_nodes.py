@@ -25,7 +25,7 @@ from ftckpt.smp.footprint import SmpConfig
 from ftckpt.smp.living import Liveness
 from ftckpt.smp.reports import rank_report, unpacked
 from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
-from ftckpt.store.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas, user_name
+from ftckpt.store.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas, list_directories, user_name
 from ftckpt.store.locks import holder_of
 from ftckpt.store.memory import used_bytes
 from ftckpt.store.outcome import RUNS_PREFIX
@@ -241,7 +241,7 @@ def _node_names(job_dir: Path) -> list[str]:
     """Of the nodes of a job: directories in its own that have arenas, or whose SMP lives."""
     names: list[str] = []
     with suppress(OSError):  # it ends meanwhile, or another user keeps a directory in it to himself
-        for path in list_arenas(job_dir):
+        for path in list_directories(job_dir):
             if is_name(path.name) and (list_arenas(path) or (path / SMP_LOCK_NAME).exists()):
                 names.append(path.name)
     return names

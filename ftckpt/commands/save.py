@@ -21,7 +21,7 @@ from ftckpt.persist.storage import open_storage
 from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import PersistRequest
-from ftckpt.store.directory import SMP_LOCK_NAME, SMP_STATE_NAME, job_node_path, list_arenas
+from ftckpt.store.directory import SMP_LOCK_NAME, SMP_STATE_NAME, job_node_path, list_directories
 from ftckpt.store.locks import holder_of
 
 _POLL_SECS = 0.5
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         ArenaError, SmpError: no memory of the job is here, or no SMP that answers.
         StorageError: it did not come there; says why, and which nodes are missing.
     """
-    nodes = [path.name for path in list_arenas(job_node_path(arguments.arena, arguments.job, "node").parent)]
+    nodes = [path.name for path in list_directories(job_node_path(arguments.arena, arguments.job, "node").parent)]
     where = arguments.where if "://" in arguments.where or not arguments.where else os.path.abspath(arguments.where)
     form = arguments.to or PERSIST_FORMATS[0]
     if arguments.to and not where:

@@ -33,7 +33,7 @@ from ftckpt.restore.choice import newest_whole
 from ftckpt.restore.inventory import ArenaReport, report_arena
 from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.control import SealId
-from ftckpt.store.directory import list_arenas
+from ftckpt.store.directory import list_directories
 from ftckpt.store.image import SlotImage
 
 LOCAL = "local"
@@ -330,8 +330,9 @@ def _arena_paths(path: Path) -> list[Path]:
     if _is_arena(path):
         return [path]
     try:
-        below = [arena for arena in list_arenas(path) if _is_arena(arena)]
-        return below or [arena for node in list_arenas(path) for arena in list_arenas(node) if _is_arena(arena)]
+        below = list_directories(path)
+        inside = [arena for node in below for arena in list_directories(node)]
+        return [*filter(_is_arena, below)] or [*filter(_is_arena, inside)]
     except OSError:
         return []
 

@@ -47,8 +47,13 @@ SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_
 """All files of the SMP in a node's directory, ``.mirror``, half-made ones and what lies in arenas apart."""
 _END_SECS = 10.0
 """For an SMP to end; after half of it SIGKILL."""
+NODE_NAMES = (BUDGET_NAME, PINNING_NAME, WORD_NAME, FAILURES_NAME, ENDS_NAME, JOB_LOCK_NAME)
+"""All other files in a node's directory. What has none of these names, nor an arena's, is nobody's to remove."""
 SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 """Of names of shards: with digest and suffix one still is a file name, and never a path."""
+_ARENA = re.compile(rf"{SHARD_PATTERN}\.[0-9a-f]{{8}}")
+_HALF_MADE = f"{'[0-9a-f]' * 8}.new"
+"""A pattern: the end of what ``fresh_name`` gives."""
 
 _writing: set[str] = set()  # names under which threads of this process build something at the moment
 _guard = threading.Lock()
@@ -76,7 +81,8 @@ def remove_half_made(directory: Path, name: str = "*") -> list[Path]:
     Only the process that builds such files may call this: others' names are not known to it.
     """
     with _guard:
-        doomed = [path for path in sorted(directory.glob(f".{name}.new")) if path.name not in _writing]
+        there = sorted(directory.glob(f".{name}.{_HALF_MADE}"))
+        doomed = [path for path in there if path.name not in _writing and not _is_plain_dir(path)]
     for path in doomed:
         path.unlink(missing_ok=True)
     return doomed
@@ -122,11 +128,16 @@ def is_shard(name: str) -> bool:
     return bool(re.fullmatch(SHARD_PATTERN, name))
 
 
-def list_arenas(node_dir: Path) -> list[Path]:
-    """Directories of complete arenas, sorted; temporary ones and a missing directory are left out."""
-    if not node_dir.is_dir():
+def list_directories(path: Path) -> list[Path]:
+    """Directories below ``path``, sorted; hidden ones, links and what a missing directory has are left out."""
+    if not path.is_dir():
         return []
-    return sorted(path for path in node_dir.iterdir() if _is_plain_dir(path) and path.name[0] != ".")
+    return sorted(below for below in path.iterdir() if _is_plain_dir(below) and below.name[0] != ".")
+
+
+def list_arenas(node_dir: Path) -> list[Path]:
+    """Directories of complete arenas, sorted; temporary ones, and what is none of ftckpt's, are left out."""
+    return [path for path in list_directories(node_dir) if _ARENA.fullmatch(path.name)]
 
 
 def remove_arena(path: Path) -> None:
@@ -214,16 +225,12 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
-        own = (BUDGET_NAME, PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, JOB_LOCK_NAME)
-        known = (*own, MIRROR_NAME, *SMP_NAMES)
-        # The pattern is that of what an SMP was building: see ``remove_half_made``.
-        others = any(entry.name not in known and not entry.match(".*.new") for entry in node_dir.iterdir())
         # Asked, not tried: ranks that end at once would take each other's tries for the job's lock, and make it anew.
         is_held = holder_of(node_dir / JOB_LOCK_NAME) not in (None, os.getpid())
-        if others or is_held or not end_smp(node_dir, _END_SECS):
+        if _beside_own_files(node_dir) or is_held or not end_smp(node_dir, _END_SECS):
             return False
         smp_log = take_log(node_dir / SMP_LOG_NAME, job, node)
-        is_gone = _remove_node(node_dir, own)
+        is_gone = _remove_node(node_dir)
         keep_logs([smp_log])
         return is_gone
     with suppress(OSError):  # another node of this host was first, or is not done
@@ -231,12 +238,19 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     return True
 
 
-def _remove_node(node_dir: Path, names: Collection[str]) -> bool:
-    """Delete these files, those of the SMP, and the directories; whether the node's is gone."""
+def _beside_own_files(node_dir: Path) -> list[Path]:
+    """Arenas in a node's directory, whole or not, and what is none of ftckpt's."""
+    own = {*NODE_NAMES, MIRROR_NAME, *SMP_NAMES}
+    there = [path for path in sorted(node_dir.iterdir()) if path.name not in own]
+    return [path for path in there if _is_plain_dir(path) or not path.match(f".*.{_HALF_MADE}")]
+
+
+def _remove_node(node_dir: Path) -> bool:
+    """Delete the files of a node's directory, those of the SMP, and the directories; whether the node's is gone."""
     try:
         remove_smp_files(node_dir)
         # The job's lock goes last: until then no other attempt takes the directory for its own.
-        for name in names:
+        for name in NODE_NAMES:
             (node_dir / name).unlink(missing_ok=True)
         node_dir.rmdir()
     except OSError:  # an arena was created meanwhile
@@ -247,8 +261,9 @@ def _remove_node(node_dir: Path, names: Collection[str]) -> bool:
 
 
 def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> list[Path]:
-    """Delete every arena of ``job`` on this node and end its SMPs; returns the arenas that were deleted. ``tell`` is
-    called with where the logs of SMPs are kept that warned of something.
+    """Delete every arena of ``job`` on this node and end its SMPs; returns the arenas that were deleted. What is none
+    of ftckpt's stays. ``tell`` is called with where the logs of SMPs are kept that warned of something, and with what
+    stays.
 
     Raises:
         ArenaError: a live process holds a lock of the job, an SMP does not end, or the directory belongs to another
@@ -259,10 +274,11 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
     if not job_dir.is_symlink() and not job_dir.exists():
         return []
     require_own(job_dir)
-    found = sorted(job_dir.iterdir())
-    node_dirs = [path for path in found if _is_plain_dir(path)]
+    node_dirs = [path for path in list_directories(job_dir) if is_name(path.name)]
     arenas = [path for node_dir in node_dirs for path in list_arenas(node_dir)]
     temporaries = [path for node_dir in node_dirs for path in _temporaries(node_dir, "")]
+    others = [path for path in sorted(job_dir.iterdir()) if path not in node_dirs]
+    others += [p for node_dir in node_dirs for p in _beside_own_files(node_dir) if p not in arenas + temporaries]
     logs: list[SmpLog] = []
     with ExitStack() as locks:
         locks.callback(keep_logs, logs, tell)  # behind the locks, and where something cannot be removed, too
@@ -279,23 +295,25 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
         logs += [take_log(node_dir / SMP_LOG_NAME, job, node_dir.name) for node_dir in node_dirs]
         for path in arenas:
             remove_arena(path)
-        _remove_found(job_dir, found)
+        _remove_found(job_dir, node_dirs)
+    for path in others:
+        tell(f"ftckpt: {path} was not made by ftckpt, and stays")
     return arenas
 
 
-def _remove_found(job_dir: Path, found: Collection[Path]) -> None:
-    """Delete what was ``found`` in the directory of a job, by the process that holds all its locks.
+def _remove_found(job_dir: Path, nodes: Collection[Path]) -> None:
+    """Delete what ftckpt keeps in the directories of these nodes, by the process that holds all the job's locks.
 
     Whoever waits for such a lock starts when its file is gone. So these go last, and what is in the directories by
     then is that start's.
     """
-    nodes = [path for path in found if _is_plain_dir(path)]
-    for path in found:
-        for inner in path.iterdir() if path in nodes else [path]:
-            if _is_plain_dir(inner):
-                remove_tree(inner)
-            elif inner.name != JOB_LOCK_NAME:
-                inner.unlink(missing_ok=True)
+    for node_dir in nodes:
+        for temporary in _temporaries(node_dir, ""):
+            remove_tree(temporary)
+        remove_smp_files(node_dir)
+        for name in NODE_NAMES:
+            if name != JOB_LOCK_NAME:
+                (node_dir / name).unlink(missing_ok=True)
     for node_dir in nodes:
         (node_dir / JOB_LOCK_NAME).unlink(missing_ok=True)
         _remove_empty(node_dir)
@@ -336,7 +354,7 @@ def remove_smp_files(node_dir: Path) -> None:
     for name in SMP_NAMES:
         (node_dir / name).unlink(missing_ok=True)
     remove_half_made(node_dir)
-    if (node_dir / MIRROR_NAME).exists():
+    if _is_plain_dir(node_dir / MIRROR_NAME):
         remove_tree(node_dir / MIRROR_NAME)
 
 

@@ -22,7 +22,14 @@ from ftckpt.errors import ArenaError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.store.arena import Arena
-from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
+from ftckpt.store.directory import (
+    arena_path,
+    clean_job,
+    list_arenas,
+    node_directory,
+    remove_half_made,
+    remove_job_if_empty,
+)
 from ftckpt.store.locks import FileLock, JobLock
 from tests.support.errors import raises
 
@@ -236,7 +243,7 @@ def test_clean_leaves_a_job_alone_that_starts_when_the_lock_is_gone(
     node_dir, other = (node_directory(root, "job", node) for node in ("a", "b"))
     for directory in (node_dir, other):
         Arena.create(directory, manifest_of(0), 2).close()
-        (directory / "zeros").write_text("of the old attempt")
+        (directory / ".ends").write_text("of the old attempt")
     os_unlink, started = os.unlink, []
 
     def unlink(path: object, **options: int) -> None:
@@ -247,13 +254,33 @@ def test_clean_leaves_a_job_alone_that_starts_when_the_lock_is_gone(
             (node_dir / ".word").symlink_to("new")
 
     monkeypatch.setattr(os, "unlink", unlink)
-    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: unlink(path))
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: path.is_file() and unlink(path))
     clean_job(root, "job")
     started[0].release()
     assert not other.exists()
     assert [path.name[:3] for path in list_arenas(node_dir)] == ["tp1"]
     assert {path.name for path in node_dir.iterdir()} > {"job.lock", ".word"}
-    assert not (node_dir / "zeros").exists()
+    assert not (node_dir / ".ends").exists()
+
+
+def test_what_is_none_of_ftckpts_stays(root: Path) -> None:
+    node_dir = node_directory(root, "job", "a")
+    Arena.create(node_dir, manifest_of(0), 2).close()
+    mine = [
+        node_dir / "backup" / "slot0.safetensors", node_dir / "notes", node_dir / ".notes.new",
+        node_dir / ".cache.0123abcd.new" / "kept", node_dir.parent / "notes", node_dir.parent / "my node" / "notes",
+    ]  # fmt: skip
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    (node_dir / ".mirror").symlink_to(node_dir / "backup")
+    assert [path.name for path in list_arenas(node_dir)] == [arena_path(node_dir, manifest_of(0)).name]
+    remove_half_made(node_dir)
+    assert not remove_job_if_empty(root, "job", "a")
+    told: list[str] = []
+    assert len(clean_job(root, "job", told.append)) == 1
+    assert sorted(path for path in node_dir.parent.rglob("*") if path.is_file()) == sorted(mine)
+    assert all(any(str(path) in line for line in told) for path in (node_dir / "backup", mine[1], mine[4]))
 
 
 STARTS = """

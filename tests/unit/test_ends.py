@@ -327,7 +327,7 @@ def test_an_error_of_ours_is_one_line(tmp_path: Path) -> None:
 
 def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:
     topology = Topology(0, (RankPlace({"dp": 0}, "n0"),), {"dp": 1})
-    (tmp_path / "dp0.1234").mkdir()
+    (tmp_path / "dp0.12341234").mkdir()
     ends.tell(tmp_path, EndNote(1.0, "rank 0 ended without a word"))
     attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
     for _ in range(2):  # a start that fails before it trains leaves them

@@ -629,6 +629,22 @@ def test_what_is_not_its_own_is_never_removed(job: Job) -> None:
     assert committed(storage) == [9, 8, 5]
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["of another program", "of another iteration"])
+def test_a_manifest_that_was_not_written_there_is_not_written_over(copied: bool, job: Job) -> None:
+    storage, manifest = FileStorage(job.where), b'{"of": "others"}'
+    job.start()
+    if copied:
+        job.snapshot(0, 3)
+        job.flush(3)
+        job.settled(3)
+        manifest = storage.read("iter_0000003/manifest.json")
+    storage.put("iter_0000007/manifest.json", manifest)
+    job.snapshot(1, 7)
+    job.flush(7)
+    until(lambda: job.smps[0].events.of("not_flushed"))
+    assert storage.read("iter_0000007/manifest.json") == manifest
+
+
 @pytest.mark.parametrize(("name", "text"), [("latest", "global_step12"), ("latest_checkpointed_iteration.txt", "12")])
 def test_a_place_of_another_program_is_refused(name: str, text: str, where: str) -> None:
     storage = FileStorage(where)

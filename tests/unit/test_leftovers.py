@@ -22,8 +22,8 @@ MIB = 1 << 20
 def hold(root: Path, job: str, nbytes: int) -> Path:
     """A node's directory of ``job`` with a file of ``nbytes``."""
     node_dir = node_directory(root, job, "node")
-    (node_dir / "dp0.0011").mkdir()
-    (node_dir / "dp0.0011" / "slot0.safetensors").write_bytes(bytes(nbytes))
+    (node_dir / "dp0.00110011").mkdir()
+    (node_dir / "dp0.00110011" / "slot0.safetensors").write_bytes(bytes(nbytes))
     return node_dir
 
 

@@ -192,12 +192,12 @@ def test_store_list_load_prune(node_dir: Path) -> None:
     assert list_arenas(node_dir) == []
     stranger_lineage = "0123456789abcdef" * 2
     strangers = [f"dp0.{stranger_lineage}.x", f"dp0.{stranger_lineage[:-1]}.3", f"dp0.{stranger_lineage[:-1]}G.3"]
-    for stranger in ("notes", f".dp0.{stranger_lineage}.3.new", *strangers):
+    for stranger in ("notes", f".dp0.{stranger_lineage}.3.0123abcd.new", *strangers):
         (mirror_dir(node_dir) / stranger).write_bytes(b"")
     assert list_packages(node_dir) == names
     gone = prune(node_dir, {SnapshotId(LINEAGE, 20), SnapshotId(b"x" * 16, 100)})
     assert len(gone) == 5 and [n.snapshot.iteration for n in list_packages(node_dir)] == [20, 20]
-    assert not (mirror_dir(node_dir) / f".dp0.{stranger_lineage}.3.new").exists()
+    assert not (mirror_dir(node_dir) / f".dp0.{stranger_lineage}.3.0123abcd.new").exists()
     assert (mirror_dir(node_dir) / "notes").exists()
 
 
