@@ -150,7 +150,11 @@ class Daemon:
             if state is None:
                 return
             if state.secret:
-                self._open_port(state.host, state.secret, state.port)
+                try:
+                    self._open_port(state.host, state.secret, state.port)
+                except FtckptError as error:  # the memory of this node is guarded all the same
+                    self._config.host, self._config.port, self._config.secret = state.host, state.port, state.secret
+                    self.events.emit("smp_error", error=f"other nodes are not answered: {error}")
             self._limits, self._config.hang = Limits(longest_secs=state.longest_secs), state.hang
             if state.description is not None:
                 self._take(state.description)
