@@ -82,9 +82,9 @@ EVENTS: dict[str, EventKind] = {
     "protection_lessened": _loud(
         "a mode protects nothing on the nodes that are left, or --ftckpt-memory-limit leaves it no room", reason="why"
     ),
-    "protection_waits": _quiet(
-        "no room for parity beside snapshots of an earlier layout; it waits until those have gone",
-        need_bytes="of parity, packages and slots beside those snapshots", reason="what was too small",
+    "protection_waits": _loud(
+        "the node has no room for parity and packages now: protection waits until it has",
+        need_bytes="of parity, packages and slots", reason="what was too small",
     ),
     "restored": _quiet(
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
@@ -310,6 +310,7 @@ ADVICE = {
 WORDS = {
     "turned_off": ": no more snapshots in this attempt: {reason}",
     "snapshot_error": ": a snapshot failed: {error}",
+    "protection_waits": ": snapshots are taken, and protected as soon as there is room: {reason}",
 }
 """How loud events read that end training's snapshots; others show their fields as JSON."""
 

@@ -83,8 +83,9 @@ class NodeArenas:
         return self.entry.path
 
     def open(
-        self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None, beside: Beside | None = None
-    ) -> Arena:
+        self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None, beside: Beside | None = None,
+        lacking: bool = False,
+    ) -> Arena:  # fmt: skip
         """The locked arena for ``manifest``: the one that is there, or a new one.
 
         ``keep`` is the snapshot in the arenas that are there from which the job would restart. The arena comes back
@@ -96,8 +97,11 @@ class NodeArenas:
         ``use`` is called with the arena, which is its to close where it fails; the error is that of all ranks. What
         ranks have to ask ``beside`` goes with what is asked here.
 
+        ``lacking``: a restart from memory goes on though the node has no room: old arenas give up at once what nobody
+        needs, and slots get their memory when there is some.
+
         Raises:
-            MemoryBudgetError: the node has no room for its ranks' new slots.
+            MemoryBudgetError: the node has no room for its ranks' new slots, or, ``lacking``, for none at all.
             ArenaError: held by another process, or not creatable.
         """
         path = arena_path(self.path, manifest)
@@ -117,7 +121,9 @@ class NodeArenas:
         self._old = look()[1]
         self._own, self._removing, self._opened = path, keep is None, True
         self._needed, self._most = outlook.needed, outlook.most
-        self._require_room(posts)
+        if lacking:
+            give_up(self._old, self._needed)
+        self._require_room(posts, lacking)
         arena: Arena | None = None
 
         def make() -> None:
@@ -126,7 +132,7 @@ class NodeArenas:
             if use is not None:
                 use(arena)
             if beside is not None:
-                beside.join(arena, [post.beside for post in posts], self.coming_bytes, self.slots)
+                beside.join(arena, [post.beside for post in posts], self.coming_bytes, self.slots, lacking)
 
         # Behind the check of the node's room: a change that has none must find all as it was.
         together(self._group, make)
@@ -362,8 +368,9 @@ class NodeArenas:
         with closing(existing):
             return foresee_arena(there, old, existing, slots=self.slots, keep=keep, manifest=manifest)
 
-    def _require_room(self, posts: Sequence[_Post]) -> None:
-        """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone."""
+    def _require_room(self, posts: Sequence[_Post], lacking: bool = False) -> None:
+        """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone, or
+        may lack it."""
         self.coming_bytes = 0
         remedies = ways_to_need_less(self._config, self.slots, self._protects)
         for node in dict.fromkeys(member.node for member in self._topology.members):  # all ranks come to the same
@@ -373,7 +380,7 @@ class NodeArenas:
                 is_all=not self._protects,
             )  # fmt: skip
         needs = [(post.now_bytes, post.later_bytes) for post in posts]
-        if not any(map(any, needs)):
+        if lacking or not any(map(any, needs)):
             return  # on all ranks: what is asked for below is asked for together
         local = [needs[rank] for rank in self._topology.ranks_on(self._topology.me.node)]
         self.coming_bytes = sum(now_bytes for now_bytes, _ in local)
@@ -420,9 +427,9 @@ class Beside(Protocol):
         """For all ranks, before anything is made: of slots with this ``image``, in the arena ``name`` if it is there.
         May be called twice; the last call counts. It has a JSON form, in which it comes to the others."""
 
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, /) -> None:
-        """With ``arena`` there, by what all ranks have ``told``; ``coming_bytes`` and ``slots`` as in ``NodeArenas``.
-        Raises on all ranks together."""
+    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, lacking: bool, /) -> None:
+        """With ``arena`` there, by what all ranks have ``told``; ``coming_bytes`` and ``slots`` as in ``NodeArenas``,
+        ``lacking`` as in its ``open``. Raises on all ranks together."""
 
     def begin(self) -> None:
         """All ranks have joined."""

@@ -197,10 +197,12 @@ class NodeSmp:
         if self._port is None:
             self._leave(self._node_dir, description)
             return
-        self._client = client = self._listening(self._node_dir, self._port, description)
+        self._client, problem = self._listening(self._node_dir, self._port, description)
         if not self._setup.is_over:
-            client.configure(description)
-            self._watch = self._watch or Watch(client, self._events.emit, tell=self._tell_warning)
+            self._client.configure(description)
+            self._watch = self._watch or Watch(self._client, self._events.emit, tell=self._tell_warning)
+        if problem is not None:  # it does the rest, and is asked again
+            raise problem
 
     def _leave(self, node_dir: Path, description: Mapping[str, Any]) -> None:
         """For an SMP that may be started when no rank lives; one that runs by then is of a save before this start."""
@@ -280,19 +282,25 @@ class NodeSmp:
         except (FtckptError, KeyError, TypeError) as error:
             return str(error)
 
-    def _listening(self, node_dir: Path, port: PortHold, description: Mapping[str, Any]) -> SmpClient:
-        """The SMP, which answers other nodes; one that has to be started finds ``description``."""
+    def _listening(
+        self, node_dir: Path, port: PortHold, description: Mapping[str, Any]
+    ) -> tuple[SmpClient, FtckptError | None]:
+        """The SMP, and why it does not answer other nodes, None where it does; one that has to be started finds
+        ``description``."""
         client = self._client or self._find_or_start(node_dir, port, description)
         try:
             got = client.listen(port.host, self._secret, port.number)
         except FtckptError:  # it may have ended since it was found, a whole layout ago
             client = self._find_or_start(node_dir, port, description)
-            got = client.listen(port.host, self._secret, port.number)
+            try:
+                got = client.listen(port.host, self._secret, port.number)
+            except FtckptError as error:
+                return client, error
         port.close()
         if got != port.number:
-            error = f"port {port.number} was taken by another process: other nodes do not know of port {got}"
-            self._events.emit("smp_error", error=error)
-        return client
+            taken = f"port {port.number} was taken by another process: other nodes do not know of port {got}"
+            self._events.emit("smp_error", error=taken)
+        return client, None
 
     def _find_or_start(self, node_dir: Path, port: PortHold, description: Mapping[str, Any]) -> SmpClient:
         config = self._config

@@ -39,7 +39,7 @@ from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
 from ftckpt.store.image import SlotImage
-from ftckpt.store.ledger import Ledger, for_protection, refusal, require, require_limit
+from ftckpt.store.ledger import PATIENCE_SECS, Ledger, for_protection, refusal, require_limit
 from ftckpt.store.parity_file import parity_bytes, parity_path
 from ftckpt.store.pulse import FlushState, Pulse
 
@@ -204,12 +204,12 @@ class Protection:
         has ``slots``.
 
         Raises:
-            MemoryBudgetError: the node has no room for parity and packages.
             ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
         """
         self._arena = arena  # first: whatever fails below, marks go to the arena that is written
         told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), object)
-        together(self._group, lambda: self.join(arena, told, coming_bytes, slots))
+        # Training runs: what there is no room for waits.
+        together(self._group, lambda: self.join(arena, told, coming_bytes, slots, lacking=True))
         self.begin()
 
     def tell(self, image: SlotImage, name: str, existing: Arena | None) -> _RankReport:
@@ -224,8 +224,12 @@ class Protection:
             held = _ArenaRemains(existing.control.protected(), tuple(existing.snapshots()))
         return _RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
 
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int) -> None:
-        """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``."""
+    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, lacking: bool) -> None:
+        """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``.
+
+        Raises:
+            MemoryBudgetError: the node has no room for parity and packages, and may not be ``lacking`` it.
+        """
         self._arena, node_dir = arena, arena.path.parent
         ranks = [codec.from_json(one, _RankReport) for one in told]
         self._held = [rank.held for rank in ranks]
@@ -238,7 +242,7 @@ class Protection:
         self._arrangement = Arrangement.of(holdings, in_slots, self.modes)
         self._reports = [rank.smp for rank in ranks]
         if self._topology.is_node_leader:  # memory is the node's
-            self._table = self._check(self._arrangement, node_dir, coming_bytes, slots)
+            self._table = self._check(self._arrangement, node_dir, coming_bytes, slots, lacking)
 
     def begin(self) -> None:
         """Have the SMP of this node protect what ``join`` has arranged, on all ranks."""
@@ -368,8 +372,11 @@ class Protection:
                 self._reasons.add(reason)
                 self._events.emit("protection_lessened", reason=reason)
 
-    def _check(self, arrangement: Arrangement, node_dir: Path, coming_bytes: int, slots: int) -> ProtectionTable:
-        """Show what is protected, and refuse to start where the node has no room for it; returns the costs."""
+    def _check(
+        self, arrangement: Arrangement, node_dir: Path, coming_bytes: int, slots: int, lacking: bool
+    ) -> ProtectionTable:
+        """Show what is protected, and refuse to start where the node has no room for it and may not be ``lacking``
+        it; returns the costs."""
         node, names = self._topology.me.node, self.modes.names
         table = arrangement.report(slots)
         self._events.emit("protection", modes=names, **table.to_json())
@@ -382,7 +389,7 @@ class Protection:
             self._config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
         )  # fmt: skip
         account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
-        self._require_room(account, coming_bytes, node_dir)
+        self._require_room(account, coming_bytes, node_dir, lacking)
         return table
 
     @property
@@ -421,17 +428,17 @@ class Protection:
         if secs > timeout_secs:
             self._events.emit("protection_slow", secs=round(secs, 1), timeout_secs=timeout_secs, source=str(limit))
 
-    def _require_room(self, account: Ledger, coming_bytes: int, node_dir: Path) -> None:
-        try:
-            require(node_dir, account.later_bytes)
-        except MemoryBudgetError as error:
+    def _require_room(self, account: Ledger, coming_bytes: int, node_dir: Path, lacking: bool) -> None:
+        need_bytes = account.later_bytes
+        reason = refusal(node_dir, need_bytes, PATIENCE_SECS)
+        if reason and not lacking:
             raise MemoryBudgetError(
-                f"no room for what protects the snapshots (protect: {','.join(self.modes.names)}): {error}; "
+                f"no room for what protects the snapshots (protect: {','.join(self.modes.names)}): {reason}; "
                 "or protect less (--ftckpt-protect)"
-            ) from None
+            )
         # What was just found to be there is not asked for again.
         now_bytes = account.now_bytes + coming_bytes
-        reason = refusal(node_dir, now_bytes) if account.now_bytes and now_bytes > account.later_bytes else ""
+        if not reason and account.now_bytes and now_bytes > need_bytes:
+            need_bytes, reason = now_bytes, refusal(node_dir, now_bytes)
         if reason:
-            self._events.emit("protection_waits", need_bytes=now_bytes, reason=reason)
-            self._events.announce("no room for parity beside old snapshots: it waits until those have gone")
+            self._events.emit("protection_waits", need_bytes=need_bytes, reason=reason)

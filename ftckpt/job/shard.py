@@ -113,15 +113,21 @@ class Shard:
         """
         assignment = self._assign(cast)
         self._tell_differing(assignment.differing)
+        lacking = False
         while True:
             try:
-                arena = self._arenas.open(assignment.manifest, whole, partial(self._use, assignment), beside)
+                use = partial(self._use, assignment)
+                arena = self._arenas.open(assignment.manifest, whole, use, beside, lacking)
                 break
             except MemoryBudgetError as error:
                 self._leave_arena()
                 # Slots first: fewer of them cost snapshots, and less protection what a failure leaves of them.
-                if not self._arenas.lessen(error) and not (beside is not None and beside.lessen(error)):
+                if self._arenas.lessen(error) or (beside is not None and beside.lessen(error)):
+                    continue
+                # What memory has is loaded: the job goes on with that, whatever else there is no room for.
+                if whole is None or lacking:
                     raise
+                lacking = True
         slots = self._arenas.slots
         host_bytes = arena.image.file_bytes * slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0

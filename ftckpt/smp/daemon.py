@@ -58,6 +58,7 @@ _LOOK_SECS = 0.5
 _EVENTS = 5
 """That its status tells."""
 _OVER, _REMOVED = "the job is over", "its directory was removed"
+_STORE_AGAIN_SECS = 10.0
 _PAUSE_SECS = 1.0
 """After duties failed: an error that stays must not fill the log nor take a core."""
 
@@ -95,6 +96,7 @@ class Daemon:
         self._duties = Duties(self.node_dir, self.events)
         self._exporter = Exporter(job, node, self._measured, lambda text: self.events.emit("smp_error", error=text))
         self._config, self._digest = SmpConfig(), 0
+        self._store_again: float | None = None  # None: it is stored
         self._idle_secs = idle_secs
         self._deaths = DeathWatch()
         self._whole, self._protected = MarkHistory(_LOOK_SECS), MarkHistory(_LOOK_SECS)
@@ -137,7 +139,11 @@ class Daemon:
             if state is None:
                 return
             if state.secret:
-                self._open_port(state.host, state.secret, state.port)
+                try:
+                    self._open_port(state.host, state.secret, state.port)
+                except FtckptError as error:  # the memory of this node is guarded all the same
+                    self._config.host, self._config.port, self._config.secret = state.host, state.port, state.secret
+                    self.events.emit("smp_error", error=f"other nodes are not answered: {error}")
             if state.description is not None:
                 self._take(state.description)
             # The port may be another one than was stored.
@@ -192,6 +198,8 @@ class Daemon:
 
     def _look(self) -> None:
         now = time.monotonic()
+        if self._store_again is not None and now >= self._store_again:
+            self._store()
         self.log.trim()
         if holder_of(self.node_dir / SMP_LOCK_NAME) != os.getpid():
             self._end_for(_REMOVED)
@@ -297,10 +305,16 @@ class Daemon:
         self._exporter.configure(settings.metrics_port, settings.metrics_dir)
 
     def _store(self) -> None:
+        """Keep the configuration for an SMP that takes over. Where it cannot be kept, nothing else waits for that."""
         try:
             self._config.store(self.node_dir)
         except OSError as error:
-            raise SmpError(f"{self.node_dir}: the configuration cannot be stored: {error.strerror}") from None
+            if self._store_again is None:  # once
+                problem = f"{self.node_dir}: the configuration cannot be stored: {error.strerror}; it is tried again"
+                self.events.emit("smp_error", error=problem)
+            self._store_again = time.monotonic() + _STORE_AGAIN_SECS
+        else:
+            self._store_again = None
 
     def _persist(self, request: PersistRequest) -> dict[str, Any]:
         if any(pulse.lives is not False for pulse in self._ranks()):

@@ -56,18 +56,19 @@ class SmpConfig:
         state.store(node_dir)
 
     def store(self, node_dir: Path) -> None:
-        """Write ``smp.json`` (0600); a kill leaves the old one or the new one.
+        """Write ``smp.json`` (0600); a kill leaves the old one or the new one, or, on a full tmpfs, none.
 
         Raises:
-            OSError: the tmpfs is full or not writable.
+            OSError: the tmpfs is full or not writable; there is none then.
         """
-        data = encode_object({"version": VERSION, **codec.to_json(self)})
+        data, path = encode_object({"version": VERSION, **codec.to_json(self)}), node_dir / SMP_STATE_NAME
         remove_half_made(node_dir, f"{SMP_STATE_NAME}*")
-        with fresh_name(node_dir / SMP_STATE_NAME) as fresh:
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-            fresh.rename(node_dir / SMP_STATE_NAME)  # no fsync: a tmpfs loses all or nothing
+        try:
+            _replace(path, data)
+        except OSError:
+            # The old one gives its pages; and an SMP that took it over would guard what is no more.
+            path.unlink(missing_ok=True)
+            _replace(path, data)
 
     @classmethod
     def load(cls, node_dir: Path) -> SmpConfig | None:
@@ -100,6 +101,14 @@ class SmpConfig:
             return codec.from_json(message, cls)
         except ValueError as error:
             raise SmpError(f"{path}: {error}") from None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with fresh_name(path) as fresh:
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        fresh.rename(path)  # no fsync: a tmpfs loses all or nothing
 
 
 class BoundedLog(logging.Handler):

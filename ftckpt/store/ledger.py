@@ -33,7 +33,7 @@ from ftckpt.store.slots import slot_name
 
 T = TypeVar("T")
 
-_PATIENCE_SECS = 5.0
+PATIENCE_SECS = 5.0
 """An SMP unmaps what trainers have deleted within moments, not at once."""
 
 _RETRY_SECS = 0.1
@@ -317,7 +317,7 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def require(node_dir: Path, need_bytes: int, patience_secs: float = _PATIENCE_SECS) -> None:
+def require(node_dir: Path, need_bytes: int, patience_secs: float = PATIENCE_SECS) -> None:
     """Make sure that the node has ``need_bytes`` beside those in use.
 
     Raises:
@@ -368,7 +368,7 @@ def refusal(node_dir: Path, need_bytes: int, patience_secs: float = 0.0) -> str:
     return ""
 
 
-def once_given_back(node_dir: Path, action: Callable[[], T], patience_secs: float = _PATIENCE_SECS) -> T:
+def once_given_back(node_dir: Path, action: Callable[[], T], patience_secs: float = PATIENCE_SECS) -> T:
     """Run ``action``; while it finds no room and the node has an SMP, which may yet unmap what was deleted, again.
 
     Raises:

@@ -21,7 +21,7 @@ from ftckpt.errors import ArenaError, ConfigError, SmpError
 from ftckpt.smp import client as client_module
 from ftckpt.smp.channel import HELLO, MAGIC, RefusedError, Trust, connect, socket_address
 from ftckpt.smp.client import SmpClient, find_or_start
-from ftckpt.smp.footprint import NICE
+from ftckpt.smp.footprint import NICE, SmpConfig
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
@@ -242,6 +242,15 @@ def test_what_it_refuses_is_of_the_class_that_says_what_to_do(site: Site) -> Non
     description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
     with raises(ConfigError, "secret", "5 bytes"):
         site.start().configure({**description, "secret": b"short".hex()})
+
+
+def test_one_that_takes_over_guards_though_it_cannot_answer_other_nodes(site: Site) -> None:
+    """The node has another address than when the one before it was told."""
+    description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
+    SmpConfig.leave(site.node_dir, description, "192.0.2.7", 12345, b"s" * 32)
+    assert site.start().hello()["configured"]
+    state = SmpConfig.load(site.node_dir)
+    assert state is not None and (state.host, state.port) == ("192.0.2.7", 12345)
 
 
 def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from ftckpt.config import Config
-from ftckpt.errors import SmpError
+from ftckpt.errors import ConfigError, SmpError
 from ftckpt.job import node_smp, smp_setup
 from ftckpt.job.node_smp import NodeSmp
+from ftckpt.job.smp_setup import SmpSetup
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import Holding
 from ftckpt.smp.requests import guard_digest
@@ -93,7 +94,7 @@ class Told:
 
     def _listening(self, *_: object) -> Any:
         next(self._starts, lambda: None)()
-        return SimpleNamespace(configure=self.descriptions.append)
+        return SimpleNamespace(configure=self.descriptions.append), None
 
     def arenas(self) -> list[str]:
         return [one["places"]["1"]["arena"] for one in self.descriptions]
@@ -117,6 +118,24 @@ def test_an_smp_that_starts_late_is_told_the_last_word_and_training_waits_at_its
     smp.release()
     assert told.arenas()[-1] == "second"
     assert guard_digest(told.descriptions[-1]) == digests[-1] != digests[0]
+
+
+def test_an_smp_that_cannot_answer_other_nodes_is_told_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What guards and flushes this node's memory needs no other node."""
+    configured_with, failed, smp = [], threading.Event(), of_rank(0)
+
+    def listen(*_: object) -> int:
+        raise ConfigError("the address has gone")
+
+    client = SimpleNamespace(listen=listen, configure=configured_with.append)
+    monkeypatch.setattr(NodeSmp, "_find_or_start", lambda *_: client)
+    monkeypatch.setattr(node_smp, "Watch", lambda *_, **__: SimpleNamespace(stop=lambda: None))
+    smp._setup = SmpSetup(smp._tell, lambda error: failed.set())
+    configured(smp, tmp_path, "arena")
+    assert failed.wait(20) and "the address has gone" in smp._setup.problem and len(configured_with) == 1
+    smp.release()
 
 
 def test_an_smp_that_could_not_be_told_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""A node whose tmpfs is full: what memory has is restored and flushed, and what has no room waits and is said."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.job import reminder
+from ftckpt.persist.commit import committed
+from ftckpt.persist.storage import open_storage
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import SMP_STATE_NAME, end_smp, list_arenas
+from ftckpt.store.pulse import Pulse, PulseCount
+from tests.support import jobs, plain
+from tests.support.mounting import leave_free, tmpfs
+from tests.support.pool import run_ranks
+from tests.support.waiting import meet
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+RANKS = 3
+KILLED_AT = 6
+UNTIL = 40
+
+
+@pytest.fixture
+def full(settings: dict[str, Any], tmp_path: Path, arena_root: Path) -> Iterator[dict[str, Any]]:
+    """The settings of a job that was killed at iteration 6, with its SMP; since then other files fill its tmpfs."""
+    (tmp_path / "storage").mkdir()
+    node = arena_root / "ftckpt-test" / "node"
+    settings |= {
+        "protect": "node", "chunk_mib": 0.0625, "objects_mib": 1, "persist": str(tmp_path / "storage"),
+        "persist_interval": 1 << 30, "persist_timeout_secs": 60.0,
+    }  # fmt: skip
+    with tmpfs(arena_root, "64m"):
+        run_ranks(train_then_die, RANKS, settings, expect_failures=True)
+        end_smp(node, 10.0)
+        # The SMP that begins now has no room for what it keeps for its successor.
+        (node / SMP_STATE_NAME).unlink()
+        leave_free(arena_root, 0)
+        yield settings
+        end_smp(node, 10.0)
+
+
+def train_then_die(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    assert checkpointer.has_smp(30.0)
+    for iteration in range(1, KILLED_AT + 1):
+        plain.iterate(checkpointer, state, iteration)
+    meet(Path(settings["events"]).parent / "trained", world_size)
+    plain.die()
+
+
+def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = False) -> tuple[int | None, float, bool]:
+    """Where this rank began, with which value, and whether it said in iteration 20 that it takes no snapshots. With
+    ``room`` there is some behind that."""
+    here = Path(settings["events"]).parent
+    logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
+    reminder._REPEAT_SECS = 0.05
+    checkpointer, state = plain.make(rank, world_size, settings)
+    start, silent = checkpointer.restore(), False
+    value = float(state.row[0])
+    for iteration in range((start or 0) + 1, UNTIL + 1):
+        plain.iterate(checkpointer, state, iteration)
+        time.sleep(0.02)
+        if iteration == 20:
+            assert checkpointer.has_smp(30.0), "it does not know what it has to do"
+            silent = bool(Pulse.open(checkpointer.node_dir, None).ranks()[rank].counts[PulseCount.NO_SNAPSHOTS])
+            meet(here / "looked", world_size)
+            if room and rank == 0:
+                leave_free(Path(settings["arena"]), 32 << 20)
+    checkpointer.close()
+    return start, value, silent
+
+
+def began(results: list[Any]) -> tuple[int, bool]:
+    """The iteration and whether ranks said that they take no snapshots, alike on all of them."""
+    ((start, value, silent),) = {result.value for result in results}
+    assert start in (KILLED_AT - 1, KILLED_AT) and value == start
+    return start, silent
+
+
+def test_a_job_goes_on_from_memory_and_its_end_is_flushed(full: dict[str, Any]) -> None:
+    _, silent = began(run_ranks(train, RANKS, full))
+    assert not silent and jobs.events(full, "protection_waits") and not jobs.events(full, "turned_off")
+    assert committed(open_storage(full["persist"])) == [UNTIL]
+
+
+@pytest.mark.parametrize("room", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_where_slots_have_no_room_the_job_says_so_again_and_again(
+    room: bool, full: dict[str, Any], arena_root: Path, tmp_path: Path
+) -> None:
+    """What it was restored from stays in memory; snapshots go on as soon as there is room."""
+    newest = free_all_but_one(arena_root / "ftckpt-test" / "node")
+    leave_free(arena_root, 0)
+    start, silent = began(run_ranks(train, RANKS, full, room))
+    assert start == newest and silent
+    assert not jobs.events(full, "turned_off")
+    for rank in range(RANKS):
+        lines = (tmp_path / f"log{rank}").read_text().splitlines()
+        assert sum("no snapshots are taken: " in line for line in lines) > 1
+    assert committed(open_storage(full["persist"])) == [UNTIL if room else newest]
+
+
+def free_all_but_one(node: Path) -> int:
+    """The newest iteration that all arenas hold, when all other slots have given back their memory."""
+    held = []
+    for path in list_arenas(node):
+        with closing(Arena.open(path)) as arena:
+            held.append(set(arena.snapshots()))
+    newest = max(set.intersection(*held))
+    for path in list_arenas(node):
+        with closing(Arena.open(path, writable=True)) as arena:
+            for slot in range(arena.control.slots):
+                if slot != arena.find(newest):
+                    arena.free(slot)
+    return newest.iteration
