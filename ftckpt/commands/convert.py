@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import resource
@@ -176,7 +177,8 @@ def _verify(conversion: Conversion, options: Options, destination: Path) -> None
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
     """A progress bar on stderr where that is a terminal, otherwise a line now and then."""
-    if not sys.stderr.isatty():
+    # A conversion must not fail for want of a bar: tqdm is there with the extra "cli".
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield _lines(what, total)
         return
     from tqdm import tqdm

@@ -245,8 +245,13 @@ def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         yield lambda status: print(text(status), end="\n\n", flush=True)
         return
     # Only here: commands in scripts should start at once.
-    from rich.live import Live
-    from rich.text import Text
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError:
+        raise ConfigError(
+            "--watch on a terminal needs rich, which is not installed: pip install 'ftckpt[cli]'"
+        ) from None
 
     with Live(auto_refresh=False, screen=False) as live:
         yield lambda status: live.update(Text(text(status)), refresh=True)

@@ -26,12 +26,12 @@ from ftckpt.store.directory import clean_job
 from tests.support import jobs
 from tests.support.flush_jobs import Job as FlushJob
 from tests.support.pool import run_ranks
+from tests.support.repository import ROOT, files_in
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
-ROOT = Path(__file__).parent.parent.parent
-PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs", ".pytest_cache"} & set(path.parts))
+PAGES = files_in("", ".md")
 BLOCKS = [
     found
     for page in PAGES

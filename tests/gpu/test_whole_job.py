@@ -40,8 +40,8 @@ def on_a_device(
     copier: Any = capture._copier
     with fake.train():
         iteration = 0
-        # Beside busy cores some are skipped, while the SMPs protect an earlier snapshot.
-        while iteration < 4 or copier._num_boundaries < _SETTLED_AFTER:
+        # Beside busy cores some are skipped, while the SMPs protect an earlier snapshot, or a slot has no memory yet.
+        while iteration < 4 or copier._num_boundaries < _SETTLED_AFTER or capture.lacks_slots:
             train(fake, checkpointer, state, iteration := iteration + 1)
         until(lambda: copier._registrar.idle, "pinned", SECS)
         last = iteration + UNTIL - 4

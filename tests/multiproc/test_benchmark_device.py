@@ -37,6 +37,7 @@ def test_rows_of_systems(tmp_path: Path) -> None:
     assert set(result["contention"]["tiny"]) > {"nothing", "copies", "chunks, 3 events", "hashes, 4 threads"}
 
 
+@pytest.mark.slow
 def test_the_job_of_megatron(tmp_path: Path) -> None:
     result = run(tmp_path, "--jobs", "megatron", "--systems", "nothing,plain,bubble", "--no-contention")
     assert [*result["rows"]] == [f"megatron/tiny/{name}" for name in ("job", "nothing", "bubble")]

@@ -164,7 +164,7 @@ def test_release(program: str, release: str, store: Path, written: None) -> None
     env.pop("PYTEST_XDIST_WORKER", None)
     shown = subprocess.run(
         [sys.executable, "-c", f"{IMPORTS[program]} as it; print(it.__version__)"],
-        env=env, capture_output=True, text=True, check=True,
+        cwd=ROOT, env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert shown.stdout.split()[-1].partition("+")[0] == release
     suite = [

@@ -22,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 
 from tests.mutants import ROOT, Mutant, read_mutants
+from tests.support.repository import repository_files
 
 TEST_SECS = 300
 MEMORY_BYTES = 8 << 30
@@ -30,14 +31,10 @@ RED, SURVIVED, BROKEN = "red", "SURVIVED", "BROKEN"
 
 def copy_tree(destination: Path) -> None:
     """The files that git knows or would take, as they are in the working tree."""
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, check=True,
-    ).stdout  # fmt: skip
-    for name in filter(None, listing.decode().split("\0")):
-        if (ROOT / name).is_file():
-            (destination / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, destination / name)
+    for path in repository_files():
+        copy = destination / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)
 
 
 def run_tests(tree: Path, selections: Sequence[str], *options: str) -> tuple[bool, str]:

@@ -179,8 +179,8 @@ def test_every_option_has_a_comment_of_its_own(path: Path) -> None:
 
 MEGATRON_LM = """
 import json, sys
+from tests.support import standin  # the checkout has tests of its own
 sys.path.insert(0, sys.argv.pop(1))
-from tests.support import standin
 standin.install()
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 args = parse_args()

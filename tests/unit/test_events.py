@@ -28,6 +28,7 @@ from ftckpt import event_writer
 from ftckpt.commands.event_log import EventLog
 from ftckpt.event_file import EventFile
 from ftckpt.events import ADVICE, EVENTS, WORDS, Events, reference
+from tests.support.repository import files_in
 from tests.support.waiting import until
 
 
@@ -315,7 +316,7 @@ PACKAGE = Path(__file__).parents[2] / "ftckpt"
 
 def emits() -> Iterator[tuple[str, ast.Call]]:
     """Each call of ``emit`` in the package, and where it stands."""
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in files_in("ftckpt", ".py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "emit":
                 yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node
@@ -334,7 +335,7 @@ def test_every_event_and_field_is_in_the_table() -> None:
 
 
 def test_every_event_of_the_table_is_written_somewhere() -> None:
-    texts = [p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "events.py"]
+    texts = [p.read_text() for p in files_in("ftckpt", ".py") if p.name != "events.py"]
     package = "".join([*texts, inspect.getsource(Events)])
     assert [name for name in EVENTS if f'"{name}"' not in package] == []
 

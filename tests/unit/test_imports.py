@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.repository import ROOT, files_in
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "ftckpt"
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
+    for path in files_in("ftckpt", ".py")
 }
 
 BASE = {
@@ -207,7 +207,7 @@ def names_bound_in(path: Path) -> frozenset[str]:
 @pytest.mark.parametrize("folder", ["benchmarks", "launch", "tests/probe"])
 def test_what_a_program_imports_of_ours_is_there(folder: str) -> None:
     """Most of them no test runs, and no test imports."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
+    for path in files_in(folder, ".py"):
         for node in ast.walk(ast.parse(path.read_text())):
             base = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else [""]
             if base[0] not in ("ftckpt", "benchmarks", "launch", "tests") or base == ["ftckpt"]:  # it loads lazily
@@ -289,8 +289,6 @@ def test_functions_stay_short(name: str) -> None:
 def test_the_registrys_apex_is_no_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    for file in ROOT.glob("**/*requirements*.txt"):
-        if ".venv" not in file.parts:
-            lists.append(file.read_text().splitlines())
+    lists += [file.read_text().splitlines() for file in files_in("", ".txt") if "requirements" in file.name]
     for wanted in (line for lines in lists for line in lines):
         assert not wanted.strip().lower().replace("_", "-").startswith(("apex", "nvidia-apex")), wanted

@@ -16,6 +16,7 @@ import pytest
 
 from ftckpt.frameworks.launcher import job_name, node_name
 from tests.support.launching import ROOT, Call, Standins
+from tests.support.repository import repository_files
 from tests.support.waiting import until
 
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "frontier.sbatch", "a100.sbatch")
@@ -30,14 +31,12 @@ def standins(tmp_path: Path) -> Standins:
 def shell_scripts() -> list[Path]:
     """All of the repository, by name or by their first line."""
     found = []
-    for folder, names, files in os.walk(ROOT):
-        names[:] = [n for n in names if n == ".ci" or not n.startswith((".", "runs", "build", "dist"))]
-        for path in (Path(folder) / name for name in files):
-            with path.open("rb") as file:
-                shell = re.match(rb"#(!.*\b(ba)?sh\b| shellcheck shell=)", file.readline(80))
-            if shell or path.suffix in (".sh", ".sbatch"):
-                found.append(path)
-    return sorted(found)
+    for path in repository_files():
+        with path.open("rb") as file:
+            shell = re.match(rb"#(!.*\b(ba)?sh\b| shellcheck shell=)", file.readline(80))
+        if shell or path.suffix in (".sh", ".sbatch"):
+            found.append(path)
+    return found
 
 
 def test_shellcheck_has_nothing_to_say() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import ftckpt
 from ftckpt.commands.init import KITS
-from tests.support.launching import ROOT
+from tests.support.repository import ROOT, files_in
 from tests.support.waiting import until
 
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -33,9 +33,9 @@ def build(what: str, tree: Path, to: Path) -> Path:
 def sources() -> list[str]:
     """What the packages are made of."""
     folders = ("ftckpt", "launch", "configs", "patches")
-    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    found = [path for folder in folders for path in files_in(folder)]
     alone = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"]
-    return [*alone, *(str(path.relative_to(ROOT)) for path in found if path.is_file())]
+    return [*alone, *(str(path.relative_to(ROOT)) for path in found)]
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ftckpt.convert.language.patterns import Pattern, Value, evaluate, variables_in
 from ftckpt.errors import SpecError
 from ftckpt.model.text import listed
@@ -274,6 +272,12 @@ class Spec:
         Raises:
             SpecError: there is none, or it is wrong; the text names the rule and the field.
         """
+        # Only here: jobs that export in other formats have no specification, and need not have pyyaml.
+        try:
+            import yaml
+        except ImportError:
+            text = f"{name}: a specification needs yaml, which is not installed: pip install 'ftckpt[cli]'"
+            raise SpecError(text) from None
         ready = {path.stem: path for path in sorted(READY.glob("*.yaml"))}
         path = ready.get(str(name), Path(name))
         try:
