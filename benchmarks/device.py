@@ -54,7 +54,7 @@ def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folde
         measured["off"].append(statistics.median(train(job)))
         for schedule in SCHEDULES:
             name = name_of(schedule, repeat)
-            checkpointer = attach(job, folder, name, schedule=schedule, timeline_interval=1, overhead_budget=0.0)
+            checkpointer = attach(job, folder, name, schedule=schedule, overhead_budget=0.0)
             settling_secs = settle(job, checkpointer)
             measured[schedule].append(statistics.median(train(job, checkpointer)))
             checkpointer.close(remove=(schedule, repeat) != (SCHEDULES[-1], repeats - 1))

@@ -107,9 +107,9 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
             "job": job, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
             "replica_check_interval": 0,
             "protect": dice.choice(PROTECT), "peer_code": code, "peer_losses": losses,
-            "protect_interval": dice.choice([1, 1, 3]), "scrub_secs": dice.choice([0.0, 0.2, 300.0]),
-            "start_timeout_secs": 30.0, "lock_timeout_secs": 10.0, "protect_timeout_secs": 10.0,
-            "schedule": "thread", "smp_idle_secs": 60.0,
+            "protect_interval": dice.choice([1, 1, 3]),
+            "start_timeout_secs": 30.0, "protect_timeout_secs": 10.0,
+            "schedule": "thread",
         }  # fmt: skip
         places = [(f"dp{rank}", node, "") for rank, node in enumerate(nodes)]
         with contextlib.suppress(ConfigError):
@@ -182,7 +182,7 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: l
     trouble = dice.choice(["", "", "", "stall", "pause"])
     pause = (0, 0.0)
     if trouble == "stall":
-        shape.settings.update(start_timeout_secs=_DEADLINE_SECS, agree_timeout_secs=_DEADLINE_SECS / 2)
+        shape.settings.update(start_timeout_secs=_DEADLINE_SECS)
     if trouble == "pause":
         shape.settings.update(hang_secs=_HANG_SECS, on_hang="abort")
         pause = (dice.randint(1, least), 2 * _HANG_SECS)

@@ -40,6 +40,10 @@ def _loud(meaning: str, **fields: str) -> EventKind:
     return EventKind(meaning, fields, loud=True)
 
 
+MAX_LOG_BYTES = 128 << 20
+"""Of the event log of one process, before its older half goes: a week or two of a rank that takes a snapshot every
+ten seconds."""
+
 _ITERATION = "of the snapshot"
 _COSTS = {
     "moved_bytes": "bytes copied, by the kind of span that they ran beside",
@@ -508,7 +512,7 @@ def reference() -> Iterator[str]:
     yield "With `--ftckpt-events DIR` each rank writes `DIR/rank<R>.jsonl`, and each SMP a file of its own: one JSON"
     yield "object a line. Every line has `time` (seconds since the epoch), `event`, `rank` (or `process`) and `pid`,"
     yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. A file"
-    yield "that has come to half of `--ftckpt-events-size` gets `.1` behind its name, and a new one is begun; a rank"
+    yield "that has come to 64 MiB gets `.1` behind its name, and a new one is begun; a rank"
     yield "writes 1 to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
     yield "On a network file system, which may hang, lines are written by a thread of their own, 0.05 s later: nobody"
     yield "waits for it, and those that a process wrote right before it was killed may be missing."

@@ -276,7 +276,7 @@ def _iteration(history: RunHistory) -> str:
     try:
         tracks = read_tracks(history.directory)
     except EventLogError:
-        return page.card(title, "The run left no timeline; --ftckpt-timeline-interval above 0 has it leave some.")
+        return page.card(title, "The run left no timeline.")
     note = (
         f"Iteration {tracks.iteration + 1}, while the snapshot of {tracks.iteration} was copied: "
         f"{tracks_summary(tracks)}. ftckpt timeline writes a trace of it, which Perfetto opens."

@@ -38,7 +38,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 _MAX_EPOCH_SECS = 1e11
 _MAX_SECS = 1e6
 
-_REMEDY = "run with --ftckpt-events DIR and a --ftckpt-timeline-interval above 0"
+_REMEDY = "run with --ftckpt-events DIR"
 _MOST_NAMED = 20
 
 

@@ -15,6 +15,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
+from ftckpt.job import deadlines
 from ftckpt.job.node_entry import NodeEntry
 from ftckpt.job.outlook import Outlook, absent_slots, foresee_arena
 from ftckpt.job.slot_supply import SlotSupply
@@ -235,7 +236,7 @@ class NodeArenas:
         allocated: list[int] = []
         if self._supply is not None:
             if waits and self._supplies_start:
-                self._supply.wait(self._config.fence_timeout_secs)
+                self._supply.wait(deadlines.FENCE_SECS)
             ended = self._supply.ended
             try:
                 allocated = self._supply.take()
@@ -408,7 +409,7 @@ class NodeArenas:
         if existing is None:
             self._made = arena_path(self.path, manifest)
         arena = existing or Arena.create(self.path, manifest, self.slots, allocate=0)
-        arena.lock(self._config.lock_timeout_secs)
+        arena.lock(deadlines.LOCK_SECS)
         self._events.emit(
             "arena",
             path=str(arena.path),

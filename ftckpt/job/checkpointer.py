@@ -22,6 +22,7 @@ from ftckpt.errors import (
     StorageError,
 )
 from ftckpt.group import Group
+from ftckpt.job import deadlines
 from ftckpt.job.garbage import no_collections
 from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.rank_parts import RankParts
@@ -501,7 +502,7 @@ class Checkpointer:
     def _examine(self, examination: Examination, capture: Capture, snapshots: Snapshots) -> None:
         try:
             with self.section("save"):  # all that a rank has is read: nobody is to take that for a hang
-                examination.look(capture, self.config.fence_timeout_secs)
+                examination.look(capture, deadlines.FENCE_SECS)
         except (CaptureError, ArenaError) as error:
             snapshots.fail(error)
         if examination.over:

@@ -14,6 +14,7 @@ from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist import commit
 from ftckpt.persist_setting import DEEPSPEED, program_of
 from ftckpt.store.pulse import FlushState
 from ftckpt.units import seconds
@@ -104,11 +105,11 @@ class Flushes:
         if not config.persist:
             return cls(0)
         if program_of(config.persist) == DEEPSPEED:  # its script asks for each
-            return cls(_MOST, config.persist_timeout_secs, only_asked=True)
+            return cls(_MOST, commit.FLUSH_SECS, only_asked=True)
         tunes = config.persist_interval == "auto"
         interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
         mtbf_secs = seconds(config.mtbf) if config.mtbf != "auto" else default_mtbf_secs(nodes)
-        return cls(interval, config.persist_timeout_secs, tunes, mtbf_secs)
+        return cls(interval, commit.FLUSH_SECS, tunes, mtbf_secs)
 
     def begin(self, on_storage: int) -> None:
         """Storage has a snapshot of that iteration already, -1 for none."""

@@ -16,7 +16,9 @@ from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human_secs
 from ftckpt.notice import Notice
+from ftckpt.persist import commit
 from ftckpt.persist.place import Place, prepare
 from ftckpt.persist_setting import taken_over
 
@@ -27,7 +29,7 @@ def save_command(config: Config) -> str:
     return f"ftckpt save {config.job} DIR{arena}, on every node at once"
 
 
-_NOBODY = "no SMP says why, and the time of --ftckpt-persist-timeout-secs is over"
+_NOBODY = "no SMP says why, and its time is over"
 
 
 class RankStorage:
@@ -78,7 +80,7 @@ class RankStorage:
             bring.append(last)
         # All of them, whichever fails.
         came = {
-            one: flush_last(self._group, self._events, one, self, self._config.persist_timeout_secs)
+            one: flush_last(self._group, self._events, one, self, commit.FLUSH_SECS)
             for one in dict.fromkeys(bring)
             if one is not None and one not in ending.persisted
         }
@@ -90,9 +92,8 @@ class RankStorage:
     def trying(self) -> str:
         """This, and the three below: see ``FlushingNode``."""
         return (
-            f"it is tried again until {self._config.persist_timeout_secs:g} s are over "
-            "(--ftckpt-persist-timeout-secs); who cannot wait ends the job, whose memory stays then, and brings that "
-            f"to another place by {save_command(self._config)}"
+            f"it is tried again until {human_secs(commit.FLUSH_SECS)} are over; who cannot wait ends the job, whose memory stays then, and "
+            f"brings that to another place by {save_command(self._config)}"
         )
 
     def begin(self, snapshot: SnapshotId) -> None:

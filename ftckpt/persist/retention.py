@@ -34,17 +34,9 @@ VOID_MEANS = "bad, or of a past that the job has left: no restart takes it"
 """Of a snapshot, in words."""
 
 
-def kept(iterations: Collection[int], keep: int, keep_every: int) -> set[int]:
-    """Of checkpoints those that stay: the newest ``keep``, 0 for all, and the first at or behind each multiple of
-    ``keep_every``, 0 for none."""
-    oldest_first = sorted(iterations)
-    stay = set(oldest_first[-keep:])  # -0: all
-    passed = {0}
-    for iteration in oldest_first if keep_every else ():
-        if iteration // keep_every not in passed:
-            passed.add(iteration // keep_every)
-            stay.add(iteration)
-    return stay
+def kept(iterations: Collection[int], keep: int) -> set[int]:
+    """Of checkpoints those that stay: the newest ``keep``, 0 for all."""
+    return set(sorted(iterations)[-keep:])  # -0: all
 
 
 def pin(storage: Storage, iteration: int) -> bool:

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ftckpt.config import Config
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
 from ftckpt.model.loaded import Checkpoint, earliest_of, is_undone, newest_of
@@ -61,8 +60,8 @@ class _Halted(Exception):
 class FlushOrders:
     """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
 
-    The first of ``nodes`` commits, and makes the ``exports``, all within ``timeout_secs``. ``keep``, ``keep_every``:
-    checkpoints that stay, see ``retention.kept``; ``bytes_per_sec``: of this node, 0 for no limit. ``at_end``:
+    The first of ``nodes`` commits, and makes the ``exports``, all within ``timeout_secs``. ``keep``: how many
+    checkpoints stay, the newest, 0: all; ``bytes_per_sec``: of this node, 0 for no limit. ``at_end``:
     whether the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``. ``began``: when the owner
     did, in seconds of the time of day; 0: not known.
     """
@@ -73,11 +72,10 @@ class FlushOrders:
     node: str = ""
     nodes: tuple[str, ...] = ()
     keep: int = 0
-    keep_every: int = 0
     bytes_per_sec: float = 0.0
     at_end: bool = True
     exports: ExportPlace | None = None
-    timeout_secs: float = Config.persist_timeout_secs
+    timeout_secs: float = commit.FLUSH_SECS
     compress: str = "none"
     began: float = 0.0
 
@@ -89,9 +87,9 @@ class FlushOrders:
         return cls(
             place.snapshots, str(description.get("job", "")), str(description.get("owner", "")),
             str(description["node"]), tuple(sorted(map(str, description.get("nodes", [])))),
-            int(settings.get("persist_keep", 0)), int(settings.get("persist_keep_every", 0)),
+            int(settings.get("persist_keep", 0)),
             rate(settings.get("persist_rate", "0")), settings.get("persist_at_end", "on") == "on",
-            place.exports, float(settings.get("persist_timeout_secs", cls.timeout_secs)),
+            place.exports, float(description.get("flush_secs", cls.timeout_secs)),
             str(settings.get("persist_compress", "none")), float(description.get("began", 0.0)),
         )  # fmt: skip
 
@@ -395,7 +393,7 @@ class Flush:
             or is_undone(began, origin, one.iteration)
         } - {current}  # fmt: skip
         counted = [one.iteration for one in there.keys() - left]
-        stay = retention.kept(counted, self._orders.keep, self._orders.keep_every) | {current.iteration}
+        stay = retention.kept(counted, self._orders.keep) | {current.iteration}
         surplus = {one for one in there.keys() - left if one.iteration not in stay}
         if not self._owns(storage):
             return

@@ -38,6 +38,7 @@ from ftckpt.store.directory import SMP_LOCK_NAME, SMP_STATE_NAME, clean_job, end
 from ftckpt.store.landings import Landing
 from ftckpt.store.locks import holder_of
 from tests.support import jobs, plain
+from tests.support.constants import configured
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
@@ -208,7 +209,7 @@ def test_nothing_is_put_in_place_before_it_has_come(by_slots: bool, persisting: 
 
 def built_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
     """A model is built until the newest snapshot lies in the page cache, and then restored."""
-    config = Config(enabled=True, node=NODES[rank], **settings)
+    config = Config(enabled=True, node=NODES[rank], **configured(settings))
     doors.read_ahead(config)
     newest = stored(settings)[0]
     folder = Path(settings["persist"]) / f"iter_{newest.snapshot.iteration:07d}"
@@ -515,7 +516,7 @@ def test_a_job_ends_where_storage_has_gone_and_memory_keeps_its_last_snapshot(
     on_error: str, persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether that is an error or not: nobody asked for it to be lost."""
-    persisting |= {"persist_interval": 1000, "persist_timeout_secs": 3.0, "on_error": on_error}
+    persisting |= {"persist_interval": 1000, "flush_secs": 3.0, "on_error": on_error}
     ends: AbstractContextManager[object] = nullcontext()
     if on_error == "raise":
         ends = pytest.raises(RankFailure, match=r"StorageError: the last snapshot did not come.*node n[01]: ")
@@ -759,7 +760,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
     clean_job(Path(persisting["arena"]), "test")
     persisting["persist"] = str(where)
     assert [one.snapshot.iteration for one in stored(persisting)] == [6]
-    assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json", "trained.json"}
+    assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json"}
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(6)] * 4
 
@@ -782,7 +783,7 @@ def test_what_a_lost_node_held_is_saved_from_parity(
     protected = {event["iteration"] for event in jobs.events(persisting, "protected")}
     assert saved.snapshot.iteration >= max(protected)
     assert {path.name for path in Path(persisting["persist"]).iterdir()} <= {
-        f"iter_{saved.snapshot.iteration:07d}", "latest", "owner.json", "trained.json", "holdings",
+        f"iter_{saved.snapshot.iteration:07d}", "latest", "owner.json", "holdings",
     }  # fmt: skip
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(saved.snapshot.iteration)] * 4

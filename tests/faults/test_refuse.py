@@ -32,12 +32,8 @@ def test_another_model(settings: dict[str, Any]) -> None:
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
 
 
-def test_cores_that_are_not_there(settings: dict[str, Any]) -> None:
-    refused({**settings, "affinity": "99999"}, [], "ConfigError.*affinity: none of the cores 99999.*allowed are")
-
-
 def test_a_second_live_job_of_the_same_name(settings: dict[str, Any]) -> None:
-    settings = {**settings, "lock_timeout_secs": 0.5}
+    settings = {**settings, "lock_secs": 0.5}
     with spawn_ranks(jobs.train, 2, jobs.Run([], 2000, settings)) as first:
         until(lambda: Path(settings["events"]).exists() and jobs.events(settings, "snapshot"), "a snapshot", 120)
         refused(settings, [], "ArenaError.*live job named 'test'.*--ftckpt-job")

@@ -86,7 +86,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
 
 
 def deadlines(settings: dict[str, Any], **others: Any) -> dict[str, Any]:
-    return {**settings, "start_timeout_secs": DEADLINE_SECS, "agree_timeout_secs": DEADLINE_SECS / 2, **others}
+    return {**settings, "start_timeout_secs": DEADLINE_SECS, "vote_secs": DEADLINE_SECS / 2, **others}
 
 
 def test_a_rank_that_stands_still_for_longer_than_all_deadlines_ends_nothing(settings: dict[str, Any]) -> None:

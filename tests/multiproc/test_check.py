@@ -98,7 +98,7 @@ def test_what_is_looked_at(arena_root: Path, monkeypatch: pytest.MonkeyPatch) ->
         *[{"host", "network"}] * 2,
         {"host", "device", "network"},
     ]
-    assert [(mib, thorough.secs) for _, mib, thorough, _ in told] == [(256, 120), (64, 3), (256, 0), (256, 0)]
+    assert [(size >> 20, thorough.secs) for _, size, thorough, _ in told] == [(256, 120), (64, 3), (256, 0), (256, 0)]
 
 
 def test_a_place_that_is_none(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from ftckpt.store.directory import clean_job
 from tests.support import jobs
+from tests.support.constants import configured
 from tests.support.ds_jobs import SHAPES, TINY, Run, Shape, outcomes
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -34,7 +35,7 @@ def build(shape: Shape, settings: Mapping[str, Any] | None) -> Any:
     if settings is not None:
         import ftckpt.deepspeed  # noqa: F401 - the door
 
-        config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", **settings}
+        config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", **configured(settings)}
     # Without dropout: DeepSpeed's checkpoints hold no generators.
     return train_deepspeed.build(train_deepspeed.parse_args([*TINY, *shape.argv, "--dropout", "0"]), config)
 
@@ -169,7 +170,7 @@ def test_deepspeed_saves_by_itself_what_cannot_be_left(taking_over: dict[str, An
     import torch
 
     shape, where = SHAPES["zero1"], tmp_path / "save"
-    taking_over |= {"persist_timeout_secs": 1.0, "on_error": "continue"}
+    taking_over |= {"flush_secs": 1.0, "on_error": "continue"}
     results = run_ranks(saves_what_cannot_be_left, 2, shape, taking_over, stand_in=False, timeout_secs=SECS)
     last = results[0].value
     assert not list(Path(taking_over["arena"]).iterdir()), "what it saves need not stay in memory"

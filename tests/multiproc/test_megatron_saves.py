@@ -20,6 +20,7 @@ from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.store.directory import clean_job
 from tests.multiproc.test_convert_megatron import assert_equal, consolidated, contents, loaded
 from tests.support import jobs
+from tests.support.constants import configured
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -80,7 +81,7 @@ def trained(
 
     args = Namespace(save=directory, save_interval=EVERY)
     loop = TrainLoop(rank, args)
-    config = saves.taken_over(Config(enabled=True, node="node", persist="megatron", **settings), args)
+    config = saves.taken_over(Config(enabled=True, node="node", persist="megatron", **configured(settings)), args)
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--tp", "2", "--iterations", "5000"]))
     objects = {"data": job.data, "progress": job.progress}
     checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
@@ -154,7 +155,7 @@ def test_what_megatron_would_save_comes_there_and_megatron_loads_it(
 @pytest.mark.slow
 def test_megatron_saves_by_itself_where_nothing_comes(taking_over: dict[str, Any], tmp_path: Path) -> None:
     where = tmp_path / "save"
-    taking_over |= {"persist_timeout_secs": 1.0, "on_error": "continue"}
+    taking_over |= {"flush_secs": 1.0, "on_error": "continue"}
     results = run_ranks(trained, 2, taking_over, str(where), "saved", timeout_secs=SECS)
     saved, _, end = results[0].value
     assert saved[:2] == [EVERY, 2 * EVERY] and saved[-1] == end and len(saved) > 2
