@@ -92,8 +92,8 @@ class RankStorage:
     def trying(self) -> str:
         """This, and the three below: see ``FlushingNode``."""
         return (
-            f"it is tried again until {human_secs(commit.FLUSH_SECS)} are over; who cannot wait ends the job, whose memory stays then, and "
-            f"brings that to another place by {save_command(self._config)}"
+            f"it is tried again until {human_secs(commit.FLUSH_SECS)} are over; who cannot wait ends the job, whose "
+            f"memory stays then, and brings that to another place by {save_command(self._config)}"
         )
 
     def begin(self, snapshot: SnapshotId) -> None:
