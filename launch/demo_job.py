@@ -428,7 +428,7 @@ class Watch:
             self._protected = event["iteration"]
         elif kind == "rebuilt":
             self._run.say(f"REBUILT: {', '.join(event['shards'])} from {', '.join(event['sources'])}")
-        elif kind == "reshaped" and rank == 0:
+        elif kind == "loaded" and event["from"] and rank == 0:
             layouts = f"from {event['from']} to {event['to']}"
             self._run.say(f"RESHAPED: the snapshot of iteration {event['iteration']} {layouts}")
         elif kind == "restored" and self._struck_at is not None:

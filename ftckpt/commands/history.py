@@ -350,8 +350,9 @@ class _RankFile:
     def _on_rebuilt(self, line: Line, _: float) -> None:
         self._rebuilt.append(line)
 
-    def _on_reshaped(self, line: Line, _: float) -> None:
-        self._layout = f"{line['from']} → {line['to']}"
+    def _on_loaded(self, line: Line, _: float) -> None:
+        if line.get("from"):
+            self._layout = f"{line['from']} → {line['to']}"
 
     def _on_restored(self, line: Line, time: float) -> None:
         attempt = self._reader.attempts[str(line["lineage"])]

@@ -151,7 +151,6 @@ class NodeArenas:
         if self._made is not None:  # it has no snapshot
             remove_arena(self._made)
             self._made = None
-        self._events.emit("fewer_slots", slots=self.slots, wanted=wanted, reason=str(error))
         self._events.announce(
             f"{self.slots} slots per arena, as memory has no room for {wanted}: while a snapshot is being protected, "
             f"one more is taken and those behind it are left out ({error})"
@@ -415,6 +414,7 @@ class NodeArenas:
             path=str(arena.path),
             reused=existing is not None,
             slots=arena.control.slots,
+            wanted=self._config.slots,
             allocated=arena.control.slots - len(absent_slots(arena)),
             slot_bytes=arena.image.file_bytes,
         )

@@ -82,6 +82,7 @@ class Checkpointer:
         self._snapshots: Snapshots | None = None  # once the state is loaded, and the shard is laid out
         self._boundary = -1  # the iteration of the last one
         self._closed = False
+        self._close_error: str | None = None
         self._fenced = False  # since the last boundary
         self._examination = Examination(examines) if examines else None
         self.saved = -1
@@ -405,11 +406,11 @@ class Checkpointer:
                 if done and self._boundary >= 0:
                     self.events.announce(self._last_words())
             except (LaunchError, RuntimeError, OSError) as error:
-                self.events.emit("close_incomplete", error=str(error))
+                self._close_error = str(error)
         if arena is not None:
             arena.close()
         self._rank.arenas.release()
-        self.events.emit("closed", iteration=self._boundary)
+        self.events.emit("closed", iteration=self._boundary, error=self._close_error)
         self.events.close()
         if failure is not None:
             raise failure
@@ -447,11 +448,11 @@ class Checkpointer:
             try:
                 self._fence()
             except FtckptError as error:  # told already; all ranks go on together to what is left
-                self.events.emit("close_incomplete", error=str(error))
+                self._close_error = str(error)
             with self.section("save"):
                 return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank, done))
         except (FtckptError, RuntimeError) as error:
-            self.events.emit("close_incomplete", error=str(error))
+            self._close_error = str(error)
             return f"whether it is there is not known ({error})"
 
     def _leave(self, arena: Arena | None, done: bool) -> None:

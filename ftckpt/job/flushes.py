@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
@@ -138,7 +138,7 @@ class Flushes:
             return
         if self.only_asked and newest.iteration > self.due:
             text = f"iteration {self.due} did not come to storage: there is no snapshot of it any more"
-            yield Announcement("not_persisted", {"iteration": self.due, "secs": 0.0}, error=text)
+            yield Announcement("flush_failed", {"iteration": self.due, "secs": 0.0}, error=text)
             self.due = self._behind(newest.iteration)
         elif verdict.flushed != Coverage.CANNOT:
             self.current, self.due, self.chosen_secs = newest, self._behind(newest.iteration), now_secs
@@ -199,14 +199,14 @@ class Flushes:
         self.interval = wish
         if self._last is not None:
             self.due = self._behind(self._last)
-        fields = {"interval": wish, "mtbf_secs": self.mtbf_secs}
+        fields: dict[str, Any] = {"of": "storage", "interval": wish, "mtbf_secs": self.mtbf_secs}
         text = f"from now on a snapshot goes to storage every {wish} iteration(s): "
         if self._cost_secs is not None:  # another rank may have a wish when this one has none yet
             secs = statistics.median(self._took_secs)
             fields |= {"flush_secs": secs, "cost_secs": self._cost_secs}
             text += f"one takes {secs:.3g} s and {self._cost_secs:.3g} s of training, and "
         text += f"a failure that loses memory is expected every {self.mtbf_secs / 3600:.3g} h (--ftckpt-mtbf)"
-        yield Announcement("persist_interval_changed", fields, text)
+        yield Announcement("interval_changed", fields, text)
 
     def _settle(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:
         current = self.current
@@ -225,4 +225,4 @@ class Flushes:
         else:
             self._again(current.iteration)
             error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
-            yield Announcement("not_persisted", fields, error=error)
+            yield Announcement("flush_failed", fields, error=error)

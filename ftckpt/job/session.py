@@ -428,7 +428,7 @@ class RankState:
         interval, what = verdict.stretch * config.least_interval, "all in all"
         if config.interval != "auto":
             what = "in the fence"
-        fields = {"interval": interval, "cost": cost, "overhead_budget": config.overhead_budget}
+        fields = {"of": "memory", "interval": interval, "cost": cost, "overhead_budget": config.overhead_budget}
         text = (
             f"soon a snapshot every {interval} iteration(s): {what} it costs {cost:.2%} of one, and the budget is "
             f"{config.overhead_budget:.2%}"

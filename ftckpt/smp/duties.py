@@ -421,10 +421,7 @@ class Duties:
         self._target = self._cannot = None
 
     def _refresh(self) -> None:
-        before = set(self._arenas.gone)
         self._arenas.refresh()
-        if gone := sorted(self._arenas.gone - before):
-            self._events.emit("arenas_gone", arenas=gone)  # a job that ends, or is laid out anew
         for name, problem in self._arenas.problems.items():
             self._report_once(problem, arena=name)
         images = [arena.mapped.image for arena in self._arenas.all]

@@ -184,7 +184,7 @@ class Flush:
         except Exception as error:  # noqa: BLE001 - training goes on whatever storage does, and is told
             reason = in_words(error)
             self.problem, self.state = reason, FlushState.CANNOT  # in this order: who sees the state asks why
-            self._events.emit("not_flushed", iteration=self.snapshot.iteration, reason=reason)
+            self._events.emit("flush_failed", iteration=self.snapshot.iteration, reason=reason)
 
     def _export(self, storage: Storage, exports: ExportPlace) -> None:
         try:

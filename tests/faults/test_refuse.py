@@ -126,7 +126,7 @@ def test_an_object_that_cannot_be_saved(settings: dict[str, Any], arena_root: Pa
 
 
 def test_objects_that_do_not_fit(settings: dict[str, Any]) -> None:
-    with a_rank_raises(ConfigError, "are there: raise", "which is 1 now"):
+    with a_rank_raises(ConfigError, "are there: raise", "which is 1MiB now"):
         jobs.outcomes(2, jobs.Run([], 3, {**settings, "objects_size": "1MiB"}, ballast_bytes=2 << 20))
 
 
