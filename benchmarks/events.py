@@ -61,9 +61,8 @@ def iteration_secs(pacer: Pacer, events: Events, micro_batches: int, number: int
 
 def measure(micro_batches: int, folder: Path | None) -> list[float]:
     """Seconds of each iteration; events go to ``folder``."""
-    config = Config(timeline_interval=50 if folder is not None else 0)
     events = Events(folder, 0)
-    pacer = Pacer(config, HostClock(), NoBudget(), events, {"tp": 0, "pp": 0, "dp": 0})
+    pacer = Pacer(Config(), HostClock(), NoBudget(), events, {"tp": 0, "pp": 0, "dp": 0})
     secs = [iteration_secs(pacer, events, micro_batches, number) for number in range(1, ITERATIONS + 1)]
     events.close()
     return secs

@@ -105,9 +105,9 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
             "job": job, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
             "replica_check_interval": 0,
             "protect": dice.choice(PROTECT), "peer_code": code, "peer_losses": losses,
-            "protect_interval": dice.choice([1, 1, 3]), "scrub_secs": dice.choice([0.0, 0.2, 300.0]),
-            "start_timeout_secs": 30.0, "lock_timeout_secs": 10.0, "protect_timeout_secs": 10.0,
-            "schedule": "thread", "smp_idle_secs": 60.0,
+            "protect_interval": dice.choice([1, 1, 3]),
+            "start_timeout_secs": 30.0, "protect_timeout_secs": 10.0,
+            "schedule": "thread",
         }  # fmt: skip
         places = [(f"dp{rank}", node, "") for rank, node in enumerate(nodes)]
         with contextlib.suppress(ConfigError):
@@ -179,7 +179,7 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: l
     world_size, least = len(shape.nodes), dice.randint(1, 20)
     trouble = dice.choice(["", "", "", "stall"])
     if trouble == "stall":
-        shape.settings.update(start_timeout_secs=_DEADLINE_SECS, agree_timeout_secs=_DEADLINE_SECS / 2)
+        shape.settings.update(start_timeout_secs=_DEADLINE_SECS)
     plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress), None
     with spawn_ranks(train, world_size, plan, env=shape.env) as ranks:
         _wait_for(ranks, progress, least + 1)

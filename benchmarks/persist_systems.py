@@ -115,7 +115,7 @@ class Ftckpt(System):
         self.checkpointer.close(remove=False)
 
     def notes(self) -> dict[str, Any]:
-        kinds = ("committed", "flushed", "storage_fails", "not_flushed", "not_persisted", "skipped", "stretched")
+        kinds = ("committed", "flushed", "storage_fails", "flush_failed", "skipped", "stretched")
         return {kind: self._told(kind) for kind in kinds}
 
     def _told(self, event: str) -> list[dict[str, Any]]:

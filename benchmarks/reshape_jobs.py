@@ -89,7 +89,7 @@ def take_snapshot(rank: int, world_size: int, argv: Sequence[str], arena: str, e
     return {
         "restore_secs": whole,
         "reshape_secs": loaded["loaded"]["time"] - loaded["joined"]["time"],
-        "moved_secs": loaded["reshaped"]["secs"],
+        "moved_secs": loaded["loaded"]["secs"],
         "read_bytes": loaded["loaded"]["read_bytes"],
         "needed": [piece for piece in pieces if not piece[0].startswith("weight/")],
     }

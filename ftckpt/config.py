@@ -114,11 +114,6 @@ class Config:
         auto=True,
     )
     persist_keep: int = declare(3, "snapshots that stay on storage, the newest; 0: all", minimum=0)
-    persist_keep_every: int = declare(
-        0,
-        "iterations: the first snapshot at or behind each multiple of it stays on storage, too; 0: none does",
-        minimum=0,
-    )
     persist_at_end: str = declare(
         "on",
         "whether a job that ends, or whose allocation does, brings its last snapshot to storage",
@@ -141,18 +136,11 @@ class Config:
         "later starts with the same name resume",
     )
     persist_rate: str = declare("0", "what a node writes to storage, such as 2GB/s; 0: no limit", quantity=rate)
-    persist_timeout_secs: float = declare(
-        7200.0, "longest wait for a snapshot to be on storage before a newer one is tried", minimum=1
-    )
     smp_listen: str = declare(
         "",
         "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1, of which the first that has "
         "one counts; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the way to MASTER_ADDR",
     )
-    smp_idle_secs: float = declare(
-        3600.0, "time without any trainer after which the SMP ends itself; arenas stay", minimum=1
-    )
-    scrub_secs: float = declare(300.0, "pause between two checks of all snapshots; 0: no such checks", minimum=0)
     encrypt: bool = declare(False, "seal what SMPs of different nodes send each other, not only authenticate it")
     secret_file: str = declare("", "file with the secret that SMPs share; default: drawn anew at each start")
     rack: str = declare("", "label of this machine's rack, or other failure domain of several nodes; default: none")
@@ -179,12 +167,6 @@ class Config:
         quantity=seconds,
         minimum="1s",
     )
-    replan_share: float = declare(
-        0.1, "share of an iteration by which windows must have moved before copies are planned anew", minimum=0.001
-    )
-    affinity: str = declare(
-        "auto", "cores of ftckpt's threads: auto (those of the device's NUMA node), none, or a list such as 0-3,8"
-    )
     pin: str = declare(
         "on",
         "whether slots are registered with the device's driver, beside training; else copies go through a pinned "
@@ -209,13 +191,6 @@ class Config:
         minimum="4KiB",
         maximum="64GiB",
     )
-    fence_timeout_secs: float = declare(
-        120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001
-    )
-    agree_timeout_secs: float = declare(
-        120.0, "longest wait for the other ranks before a slot is reused", minimum=0.001
-    )
-    lock_timeout_secs: float = declare(20.0, "longest wait for processes of an earlier attempt to end", minimum=0)
     start_timeout_secs: float = declare(
         300.0, "longest wait for the other ranks at start, restore and close", minimum=1
     )
@@ -235,7 +210,6 @@ class Config:
         "what a failed snapshot, or one that does not come to storage, does to training",
         choices=("continue", "raise"),
     )
-    error_limit: int = declare(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
     on_lost: str = declare(
         "storage",
         "what a restart does when snapshots were lost: go on from the checkpoint that the script has loaded from "
@@ -243,11 +217,6 @@ class Config:
         choices=("storage", "fail", "fresh"),
     )
     events: str = declare("", "directory for event logs (JSON lines); default: none")
-    events_size: str = declare(
-        "128MiB",
-        "most that the event log of one process takes, 2MiB at least, before its older half goes; 0: no limit",
-        quantity=size,
-    )
     metrics_port: int | Literal["auto"] = declare(
         0,
         "port of the loopback interface at which each SMP serves metrics to Prometheus; auto: one that is free, "
@@ -257,9 +226,6 @@ class Config:
     )
     metrics_dir: str = declare(
         "", "local directory of each node to which its SMP writes metrics, for a node exporter's textfile collector"
-    )
-    timeline_interval: int = declare(
-        50, "snapshots between two that leave a timeline in the event log; 0: none", minimum=0
     )
 
     def __post_init__(self) -> None:
@@ -312,11 +278,6 @@ class Config:
     def events_dir(self) -> Path | None:
         """Directory for event logs, or None."""
         return Path(self.events) if self.events else None
-
-    @property
-    def events_bytes(self) -> int:
-        """The limit of one event log; 0: there is none."""
-        return size(self.events_size)
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> Config:

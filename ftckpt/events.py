@@ -40,6 +40,10 @@ def _loud(meaning: str, **fields: str) -> EventKind:
     return EventKind(meaning, fields, loud=True)
 
 
+MAX_LOG_BYTES = 128 << 20
+"""Of the event log of one process, before its older half goes: a week or two of a rank that takes a snapshot every
+ten seconds."""
+
 _ITERATION = "of the snapshot"
 _COSTS = {
     "moved_bytes": "bytes copied, by the kind of span that they ran beside",
@@ -95,8 +99,10 @@ EVENTS: dict[str, EventKind] = {
         "ranks of the node are gone, had not left, and have not said why",
         text="which, by what signal or with what exit code where that was seen, and where they were",
     ),
-    "closed": _quiet("this rank's session has ended", iteration="of the last boundary; -1: there was none"),
-    "close_incomplete": _quiet("other ranks did not come to close(): arenas may stay", error="what was seen"),
+    "closed": _quiet(
+        "this rank's session has ended", iteration="of the last boundary; -1: there was none",
+        error="why the other ranks did not come to its end, so that arenas may stay; null: they did",
+    ),
     # A snapshot.
     "snapshot": _quiet(
         "a snapshot began", iteration=_ITERATION, slot="index", blocked_secs="time the training thread took for it"
@@ -119,15 +125,11 @@ EVENTS: dict[str, EventKind] = {
     ),
     "turned_off": _loud("no more snapshots in this attempt", reason="why"),
     "interval_changed": _quiet(
-        "snapshots become rarer, so that what they cost keeps its budget, or more frequent again",
-        interval="iterations between snapshots",
+        "snapshots are taken, or go to storage, at another interval from now on", of="memory or storage",
+        interval="iterations between two", overhead_budget="setting",
         cost="of a snapshot, over the length of an iteration, on the rank on which it is dearest; in the fence alone "
         "where ``interval`` is a number",
-        overhead_budget="setting",
-    ),
-    "persist_interval_changed": _quiet(
-        "snapshots go to storage as often as loses least by what was measured", interval="iterations between two",
-        flush_secs="that one takes, as this rank saw it", cost_secs="of training, that one takes, likewise",
+        flush_secs="that a flush takes, as this rank saw it", cost_secs="of training, that one takes, likewise",
         mtbf_secs="between failures that lose memory",
     ),
     # Windows.
@@ -151,19 +153,12 @@ EVENTS: dict[str, EventKind] = {
     # Arenas.
     "arena": _quiet(
         "this rank's arena", path="of its directory", reused="whether it was there", slots="how many",
+        wanted="slots, as protection wants; memory has no room for those beyond ``slots``",
         allocated="how many have memory", slot_bytes="of one",
     ),
     "arena_problem": _quiet(
-        "an arena, or a slot of it, cannot be used", path="of the arena, where it is of this rank", shard="it holds",
-        problems="in words",
-    ),
-    "far_slots": _quiet(
-        "a slot lies on another NUMA node than the device: its copies are slower", device_node="of the device",
-        pages="of a sample, by their NUMA node",
-    ),
-    "fewer_slots": _quiet(
-        "memory has no room for as many slots as protection wants", slots="per arena", wanted="per arena",
-        reason="what was too small",
+        "an arena, a slot of it, a parity file or a package cannot be used", path="of the arena, where it is of this "
+        "rank", shard="it holds", file="of parity or a package", problems="in words",
     ),
     "slots_allocated": _quiet("slots got memory while training ran", path="of the arena", slots="which"),
     "spare_given_up": _quiet(
@@ -181,7 +176,6 @@ EVENTS: dict[str, EventKind] = {
     ),
     "passed_over": _quiet("a newer snapshot is not whole", iteration="restored", reasons="why no newer one"),
     "fallback": _loud("a newer snapshot is corrupt", iteration="restored", reasons="what is wrong"),
-    "protection_problem": _quiet("a parity file or package is not used", file="its name", problem="why"),
     "lost": _loud(
         "snapshots cannot be made whole; the job goes on from storage, or begins anew", error="what is missing",
         loaded="iteration that was loaded from storage; 0: none",
@@ -195,27 +189,15 @@ EVENTS: dict[str, EventKind] = {
         loaded="iteration",
     ),
     "loaded": _quiet(
-        "live tensors are filled", iteration=_ITERATION, read_bytes="from arenas, of any node",
+        "live tensors are filled", iteration=_ITERATION, secs="of loading", read_bytes="from arenas, of any node",
         received_bytes="of these, from other nodes", spread_bytes="from ranks that need the same",
         needed_bytes="in all",
+        **{"from": "layout of the snapshot; null: that of the job", "to": "layout of the job, likewise"},
     ),
-    "reshaped": _quiet(
-        "the restart is in another layout", **{"from": "layout of the snapshot", "to": "layout of the job"},
-        iteration=_ITERATION, secs="of loading", read_bytes="from arenas, of any node",
-        received_bytes="of these, from other nodes",
-    ),
-    "padding_changed": _quiet(
-        "another number of rows pads the vocabulary", key="tensor", rows="of the snapshot", rows_here="of the job"
-    ),
-    "loaded_in_training": _quiet("the script loaded a checkpoint while it trained", iteration="the engine stands at"),
     # Protection.
     "protected": _quiet(
         "a snapshot survives what the modes promise", iteration=_ITERATION, secs="since it was chosen",
         again="whether protection had failed before",
-    ),
-    "network_limit": _quiet(
-        "what a node takes of the network for protection", bytes_per_sec="each way; 0: no limit",
-        source="where that comes from", secs="least time to receive what a snapshot needs",
     ),
     "protection_slow": _loud(
         "the network limit lets no snapshot be protected in time",
@@ -243,21 +225,19 @@ EVENTS: dict[str, EventKind] = {
     ),
     "repaired": _quiet("parity or a package was made anew", arena="name", iteration=_ITERATION, what="was bad"),
     "scrubbed": _quiet("all snapshots in memory were checked", secs="it took", bytes="read"),
-    "arenas_gone": _quiet("arenas are no longer there", arenas="names"),
     "peer_lost": _loud("another node's SMP does not answer", node="name", reason="why"),
-    "peer_back": _quiet("it answers again", node="name"),
     "peer_refused": _loud("somebody did not prove the job's secret", address="of the caller", reason="why"),
     # Storage.
     "persisted": _quiet("a snapshot is on storage, all of it", iteration=_ITERATION, secs="since it was chosen"),
-    "not_persisted": _loud(
-        "a snapshot did not come to storage; a newer one is tried", iteration=_ITERATION, secs="since it was chosen"
-    ),
     "last_not_taken": _loud(
         "the job ends, and of its last iteration there is no snapshot", iteration="the last one", reason="why",
         newest="iteration of the snapshot that goes to storage in its place; null: none is whole",
     ),
     "flushed": _quiet("this node's shards are on storage", iteration=_ITERATION, bytes="written", secs="it took"),
-    "not_flushed": _loud("this node cannot bring a snapshot to storage", iteration=_ITERATION, reason="why"),
+    "flush_failed": _loud(
+        "a snapshot did not come to storage: told by a node's SMP with the reason, and by ranks with the time",
+        iteration=_ITERATION, reason="why", secs="since it was chosen; 0: it was not",
+    ),
     "storage_fails": _loud("storage fails; it is tried again", iteration="that goes there", error="what"),
     "committed": _quiet(
         "the shards of all nodes became a checkpoint", iteration=_ITERATION, path="where it is", bytes="of all",
@@ -299,8 +279,8 @@ ADVICE = {
     "corrupt": "parity rebuilds it where it can; have the node's memory tested if it comes again",
     "peer_lost": "no newer snapshot is protected until that node is back, or the job has started without it",
     "peer_refused": "another job's SMP, or a stranger: --ftckpt-smp-listen and --ftckpt-secret-file keep jobs apart",
-    "not_persisted": "the nodes' not_flushed and storage_fails say why",
-    "not_flushed": "snapshots in memory stay: mend storage, or start with another --ftckpt-persist",
+    "flush_failed": "snapshots in memory stay, and a newer one is tried: mend storage, or start with another "
+    "--ftckpt-persist; ftckpt status says what is wrong there",
     "storage_fails": "full, away, or without permission: mend it while the job trains",
     "storage_damaged": "an older one is taken; ftckpt verify says what is bad there",
 }
@@ -466,7 +446,7 @@ def reference() -> Iterator[str]:
     yield "With `--ftckpt-events DIR` each rank writes `DIR/rank<R>.jsonl`, and each SMP a file of its own: one JSON"
     yield "object a line. Every line has `time` (seconds since the epoch), `event`, `rank` (or `process`) and `pid`,"
     yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. A file"
-    yield "that has come to half of `--ftckpt-events-size` gets `.1` behind its name, and a new one is begun; a rank"
+    yield "that has come to 64 MiB gets `.1` behind its name, and a new one is begun; a rank"
     yield "writes 1 to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
     yield "On a network file system, which may hang, lines are written by a thread of their own, 0.05 s later: nobody"
     yield "waits for it, and those that a process wrote right before it was killed may be missing."

@@ -18,7 +18,6 @@ MODES = ("node", "replica", "copy", "peer")
 
 NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
 _LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 _MOST_PORT = 65535
@@ -52,10 +51,6 @@ def check(config: Config) -> None:
         value = getattr(config, name)
         if value and not is_name(value):
             raise ConfigError(f"{flag_of(name)}: {value!r} is not a name; {NAME_RULE}")
-    if config.affinity not in ("auto", "none") and not _CORES.fullmatch(config.affinity):
-        raise ConfigError(
-            f"--ftckpt-affinity: {config.affinity!r} is not auto, none or a list of cores such as 0-3,8"
-        )
     if not config.arena:
         raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
     _check_storage(config)

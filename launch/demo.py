@@ -154,7 +154,11 @@ def compare_reshaped(reference: Run, run: Run, restart: Recovery) -> dict[str, A
     Raises:
         RunError: nothing was reshaped, or a run has no digests of the iteration.
     """
-    reshaped = [event for event in run.events if event["event"] == "reshaped" and event["time"] > restart.struck_at]
+    reshaped = [
+        event
+        for event in run.events
+        if event["event"] == "loaded" and event["from"] and event["time"] > restart.struck_at
+    ]
     if not reshaped:
         raise RunError(f"scene {run.name}: no rank reshaped anything after the fault")
     iteration = int(reshaped[0]["iteration"])

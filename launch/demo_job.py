@@ -36,7 +36,7 @@ LAYOUTS = ("tp2pp2dp2", "tp2pp1dp2")
 
 # Small chunks and objects, because so is the model: a slot is to have several chunks, and arenas, parity and packages
 # of both nodes are to fit the 64 MB of /dev/shm that containers often have. Between two faults are few iterations.
-SMALL: Mapping[str, Any] = {"enabled": True, "chunk_size": "128KiB", "objects_size": "1MiB", "timeline_interval": 4}
+SMALL: Mapping[str, Any] = {"enabled": True, "chunk_size": "128KiB", "objects_size": "1MiB"}
 
 # An agent that is silent for six seconds is gone: the others wait that long before its replacement may join. Where
 # fewer nodes are enough they go on without one after the last call, in which all agents must have come at first.
@@ -428,7 +428,7 @@ class Watch:
             self._protected = event["iteration"]
         elif kind == "rebuilt":
             self._run.say(f"REBUILT: {', '.join(event['shards'])} from {', '.join(event['sources'])}")
-        elif kind == "reshaped" and rank == 0:
+        elif kind == "loaded" and event["from"] and rank == 0:
             layouts = f"from {event['from']} to {event['to']}"
             self._run.say(f"RESHAPED: the snapshot of iteration {event['iteration']} {layouts}")
         elif kind == "restored" and self._struck_at is not None:

@@ -62,8 +62,6 @@ def settings(arena_root: Path, tmp_path: Path) -> dict[str, object]:
         "arena": str(arena_root),
         "events": str(tmp_path / "events"),
         "start_timeout_secs": 60.0,
-        "fence_timeout_secs": 20.0,
-        "agree_timeout_secs": 20.0,
     }
 
 

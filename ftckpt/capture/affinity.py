@@ -1,4 +1,4 @@
-"""What is near a device: cores for ftckpt's background threads, unless the user names others, and memory."""
+"""What is near a device: cores for ftckpt's background threads, and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ftckpt.errors import ConfigError
 from ftckpt.events import log
 
 if TYPE_CHECKING:
@@ -30,53 +29,26 @@ class Locality:
     node: int | None = None
 
 
-def locality(setting: str, device: torch.device) -> Locality:
-    """What is near ``device``, with ``setting`` as for ``cores``; raises as that."""
+def locality(device: torch.device) -> Locality:
+    """What is near ``device``; the cores are of those that this process may use."""
     node = numa_node_of(device) if num_nodes() > 1 else None
-    return Locality(cores(setting, node), node)
-
-
-def cores(setting: str, device_numa_node: int | None, allowed: set[int] | None = None) -> set[int] | None:
-    """The cores for background threads; None: leave them where they are.
-
-    Args:
-        setting: the configuration's ``affinity``: ``none``, ``auto`` (the cores of ``device_numa_node``) or a
-            list such as ``0-3,8``.
-        device_numa_node: where the device is attached; None if that is not known.
-        allowed: the cores this process may use; default: those of the calling thread.
-
-    Raises:
-        ConfigError: not a list of cores, or a list of which no core is allowed.
-    """
-    if setting == "none":
-        return None
-    allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
-    if setting == "auto":
-        return (cores_of_node(device_numa_node) & allowed) or None
-    wanted = parse_cores(setting) & allowed
-    if not wanted:
-        raise ConfigError(
-            f"--ftckpt-affinity: none of the cores {setting} is allowed here; allowed are {format_cores(allowed)}"
-        )
-    return wanted
+    return Locality(cores_of_node(node) & os.sched_getaffinity(0) or None, node)
 
 
 def parse_cores(text: str) -> set[int]:
     """The cores of a list such as ``0-3,8``, the form of the kernel's cpulist files.
 
     Raises:
-        ConfigError: another text, a range that runs backwards, or a number of more than five digits.
+        ValueError: another text, a range that runs backwards, or a number of more than five digits.
     """
     numbers: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ConfigError(
-                f"--ftckpt-affinity: {part!r} in {text!r} is not a core or a range of cores such as 0-3,8"
-            )
+            raise ValueError(f"{part!r} in {text!r} is not a core or a range of cores such as 0-3,8")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ConfigError(f"--ftckpt-affinity: the range {part} runs backwards; write {last}-{first}")
+            raise ValueError(f"the range {part} runs backwards")
         numbers.update(range(first, last + 1))
     return numbers
 
@@ -146,5 +118,5 @@ def cores_of_node(node: int | None) -> set[int]:
         return set()
     try:
         return parse_cores((SYSFS / f"devices/system/node/node{node}/cpulist").read_text().strip())
-    except (OSError, ConfigError):
+    except (OSError, ValueError):
         return set()

@@ -81,7 +81,7 @@ class EventLog:
         if self.num_lost:
             notes.append(f"{count(self.num_lost, 'event')} lost: the file system of the logs did not answer")
         if self.is_cut:
-            notes.append("the oldest events are gone: their logs have come to --ftckpt-events-size")
+            notes.append("the oldest events are gone: their logs have come to their limit")
         return notes
 
 

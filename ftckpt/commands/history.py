@@ -388,8 +388,9 @@ class _RankFile:
     def _on_rebuilt(self, start: _Start, line: Line) -> None:
         start.rebuilt.append(line)
 
-    def _on_reshaped(self, start: _Start, line: Line) -> None:
-        start.layout = f"{line['from']} → {line['to']}"
+    def _on_loaded(self, start: _Start, line: Line) -> None:
+        if line.get("from"):
+            start.layout = f"{line['from']} → {line['to']}"
 
     def _on_restored(self, start: _Start, line: Line) -> None:
         attempt = start.attempt = self._reader.attempts[str(line["lineage"])]

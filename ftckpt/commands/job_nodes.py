@@ -227,7 +227,7 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
         return replace(state, problem=state.problem or ("no SMP runs" if state.needs_smp else ""))
     try:
-        return replace(state, smp=SmpClient(node_dir, root, job, name, {}).status(timeout_secs))
+        return replace(state, smp=SmpClient(node_dir, root, job, name).status(timeout_secs))
     except FtckptError as error:
         return replace(state, problem=state.problem or str(error))
 

@@ -116,7 +116,7 @@ def _smp_of(arguments: argparse.Namespace, node: str, node_dir: Path) -> SmpClie
     """The one that runs, or another: what it goes on with lies there before it starts, and stays if it is killed."""
     runs = holder_of(node_dir / SMP_LOCK_NAME) is not None
     if runs or (node_dir / SMP_STATE_NAME).exists():
-        client = find_or_start(node_dir, Path(arguments.arena), arguments.job, node, {})
+        client = find_or_start(node_dir, Path(arguments.arena), arguments.job, node)
         if client.status()["configured"]:
             return client
     raise SmpError(

@@ -32,7 +32,7 @@ def _smp(arguments: argparse.Namespace) -> int:
     if arguments.alive:
         return alive(arguments)
     if arguments.status:
-        client = SmpClient(node_dir, arguments.arena, arguments.job, arguments.node, {})
+        client = SmpClient(node_dir, arguments.arena, arguments.job, arguments.node)
         print(json.dumps(client.status(), indent=2))
     elif not arguments.end:
         _become_smp(arguments)

@@ -207,7 +207,6 @@ class EngineSession:
         restart."""
         left = self._hooks.checkpointer
         events = left.events
-        events.emit("loaded_in_training", iteration=loaded)
         events.announce(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
         # In an error handler too: the user goes back on all ranks.
         left.close(remove=True, done=False)

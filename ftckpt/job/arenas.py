@@ -15,6 +15,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
+from ftckpt.job import deadlines
 from ftckpt.job.node_entry import NodeEntry
 from ftckpt.job.outlook import Outlook, absent_slots, foresee_arena
 from ftckpt.job.slot_supply import SlotSupply
@@ -151,7 +152,6 @@ class NodeArenas:
         if self._made is not None:  # it has no snapshot
             remove_arena(self._made)
             self._made = None
-        self._events.emit("fewer_slots", slots=self.slots, wanted=wanted, reason=str(error))
         self._events.announce(
             f"{self.slots} slots per arena, as memory has no room for {wanted}: while a snapshot is being protected, "
             f"one more is taken and those behind it are left out ({error})"
@@ -219,7 +219,7 @@ class NodeArenas:
         allocated: list[int] = []
         if self._supply is not None:
             if waits and self._supplies_start:
-                self._supply.wait(self._config.fence_timeout_secs)
+                self._supply.wait(deadlines.FENCE_SECS)
             ended = self._supply.ended
             try:
                 allocated = self._supply.take()
@@ -393,12 +393,13 @@ class NodeArenas:
         if existing is None:
             self._made = arena_path(self.path, manifest)
         arena = existing or Arena.create(self.path, manifest, self.slots, allocate=0)
-        arena.lock(self._config.lock_timeout_secs)
+        arena.lock(deadlines.LOCK_SECS)
         self._events.emit(
             "arena",
             path=str(arena.path),
             reused=existing is not None,
             slots=arena.control.slots,
+            wanted=self._config.slots,
             allocated=arena.control.slots - len(absent_slots(arena)),
             slot_bytes=arena.image.file_bytes,
         )

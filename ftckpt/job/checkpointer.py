@@ -75,6 +75,7 @@ class Checkpointer:
         self._boundary = -1  # the iteration of the last one
         self._closed = self._is_copy = False
         forks.trains(self._abandon)
+        self._close_error: str | None = None
         self._fenced = False  # since the last boundary
         self._reminder = Reminder(self.events)
 
@@ -357,11 +358,11 @@ class Checkpointer:
                 if done and self._boundary >= 0:
                     self.events.announce(self._last_words())
             except (LaunchError, RuntimeError, OSError) as error:
-                self.events.emit("close_incomplete", error=str(error))
+                self._close_error = str(error)
         if arena is not None:
             arena.close()
         self._rank.arenas.release()
-        self.events.emit("closed", iteration=self._boundary)
+        self.events.emit("closed", iteration=self._boundary, error=self._close_error)
         self.events.close()
         if failure is not None:
             raise failure
@@ -395,11 +396,11 @@ class Checkpointer:
             try:
                 self._fence()
             except FtckptError as error:  # told already; all ranks go on together to what is left
-                self.events.emit("close_incomplete", error=str(error))
+                self._close_error = str(error)
             self.pause()
             return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank))
         except (FtckptError, RuntimeError) as error:
-            self.events.emit("close_incomplete", error=str(error))
+            self._close_error = str(error)
             return f"whether it is there is not known ({error})"
 
     def _leave(self, arena: Arena | None, done: bool) -> None:

@@ -7,13 +7,14 @@ import statistics
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist import commit
 from ftckpt.store.pulse import FlushState
 from ftckpt.units import seconds
 from ftckpt.windows.cost import Wish
@@ -103,7 +104,7 @@ class Flushes:
         tunes = config.persist_interval == "auto"
         interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
         mtbf_secs = seconds(config.mtbf) if config.mtbf != "auto" else default_mtbf_secs(nodes)
-        return cls(interval, config.persist_timeout_secs, tunes, mtbf_secs)
+        return cls(interval, commit.FLUSH_SECS, tunes, mtbf_secs)
 
     def begin(self, on_storage: int) -> None:
         """Storage has a snapshot of that iteration already, -1 for none."""
@@ -178,14 +179,14 @@ class Flushes:
         self.interval = wish
         if self._last is not None:
             self.due = self._behind(self._last)
-        fields = {"interval": wish, "mtbf_secs": self.mtbf_secs}
+        fields: dict[str, Any] = {"of": "storage", "interval": wish, "mtbf_secs": self.mtbf_secs}
         text = f"from now on a snapshot goes to storage every {wish} iteration(s): "
         if self._cost_secs is not None:  # another rank may have a wish when this one has none yet
             secs = statistics.median(self._took_secs)
             fields |= {"flush_secs": secs, "cost_secs": self._cost_secs}
             text += f"one takes {secs:.3g} s and {self._cost_secs:.3g} s of training, and "
         text += f"a failure that loses memory is expected every {self.mtbf_secs / 3600:.3g} h (--ftckpt-mtbf)"
-        yield Announcement("persist_interval_changed", fields, text)
+        yield Announcement("interval_changed", fields, text)
 
     def _settle(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:
         current = self.current
@@ -204,4 +205,4 @@ class Flushes:
         else:
             self._again(current.iteration)
             error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
-            yield Announcement("not_persisted", fields, error=error)
+            yield Announcement("flush_failed", fields, error=error)

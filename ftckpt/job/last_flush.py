@@ -73,7 +73,7 @@ def flush_last(group: Group, events: Events, last: SnapshotId, node: FlushingNod
         events.emit("persisted", iteration=last.iteration, secs=secs)
         events.announce(f"iteration {last.iteration} is on storage, after {secs:.1f} s")
     else:
-        events.emit("not_persisted", iteration=last.iteration, secs=secs)
+        events.emit("flush_failed", iteration=last.iteration, secs=secs)
     return state == FlushState.DONE
 
 

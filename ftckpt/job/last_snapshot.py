@@ -11,6 +11,7 @@ from ftckpt.capture.boundary import LastBoundary
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError
 from ftckpt.events import Events
+from ftckpt.job import deadlines
 from ftckpt.job.actions import Take
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
@@ -85,7 +86,7 @@ class RankEnd:
         self, config: Config, events: Events, state: RankState, protection: Protection, *,
         shard: Shard, kept: LastBoundary | None, boundary: int, begin: Callable[[Take], int],
     ) -> None:  # fmt: skip
-        self._timeout_secs = config.fence_timeout_secs
+        self._timeout_secs = deadlines.FENCE_SECS
         self._events = events
         self._state = state
         self._protection = protection

@@ -11,6 +11,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
+from ftckpt.job import deadlines
 from ftckpt.job.addresses import whereabouts
 from ftckpt.model.topology import Topology
 from ftckpt.store.directory import (
@@ -74,7 +75,7 @@ class NodeEntry:
         if not self._leads:
             return ""
         refuse_renamed(self.path, {member.node for member in self._topology.members})
-        deadline_secs = self._config.lock_timeout_secs
+        deadline_secs = deadlines.LOCK_SECS
         if (holder := holder_of(self.path / JOB_LOCK_NAME)) not in (None, 0, os.getpid()):
             self._events.announce(
                 f"waits {deadline_secs:g} s at most for the end of process {holder}, which runs a job "

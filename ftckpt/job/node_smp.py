@@ -209,7 +209,7 @@ class NodeSmp:
         if holder_of(node_dir / SMP_LOCK_NAME) is None:
             SmpConfig.leave(node_dir, description, "", 0, b"")
             return
-        self._client = SmpClient(node_dir, Path(self._config.arena), self._config.job, self._topology.me.node, {})
+        self._client = SmpClient(node_dir, Path(self._config.arena), self._config.job, self._topology.me.node)
         self._client.configure(description)
 
     def _claim_storage(self) -> None:
@@ -308,7 +308,7 @@ class NodeSmp:
         if holder_of(node_dir / SMP_LOCK_NAME) is None:
             with suppress(OSError):  # a full tmpfs: it is told when it runs
                 SmpConfig.leave(node_dir, description, port.host, port.number, self._secret)
-        return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node, asdict(config))
+        return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node)
 
     def _tell_warning(self, text: str) -> None:
         log.warning("ftckpt: SMP of node %s: %s", self._topology.me.node, written(text))

@@ -421,9 +421,6 @@ class Protection:
         if limit is None or nbytes == 0:
             return
         secs = limit.secs(nbytes)
-        self._events.emit(
-            "network_limit", bytes_per_sec=limit.bytes_per_sec, source=limit.source, secs=round(secs, 3)
-        )
         self._events.announce(f"protection: network: {limit}; a snapshot needs {human(nbytes)}: {secs:.1f} s or more")
         if secs > timeout_secs:
             self._events.emit("protection_slow", secs=round(secs, 1), timeout_secs=timeout_secs, source=str(limit))

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
-from ftckpt.events import Events
+from ftckpt.events import MAX_LOG_BYTES, Events
 from ftckpt.group import Group
+from ftckpt.job import deadlines
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.links import Links
@@ -55,12 +56,12 @@ class RankParts:
         _check(config)
         try:
             hangs = may_hang(config.events_dir)
-            events = Events(config.events_dir, topology.rank, limit_bytes=config.events_bytes, may_hang=hangs)
+            events = Events(config.events_dir, topology.rank, limit_bytes=MAX_LOG_BYTES, may_hang=hangs)
         except OSError as error:
             raise ConfigError(
                 f"--ftckpt-events: {config.events} cannot be written: {error.strerror}; name another directory"
             ) from None
-        links = Links(config.start_timeout_secs, config.agree_timeout_secs, group)
+        links = Links(config.start_timeout_secs, deadlines.VOTE_SECS, group)
         protection = Protection(config, topology, links.group, events)
         config = replace(config, slots=protection.slots)
         nodes = len({member.node for member in topology.members})

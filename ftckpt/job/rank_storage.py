@@ -16,7 +16,9 @@ from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human_secs
 from ftckpt.notice import Notice
+from ftckpt.persist import commit
 from ftckpt.persist.exports import prepare
 from ftckpt.persist.place import Place
 
@@ -27,7 +29,7 @@ def save_command(config: Config) -> str:
     return f"ftckpt save {config.job} DIR{arena}, on every node at once"
 
 
-_NOBODY = "no SMP says why, and the time of --ftckpt-persist-timeout-secs is over"
+_NOBODY = "no SMP says why, and its time is over"
 
 
 class RankStorage:
@@ -70,16 +72,15 @@ class RankStorage:
         last = self._take_missing(ending, rank) or ending.newest
         if last is None or last in ending.persisted:
             return ""
-        came = flush_last(self._group, self._events, last, self, self._config.persist_timeout_secs)
+        came = flush_last(self._group, self._events, last, self, commit.FLUSH_SECS)
         return "" if came else self._problem_at_end(last)
 
     @property
     def trying(self) -> str:
         """This, and the three below: see ``FlushingNode``."""
         return (
-            f"it is tried again until {self._config.persist_timeout_secs:g} s are over "
-            "(--ftckpt-persist-timeout-secs); who cannot wait ends the job, whose memory stays then, and brings that "
-            f"to another place by {save_command(self._config)}"
+            f"it is tried again until {human_secs(commit.FLUSH_SECS)} are over; who cannot wait ends the job, whose "
+            f"memory stays then, and brings that to another place by {save_command(self._config)}"
         )
 
     def begin(self, snapshot: SnapshotId) -> None:

@@ -28,8 +28,12 @@ from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 
+ERROR_LIMIT = 3
+"""Failed snapshots in a row after which a rank turns snapshots off: one may be bad luck, the third is a fault that
+stays."""
+
 _MORE_ROUNDS = 5
-"""Rounds beyond ``error_limit`` after which a new interval begins: whoever still trains then has read of it."""
+"""Rounds beyond ``ERROR_LIMIT`` after which a new interval begins: whoever still trains then has read of it."""
 
 _MOST_COST = 1e6
 """Iterations that a snapshot may cost, as far as rounds say."""
@@ -55,9 +59,10 @@ class RankState:
         """Why this rank takes, posts and reads nothing in this attempt any more; empty while it does."""
         self.failures = 0
         """In a row: a snapshot that was sealed ends the row."""
-        # A rank that reads nothing posts OFF after error_limit rounds, so it is off before a change that it missed.
+        # A rank that reads nothing posts OFF after ERROR_LIMIT rounds, so it is off before a change that it missed.
         probes = config.interval == "auto" and config.overhead_budget > 0
-        self.interval = Interval(config.least_interval, config.error_limit + _MORE_ROUNDS, probes)
+        self._error_limit = ERROR_LIMIT
+        self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_ROUNDS, probes)
         self.proofs = Proofs(config.replica_check_interval)
         self.targets = Targets.of(config) if protects else Targets(0)
         self.flushes = Flushes.of(config, nodes)
@@ -127,7 +132,7 @@ class RankState:
         """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
         # What was restored is of another lineage, and no snapshot of this one.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
-        if self._gives_up or (self.failures >= self._config.error_limit and own <= self._newest):
+        if self._gives_up or (self.failures >= self._error_limit and own <= self._newest):
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(wish.cost, _MOST_COST) * 1e6)
@@ -136,7 +141,7 @@ class RankState:
 
     def empty_round(self) -> Round:
         """In the place of ``round_to_post`` where that raises: this rank has nothing and takes nothing."""
-        is_last = self._gives_up or self.failures >= self._config.error_limit
+        is_last = self._gives_up or self.failures >= self._error_limit
         return Round(self._last_posted + 1, -1, Will.OFF if is_last else Will.SKIP)
 
     def posted(self, round_: Round) -> None:
@@ -298,7 +303,7 @@ class RankState:
         interval, what = verdict.stretch * config.least_interval, "all in all"
         if config.interval != "auto":
             what = "in the fence"
-        fields = {"interval": interval, "cost": cost, "overhead_budget": config.overhead_budget}
+        fields = {"of": "memory", "interval": interval, "cost": cost, "overhead_budget": config.overhead_budget}
         text = (
             f"soon a snapshot every {interval} iteration(s): {what} it costs {cost:.2%} of one, and the budget is "
             f"{config.overhead_budget:.2%}"

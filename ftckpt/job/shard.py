@@ -263,7 +263,12 @@ class Shard:
         )  # fmt: skip
 
     def _tell_far(self, node: int, pages: Mapping[int, int]) -> None:
-        self._events.emit("far_slots", device_node=node, pages={str(other): num for other, num in pages.items()})
+        found = ", ".join(f"{num} on {other}" for other, num in pages.items())
+        self._events.emit(
+            "environment", name="far slots",
+            text=f"of a sample of a slot's pages {found}, and the device is on NUMA node {node}: copies are slower",
+            remedy="bind each rank to the cores and the memory of its device's NUMA node",
+        )  # fmt: skip
 
     def _tell_differing(self, found: Mapping[str, tuple[int, ...]]) -> int:
         """Returns how many were not told before."""

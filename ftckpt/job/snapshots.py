@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.capture.capture import Capture
 from ftckpt.errors import CaptureError, FtckptError, SilentCorruptionError, StorageError
+from ftckpt.job import deadlines
 from ftckpt.job.actions import (
     Action,
     Announcement,
@@ -165,7 +166,7 @@ class Snapshots:
         self._pacer.follow(capture.flight, decision.snapshot.iteration)
         if self._config.schedule == "sync":
             # Sealed when ``step`` returns: who ends the job right behind it has this snapshot.
-            capture.settle(self._config.fence_timeout_secs)
+            capture.settle(deadlines.FENCE_SECS)
         return slot
 
     def execute(self, actions: Iterable[Action]) -> None:
@@ -229,14 +230,14 @@ class Snapshots:
         """
         try:
             if self.capture is not None:
-                self.capture.settle(self._config.fence_timeout_secs)
+                self.capture.settle(deadlines.FENCE_SECS)
         except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
             self.fail(error)
         self._post(now=True)
-        verdicts = self._links.agreement.read(self._config.agree_timeout_secs)
+        verdicts = self._links.agreement.read(deadlines.VOTE_SECS)
         if verdicts is None:
             self._state.miss()
-            raise CaptureError(f"other ranks did not answer within {self._config.agree_timeout_secs} s")
+            raise CaptureError(f"other ranks did not answer within {deadlines.VOTE_SECS:g} s")
         self.execute(self._state.learn(verdicts, time.monotonic()))
         self._shard.complete(self._state.keep)
 
@@ -314,7 +315,7 @@ class Snapshots:
 
     def _wait_for_copies(self) -> None:
         if self.capture is not None:
-            self.capture.fence(self._config.fence_timeout_secs)
+            self.capture.fence(deadlines.FENCE_SECS)
         self._last_fenced = self._state.interval.number  # only here: what has failed otherwise is tried again
 
     def _disconnect(self, error: Exception) -> None:

@@ -81,7 +81,7 @@ def _prepare(rank: RankParts) -> Preparation:
             f"{config.objects_size} now"
         )
     device = device_of(described)
-    near = locality(config.affinity, device)
+    near = locality(device)
     rank.arenas.cores = near.cores
     pacer = make_pacer(config, rank.topology, device, rank.arenas.path, rank.events)
     return Preparation(described, near, pacer, kept)

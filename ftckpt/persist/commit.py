@@ -28,6 +28,10 @@ from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.persist.storage import Bytes, Storage
 
+FLUSH_SECS = 7200.0
+"""For a snapshot to become a checkpoint before a newer one is tried. Terabytes take an hour of slow storage; storage
+that takes two does not answer."""
+
 OWNER_NAME = "owner.json"
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"

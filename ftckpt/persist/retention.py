@@ -34,28 +34,20 @@ VOID_MEANS = "about to be removed: no restart takes it"
 """Of a snapshot, in words."""
 
 
-def kept(iterations: Collection[int], keep: int, keep_every: int) -> set[int]:
-    """Of checkpoints those that stay: the newest ``keep``, 0 for all, and the first at or behind each multiple of
-    ``keep_every``, 0 for none."""
-    oldest_first = sorted(iterations)
-    stay = set(oldest_first[-keep:])  # -0: all
-    passed = {0}
-    for iteration in oldest_first if keep_every else ():
-        if iteration // keep_every not in passed:
-            passed.add(iteration // keep_every)
-            stay.add(iteration)
-    return stay
+def kept(iterations: Collection[int], keep: int) -> set[int]:
+    """Of checkpoints those that stay: the newest ``keep``, 0 for all."""
+    return set(sorted(iterations)[-keep:])  # -0: all
 
 
 def surplus(
-    lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int, keep_every: int
+    lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int
 ) -> set[CheckpointName]:  # fmt: skip
     """The checkpoints that ``kept`` does not let stay, of those there are with these lineages.
 
     One that is not in the past of ``head`` goes once ``keep`` newer ones of the branch that abandoned it are there.
     """
     past = [name for name, lineage in lineages.items() if is_past(lineage, name.iteration, head)]
-    stay = kept([name.iteration for name in past], keep, keep_every)
+    stay = kept([name.iteration for name in past], keep)
     gone = {name for name in past if name.iteration not in stay}
     for name in lineages.keys() - set(past):
         since = last_shared(lineages[name], head)

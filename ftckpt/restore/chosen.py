@@ -165,14 +165,11 @@ class ChosenSlots:
 
     def _report_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
         """A vocabulary of another size may be another vocabulary: that is for people to see."""
-        logged = False
         for need in needs:
             for shape in index.shapes(need.key, need.dtype) - {need.global_shape}:
                 here = need.global_shape[0]
-                self._events.emit("padding_changed", key=need.key, rows=shape[0], rows_here=here)
-                if not logged:
-                    self._events.announce(f"{need.key}: padded to {here} rows, {shape[0]} in the snapshot")
-                logged = True
+                self._events.announce(f"{need.key}: padded to {here} rows, {shape[0]} in the snapshot")
+                return  # all that follow are padded alike
 
     def _reads(self, slot: SlotContents) -> bool:
         return slot.reader == self._group.rank

@@ -426,9 +426,7 @@ class Restart:
         together(self._group, finish)
         # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
-        self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))
-        if not decision.ranks:
-            self._report_reshaped(decision, traffic, time.perf_counter() - begin)
+        self._report(decision, traffic, time.perf_counter() - begin)
         return decision
 
     def _bring_straight(
@@ -508,14 +506,15 @@ class Restart:
         self._arenas.close()
         self._shelf.close()
 
-    def _report_reshaped(self, decision: Decision, traffic: Traffic, secs: float) -> None:
-        iteration = decision.snapshot.iteration
-        before, now = layout_name(decision.layout), layout_name(self._topology.layout)
-        if before == now:  # what differs is no size
-            now = f"another ({', '.join(layouts_differ(self._topology.layout, decision.layout))})"
-        sizes = {"read_bytes": traffic.read_bytes, "received_bytes": traffic.received_bytes}
-        self._events.emit("reshaped", **{"from": before, "to": now}, iteration=iteration, secs=secs, **sizes)
-        self._events.announce(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
+    def _report(self, decision: Decision, traffic: Traffic, secs: float) -> None:
+        iteration, layouts = decision.snapshot.iteration, dict[str, str]()
+        if not decision.ranks:
+            before, now = layout_name(decision.layout), layout_name(self._topology.layout)
+            if before == now:  # what differs is no size
+                now = f"another ({', '.join(layouts_differ(self._topology.layout, decision.layout))})"
+            layouts = {"from": before, "to": now}
+            self._events.announce(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
+        self._events.emit("loaded", iteration=iteration, secs=secs, **asdict(traffic), **layouts)
 
 
 class _Wish(NamedTuple):

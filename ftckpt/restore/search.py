@@ -423,7 +423,7 @@ class Search:
 
     def _report_problems(self, problems: Iterable[Problem]) -> None:
         for problem in problems:
-            self._events.emit("protection_problem", file=problem.file, problem=problem.text)
+            self._events.emit("arena_problem", file=problem.file, problems=[problem.text])
 
     def _report_fallback(self, decision: Decision) -> None:
         damaged = bool(self._findings.damage)

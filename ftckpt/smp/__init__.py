@@ -17,3 +17,6 @@ hellos and proofs, and the lengths of records.
 
 BUSY_STATUS = 3
 """Exit status of a starting SMP that found another one serving. Here, as what starts one may not import numpy yet."""
+
+IDLE_SECS = 3600.0
+"""Without any trainer, after which an SMP ends: longer than a scheduler takes to start the job again on its node."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ftckpt.config import Config, node_here
 from ftckpt.errors import FtckptError, SmpError, Writing, settings_are_written
-from ftckpt.smp import BUSY_STATUS
+from ftckpt.smp import BUSY_STATUS, IDLE_SECS
 
 if TYPE_CHECKING:
     from ftckpt.smp.daemon import Daemon
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
     parser.add_argument(
-        "--idle-secs", type=float, default=Config().smp_idle_secs, metavar="SECS",
+        "--idle-secs", type=float, default=IDLE_SECS, metavar="SECS",
         help="time without any trainer after which it ends (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

@@ -15,7 +15,7 @@ from typing import Any
 
 from ftckpt.errors import FtckptError, SmpError
 from ftckpt.events import log
-from ftckpt.smp import BUSY_STATUS
+from ftckpt.smp import BUSY_STATUS, IDLE_SECS
 from ftckpt.smp.channel import Deadlines, PeerError, SilentError, Trust, VersionError, connect
 from ftckpt.smp.log_tail import LogTail
 from ftckpt.smp.requests import (
@@ -46,16 +46,16 @@ class SmpClient:
     Args:
         node_dir: where the node's arenas lie.
         root, job, node: what names that directory; a new SMP is started with them.
-        settings: of Config's fields only ``smp_idle_secs`` is read here; the others go with ``configure``.
+        idle_secs: without any trainer, after which an SMP that is started here ends.
 
     Raises (every method):
         SmpError: no SMP answers in time, or it answers nonsense.
         FtckptError: it refuses; of the class that it has raised.
     """
 
-    def __init__(self, node_dir: Path, root: Path, job: str, node: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, node_dir: Path, root: Path, job: str, node: str, idle_secs: float = IDLE_SECS) -> None:
         self.node_dir, self.root, self.job, self.node = node_dir, root, job, node
-        self.settings = dict(settings)
+        self.idle_secs = idle_secs
 
     def hello(self, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
         """``version``, ``pid``, ``job``, ``node``, ``configured``, ``port`` (0: it does not listen)."""
@@ -150,8 +150,9 @@ _ATTEMPTS = 3
 
 
 def find_or_start(
-    node_dir: Path, root: Path, job: str, node: str, settings: Mapping[str, Any], *, timeout_secs: float = _START_SECS
-) -> SmpClient:
+    node_dir: Path, root: Path, job: str, node: str, *, idle_secs: float = IDLE_SECS,
+    timeout_secs: float = _START_SECS,
+) -> SmpClient:  # fmt: skip
     """The SMP of this node and job: the one that runs, or a new one. Any number of ranks may call this at once.
 
     ``node_dir`` must exist. A new SMP takes over arenas and configuration of one that died, and replaces one of
@@ -160,7 +161,7 @@ def find_or_start(
     Raises:
         SmpError: none could be started, or the one that runs does not answer, within ``timeout_secs``.
     """
-    client = SmpClient(node_dir, root, job, node, settings)
+    client = SmpClient(node_dir, root, job, node, idle_secs)
     deadline = time.monotonic() + timeout_secs
     attempts, problem = 0, ""
     while time.monotonic() < deadline:
@@ -238,7 +239,7 @@ class Watch:
                 holder = holder_of(client.node_dir / SMP_LOCK_NAME)
                 if holder is not None and not self._stands_still(holder):
                     continue
-                find_or_start(client.node_dir, client.root, client.job, client.node, client.settings)
+                find_or_start(client.node_dir, client.root, client.job, client.node, idle_secs=client.idle_secs)
                 self._report("smp_restarted", background_secs=time.monotonic() - begin)
             except Exception as error:  # noqa: BLE001 - promise 4: protection is degraded, training goes on
                 self._report("smp_error", error=str(error))
@@ -270,8 +271,7 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
     """Start an SMP that is nobody's child; returns what went wrong, or nothing."""
     command = [sys.executable or "python3", "-m", "ftckpt.smp", "--detach"]
     command += ["--job", client.job, "--node", client.node, "--arena", str(client.root)]
-    if "smp_idle_secs" in client.settings:
-        command += ["--idle-secs", str(float(client.settings["smp_idle_secs"]))]
+    command += ["--idle-secs", str(client.idle_secs)]
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/",

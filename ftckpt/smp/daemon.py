@@ -11,7 +11,7 @@ from typing import Any
 
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, SmpError
-from ftckpt.events import Events, log
+from ftckpt.events import MAX_LOG_BYTES, Events, log
 from ftckpt.model import codec
 from ftckpt.restore.inventory import read_protection, take_inventory
 from ftckpt.restore.locations import OpenArenas
@@ -68,7 +68,7 @@ class Daemon:
 
     Args:
         root, job, node: name the directory, which is made if it is not there.
-        idle_secs: time without any trainer after which it ends; ``configure`` may change it.
+        idle_secs: time without any trainer after which it ends.
 
     Raises:
         SmpError: another SMP serves this node and job.
@@ -289,17 +289,15 @@ class Daemon:
         for name, mine in (("job", self.job), ("node", self.node)):
             if description.get(name) != mine:
                 raise SmpError(f"configure: {name} is {description.get(name)!r}, this is the SMP of {mine!r}")
-        given = description.get("settings", {})
-        settings = _settings(given)
+        settings = _settings(description.get("settings", {}))
         # This may raise, and so stands before all that changes here.
         self._duties.configure(description)
         if description.get("secret") and self._server.port:  # without one the duties go on with what they had
             self._server.replace_trust(self._duties.trust)
         self._living.know(description.get("places", {}))
-        self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
         self._config.description, self._digest = description, guard_digest(description)
         try:
-            self.events.direct(settings.events_dir, settings.events_bytes, may_hang(settings.events_dir))
+            self.events.direct(settings.events_dir, MAX_LOG_BYTES, may_hang(settings.events_dir))
         except OSError as error:
             log.warning("no events are written: %s", error)
         self._exporter.configure(settings.metrics_port, settings.metrics_dir)

@@ -24,7 +24,7 @@ from ftckpt.smp.footprint import allow_packages
 from ftckpt.smp.link import NetworkLimit
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
-from ftckpt.smp.scrub import Scrubber
+from ftckpt.smp.scrub import SCRUB_SECS, Scrubber
 from ftckpt.smp.sources import Service, Sources
 from ftckpt.smp.work import Pace, Task
 from ftckpt.store.arena import Arena
@@ -186,7 +186,7 @@ class Duties:
         self._sources = Sources(
             node, self._arenas, self._peers, self._pace, events=self._events, patience_secs=patience
         )
-        self._scrubber = Scrubber(self._sources, duty, self._events, float(settings.get("scrub_secs", 300.0)))
+        self._scrubber = Scrubber(self._sources, duty, self._events, float(given.get("scrub_secs", SCRUB_SECS)))
         self._arenas.want(arenas)
         self._refresh()
         # It may have gone bad since it was claimed: every package is read before it counts again.
@@ -417,10 +417,7 @@ class Duties:
         self._target = self._cannot = None
 
     def _refresh(self) -> None:
-        before = set(self._arenas.gone)
         self._arenas.refresh()
-        if gone := sorted(self._arenas.gone - before):
-            self._events.emit("arenas_gone", arenas=gone)  # a job that ends, or is laid out anew
         for name, problem in self._arenas.problems.items():
             self._report_once(problem, arena=name)
         images = [arena.mapped.image for arena in self._arenas.all]

@@ -92,7 +92,7 @@ class FinalFlush:
             self._reason = in_words(error)
             self._state = FlushState.CANNOT
             iteration = self._snapshot.iteration if self._snapshot is not None else -1
-            self._events.emit("not_flushed", iteration=iteration, reason=self._reason)
+            self._events.emit("flush_failed", iteration=iteration, reason=self._reason)
 
     def _bring_newest(self) -> None:
         storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))

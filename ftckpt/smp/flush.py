@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ftckpt.config import Config
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
 from ftckpt.model.lineage import Lineage
@@ -62,8 +61,8 @@ class _Halted(Exception):
 class FlushOrders:
     """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
 
-    The first of ``nodes`` commits, and makes the ``exports``, all within ``timeout_secs``. ``keep``, ``keep_every``:
-    checkpoints that stay, see ``retention.kept``; ``bytes_per_sec``: of this node, 0 for no limit. ``at_end``:
+    The first of ``nodes`` commits, and makes the ``exports``, all within ``timeout_secs``. ``keep``: how many
+    checkpoints stay, the newest, 0: all; ``bytes_per_sec``: of this node, 0 for no limit. ``at_end``:
     whether the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``. ``began``: when the owner
     did, in seconds of the time of day; 0: not known.
     """
@@ -74,11 +73,10 @@ class FlushOrders:
     node: str = ""
     nodes: tuple[str, ...] = ()
     keep: int = 0
-    keep_every: int = 0
     bytes_per_sec: float = 0.0
     at_end: bool = True
     exports: ExportPlace | None = None
-    timeout_secs: float = Config.persist_timeout_secs
+    timeout_secs: float = commit.FLUSH_SECS
     compress: str = "none"
     began: float = 0.0
 
@@ -90,9 +88,9 @@ class FlushOrders:
         return cls(
             place.snapshots, str(description.get("job", "")), str(description.get("owner", "")),
             str(description["node"]), tuple(sorted(map(str, description.get("nodes", [])))),
-            int(settings.get("persist_keep", 0)), int(settings.get("persist_keep_every", 0)),
+            int(settings.get("persist_keep", 0)),
             rate(settings.get("persist_rate", "0")), settings.get("persist_at_end", "on") == "on",
-            place.exports, float(settings.get("persist_timeout_secs", cls.timeout_secs)),
+            place.exports, float(description.get("flush_secs", cls.timeout_secs)),
             str(settings.get("persist_compress", "none")), float(description.get("began", 0.0)),
         )  # fmt: skip
 
@@ -187,7 +185,7 @@ class Flush:
         except Exception as error:  # noqa: BLE001 - training goes on whatever storage does, and is told
             reason = in_words(error)
             self.problem, self.state = reason, FlushState.CANNOT  # in this order: who sees the state asks why
-            self._events.emit("not_flushed", iteration=self.snapshot.iteration, reason=reason)
+            self._events.emit("flush_failed", iteration=self.snapshot.iteration, reason=reason)
 
     def _export(self, storage: Storage, exports: ExportPlace) -> None:
         try:
@@ -365,7 +363,7 @@ class Flush:
         """Remove checkpoints beyond those that are kept."""
         there = self._whole(storage)
         lineages = {name: stored.lineage for name, stored in there.items()}
-        surplus = retention.surplus(lineages, lineage, self._orders.keep, self._orders.keep_every)
+        surplus = retention.surplus(lineages, lineage, self._orders.keep)
         doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
         if not self._owns(storage):
             return

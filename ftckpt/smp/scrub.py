@@ -56,6 +56,10 @@ class _LostBlocks:
         return (name, holder) not in self._state.files or block in self._state.bad_blocks
 
 
+SCRUB_SECS = 300.0
+"""Between two checks of all that a node holds: often enough that two chunks of a stripe seldom go bad between."""
+
+
 class Scrubber:
     """Goes through checked slots, parity and packages of this node, every ``secs``; 0: never.
 

@@ -120,7 +120,7 @@ class Sources:
     def _answered(self, node: str) -> None:
         self._since.pop(node, None)
         if self.failing.pop(node, None) is not None:
-            self._events.emit("peer_back", node=node)
+            self._events.announce(f"the SMP of node {node} answers again")
 
 
 class Chunk:

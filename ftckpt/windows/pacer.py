@@ -21,6 +21,13 @@ from ftckpt.windows.node_budget import Budget
 _JUDGED = 5
 """Snapshots over which rates of copying and costs of fences are judged."""
 
+TIMELINE_EVERY = 50
+"""Snapshots between two that leave a timeline, which takes as much of the event log as all else of ten snapshots."""
+
+_MOVED_SHARE = 0.1
+"""Of an iteration, by which windows must have moved before copies are planned anew: they move by a few percent from
+one iteration to the next."""
+
 _MOST_STRETCH = 10_000
 """However small the budget, snapshots do not become rarer than this."""
 
@@ -66,6 +73,12 @@ class IterationMarks:
     place: int
     flushing: bool
     pauses: Sequence[tuple[Moment, Moment]]
+
+
+def _leaves_timeline(number: int) -> bool:
+    """Whether snapshot ``number`` does: early ones, for runs that are short, at 1, 2, 4, 8 …, and then at each
+    ``TIMELINE_EVERY``."""
+    return number % TIMELINE_EVERY == 0 or (number < TIMELINE_EVERY and number & (number - 1) == 0)
 
 
 class Pacer:
@@ -245,7 +258,7 @@ class Pacer:
     def _report(self, iteration: Iteration, passed: IterationMarks) -> None:
         if not self._events.kept:
             return
-        moved, interval = iteration.moved_bytes, self._config.timeline_interval * self._config.least_interval
+        moved = iteration.moved_bytes
         costs: dict[str, Any] = {
             "moved_bytes": moved,
             "window_capacity_bytes": self._plan.window_bytes if self._plan is not None else None,
@@ -254,8 +267,7 @@ class Pacer:
             "secs": iteration.secs,
         }
         self._events.emit("copied", iteration=passed.snapshot, share_in_windows=in_windows(moved), **costs)
-        # In iterations: every so many snapshots, which are ``interval`` of the configuration apart.
-        if interval and passed.snapshot % interval == 0:
+        if _leaves_timeline(passed.snapshot // self._config.least_interval):
             spans = zip(iteration.kinds, iteration.edges, iteration.edges[1:], strict=False)
             self._events.emit(
                 "timeline", iteration=passed.snapshot, coords=self._coords, schedule=self._config.schedule,
@@ -267,7 +279,7 @@ class Pacer:
         timeline = self._profile.timeline
         if timeline is None or not self._rates:
             return None
-        rate, share = self.budget.share(statistics.median(self._rates)), self._config.replan_share
+        rate, share = self.budget.share(statistics.median(self._rates)), _MOVED_SHARE
         old, moved = self._plan, 1.0
         if old is not None:
             moved = old.timeline.distance(timeline)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ftckpt.errors import CaptureError
+from ftckpt.job import deadlines
 from ftckpt.job.agreement import AgreementError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.package import list_packages
@@ -196,11 +196,11 @@ def test_an_error_after_the_fence_is_counted(settings: dict[str, Any]) -> None:
 
 
 def test_a_foreign_error_turns_all_ranks_off_together(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings |= {"agree_timeout_secs": 100.0}
+    settings |= {"vote_secs": 100.0}
     faults = [Fault(1, at, "begin", tmp_path / f"raise{at}", "raise") for at in (3, 4, 5)]
     begin = time.monotonic()
     jobs.outcomes(2, jobs.Run([], 12, settings, faults=faults))
-    assert time.monotonic() - begin < settings["agree_timeout_secs"], "a rank waited for one that was off"
+    assert time.monotonic() - begin < settings["vote_secs"], "a rank waited for one that was off"
     assert {event["rank"] for event in jobs.events(settings, "turned_off")} == {0, 1}
     assert not list(Path(settings["arena"]).iterdir())
 
@@ -283,7 +283,7 @@ def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> No
     """Rank 0 does not read in time that 5 is whole, and reads it together with a verdict that names nothing."""
     checkpointer, state = plain.make(rank, world_size, settings)
     assert checkpointer.restore() is None
-    config, place = checkpointer.config, Path(settings["events"]).parent
+    place = Path(settings["events"]).parent
 
     def disturb() -> None:
         if state.iteration == 7:
@@ -296,8 +296,7 @@ def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> No
         if awaited is not None:
             until((place / awaited).exists, awaited)
         misses = (rank, iteration) == (0, 6)
-        of_this = replace(config, agree_timeout_secs=0.1) if misses else config
-        checkpointer._snapshots._config = of_this  # type: ignore[union-attr]
+        deadlines.VOTE_SECS = 0.1 if misses else settings["vote_secs"]
         plain.iterate(checkpointer, state, iteration)
         if iteration == 6:
             (place / ("missed" if rank == 0 else "taken")).touch()
@@ -306,7 +305,7 @@ def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> No
 
 
 def test_a_rank_that_reads_two_verdicts_at_once_keeps_what_the_first_one_named(settings: dict[str, Any]) -> None:
-    settings |= {**FAST, "agree_timeout_secs": 60.0}
+    settings |= {**FAST, "vote_secs": 60.0}
     run_ranks(late_then_killed, 2, settings, expect_failures=True)
     begun = {(e["rank"], e["iteration"]) for e in jobs.events(settings, "snapshot") if e["iteration"] > 5}
     assert begun == {(1, 6), (0, 7), (1, 7)}
@@ -374,7 +373,7 @@ def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str)
 @pytest.mark.parametrize("where", ["boundary", "round", "always"])
 def test_what_fails_on_one_rank_shifts_no_rounds(where: str, settings: dict[str, Any]) -> None:
     """Rounds pair up by their order: one that is left out makes each rank wait for the other at every boundary."""
-    settings |= {"agree_timeout_secs": 5.0, "error_limit": 3, "objects_size": "1MiB", "on_error": "continue"}
+    settings |= {"vote_secs": 5.0, "error_limit": 3, "objects_size": "1MiB", "on_error": "continue"}
     for longest_secs, whole, off in (result.value for result in run_ranks(fails_once, 2, settings, where)):
         assert longest_secs < 5.0, "nobody waits for a round that does not come"
         assert off if where == "always" else (whole, off) == (15, False), "past the limit all turn off together"
@@ -434,7 +433,7 @@ def broken_complete() -> None:
 def test_a_rank_that_is_not_up_to_date_says_so_in_a_proof(trouble: str, settings: dict[str, Any]) -> None:
     """Otherwise it would lay out anew beside a copy that still writes, or with another snapshot to keep. And whatever
     failed in it, it enters the proof, in which the others wait for it."""
-    settings |= {"fence_timeout_secs": 0.2, "agree_timeout_secs": 5.0, "error_limit": 3, "objects_size": "1MiB"}
+    settings |= {"fence_secs": 0.2, "vote_secs": 5.0, "error_limit": 3, "objects_size": "1MiB"}
     results = [result.value for result in run_ranks(told_late, 2, settings, trouble)]
     assert all(said[:3] == [False] * 3 and len(said) == 4 for said in results)
     assert results[1][3] == (trouble not in ("none", "error"))

@@ -91,7 +91,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
 
 
 def deadlines(settings: dict[str, Any], **others: Any) -> dict[str, Any]:
-    return {**settings, "start_timeout_secs": DEADLINE_SECS, "agree_timeout_secs": DEADLINE_SECS / 2, **others}
+    return {**settings, "start_timeout_secs": DEADLINE_SECS, "vote_secs": DEADLINE_SECS / 2, **others}
 
 
 @pytest.mark.parametrize("where", ["stop", "stop in a proof"])

@@ -198,7 +198,7 @@ def shrunk(folder: Path, reference: Run, restored: dict[str, Any], reshaped_at: 
         rows = [{"iteration": 2, "restored": not again, "digest": {}}]
         rows.append({"iteration": 2, "restored": again, "digest": digest})
         one.digests.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    names = {"event": "reshaped", "from": "tp2pp2dp2", "to": "tp2pp1dp2", "iteration": 2, "time": reshaped_at}
+    names = {"event": "loaded", "from": "tp2pp2dp2", "to": "tp2pp1dp2", "iteration": 2, "time": reshaped_at}
     run.events = [{**names, "secs": 0.25, "read_bytes": 2_000_000, "received_bytes": 1_000_000}] * 2
     return run, demo.compare_reshaped(reference, run, demo.costs_of(run)[0])
 

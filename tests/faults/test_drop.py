@@ -42,7 +42,7 @@ def test_a_slow_copy_makes_the_optimizer_wait(settings: dict[str, Any], tmp_path
 
 
 def test_a_stuck_copy_drops_the_snapshot_on_all_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings = {**settings, "fence_timeout_secs": 1.0, "error_limit": 100}
+    settings = {**settings, "fence_secs": 1.0, "error_limit": 100}
     stuck = Fault(1, 5, "copy", tmp_path / "stuck", "stall", secs=8.0)
     dead = Fault("all", 7, "boundary", tmp_path / "dead", "kill", secs=20)
     jobs.broken(RANKS, jobs.Run([], UNTIL, settings, faults=[stuck, dead]))
@@ -54,7 +54,7 @@ def test_a_stuck_copy_drops_the_snapshot_on_all_ranks(settings: dict[str, Any], 
 
 @pytest.mark.slow
 def test_after_a_stuck_copy_snapshots_go_on(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings = {**settings, "fence_timeout_secs": 0.5, "error_limit": 1000}
+    settings = {**settings, "fence_secs": 0.5, "error_limit": 1000}
     stuck = Fault(1, 3, "copy", tmp_path / "stuck", "stall", secs=0.9)
     until = 60  # longer than the copy is stuck, however fast the machine
     outcomes = jobs.outcomes(RANKS, jobs.Run([], until, settings, faults=[stuck], end="keep"))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import constants
 from tests.support.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
 from tests.support.launching import ITERATIONS, ROOT, Launched
 from tests.support.pool import run_ranks
@@ -285,7 +286,7 @@ COLLECTIVE = ("save", "describe", "choose", "lay out", "proof", "close")
 def test_others_do_not_wait(stage: str, failing: Failing) -> None:
     """Where a rank fails by itself in what is collective, the others end, too, and say why."""
     # At the end broken groups are connected once more: a rank that does not come is waited for so long.
-    failing.training = [*failing.training, "--ftckpt-agree-timeout-secs", "5"]
+    failing.env[constants.VARIABLE] = '{"vote_secs": 5}'
     failing.launch([Failure(stage, 1, "exit", nth=1)], *LONG)
     one = failing.wait_for("failure", lambda: fired(failing.failures))[0]
     failing.wait_for("the end of both", lambda: len(failing.ended) == 2)

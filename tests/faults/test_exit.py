@@ -33,7 +33,7 @@ import ftckpt.plain.geometry, ftckpt.plain.hooks, ftckpt.plain.state, torch._dyn
 here, arena, rounds, ranks = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 
 def train(rank, store):
-    config = Config(enabled=True, job="j", node="n", arena=arena, smp_idle_secs=60)
+    config = Config(enabled=True, job="j", node="n", arena=arena)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -97,9 +97,7 @@ def test_snapshots_come_to_storage_as_others_load_them(job: Job, where: Path) ->
     assert committed(FileStorage(str(where / "ftckpt"))) == [8]
     assert names(where) == {"iter_0000008", "latest", "ftckpt"}, "it goes with its snapshot"
     assert (where / "latest").read_text() == "iter_0000008\n"
-    assert names(where / "ftckpt") == {
-        "iter_0000008", "latest", "made", "owner.json", "trained.json",
-    }  # fmt: skip
+    assert names(where / "ftckpt") == {"iter_0000008", "latest", "made", "owner.json"}
     assert not job.smps[1].events.of("exported"), "one node makes it"
 
 
@@ -128,18 +126,18 @@ def test_what_cannot_be_made_is_told_and_the_snapshot_counts(job: Job, where: Pa
     assert str(where / "iter_0000007") in told["reason"]
     assert committed(FileStorage(str(where / "ftckpt"))) == [7]
     assert names(where) == {"iter_0000007", "ftckpt"}
-    assert names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json", "trained.json"}
+    assert names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json"}
 
 
 def test_a_converter_that_is_killed_or_late_leaves_nothing(arena_root: Path, where: Path) -> None:
-    job = Job(arena_root, str(where), persist_format="universal", persist_timeout_secs=1.0)
+    job = Job(arena_root, str(where), persist_format="universal", flush_secs=1.0)
     with closing(job):
         job.start()
         job.snapshot(0, 7)
         job.flush(7)
         assert "not done in time" in settled(job, 7)[0]["reason"]
         assert not converters(where)
-        job.settings["persist_timeout_secs"] = SECS
+        job.settings["flush_secs"] = SECS
         for smp in job.smps:
             smp.pause()
             job.configure(smp)
@@ -149,7 +147,7 @@ def test_a_converter_that_is_killed_or_late_leaves_nothing(arena_root: Path, whe
         os.kill(converter(job, where), signal.SIGKILL)
         assert "ended with status -9" in settled(job, 8)[1]["reason"]
         assert names(where) == {"ftckpt"}
-        assert names(where / "ftckpt") == {"iter_0000007", "iter_0000008", "latest", "owner.json", "trained.json"}
+        assert names(where / "ftckpt") == {"iter_0000007", "iter_0000008", "latest", "owner.json"}
 
 
 def test_what_is_not_wanted_any_more_ends(job: Job, where: Path) -> None:
@@ -161,12 +159,7 @@ def test_what_is_not_wanted_any_more_ends(job: Job, where: Path) -> None:
     pid = converter(job, where)
     until(lambda: libc.syscall(number, 1, pid) >> 13 == 3, secs=SECS)
     job.flush(-1)
-    until(
-        lambda: (
-            not converters(where)
-            and names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json", "trained.json"}
-        )
-    )
+    until(lambda: not converters(where) and names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json"})
 
 
 def test_an_smp_that_is_killed_leaves_no_converter_and_the_next_one_begins_anew(
@@ -189,7 +182,7 @@ def test_an_smp_that_is_killed_leaves_no_converter_and_the_next_one_begins_anew(
         try:
             smp.configure(description)
             until((where / "latest").exists, secs=SECS)
-            until(lambda: names(where / "ftckpt") == {"iter_0000007", "latest", "made", "trained.json"})
+            until(lambda: names(where / "ftckpt") == {"iter_0000007", "latest", "made"})
         finally:
             smp.kill()
         UniversalReader(where / "iter_0000007").close()

@@ -183,7 +183,7 @@ def test_an_smp_that_an_earlier_attempt_has_told_does_not_say_what_becomes_of_th
     run_ranks(train, 2, ending, "killed", expect_failures=True)
     run_ranks(train, 2, ending, "told late")
     assert stored(ending) == [LAST]
-    assert read_events(Path(ending["events"]), "not_flushed", of="smp-node")
+    assert read_events(Path(ending["events"]), "flush_failed", of="smp-node")
 
 
 def test_a_rank_that_is_killed_in_the_last_snapshot_leaves_the_one_before(ending: dict[str, Any]) -> None:

@@ -251,7 +251,6 @@ def test_the_section_and_the_line_for_deepspeed(tmp_path: Path) -> None:
 
 
 def test_a_timeline_of_events(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings["timeline_interval"] = 2
     jobs.outcomes(2, jobs.Run(["--pp", "2"], until=6, settings=settings))
     result = run(block("bash", "--trace").replace("runs/demo", str(tmp_path)))
     assert result.returncode == 0, result.stderr

@@ -141,7 +141,7 @@ def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, 
     assert json.loads((folder / f"iter_{newest:07d}" / "manifest.json").read_text())["job"] == "test"
     told = read_events(Path(persisting["events"]), of="smp-*")
     assert {event["iteration"] for event in told if event["event"] == "committed"} >= set(results[0])
-    assert not [event for event in told if event["event"] in ("not_flushed", "storage_fails")]
+    assert not [event for event in told if event["event"] in ("flush_failed", "storage_fails")]
 
 
 def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_mtbf(persisting: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_mtbf(pe
     persisting |= {"persist_interval": "auto", "mtbf": "36s", "persist_keep": 0}
     results = [result.value for result in run_ranks(train_until_persisted, 4, persisting, 4)]
     assert all(persisted == results[0] for persisted in results), "all ranks know the same"
-    changes = jobs.events(persisting, "persist_interval_changed")
+    changes = [one for one in jobs.events(persisting, "interval_changed") if one["of"] == "storage"]
     by_rank = [[event["interval"] for event in changes if event["rank"] == rank] for rank in range(4)]
     assert by_rank[0] and all(intervals == by_rank[0] for intervals in by_rank)
     assert all(event["mtbf_secs"] == 36.0 and event["flush_secs"] > 0 for event in changes)
@@ -486,13 +486,13 @@ def test_a_job_ends_where_storage_has_gone_and_memory_keeps_its_last_snapshot(
     on_error: str, persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether that is an error or not: nobody asked for it to be lost."""
-    persisting |= {"persist_interval": 1000, "persist_timeout_secs": 3.0, "on_error": on_error}
+    persisting |= {"persist_interval": 1000, "flush_secs": 3.0, "on_error": on_error}
     ends: AbstractContextManager[object] = nullcontext()
     if on_error == "raise":
         ends = pytest.raises(RankFailure, match=r"StorageError: the last snapshot did not come.*node n[01]: ")
     with ends:
         run_ranks(train_without_storage, 4, persisting)
-    assert [event["iteration"] for event in jobs.events(persisting, "not_persisted")] == [6] * 4
+    assert [event["iteration"] for event in jobs.events(persisting, "flush_failed")] == [6] * 4
     assert main(["save", "test", "--arena", persisting["arena"]]) == 2
     Path(persisting["persist"]).mkdir()
     assert main(["save", "test", "--arena", persisting["arena"]]) == 0
@@ -730,7 +730,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
     clean_job(Path(persisting["arena"]), "test")
     persisting["persist"] = str(where)
     assert [one.snapshot.iteration for one in stored(persisting)] == [6]
-    assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json", "trained.json"}
+    assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json"}
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(6)] * 4
 

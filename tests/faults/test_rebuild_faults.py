@@ -82,7 +82,7 @@ def test_a_corrupt_parity_block_is_never_used(spoil: Any, arena_root: Path, tmp_
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {4}
     assert wanted_of(job, 4) == wanted
-    assert any("corrupt" in event["problem"] for event in read_events(tmp_path / "events", "protection_problem"))
+    assert any("corrupt" in text for e in read_events(tmp_path / "events", "arena_problem") for text in e["problems"])
     assert any("iteration 5" in text for text in told[0]["passed_over"])
 
 
@@ -123,7 +123,7 @@ def test_corrupt_packages_are_left_out_and_told(arena_root: Path, tmp_path: Path
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {5}
     assert wanted_of(job, 5) == wanted
-    assert read_events(tmp_path / "events", "protection_problem")
+    assert read_events(tmp_path / "events", "arena_problem")
 
 
 def test_no_package_is_left(arena_root: Path, tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_packages_and_parity_of_another_layout_are_never_used(arena_root: Path, 
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {5}
     assert wanted_of(job, 5) == wanted
-    told_of = read_events(tmp_path / "events", "protection_problem")
-    problems = [event["problem"] for event in told_of]
+    told_of = read_events(tmp_path / "events", "arena_problem")
+    problems = [text for event in told_of for text in event["problems"]]
     assert any("dp3 is no shard of this layout" in text for text in problems)
-    assert any(event["file"].startswith("group ") for event in told_of)
+    assert any((event["file"] or "").startswith("group ") for event in told_of)
     assert any("another layout" in text for text in problems)
 
 

@@ -32,12 +32,8 @@ def test_another_model(settings: dict[str, Any]) -> None:
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
 
 
-def test_cores_that_are_not_there(settings: dict[str, Any]) -> None:
-    refused({**settings, "affinity": "99999"}, [], "ConfigError.*affinity: none of the cores 99999.*allowed are")
-
-
 def test_a_second_live_job_of_the_same_name(settings: dict[str, Any]) -> None:
-    settings = {**settings, "lock_timeout_secs": 0.5}
+    settings = {**settings, "lock_secs": 0.5}
     with spawn_ranks(jobs.train, 2, jobs.Run([], 2000, settings)) as first:
         until(lambda: Path(settings["events"]).exists() and jobs.events(settings, "snapshot"), "a snapshot", 120)
         refused(settings, [], "ArenaError.*live job named 'test'.*--ftckpt-job")
@@ -130,7 +126,7 @@ def test_an_object_that_cannot_be_saved(settings: dict[str, Any], arena_root: Pa
 
 
 def test_objects_that_do_not_fit(settings: dict[str, Any]) -> None:
-    with a_rank_raises(ConfigError, "are there: raise", "which is 1 now"):
+    with a_rank_raises(ConfigError, "are there: raise", "which is 1MiB now"):
         jobs.outcomes(2, jobs.Run([], 3, {**settings, "objects_size": "1MiB"}, ballast_bytes=2 << 20))
 
 

@@ -97,7 +97,7 @@ def check_same_state(nodes: Nodes, told: dict[str, Any]) -> None:
 
 
 def check_told(nodes: Nodes, before: int, now: int) -> None:
-    told = nodes.events(0, "reshaped")[-1]
+    told = nodes.events(0, "loaded")[-1]
     assert (told["from"], told["to"]) == (LAYOUTS[before], LAYOUTS[now])
     assert f"layout {LAYOUTS[now]} for {now} ranks" in nodes.output(100_000)
 

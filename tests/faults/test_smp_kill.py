@@ -168,12 +168,10 @@ def test_its_log_outlives_a_job_that_failed(site: Site, kept: Path) -> None:
 
 @pytest.mark.parametrize("end", ["its directory is removed", "nobody trains"])
 def test_its_log_outlives_the_directory_where_no_other_process_keeps_it(site: Site, kept: Path, end: str) -> None:
-    client = site.start()
+    client = site.start(idle_secs=2.0 if end == "nobody trains" else 300.0)
     with suppress(SmpError):
         client.configure({**site.description(), "job": "another"})
-    if end == "nobody trains":
-        client.configure(site.description(smp_idle_secs=1.0))
-    else:
+    if end != "nobody trains":
         shutil.rmtree(site.node_dir.parent)
     until(lambda: not site.pids())
     assert "refused: configure" in kept.read_text() and len(list(kept.parent.iterdir())) == 1
@@ -302,7 +300,7 @@ def test_a_frozen_one_hangs_nobody(site: Site) -> None:
         with pytest.raises(SmpError, match="does not answer"):
             client.configure(site.description(), timeout_secs=0.5)
         with pytest.raises(SmpError, match="no SMP"):
-            find_or_start(site.node_dir, site.root, JOB, NODE, {}, timeout_secs=1.0)
+            find_or_start(site.node_dir, site.root, JOB, NODE, timeout_secs=1.0)
         assert time.monotonic() - begin < 20
         assert site.pids() == [pid], "a second one is not started beside it"
         until(lambda: not Pulse.open(site.node_dir, None).smp_alive(0.5))

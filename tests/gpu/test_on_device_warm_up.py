@@ -91,5 +91,5 @@ def test_kernels_are_launched_while_slots_are_pinned(device: torch.device) -> No
 
 
 def test_threads_are_near_the_device_where_there_are_several_nodes(device: torch.device) -> None:
-    near, nodes = locality("auto", device), list(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    near, nodes = locality(device), list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     assert near.node == (numa_node_of(device) if len(nodes) > 1 else None)

@@ -45,7 +45,7 @@ def test_persisting(tmp_path: Path) -> None:
     for turn in found["raw"]["turns"]:
         if turn["system"] == "ftckpt":
             notes = turn["ranks"][0]["notes"]
-            assert notes["committed"] and not notes["not_flushed"] and not notes["storage_fails"]
+            assert notes["committed"] and not notes["flush_failed"] and not notes["storage_fails"]
             assert notes["flushed"][0]["bytes"] >= found["state_bytes"]
 
 

@@ -401,7 +401,6 @@ def started_again(rank: int, world_size: int, arena: str, storage: str = "") -> 
 def test_a_load_in_training_is_honoured_and_snapshots_begin_anew(arena_root: Path, tmp_path: Path) -> None:
     assert results(loaded_in_training, 2, str(arena_root), str(tmp_path), False) == [[2, 3, 4]] * 2
     told = {"events": tmp_path / "events"}
-    assert len(jobs.events(told, "loaded_in_training")) == 2
     assert not jobs.events(told, "turned_off") and not jobs.events(told, "snapshot_error")
     assert list(arena_root.iterdir()) == []
 

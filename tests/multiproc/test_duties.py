@@ -530,10 +530,10 @@ def test_a_job_that_ends_makes_no_noise(
     for arena in node.arenas:
         arena.remove()
         time.sleep(delay_secs / 10)  # a trainer that is later than the others
-    until(lambda: sum(len(event["arenas"]) for event in smp.events.of("arenas_gone")) == 3, "told")
+    until(lambda: len(smp.duties._arenas.gone) == 3, "seen")
     enough = smp.looks + 15
     until(lambda: smp.looks >= enough, "it has tried to open them again")
-    assert sum(len(event["arenas"]) for event in smp.events.of("arenas_gone")) == 3
+    assert len(smp.duties._arenas.gone) == 3
     assert [name for name, _ in smp.events.all if EVENTS[name].loud] == []
 
 

@@ -47,7 +47,7 @@ def measured(rank: int, world_size: int, run: jobs.Run) -> list[tuple[int, int, 
 
 @pytest.mark.slow
 def test_nothing_grows_and_the_last_snapshot_is_good(settings: dict[str, Any]) -> None:
-    settings |= {"timeline_interval": 10, "chunk_size": "64KiB", "overhead_budget": 0.0}
+    settings |= {"timeline_every": 10, "chunk_size": "64KiB", "overhead_budget": 0.0}
     reference = jobs.outcomes(2, jobs.Run(ARGV, until=SNAPSHOTS + 3))
     run = jobs.Run(ARGV, until=SNAPSHOTS, settings=settings, end="die")
     results = run_ranks(measured, 2, run, timeout_secs=200.0, expect_failures=True, grace_secs=3.0)

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.multiproc
 SMALL = {
     "protect": "node", "objects_size": "1MiB", "chunk_size": "64KiB", "start_timeout_secs": 200.0,
     "overhead_budget": 0.0,
-    "agree_timeout_secs": 100.0, "fence_timeout_secs": 100.0, "scrub_secs": 0.0, "timeline_interval": 0,
     "protect_timeout_secs": 200.0,
 }  # fmt: skip
 NODES = {16: 4, 128: 8}

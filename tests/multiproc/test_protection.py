@@ -104,7 +104,7 @@ def test_snapshots_become_protected_and_nothing_is_left_at_the_end(plan: Plan) -
 def test_protection_that_takes_many_iterations_costs_a_snapshot_only_where_three_slots_were_asked_for(
     plan: Plan, slots: int
 ) -> None:
-    """By default each iteration has its snapshot, and one is protected after the other. What is left out is told."""
+    """By default each iteration has its snapshot, and one is protected after the other."""
     slow = {"smp_rate": "8MB/s", "slots": slots, "protect_timeout_secs": 60.0}
     run_ranks(train, 3, replace(plan, protected=4, settings={**plan.settings, **slow}))
     for rank in range(3):
@@ -117,8 +117,6 @@ def test_protection_that_takes_many_iterations_costs_a_snapshot_only_where_three
         assert left_out > taken if slots else not left_out
         # As quick as one can be: what it takes of the cores is little.
         assert done[3]["time"] - done[0]["time"] < 1.5 * sum(event["secs"] for event in done[1:4])
-        ages = [event for event in seen if event["event"] == "ages"]
-        assert [event["left_out"] for event in ages[:1]] == [8] * bool(slots)
 
 
 def test_who_looks_sees_checked_and_protected_slots_and_each_keeps_its_protected_one(plan: Plan) -> None:
@@ -411,9 +409,10 @@ def test_where_one_node_has_no_room_for_four_slots_all_ranks_have_three_unless_f
         run_ranks(train, 3, replace(plan, protected=3))
         for rank in range(3):
             again = told(plan, rank)[before[rank] :]
-            assert [(e["slots"], e["wanted"]) for e in again if e["event"] == "fewer_slots"] == [(3, 4)]
             *_, arena = [event for event in again if event["event"] == "arena"]
-            assert arena["slots"] == 3 and any(event["event"] == "protected" for event in again)
+            assert (arena["slots"], arena["wanted"]) == (3, 4) and any(
+                event["event"] == "protected" for event in again
+            )
 
 
 @pytest.mark.slow
@@ -431,7 +430,7 @@ def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(
     run_ranks(train, 6, replace(plan, protected=2, settings={**limited, "protect": "auto"}))
     again = told(plan)[before:]
     assert [event["modes"] for event in again if event["event"] == "protection"][-1] == ["replica", "peer"]
-    assert [event["slots"] for event in again if event["event"] == "fewer_slots"] == [3]
+    assert [event["slots"] for event in again if event["event"] == "arena"][-1] == 3
     (less,) = [event["reason"] for event in again if event["event"] == "protection_lessened"]
     assert "--ftckpt-memory-limit: node n" in less and "given up: node" in less
     assert any(event["event"] == "protected" for event in again)
@@ -441,7 +440,5 @@ def test_the_limit_of_the_network_is_told_and_said_to_be_too_little_where_it_is(
     changes = {"protect": "peer", "network_rate": "1kB/s", "protect_timeout_secs": 1.0}
     run_ranks(train, 2, replace(plan, nodes=["n0", "n1"], iterations=3, settings={**plan.settings, **changes}))
     for rank in range(2):
-        [limit] = [event for event in told(plan, rank) if event["event"] == "network_limit"]
         [slow] = [event for event in told(plan, rank) if event["event"] == "protection_slow"]
-        assert (limit["bytes_per_sec"], limit["source"]) == (1e3, "as set") and limit["secs"] > 1
-        assert slow["secs"] == pytest.approx(limit["secs"], abs=0.1) and slow["timeout_secs"] == 1.0
+        assert slow["source"] == "1kB/s each way (as set)" and slow["secs"] > slow["timeout_secs"] == 1.0

@@ -231,7 +231,7 @@ def test_nothing_of_parity_is_read_where_all_is_there(arena_root: Path, tmp_path
     told = restarted(job, tmp_path)
     assert_whole(job, told, 5, wanted[5])
     assert told[0]["source"] == "memory"
-    for name in ("rebuilt", "fallback", "protection_problem"):
+    for name in ("rebuilt", "fallback", "arena_problem"):
         assert not read_events(tmp_path / "events", name)
     for event in read_events(tmp_path / "events", "verified"):
         assert event["states"] == {"sealed": 3} and len(event["unprotected"]) == 1

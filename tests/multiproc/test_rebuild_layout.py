@@ -110,7 +110,7 @@ def test_what_is_gone_is_rebuilt_evenly(case: str, arena_root: Path, tmp_path: P
     assert max(counts.values()) - min(counts.values()) <= 1 or "n9" in nodes
     rebuilt = [event["shards"] for event in read_events(tmp_path / "events", "rebuilt")]
     assert sum(map(len, rebuilt)) == sum(node in gone for node in job.nodes)
-    assert not read_events(tmp_path / "events", "protection_problem"), "shards of the old layout are no strangers"
+    assert not read_events(tmp_path / "events", "arena_problem"), "shards of the old layout are no strangers"
     again, source, _ = started(job, nodes, tmp_path)
     assert (again, source) == (5, "memory"), "what was rebuilt stays"
 

@@ -33,7 +33,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], last: int, close
 
 
 def test_a_run_that_died_and_came_back(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings |= {"protect": "node", "timeline_interval": 1, "chunk_size": "128KiB", "objects_size": "1MiB"}
+    settings |= {"protect": "node", "timeline_every": 1, "chunk_size": "128KiB", "objects_size": "1MiB"}
     run_ranks(train, 4, settings, LOST_AFTER, False, expect_failures=True)
     results = [result.value for result in run_ranks(train, 4, settings, LAST, True)]
     assert results[0] is not None and set(results) == {results[0]}

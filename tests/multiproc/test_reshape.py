@@ -65,7 +65,7 @@ def chosen(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 
 def settings_in(root: Path) -> dict[str, Any]:
     small = {"chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2}
-    return {"job": "test", "arena": str(root), "start_timeout_secs": 60.0, "lock_timeout_secs": 20.0, **small}
+    return {"job": "test", "arena": str(root), "start_timeout_secs": 60.0, **small}
 
 
 def reshape_all(root: Path, model: str, source: str, targets: Sequence[str]) -> Found:

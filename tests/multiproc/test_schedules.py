@@ -39,7 +39,7 @@ def reference(name: str) -> list[jobs.Outcome]:
 )
 def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any]) -> None:
     world_size, argv = PIPELINES[name]
-    settings |= {"schedule": schedule, "chunk_size": "64KiB", "timeline_interval": 2, "overhead_budget": 0.0}
+    settings |= {"schedule": schedule, "chunk_size": "64KiB", "timeline_every": 2, "overhead_budget": 0.0}
     first = jobs.broken(world_size, jobs.Run(argv, until=KILLED, settings=settings, end="die"))
     assert all(map(jobs.killed, first)), [r.error for r in first]
     resumed = jobs.outcomes(world_size, jobs.Run(argv, until=UNTIL, settings=settings))
@@ -50,7 +50,7 @@ def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any])
     planned = [event for event in jobs.events(settings, "planned") if event["measured"]]
     assert {event["rank"] for event in planned} == (set(range(world_size)) if schedule == "bubble" else set())
     timelines = jobs.events(settings, "timeline")
-    assert {event["iteration"] % 2 for event in timelines} == {0}
+    assert {event["iteration"] for event in timelines} >= {2, 4, 6}
     for event in timelines:
         assert sum(event["moved_bytes"].values()) == sum(nbytes for _, _, nbytes in event["copies"]) > 0
         kinds = [kind for kind, _, _ in event["spans"]]
@@ -61,7 +61,7 @@ def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any])
 
 
 def test_no_copy_runs_beside_training_when_all_is_copied_at_the_boundary(settings: dict[str, Any]) -> None:
-    settings |= {"schedule": "sync", "timeline_interval": 1}
+    settings |= {"schedule": "sync", "timeline_every": 1}
     jobs.outcomes(2, jobs.Run(["--pp", "2"], until=5, settings=settings))
     moved = [set(event["moved_bytes"]) for event in jobs.events(settings, "copied")]
     assert moved and all(kinds == {"boundary"} for kinds in moved)

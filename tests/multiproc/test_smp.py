@@ -43,7 +43,7 @@ print("up", flush=True)
 while not go.exists():
     assert go.parent.exists(), "the test has gone"
     time.sleep(0.001)
-print(find_or_start(node_dir, root, "job", "n0", {}).hello()["pid"], flush=True)
+print(find_or_start(node_dir, root, "job", "n0").hello()["pid"], flush=True)
 time.sleep(float(sys.argv[4]))  # until it is killed
 """
 TRAIN = """
@@ -204,7 +204,7 @@ def test_one_of_another_version_is_replaced(site: Site) -> None:
     old = python(OTHER_VERSION, site.node_dir)
     try:
         with pytest.raises(SmpError, match="version"):
-            SmpClient(site.node_dir, site.root, JOB, NODE, {}).hello()
+            SmpClient(site.node_dir, site.root, JOB, NODE).hello()
         assert site.start().hello()["pid"] != old.pid and old.wait(10) == -signal.SIGTERM
     finally:
         old.kill()
@@ -216,9 +216,9 @@ def test_one_that_says_no_hello_is_replaced(site: Site, monkeypatch: pytest.Monk
     old = site.start().hello(10)["pid"]
     os.kill(old, signal.SIGSTOP)
     with raises(SmpError, "in time"):
-        find_or_start(site.node_dir, site.root, JOB, NODE, {}, timeout_secs=0.4)
+        find_or_start(site.node_dir, site.root, JOB, NODE, timeout_secs=0.4)
     assert proc(old, "stat").rpartition(")")[2].split()[0] == "T", "less time proves nothing"
-    found = find_or_start(site.node_dir, site.root, JOB, NODE, {}, timeout_secs=10)
+    found = find_or_start(site.node_dir, site.root, JOB, NODE, timeout_secs=10)
     assert found.hello(10)["pid"] != old
 
 
@@ -229,7 +229,7 @@ def test_a_description_without_a_secret_puts_no_older_one_back(site: Site) -> No
     port = client.listen("127.0.0.1", old)
     client.configure({**description, "secret": old.hex()})
     assert client.listen("127.0.0.1", new) == port
-    client.configure({**description, "settings": {"scrub_secs": 100.0}})
+    client.configure({**description, "settings": {"protect_timeout_secs": 100.0}})
     with closing(connect(("127.0.0.1", port), 10)) as channel:
         channel.greet(Trust(new), time.monotonic() + 10)
     client.configure({**description, "secret": old.hex()})
@@ -373,8 +373,8 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
     arena = arena_of(site)
     trainer = python(TRAIN, how, site.node_dir)
     try:
-        client = site.start(smp_idle_secs=1.0)
-        client.configure(site.description(smp_idle_secs=1.0))
+        client = site.start(idle_secs=1.0)
+        client.configure(site.description())
         pid = client.hello()["pid"]
         lives_on(site.node_dir, 1.8)
         assert site.pids() == [pid], "a trainer lives"
@@ -388,7 +388,7 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
 
 
 def test_without_trainers_and_arenas_nothing_stays(site: Site) -> None:
-    site.start(smp_idle_secs=1.0)
+    site.start(idle_secs=1.0)
     until(lambda: not site.pids())
     assert list(site.root.iterdir()) == []
 
@@ -412,7 +412,7 @@ def test_sigterm_ends_it_cleanly_and_a_new_one_can_start(site: Site) -> None:
     arena_of(site)
     process = subprocess.Popen(site.command(), cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
-        client = SmpClient(site.node_dir, site.root, JOB, NODE, {})
+        client = SmpClient(site.node_dir, site.root, JOB, NODE)
         until(lambda: answers(client))
         assert client.hello()["pid"] == process.pid, "in the foreground"
         process.terminate()
@@ -491,7 +491,7 @@ def test_the_command_runs_asks_and_ends_one(site: Site) -> None:
     ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
-        client = SmpClient(site.node_dir, site.root, JOB, NODE, {})
+        client = SmpClient(site.node_dir, site.root, JOB, NODE)
         until(lambda: answers(client))
         asked = subprocess.run([*command, "--status"], cwd=REPOSITORY, capture_output=True, timeout=60, check=True)
         assert json.loads(asked.stdout)["pid"] == process.pid

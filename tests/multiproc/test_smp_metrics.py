@@ -152,7 +152,7 @@ def test_a_directory_that_cannot_be_written_is_told_once_and_ends_nothing(site: 
     client = site.start()
     client.configure(site.description(metrics_dir=str(tmp_path / "file")))
     assert client.hello()["job"] == JOB
-    client.configure(site.description(metrics_dir=str(tmp_path / "file"), scrub_secs=0.0))
+    client.configure(site.description(metrics_dir=str(tmp_path / "file")))
     assert site.log.count("cannot be written") == 1
     client.end()
     until(lambda: not site.files())

@@ -199,7 +199,7 @@ def apart(job: Job) -> Iterator[dict[str, SmpClient]]:
         (roots[node] / f"ftckpt-{JOB}").mkdir(parents=True, mode=0o700)
         shutil.move(job.node_dir(node), roots[node] / f"ftckpt-{JOB}" / node)
     dirs = {node: root / f"ftckpt-{JOB}" / node for node, root in roots.items()}
-    clients = {node: find_or_start(dirs[node], roots[node], JOB, node, {"smp_idle_secs": 300.0}) for node in roots}
+    clients = {node: find_or_start(dirs[node], roots[node], JOB, node) for node in roots}
     try:
         peers = {node: ["127.0.0.1", client.listen("127.0.0.1", SECRET)] for node, client in clients.items()}
         for node, client in clients.items():

@@ -185,6 +185,8 @@ def _log_steps(directory: Path, script: str, rank: int, saves: bool) -> None:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    importlib.import_module("tests.support.constants").from_environment()
     directory, rank = Path(os.environ[DIRECTORY_VAR]), int(os.environ["RANK"])
     script = "train_deepspeed" if "--deepspeed_config" in sys.argv else "train_gpt"
     module: Any = importlib.import_module(script)

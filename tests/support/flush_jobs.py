@@ -91,7 +91,7 @@ class Job:
 def leftovers(where: str) -> list[str]:
     """Files that no checkpoint names."""
     storage = FileStorage(where)
-    named = {"latest", "owner.json", "trained.json"}
+    named = {"latest", "owner.json"}
     for iteration in committed(storage):
         folder = folder_of(iteration)
         named |= {f"{folder}/manifest.json"}

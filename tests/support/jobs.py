@@ -13,6 +13,7 @@ from typing import Any
 
 from ftckpt.config import Config
 from tests.support import waiting
+from tests.support.constants import configured
 from tests.support.event_logs import read_events
 from tests.support.faults import Fault
 from tests.support.pool import RankResult, run_ranks
@@ -90,7 +91,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     faults.install(run.faults, rank, world_size)
     if run.settings is not None:
         node = run.nodes[rank] if run.nodes else "node"
-        config = Config(enabled=True, node=node, **{"protect": "none", **run.settings})
+        config = Config(enabled=True, node=node, **configured({"protect": "none", **run.settings}))
         objects = {"data": job.data, "progress": job.progress}
         if run.ballast_bytes:
             objects["ballast"] = Ballast(run.ballast_bytes)

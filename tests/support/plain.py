@@ -20,6 +20,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.store.arena import Arena
+from tests.support.constants import configured
 
 ROW = 1024
 
@@ -72,7 +73,7 @@ def make(
     names = nodes or ["node"] * world_size
     members = tuple(RankPlace({"dp": index}, names[index]) for index in range(world_size))
     state = PlainState(rank, world_size)
-    config = Config(enabled=True, node=names[rank], **{"protect": "none", **settings})
+    config = Config(enabled=True, node=names[rank], **configured({"protect": "none", **settings}))
     group = Group(config.start_timeout_secs)
     return Checkpointer(config, state, Topology(rank, members, {"dp": world_size}), group=group), state
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from ftckpt.capture.capture import writable_slots
 from ftckpt.config import Config
+from ftckpt.job import session
 from ftckpt.job.actions import OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.agreement import Agreement, AgreementError, Will
 from ftckpt.job.session import RankState
@@ -138,8 +140,9 @@ class Rank:
     def __post_init__(self) -> None:
         self.slots = dict.fromkeys(range(self.num_slots))
 
-    def start(self, config: Config, protects: bool, rounds: Rounds) -> None:
-        self.state = RankState(config, protects)
+    def start(self, config: Config, protects: bool, rounds: Rounds, error_limit: int) -> None:
+        with patch.object(session, "ERROR_LIMIT", error_limit):
+            self.state = RankState(config, protects)
         self.group = RankGroup(rounds, self.index)
         self.agreement = Agreement(self.group)  # type: ignore[arg-type]
         self.flight, self.read, self.waits = None, 0, ""
@@ -323,8 +326,8 @@ class Rank:
 class Job:
     """All ranks, from start to restart."""
 
-    def __init__(self, size: int, num_slots: int, config: Config, protects: bool) -> None:
-        self.config = config
+    def __init__(self, size: int, num_slots: int, config: Config, protects: bool, error_limit: int = 3) -> None:
+        self.config, self.error_limit = config, error_limit
         self.protects = protects
         self.ranks = [Rank(index, num_slots) for index in range(size)]
         self.iteration = 0
@@ -356,7 +359,7 @@ class Job:
         self.rounds_posted: dict[int, list[Any]] = {}
         self.boundaries: dict[int, dict[int, bool]] = {}
         for rank in self.ranks:
-            rank.start(self.config, self.protects, rounds)
+            rank.start(self.config, self.protects, rounds, self.error_limit)
             newer = {s for s in rank.sealed if s != restored and s.iteration >= self.iteration}
             rank.slots = {slot: None if held in newer else held for slot, held in rank.slots.items()}
             rank.old -= newer

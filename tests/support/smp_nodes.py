@@ -179,7 +179,9 @@ def describe(
         "mirror_from": kept,
         "nodes": sorted(other.name for other in nodes),
         "network": {"bytes_per_sec": rate(settings.pop("network_rate", "0")), "source": "the test"},
-        "settings": {"scrub_secs": 0.0, "protect_timeout_secs": 10.0, **settings},
+        "scrub_secs": settings.pop("scrub_secs", 0.0),
+        "flush_secs": settings.pop("flush_secs", 7200.0),
+        "settings": {"protect_timeout_secs": 10.0, **settings},
     }
 
 

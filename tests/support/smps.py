@@ -32,8 +32,8 @@ class Site:
         self.root = root
         self.node_dir = node_directory(root, JOB, NODE)
 
-    def start(self, **settings: Any) -> SmpClient:
-        return find_or_start(self.node_dir, self.root, JOB, NODE, {"smp_idle_secs": 300.0, **settings})
+    def start(self, idle_secs: float = 300.0) -> SmpClient:
+        return find_or_start(self.node_dir, self.root, JOB, NODE, idle_secs=idle_secs)
 
     def description(self, **settings: Any) -> dict[str, Any]:
         """What a leader tells, of a node without arenas."""

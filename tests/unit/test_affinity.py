@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture import affinity
-from ftckpt.capture.affinity import Locality, cores, format_cores, locality, numa_node_of, parse_cores, pin, run_on
-from ftckpt.config import Config
-from ftckpt.errors import ConfigError
+from ftckpt.capture.affinity import Locality, format_cores, locality, numa_node_of, parse_cores, pin, run_on
 
 CORES = st.sets(st.integers(0, 300), min_size=1)
 
@@ -36,24 +34,14 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_written_list_reads_as_the_same_cores(wanted: set[int]) -> None:
     text = format_cores(wanted)
     assert parse_cores(text) == wanted
-    assert Config(affinity=text).affinity == text
-
-
-@given(CORES, CORES)
-def test_a_list_gives_its_allowed_cores_or_an_error_that_names_them(wanted: set[int], allowed: set[int]) -> None:
-    if wanted & allowed:
-        assert cores(format_cores(wanted), 0, allowed) == wanted & allowed
-    else:
-        with pytest.raises(ConfigError, match=f"^affinity: .* allowed are {format_cores(allowed)}$"):
-            cores(format_cores(wanted), 0, allowed)
 
 
 @given(st.text("0123456789-, x", max_size=12) | st.text(max_size=12))
 def test_any_text_is_a_list_of_cores_or_an_error(text: str) -> None:
     try:
         found = parse_cores(text)
-    except ConfigError as error:
-        assert str(error).startswith("affinity: ")
+    except ValueError as error:
+        assert "core" in str(error) or "runs backwards" in str(error)
     else:
         assert found and parse_cores(format_cores(found)) == found
 
@@ -69,7 +57,7 @@ def test_lists(text: str, found: set[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("3-0", "the range 3-0 runs backwards; write 0-3"),
+        ("3-0", "the range 3-0 runs backwards"),
         ("0-99999999999", "not a core or a range"),
         ("123456", "not a core or a range"),
         ("", "not a core or a range"),
@@ -82,29 +70,15 @@ def test_lists(text: str, found: set[int]) -> None:
     ],
 )
 def test_what_is_no_list(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        cores(text, None, {0, 1})
+    with pytest.raises(ValueError, match=message):
+        parse_cores(text)
 
 
-def test_auto_takes_the_allowed_cores_of_the_devices_node(sysfs: Path) -> None:
-    assert cores("auto", 0, {2, 3, 4, 9}) == {2, 3, 9}
-    assert cores("auto", 1, set(range(64))) == {4, 5, 6, 7}
-
-
-@pytest.mark.parametrize("node", [None, 1, 2, 3, 4])
-def test_auto_leaves_threads_alone_where_nothing_is_known_or_allowed(sysfs: Path, node: int | None) -> None:
-    assert cores("auto", node, {0, 1}) is None
-
-
-def test_none_leaves_threads_alone(sysfs: Path) -> None:
-    assert cores("none", 0, {0}) is None
-
-
-def test_by_default_the_callers_own_cores_are_allowed() -> None:
-    own = os.sched_getaffinity(0)
-    assert cores(format_cores(own), None) == own
-    with pytest.raises(ConfigError, match=f"allowed are {format_cores(own)}"):
-        cores("99999", None)
+def test_threads_stay_on_the_allowed_cores_of_the_devices_node(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4, 9})
+    for node, near in ((0, {2, 3, 9}), (1, {4}), (None, None), (2, None), (3, None), (4, None)):
+        monkeypatch.setattr(affinity, "numa_node_of", lambda device, node=node: node)
+        assert locality(torch.device("cuda", 0)) == Locality(near, node)
 
 
 def fake_properties(monkeypatch: pytest.MonkeyPatch, **properties: int) -> None:
@@ -129,12 +103,9 @@ def test_where_there_is_one_numa_node_nothing_is_near(
     monkeypatch.setattr(affinity, "numa_node_of", lambda device: 0)
     for node in range(nodes, 4):
         shutil.rmtree(sysfs / f"devices/system/node/node{node}")
-    near = locality("auto", torch.device("cuda", 0))
+    near = locality(torch.device("cuda", 0))
     allowed = {0, 1, 2, 3, 8, 9, 10, 11} & os.sched_getaffinity(0)
     assert near == (Locality() if nodes == 1 else Locality(allowed, 0))
-    assert locality("none", torch.device("cuda", 0)).cores is None
-    own = os.sched_getaffinity(0)
-    assert locality(format_cores(own), torch.device("cuda", 0)).cores == own
 
 
 def test_what_is_run_on_cores_says_and_raises_what_it_does() -> None:

@@ -950,7 +950,7 @@ def test_a_request_to_the_nodes_smp_ends_by_its_deadline(tmp_path: Path) -> None
         thread.start()
         begun = time.monotonic()
         with pytest.raises(SmpError, match="in time"):
-            SmpClient(tmp_path, tmp_path, "job", "n0", {}).hello(1.0)
+            SmpClient(tmp_path, tmp_path, "job", "n0").hello(1.0)
         assert 0.9 < time.monotonic() - begun < 1.4
         thread.join(10)
 

@@ -240,8 +240,7 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
         beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH
     )
     events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))
-    config = Config(error_limit=1)
-    checkpointer = checkpointer_of(pacer, config=config, protection=protection, links=links, events=events)
+    checkpointer = checkpointer_of(pacer, config=Config(), protection=protection, links=links, events=events)
     state, snapshots = checkpointer._state, checkpointer._snapshots
     snapshots._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign, union-attr]
     state.begin(LINEAGE, None, 0.0)

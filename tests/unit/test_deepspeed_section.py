@@ -112,7 +112,9 @@ def test_one_value_is_no_disagreement_however_it_is_written(
     given = {"enabled": True, name: value}
     assert str(getattr(section.merged(given), name)) == str(settings[name])
     with pytest.raises(ConfigError, match="give it once, or the same in both"):
-        section.merged({**given, name: {"memory_limit": "5GiB", "interval": 3}.get(name, "3")})
+        section.merged(
+            {**given, name: {"memory_limit": "5GiB", "network_rate": "5GB/s", "interval": 3}.get(name, "3")}
+        )
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ def test_a_loud_event_is_logged_with_what_to_do(caplog: pytest.LogCaptureFixture
 def test_the_last_of_each_kind_is_known(tmp_path: Path) -> None:
     """A frequent one would push out all others."""
     events = Events(None, 0, "smp-n0")
-    for event in ("started", "covered", "peer_back", *["checked"] * 50):
+    for event in ("started", "covered", "repaired", *["checked"] * 50):
         events.emit(event, place=tmp_path)
-    assert [one["event"] for one in events.last(3)] == ["covered", "peer_back", "checked"]
+    assert [one["event"] for one in events.last(3)] == ["covered", "repaired", "checked"]
     assert events.last(1)[0]["place"] == str(tmp_path)

@@ -209,7 +209,7 @@ def test_another_training_of_this_name_leaves_nothing_unsaved(claimed: bool, job
         claim(final, "the training before", "job")
         asked(job, 1, request)
         assert saved(job, 0, request)["flush"] == "cannot"
-        told = [one["reason"] for smp in job.smps for one in smp.events.of("not_flushed")]
+        told = [one["reason"] for smp in job.smps for one in smp.events.of("flush_failed")]
         assert any("another run of job 'job' writes here" in reason for reason in told), told
         return
     for _ in range(2):

@@ -105,7 +105,7 @@ def test_bytes_that_went_bad_come_to_no_storage(job: Job) -> None:
     flip(arena, 0, arena.image.chunks[-2].end - 1)
     job.flush(7)
     until(lambda: FlushState.CANNOT in job.states(7), lambda: str(job.told()))
-    (refused,) = job.smps[1].events.of("not_flushed")
+    (refused,) = job.smps[1].events.of("flush_failed")
     assert "is not what it was when its checksum was taken" in refused["reason"]
     assert committed(FileStorage(job.where)) == []
     until(lambda: job.smps[0].events.of("flushed"))
@@ -129,8 +129,8 @@ def test_a_slot_that_is_needed_is_given_up(job: Job, monkeypatch: pytest.MonkeyP
     pieces_before(monkeypatch, take)
     job.start()
     job.flush(7)
-    until(lambda: job.smps[0].events.of("not_flushed"))
-    assert "its slot was needed" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    until(lambda: job.smps[0].events.of("flush_failed"))
+    assert "its slot was needed" in job.smps[0].events.of("flush_failed")[0]["reason"]
 
 
 def pieces_before(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None]) -> None:
@@ -163,7 +163,7 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
     until(lambda: job.smps[0].duties.flushing[0] is None)
     go_on.set()
     until(lambda: leftovers(job.where) == [], "gone")
-    assert not job.smps[0].events.of("not_flushed")
+    assert not job.smps[0].events.of("flush_failed")
 
 
 def test_what_it_does_at_the_disks_comes_behind_what_others_do(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +204,8 @@ def test_files_of_a_node_are_written_at_once_and_left_at_once(job: Job, monkeypa
     until(lambda: all(node.checked(7) for node in job.nodes))
     flip(bad, 0, bad.image.chunks[0].begin)
     job.flush(7)
-    until(lambda: job.smps[0].events.of("not_flushed"))
-    (told,) = job.smps[0].events.of("not_flushed")
+    until(lambda: job.smps[0].events.of("flush_failed"))
+    (told,) = job.smps[0].events.of("flush_failed")
     assert "is not what it was when its checksum was taken" in told["reason"]
     assert job.smps[0].duties.flushing[1] == FlushState.CANNOT, "it is told, and not as one that was stopped"
     assert not [name for name in leftovers(job.where) if good.manifest.shard in name or bad.manifest.shard in name]
@@ -388,7 +388,7 @@ def test_storage_that_is_not_there_is_told_and_left(arena_root: Path, tmp_path: 
     job.flush(7)
     job.start()
     until(lambda: job.states(7) == [FlushState.CANNOT] * 2)
-    assert "nowhere" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    assert "nowhere" in job.smps[0].events.of("flush_failed")[0]["reason"]
     job.close()
 
 
@@ -411,8 +411,8 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     other.mkdir()
     (other / f"{'ab' * 16}-dp0.safetensors").write_bytes(b"of the new run")
     go_on.set()
-    until(lambda: job.smps[0].events.of("not_flushed"))
-    assert "another run of job 'job' writes here since" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    until(lambda: job.smps[0].events.of("flush_failed"))
+    assert "another run of job 'job' writes here since" in job.smps[0].events.of("flush_failed")[0]["reason"]
     job.snapshot(1, 8)
     job.flush(8)
     job.settled(8, FlushState.CANNOT)
@@ -676,7 +676,7 @@ def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
     until(lambda: job.smps[0].events.of("storage_fails"))
     assert job.smps[0].events.of("storage_fails")[0]["error"] == "no node has written dp2, dp3 yet"
     job.smps[0].settle()
-    assert committed(storage) == [] and not job.smps[0].events.of("not_flushed")
+    assert committed(storage) == [] and not job.smps[0].events.of("flush_failed")
     job.smps[1].start()
     job.settled(7)
     job.check(storage, 7)
@@ -723,8 +723,8 @@ def test_what_is_pinned_and_cannot_be_read_is_not_replaced(job: Job) -> None:
     job.snapshot(0, 7)
     job.flush(7)
     job.start()
-    until(lambda: job.smps[0].events.of("not_flushed"))
-    assert "'ftckpt unpin' makes room" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    until(lambda: job.smps[0].events.of("flush_failed"))
+    assert "'ftckpt unpin' makes room" in job.smps[0].events.of("flush_failed")[0]["reason"]
     assert storage.read(name) == before
 
 

@@ -75,7 +75,7 @@ def test_one_that_does_not_come_there_makes_way_for_a_newer_one_after_a_rest() -
     learn(flushes, verdict(), 10)
     failed = READY._replace(state=FlushState.CANNOT)
     assert flushes.report(failed, 50.0) == (10, CANNOT)
-    assert learn(flushes, verdict(10, CANNOT), 14) == ["not_persisted"] and flushes.current is None
+    assert learn(flushes, verdict(10, CANNOT), 14) == ["flush_failed"] and flushes.current is None
     # As long as it took.
     assert flushes.report(READY, 99.0) == (-1, CANNOT) and flushes.report(READY, 101.0) == (-1, DONE)
     learn(flushes, verdict(-1, CANNOT), 15)
@@ -235,7 +235,7 @@ def test_the_more_nodes_the_more_often_memory_is_lost() -> None:
 
 def test_what_ranks_wish_for_counts_from_the_last_one() -> None:
     flushes = tuning()
-    assert learn(flushes, verdict()._replace(flush_interval=40), 9) == ["persist_interval_changed"]
+    assert learn(flushes, verdict()._replace(flush_interval=40), 9) == ["interval_changed"]
     assert learn(flushes, verdict()._replace(flush_interval=40), 42) == [] and flushes.current is None
     learn(flushes, verdict()._replace(flush_interval=40), 44)
     assert flushes.current == at(44), "the first behind 43"
@@ -265,7 +265,7 @@ def test_one_that_does_not_come_there_is_tried_again_soon_whatever_the_interval(
     flushes = tuning()
     learn(flushes, verdict()._replace(flush_interval=40), 43, 200.0)
     assert flushes.current == at(43)
-    assert learn(flushes, verdict(43, CANNOT), 44, 300.0) == ["not_persisted"]
+    assert learn(flushes, verdict(43, CANNOT), 44, 300.0) == ["flush_failed"]
     learn(flushes, verdict()._replace(flush_interval=60), 45, 400.0)
     assert flushes.current == at(45)
 

@@ -202,7 +202,7 @@ def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -
     logs.attempt("aa", (1, 2), 100.0, None, 3)
     rebuilt = {"event": "rebuilt", "shards": ["b"], "bytes": 22, "secs": 0.05}
     more = {**rebuilt, "shards": ["a"], "secs": 0.15}
-    reshaped = {"event": "reshaped", "from": "tp2", "to": "tp1"}
+    reshaped = {"event": "loaded", "from": "tp2", "to": "tp1"}
     source = "peer_parity+replica_parity"
     logs.attempt("bb", (11, 12), 110.0, 2, 5, between=[rebuilt, more, reshaped], source=source)
     (restart,) = read_history(logs.run).restarts

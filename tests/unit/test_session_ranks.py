@@ -23,10 +23,9 @@ from tests.support.ranks import CALM, Fate, Job
 Order = Callable[[int], int]
 
 
-def job(size: int = 2, slots: int = 2, **settings: int | str) -> Job:
-    defaults: dict[str, int | str] = {"error_limit": 3, "protect_interval": 1, "replica_check_interval": 0}
-    protects = slots > 2
-    return Job(size, slots, Config(protect_timeout_secs=5.0, **{**defaults, **settings}), protects)  # type: ignore[arg-type]
+def job(size: int = 2, slots: int = 2, error_limit: int = 3, **settings: int | str) -> Job:
+    config = Config(protect_timeout_secs=5.0, **{"protect_interval": 1, "replica_check_interval": 0, **settings})  # type: ignore[arg-type]
+    return Job(size, slots, config, slots > 2, error_limit)
 
 
 def in_order(num_ready: int) -> int:
@@ -235,7 +234,7 @@ def test_ranks_whose_connections_break_are_off_together_and_a_restart_has_what_o
 
 def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow() -> None:
     """What it has posted stays in memory until the others come."""
-    state = RankState(Config(error_limit=3, replica_check_interval=0))
+    state = RankState(Config(replica_check_interval=0))
     state.begin(b"1" * 16, None, 0.0)
     num_posted = 0
     for iteration in range(1, 50):

@@ -92,8 +92,8 @@ def test_of_several_directories_the_newest_is_taken_and_the_others_are_named(tmp
 @pytest.mark.parametrize(
     ("prepare", "iteration", "said"),
     [
-        (lambda _: None, None, "no event logs .* --ftckpt-timeline-interval above 0"),
-        (lambda logs: logs.attempt(range(1, 4), every=9), 3, "no timelines .* --ftckpt-timeline-interval above 0"),
+        (lambda _: None, None, "no event logs .* --ftckpt-events DIR"),
+        (lambda logs: logs.attempt(range(1, 4), every=9), 3, "no timelines .* --ftckpt-events DIR"),
         (lambda logs: logs.attempt(range(1, 16)), 7, "iteration 7 .* 15, 10, 5"),
         (lambda logs: logs.attempt(range(1, 30), every=1), 99, "29, 28, .* and 9 more"),
     ],

@@ -162,8 +162,8 @@ class Suite:
         if name == "reference":
             return Attempt(UNTIL, log)
         settings = {
-            "job": "conformance", "arena": str(self._folder / "arena"), "chunk_size": "64KiB", "timeline_interval": 0,
-            "start_timeout_secs": 60.0, "fence_timeout_secs": 20.0, "agree_timeout_secs": 20.0,
+            "job": "conformance", "arena": str(self._folder / "arena"), "chunk_size": "64KiB",
+            "start_timeout_secs": 60.0,
         }  # fmt: skip
         marker = self._folder / f"{name}.fired"
         planned = {
