@@ -43,7 +43,7 @@ def test_a_run_that_died_and_came_back(settings: dict[str, Any], tmp_path: Path)
     history = write_report(tmp_path, tmp_path / "report.html")
     (restart,) = history.restarts
     assert restart.restored_iteration == results[0] and restart.source == "memory" and restart.trained
-    assert "exited with code" in restart.cause or "ended by SIG" in restart.cause, restart.cause
+    assert restart.cause.startswith("node n0: ranks 0 (pid ") and f"iteration {LOST_AFTER}" in restart.cause
     assert restart.iterations_lost == LOST_AFTER - results[0]
     assert restart.parts["load"] > 0 and restart.parts["first-step"] > 0
     assert [attempt.ended_well for attempt in history.attempts] == [False, True]

@@ -83,9 +83,7 @@ class Logs:
         self._attempts = 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    def attempt(
-        self, iterations: range, every: int = 5, skip: dict[int, set[int]] | None = None
-    ) -> None:
+    def attempt(self, iterations: range, every: int = 5, skip: dict[int, set[int]] | None = None) -> None:
         """A snapshot for each of ``iterations``, a timeline for each ``every`` but those to ``skip``, by rank."""
         self._attempts += 1
         lineage = f"{self._attempts:032x}"

@@ -24,16 +24,14 @@ MODULES = {
 }
 
 BASE = {
-    "ftckpt", "errors", "event_file", "event_writer", "events", "units", "setting", "persist_setting",
-    "setting_checks", "config",
+    "ftckpt", "errors", "event_file", "events", "units", "setting", "persist_setting", "setting_checks", "config",
 }  # fmt: skip
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "event_file": set(),
-    "event_writer": set(),
-    "events": {"errors", "event_file", "event_writer"},
+    "events": {"errors", "event_file"},
     "units": set(),
     "setting": {"errors", "units"},
     "persist_setting": {"errors"},
