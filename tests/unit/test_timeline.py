@@ -180,7 +180,7 @@ def test_adjacent_copies_are_drawn_as_one() -> None:
 def test_the_table_adds_up(tmp_path: Path) -> None:
     found = one(tmp_path, pp=4, dp=1)
     row, rank = table(found, tmp_path)[0], found.ranks[0]
-    assert [row[name] for name in ("node", "forward", "backward", "in the fence")] == [
+    assert [row[name] for name in ("node", "forward", "backward", "blocked")] == [
         "n0", "160.0 ms", "320.0 ms", "2.0 ms",
     ]  # fmt: skip
     assert row["idle"] == f"{(rank.secs - 0.16 - 0.32 - OPTIMIZER) * 1e3:.1f} ms"
