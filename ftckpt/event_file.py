@@ -1,87 +1,149 @@
-"""A file of lines that is begun anew before it grows too large: what was in it lies beside it, by another name."""
+"""A file of event lines: rotated before it grows too large, written by a thread where the file system may hang."""
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import queue
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from io import TextIOWrapper
+from logging import LogRecord
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler, WatchedFileHandler
 from pathlib import Path
 
-OLDER = ".1"
-"""What the name of the older half ends in."""
+from ftckpt.forks import off_in_children
 
-_LEAST_BYTES = 1 << 20
+log = logging.getLogger("ftckpt")
+
+OLDER = ".1"
+"""The suffix of the older half, as ``RotatingFileHandler`` has it."""
+
+MIN_BYTES = 1 << 20
 """Of one half: a line of a long pipeline's timeline is not to drive out all others."""
 
+MAX_WAITING = 8192
+"""Lines that wait for a file system that hangs; more are dropped."""
 
-class EventFile:
-    """One process's file at ``path``, to which one thread appends lines.
+CLOSE_SECS = 5.0
+"""For the file system to take the lines that are left at the end."""
+
+
+_Failed = Callable[[BaseException | None], None]
+
+
+class EventFile(RotatingFileHandler, WatchedFileHandler):
+    """Appends lines to ``path``; at half of ``limit_bytes`` the file becomes the older half. 0: there is no limit.
 
     Args:
-        heading: the first line of a file that was begun anew, by how many bytes of older lines that has cost.
-        limit_bytes: of the file and the older half together, each at least 1 MiB; 0: none.
+        repeated: events whose last lines a fresh file begins with: lines after them are understood by them.
+        failed: called once, when the file cannot be written; no line is written after that.
 
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, heading: Callable[[int], bytes], limit_bytes: int) -> None:
-        self._path = path
-        self._heading = heading
-        self._limit_bytes = max(limit_bytes // 2, _LEAST_BYTES) if limit_bytes else 0
-        self._bytes = 0
-        self._open()
+    def __init__(self, path: Path, limit_bytes: int, repeated: tuple[str, ...], failed: _Failed) -> None:
+        half = max(limit_bytes // 2, MIN_BYTES) if limit_bytes else 0
+        super().__init__(path, maxBytes=half, backupCount=1, encoding="utf-8")
+        self._repeated = repeated
+        self._failed = failed
+        self._lines: dict[str, str] = {}
+        self._statstream()
 
-    def write(self, line: bytes) -> None:
-        """Append ``line``.
+    def emit(self, record: LogRecord) -> None:
+        # Another process of this name, one that hangs, say, may have rotated the file: both go on in the new one.
+        try:
+            self.reopenIfNeeded()
+        except OSError:
+            self.handleError(record)
+            return
+        super().emit(record)
+        if record.name in self._repeated:
+            self._lines[record.name] = f'{record.msg[:-1]}, "again": true}}'
 
-        Raises:
-            OSError: it cannot be written.
-        """
-        if self._limit_bytes and self._bytes + len(line) > self._limit_bytes and self._is_in_place():
-            self._begin_anew()
-        self._append(line)
+    def doRollover(self) -> None:
+        super().doRollover()
+        self._statstream()
+        if self.stream is not None:
+            self.stream.writelines(f"{line}\n" for line in self._lines.values())
+
+    def handleError(self, record: LogRecord) -> None:
+        self.addFilter(lambda record: False)
+        self.close()
+        failed, self._failed = self._failed, lambda error: None
+        failed(sys.exc_info()[1])
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # as on a disk that is full
+            super().close()
 
-    def _append(self, line: bytes) -> None:
-        left = memoryview(line)
-        while left:  # the end of a disk may be in the middle of a line
-            written = self._file.write(left) or 0
-            left, self._bytes = left[written:], self._bytes + written
+    def abandon(self) -> None:
+        """Have nobody wait for the file any more, at the end of the process neither: a thread hangs in it."""
+        self.stream, self.lock = None, threading.RLock()
 
-    def _is_in_place(self) -> bool:
-        """Whether the file is still the one that it was; else another process of this name, one that hangs, say, has
-        begun it anew, and both go on in that."""
+    def release(self) -> None:
+        with suppress(RuntimeError):  # the thread that hung comes back, and has another lock
+            super().release()
+
+    def _open(self) -> TextIOWrapper:
+        stream = super()._open()
+        # A disk that was full, or a kill, may have left half a line.
+        if os.fstat(stream.fileno()).st_size:
+            with open(self.baseFilename, "rb") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    stream.write("\n")
+        return stream
+
+
+class BackgroundEventFile(QueueHandler):
+    """Hands lines to ``file`` on a thread of its own: nobody waits for the file system.
+
+    A process that is killed loses the lines that wait; one that ends in another way loses none, unless the file
+    system hangs then.
+    """
+
+    def __init__(self, file: EventFile) -> None:
+        self._waiting: queue.Queue[LogRecord | None] = queue.Queue(MAX_WAITING)
+        super().__init__(self._waiting)
+        self._file = file
+        self._listener = QueueListener(self._waiting, file)
+        self._num_dropped = 0
+        self._listener.start()
+        atexit.register(self.close)
+        off_in_children(partial(atexit.unregister, self.close))  # the lines are the parent's
+
+    def enqueue(self, record: LogRecord) -> None:
+        if self._num_dropped:
+            record.msg = f'{record.msg[:-1]}, "dropped_lines": {self._num_dropped}}}'
         try:
-            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
-                return True
-        except FileNotFoundError:
-            pass
-        self._file.close()
-        self._open()
-        return False
+            self._waiting.put_nowait(record)
+            self._num_dropped = 0
+        except queue.Full:
+            self._num_dropped += 1
 
-    def _open(self) -> None:
-        # Unbuffered: a line is there as soon as it was written, whatever becomes of this process.
-        self._file = open(self._path, "ab", buffering=0)
-        self._bytes = os.fstat(self._file.fileno()).st_size
-        if self._bytes and not self._ends_whole():
-            self._append(b"\n")
+    def close(self) -> None:
+        """Write the lines that are left, as far as the file system takes them now, and close the file."""
+        atexit.unregister(self.close)
+        ending = threading.Thread(target=self._end, name="ftckpt-events", daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECS)
+        if ending.is_alive():
+            num = self._waiting.qsize() + self._num_dropped
+            log.warning("ftckpt: %d events did not reach %s, which does not answer", num, self._file.baseFilename)
+            self._file.abandon()
+        else:
+            self._file.close()
+        super().close()
 
-    def _ends_whole(self) -> bool:
-        """Whether no line was left half written, by a disk that was full."""
-        with open(self._path, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() == b"\n"
-
-    def _begin_anew(self) -> None:
-        older = self._path.with_name(self._path.name + OLDER)
-        lost = older.stat().st_size if older.exists() else 0
-        self._path.rename(older)
-        self._file.close()
-        self._open()
-        self._append(self._heading(lost))
+    def _end(self) -> None:
+        self._waiting.join()  # ``stop`` needs room in the queue
+        self._listener.stop()
 
 
 def with_older(path: Path) -> list[Path]:

@@ -9,13 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import written
-from ftckpt.event_file import EventFile
-from ftckpt.event_writer import BackgroundWriter, DirectWriter
+from ftckpt.event_file import BackgroundEventFile, EventFile
 
 log = logging.getLogger("ftckpt")
 
@@ -54,14 +52,6 @@ _COSTS = {
 }
 
 EVENTS: dict[str, EventKind] = {
-    "log_rotated": _quiet(
-        "this event log has come to its limit and was begun anew: what is older is in the file of the same name with "
-        ".1 behind it", lost_bytes="of what was there before that, and is gone",
-        session="events by which the lines that follow are understood",
-    ),
-    "events_lost": _quiet(
-        "the file system of this log did not take lines for so long that some were left out", lines="how many"
-    ),
     # A rank's session.
     "joined": _quiet(
         "restore() begins", job="name", node="name",
@@ -306,7 +296,7 @@ def _in_words(event: str, fields: Mapping[str, Any]) -> str:
 _UNKNOWN = EventKind("")
 
 _SESSION = ("joined", "conditions", "restored", "protection", "plan")
-"""What a log that was begun anew repeats: whose lines these are, and which attempt's."""
+"""Events that a rotated log repeats: whose its lines are, and which attempt's."""
 
 
 class Progress:
@@ -344,8 +334,7 @@ class Events:
         self._rank = rank
         self._who: dict[str, Any] = {"process": name} if name else {"rank": rank}
         self._name = name or f"rank {rank}"
-        self._writer: DirectWriter | BackgroundWriter | None = None
-        self._session: dict[str, dict[str, Any]] = {}
+        self._file: EventFile | BackgroundEventFile | None = None
         self.loud: Counter[str] = Counter()
         """How many loud events there were, by name."""
         self._last: dict[str, tuple[float, Mapping[str, Any]]] = {}  # of each kind
@@ -357,25 +346,21 @@ class Events:
         Raises:
             OSError: it cannot be written.
         """
-        fresh: DirectWriter | BackgroundWriter | None = None
+        fresh: EventFile | BackgroundEventFile | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / f"{self._name.replace(' ', '')}.jsonl"
-            file = EventFile(path, self._heading, limit_bytes)
-            fresh = (
-                BackgroundWriter(file, path, self._give_up, self._lost)
-                if may_hang
-                else DirectWriter(file, self._give_up)
-            )
+            fresh = EventFile(path, limit_bytes, _SESSION, self._give_up)
+            fresh = BackgroundEventFile(fresh) if may_hang else fresh
         # Swapped first: another thread that comes now writes to the new file.
-        old, self._writer = self._writer, fresh
+        old, self._file = self._file, fresh
         if old is not None:
             old.close()
 
     @property
     def kept(self) -> bool:
         """Whether quiet events go anywhere; where not, what they say need not be found out."""
-        return self._writer is not None
+        return self._file is not None
 
     def emit(self, event: str, **fields: Any) -> None:
         """Record ``event``, a name of ``EVENTS``; fields of its row that are not given are null.
@@ -389,22 +374,12 @@ class Events:
             words = _in_words(event, fields) or f" {json.dumps(fields, default=str)}"
             text = "; ".join([words, *filter(None, [ADVICE.get(event)])])
             log.warning("ftckpt %s: %s%s", self._name, event, written(text))
-        writer = self._writer
-        if writer is None:
+        file = self._file
+        if file is None:
             return
-        line = self._line(event, fields)
-        # Behind the line: a file that is begun anew for it does not repeat it.
-        keep = partial(self._session.__setitem__, event, line) if event in _SESSION else None
-        writer.put(_encoded(line), keep)
-
-    def _line(self, event: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        empty = dict.fromkeys(EVENTS.get(event, _UNKNOWN).fields)
-        return {"time": time.time(), "event": event, **self._who, "pid": os.getpid(), **empty, **fields}
-
-    def _heading(self, lost_bytes: int) -> bytes:
-        return _encoded(
-            self._line("log_rotated", {"lost_bytes": lost_bytes, "session": list(self._session.values())})
-        )
+        line = {"time": time.time(), "event": event, **self._who, "pid": os.getpid(), **dict.fromkeys(kind.fields)}
+        line |= fields
+        file.handle(logging.makeLogRecord({"name": event, "msg": json.dumps(line, default=str)}))
 
     def last(self, most: int) -> list[dict[str, Any]]:
         """The newest ones, oldest first, as JSON values; of each kind the last, or the frequent would be all."""
@@ -424,20 +399,13 @@ class Events:
 
     def close(self) -> None:
         """Write what is left and close the file; events after this are only logged."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
-    def _lost(self, number: int) -> bytes:
-        return _encoded(self._line("events_lost", {"lines": number}))
-
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: BaseException | None) -> None:
         log.warning("ftckpt %s: no more events: %s", self._name, error)
-        self.close()
-
-
-def _encoded(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(line, default=str).encode() + b"\n"
+        self._file = None
 
 
 def reference() -> Iterator[str]:
@@ -446,10 +414,12 @@ def reference() -> Iterator[str]:
     yield "With `--ftckpt-events DIR` each rank writes `DIR/rank<R>.jsonl`, and each SMP a file of its own: one JSON"
     yield "object a line. Every line has `time` (seconds since the epoch), `event`, `rank` (or `process`) and `pid`,"
     yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. A file"
-    yield "that has come to 64 MiB gets `.1` behind its name, and a new one is begun; a rank"
-    yield "writes 1 to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
-    yield "On a network file system, which may hang, lines are written by a thread of their own, 0.05 s later: nobody"
-    yield "waits for it, and those that a process wrote right before it was killed may be missing."
+    yield "that reaches 64 MiB is renamed to end in `.1`, and the new one repeats the last"
+    yield f"{', '.join(f'`{name}`' for name in _SESSION)} with a field `again`. A rank writes 1"
+    yield "to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
+    yield "On a network file system, which may hang, a thread of its own writes lines: nobody waits for it, and those"
+    yield "that a process wrote right before it was killed may be missing. The field `dropped_lines` counts lines"
+    yield "before it that are missing because the file system did not answer."
     yield "Made of the table in `events.py`: `python -m ftckpt.events > ftckpt/EVENTS.md`."
     yield ""
     yield "| event | loud | meaning | fields |"

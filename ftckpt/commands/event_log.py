@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,8 +31,8 @@ class LinePlace(NamedTuple):
 
 
 class EventLog:
-    """The event files of one directory; ``num_broken`` counts the lines that could not be read,
-    ``num_lost`` those that were never written; ``is_cut``: of some file what was first is gone."""
+    """The event files of one directory. ``num_broken`` counts lines that could not be read, ``num_lost`` lines
+    that were never written; ``is_cut``: the first lines of some file are gone."""
 
     def __init__(self, directory: Path) -> None:
         names = sorted(path.name for path in directory.iterdir() if path.suffix == ".jsonl" and is_log(path))
@@ -45,22 +44,16 @@ class EventLog:
         self.is_cut = False
 
     def lines(self, path: Path) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
-        """Place and fields of every whole line, those of the older half first; one without an end may still be in the
-        writing."""
-        is_first = True
+        """Place and fields of every complete line, those of the older half first; the last may still be written."""
         with ExitStack() as stack:
-            # Opened together: a file that is begun anew meanwhile is read as what it was.
+            # Opened together: a file that is rotated meanwhile is read as what it was.
             files = [(name, stack.enter_context(open(name, "rb"))) for name in with_older(path)]
-            for place, fields in chain.from_iterable(self._lines(*one) for one in files):
-                if fields.get("event") != "log_rotated":
-                    yield place, fields
-                elif is_first:  # what it repeats is gone
-                    self.is_cut = True
-                    session = fields.get("session")
-                    for line in session if isinstance(session, list) else ():
-                        if isinstance(line, dict):
-                            yield place, line
-                is_first = False
+            for name, file in files:
+                is_oldest = name == files[0][0]
+                for place, fields in self._lines(name, file):
+                    self.is_cut |= is_oldest and "again" in fields
+                    if is_oldest or "again" not in fields:
+                        yield place, fields
 
     def _lines(self, path: Path, file: BinaryIO) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
         offset = 0
@@ -69,7 +62,8 @@ class EventLog:
                 if (fields := parse_line(line)) is None:
                     self.num_broken += 1
                 else:
-                    self.num_lost += fields["lines"] if fields.get("event") == "events_lost" else 0
+                    num = fields.get("dropped_lines", 0)
+                    self.num_lost += num if isinstance(num, int) else 0
                     yield LinePlace(path, offset), fields
             # In bytes, as ``seek`` takes them: tracks are read again by their offsets.
             offset += len(line)

@@ -55,7 +55,7 @@ def restart_times(restarts: Sequence[Recovery]) -> bytes:
         axes.barh(names, secs, left=left, color=_PART_COLORS[part], label=part.replace("-", " "), height=0.6)
         left = [done + more for done, more in zip(left, secs, strict=True)]
     for name, total in zip(names, left, strict=True):
-        axes.annotate(f" {total:.1f} s", (total, name), va="center")
+        axes.annotate(f" {total:.1f} s", (total, name), va="center", fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.08)
     axes.set_xlabel("seconds")
@@ -81,6 +81,7 @@ def blocked(times: Mapping[int, BlockedTime], restarts: Sequence[Recovery]) -> b
 def ages(found: Sequence[Age], restarts: Sequence[Recovery]) -> bytes:
     """The ages of the newest committed, protected and persisted snapshots at each boundary."""
     figure, axes = _axes("iterations", restarts)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     colors = {"committed": "#13795b", "protected": "#7c4dbd", "persisted": "#c2410c"}
     for name, color in colors.items():
         points = [(age.iteration, getattr(age, name)) for age in found if getattr(age, name) is not None]
@@ -170,6 +171,7 @@ def _axes(unit: str, restarts: Sequence[Recovery]) -> tuple[Figure, Axes]:
     """Axes over iterations; a dashed line and a number mark each restart."""
     figure = Figure((_WIDTH, 2.6))
     axes = figure.subplots()
+    axes.margins(y=0.15)
     axes.set_xlabel("iteration")
     axes.set_ylabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -188,6 +190,8 @@ def _png(figure: Figure, axes: Axes, columns: int = 3, handles: Sequence[Patch] 
     options = {"handles": handles} if handles is not None else {}
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.01), ncols=columns, frameon=False, fontsize=8, **options)
     axes.tick_params(labelsize=8)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_fontsize(8)
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, bbox_inches="tight")
     return buffer.getvalue()

@@ -190,7 +190,7 @@ def _iteration(timeline: Timeline | None) -> Section:
     )
     if ranks != timeline.ranks:
         note += f" {len(ranks)} of {len(timeline.ranks)} ranks are shown, one of each stage."
-    heads = ["rank", "node", "place", "forward", "backward", "idle", "in the fence"]
+    heads = ["rank", "node", "place", "forward", "backward", "idle", "blocked"]
     rows = []
     for rank in ranks:
         secs = [rank.secs_of(*PLACES[place]) for place in ("forward", "backward", "windows", "fence")]

@@ -235,6 +235,7 @@ def _index(log: EventLog, path: Path, attempts: dict[str, _Attempt]) -> None:
                 rank = parse_rank(line)
                 is_warm = rank.iteration > earliest.get(pid, rank.iteration)
                 entry = _Entry(rank.begin, is_warm, nodes.get(pid, ""), place)
+                attempts[lineages[pid]].ranks.add(rank.rank)
                 attempts[lineages[pid]].entries[rank.iteration][rank.rank] = entry
         except (KeyError, ValueError):
             log.num_broken += 1

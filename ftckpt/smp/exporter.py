@@ -1,21 +1,23 @@
-"""Metrics on their way out: served on the loopback interface, or written to a file for a node exporter."""
+"""An SMP's metrics on their way out: served on the loopback interface, or written to a file for a node exporter."""
 
 from __future__ import annotations
 
-import sys
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftckpt.errors import in_words
-from ftckpt.events import log
 from ftckpt.smp.metrics import METRICS, PREFIX, SILENCE, Status
 
 if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric as Family
 
@@ -23,106 +25,68 @@ _HOST = "127.0.0.1"
 _FILE_SECS = 15.0
 """Between two writes of the file, as often as node exporters are asked, and between two tries for a port."""
 _PATIENCE_SECS = 2.0
-"""Longest wait of a reader for the SMP, which may be at a piece of work; then it gets what was known before."""
-_MOST_READERS, _READER_SECS = 8, 5.0
-"""At a time; and the longest silence of one. Each takes a thread, and any process of the machine may be one."""
+"""For the SMP, which may be at a piece of work; then a reader gets the values before."""
 _READABLE, _ENTERABLE = 0o644, 0o755
 """A node exporter is another user; the SMP makes everything else for its own."""
 
 
-class _Server(ThreadingHTTPServer):
-    """Hangs up on readers that are too many."""
-
-    daemon_threads = True
-
-    def __init__(self, port: int, registry: CollectorRegistry) -> None:
-        from prometheus_client import MetricsHandler
-
-        self._places = threading.BoundedSemaphore(_MOST_READERS)
-        handler = type("_Handler", (MetricsHandler.factory(registry),), {"timeout": _READER_SECS})
-        super().__init__((_HOST, port), handler)
-        threading.Thread(target=self.serve_forever, name="smp-metrics", daemon=True).start()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread could be had
-            self._places.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        # Who hangs up early, or says nothing, is no matter for the log.
-        if not isinstance(sys.exc_info()[1], OSError):
-            log.exception("metrics could not be served")
-
-
 class Exporter:
-    """One SMP's metrics. All but ``collect`` is called by the SMP's loop, which alone may look at what it knows.
+    """One SMP's metrics, a collector of prometheus_client. The SMP's loop, which alone may read its state, calls
+    everything but ``collect``.
 
     Args:
         status: gives what metrics are made of.
-        tell: of what fails, once until it works again.
+        report: called with a failure, once until it works again.
     """
 
-    def __init__(self, job: str, node: str, status: Callable[[], Status], tell: Callable[[str], None]) -> None:
+    def __init__(self, job: str, node: str, status: Callable[[], Status], report: Callable[[str], None]) -> None:
         # Not job, which is Prometheus' own word for what it scrapes: it would rename this one.
         self._labels = {"training_job": job, "node": node}
         self._status = status
-        self._tell = tell
-        self._told: set[str] = set()
+        self._report = report
+        self._failing: set[str] = set()
         self._port: int | str = 0
         self._path: Path | None = None
-        self._registry: CollectorRegistry | None = None
-        self._server: _Server | None = None
+        self._server: WSGIServer | None = None
         self._families: list[Family] = []
-        self._asked, self._answered = threading.Event(), threading.Condition()
-        self._num_answers = 0
+        self._asked: queue.SimpleQueue[Future[list[Family]]] = queue.SimpleQueue()
         self._next_try = 0.0
         self._loop, self._stepped = threading.get_ident(), time.monotonic()
 
     @property
     def url(self) -> str:
-        """Where metrics are served; empty: nowhere."""
+        """The address at which metrics are served; empty: nowhere."""
         return f"http://{_HOST}:{self._server.server_port}/metrics" if self._server is not None else ""
 
     def configure(self, port: int | str, directory: str) -> None:
         """Serve at ``port`` (0: not at all; ``auto``: any that is free), and write to ``directory`` (empty: nowhere).
-        What cannot be had is tried for again and again."""
+        What fails is tried again and again."""
         name = "-".join(["ftckpt", *self._labels.values()])
         path = Path(directory) / f"{name}.prom" if directory else None
         if path != self._path:
             self._remove_file()
-            self._path = path
         if port != self._port:
             self._stop_serving()
-            self._port = port
-        self._next_try = 0.0
+        self._port, self._path = port, path
         self._try()
 
     def step(self) -> None:
-        """Answer who has asked, and write the file if it is time."""
+        """Answer readers, and write the file if it is time."""
         self._stepped = time.monotonic()
-        if self._asked.is_set():
-            self._answer()
-        if (self._port or self._path is not None) and self._stepped >= self._next_try:
+        while not self._asked.empty():
+            self._asked.get().set_result(list(self._made()))
+        if self._stepped >= self._next_try:
             self._try()
 
     def collect(self) -> list[Family]:
-        """For prometheus_client, on any thread: what the loop says within a moment."""
-        if threading.get_ident() != self._loop:
-            with self._answered:
-                before = self._num_answers
-                self._asked.set()
-                self._answered.wait_for(lambda: self._num_answers > before, _PATIENCE_SECS)
+        """The metrics, on any thread: values of the next moment of the loop."""
+        if threading.get_ident() == self._loop:
+            self._families = list(self._made())
+        else:
+            asked: Future[list[Family]] = Future()
+            self._asked.put(asked)
+            with suppress(FutureTimeoutError):  # another class than TimeoutError before Python 3.11
+                self._families = asked.result(_PATIENCE_SECS)
         return [*self._families, self._silence()]
 
     def close(self) -> None:
@@ -130,16 +94,10 @@ class Exporter:
         self._stop_serving()
         self._remove_file()
 
-    def _answer(self) -> None:
-        self._asked.clear()
-        self._families = list(self._made(self._status()))
-        with self._answered:
-            self._num_answers += 1
-            self._answered.notify_all()
-
-    def _made(self, status: Status) -> Iterator[Family]:
+    def _made(self) -> Iterator[Family]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        status = self._status()
         for name, metric in METRICS.items():
             if name == SILENCE:
                 continue
@@ -160,18 +118,30 @@ class Exporter:
 
     def _try(self) -> None:
         self._next_try = time.monotonic() + _FILE_SECS
-        for action in (self._serve, self._write):
-            try:
-                action()
-                self._told.discard(action.__name__)
-            except (OSError, ImportError) as error:
-                if action.__name__ not in self._told:
-                    self._tell(_IN_VAIN[action.__name__].format(self._port, self._path, in_words(error)))
-                self._told.add(action.__name__)
+        if self._port and self._server is None:
+            text = f"--ftckpt-metrics-port: {self._port} cannot be served on this node"
+            self._do(
+                self._serve,
+                text,
+                "end its holder, another program or the SMP of another job (ftckpt ls), or use auto",
+            )
+        if self._path is not None:
+            self._do(self._write, f"--ftckpt-metrics-dir: {self._path} cannot be written", "it is tried again")
+
+    def _do(self, action: Callable[[], None], failed: str, remedy: str) -> None:
+        try:
+            action()
+            self._failing.discard(failed)
+        except (OSError, ImportError) as error:
+            if failed not in self._failing:
+                self._report(f"{failed}: {in_words(error)}; {remedy}")
+            self._failing.add(failed)
 
     def _serve(self) -> None:
-        if self._port and self._server is None:
-            self._server = _Server(0 if self._port == "auto" else int(self._port), self._registry_of_mine())
+        from prometheus_client import start_http_server
+
+        port = 0 if self._port == "auto" else int(self._port)
+        self._server, _ = start_http_server(port, _HOST, self._registry())
 
     def _stop_serving(self) -> None:
         if self._server is not None:
@@ -180,34 +150,23 @@ class Exporter:
             self._server = None
 
     def _write(self) -> None:
-        if self._path is None:
-            return
         from prometheus_client import write_to_textfile
 
-        self._answer()
+        assert self._path is not None
         if not self._path.parent.exists():
             self._path.parent.mkdir(parents=True)
             self._path.parent.chmod(_ENTERABLE)
-        write_to_textfile(str(self._path), self._registry_of_mine())
+        write_to_textfile(str(self._path), self._registry())
         self._path.chmod(_READABLE)
 
     def _remove_file(self) -> None:
-        path, self._path = self._path, None
-        if path is not None:
+        if self._path is not None:
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                self._path.unlink(missing_ok=True)
 
-    def _registry_of_mine(self) -> CollectorRegistry:
+    def _registry(self) -> CollectorRegistry:
         from prometheus_client import CollectorRegistry
 
-        if self._registry is None:
-            self._registry = CollectorRegistry()
-            self._registry.register(self)
-        return self._registry
-
-
-_IN_VAIN = {
-    Exporter._serve.__name__: "--ftckpt-metrics-port: {0} of this node cannot be had, and is tried for again: {2}; "
-    "another program has it, or the SMP of another job (ftckpt ls); auto takes one that is free",
-    Exporter._write.__name__: "--ftckpt-metrics-dir: {1} cannot be written, and is tried again: {2}",
-}
+        registry = CollectorRegistry()
+        registry.register(self)
+        return registry

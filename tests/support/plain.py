@@ -20,6 +20,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.store.arena import Arena
+from ftckpt.store.outcome import LauncherRun
 from tests.support.constants import configured
 
 ROW = 1024
@@ -67,15 +68,16 @@ class PlainState:
 
 
 def make(
-    rank: int, world_size: int, settings: dict[str, Any], nodes: list[str] | None = None
+    rank: int, world_size: int, settings: dict[str, Any], nodes: list[str] | None = None, launch: str = ""
 ) -> tuple[Checkpointer, PlainState]:
-    """A checkpointer for one rank; ``nodes[rank]`` names nodes."""
+    """A checkpointer for one rank; ``nodes[rank]`` names nodes, ``launch`` the launcher run."""
     names = nodes or ["node"] * world_size
     members = tuple(RankPlace({"dp": index}, names[index]) for index in range(world_size))
     state = PlainState(rank, world_size)
     config = Config(enabled=True, node=names[rank], **configured({"protect": "none", **settings}))
     group = Group(config.start_timeout_secs)
-    return Checkpointer(config, state, Topology(rank, members, {"dp": world_size}), group=group), state
+    topology = Topology(rank, members, {"dp": world_size})
+    return Checkpointer(config, state, topology, group=group, run=LauncherRun(launch)), state
 
 
 def iterate(checkpointer: Checkpointer, state: PlainState, iteration: int, offset: float = 0.0) -> None:

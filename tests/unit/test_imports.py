@@ -24,17 +24,16 @@ MODULES = {
 }
 
 BASE = {
-    "ftckpt", "errors", "event_file", "event_writer", "events", "forks", "units", "setting", "persist_setting",
-    "setting_checks", "config",
+    "ftckpt", "errors", "event_file", "events", "forks", "units", "setting", "persist_setting", "setting_checks",
+    "config",
 }  # fmt: skip
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "event_file": set(),
-    "event_writer": {"forks"},
-    "events": {"errors", "event_file", "event_writer"},
+    "event_file": {"forks"},
     "forks": set(),
+    "events": {"errors", "event_file"},
     "units": set(),
     "setting": {"errors", "units"},
     "persist_setting": {"errors"},

@@ -180,8 +180,9 @@ def test_adjacent_copies_are_drawn_as_one() -> None:
 def test_the_table_adds_up(tmp_path: Path) -> None:
     found = one(tmp_path, pp=4, dp=1)
     row, rank = table(found, tmp_path)[0], found.ranks[0]
-    shown = row["node"], row["forward"], row["backward"], row["in the fence"]
-    assert shown == ("n0", "160.0 ms", "320.0 ms", "2.0 ms")
+    assert [row[name] for name in ("node", "forward", "backward", "blocked")] == [
+        "n0", "160.0 ms", "320.0 ms", "2.0 ms",
+    ]  # fmt: skip
     assert row["idle"] == f"{(rank.secs - 0.16 - 0.32 - OPTIMIZER) * 1e3:.1f} ms"
     assert row["copied in forward"] == row["elsewhere"] == "0 B"
     assert rank.bytes_of("windows") + rank.bytes_of("backward") == rank.total_bytes == len(rank.copies) * CHUNK_BYTES
