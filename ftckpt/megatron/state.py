@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from ftckpt.errors import MismatchError
 from ftckpt.frameworks import schedulers
 from ftckpt.frameworks import torch_state as generators
 from ftckpt.frameworks.extra_state import ExtraState
@@ -93,6 +94,11 @@ class MegatronState:
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         schedulers.load(self._scheduler, objects["scheduler"])  # first: it writes learning rates
+        if len(objects["optimizers"]) != len(self._leaves):
+            raise MismatchError(
+                f"the snapshot has {len(objects['optimizers'])} optimizers, and this job has {len(self._leaves)}: start "
+                "with the optimizer settings of the job that took it, or remove it with 'ftckpt clean JOB'"
+            )
         for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
             optimizers.load_hyperparameters(leaf, saved)
         self._scaling.load([objects["fp8"]])

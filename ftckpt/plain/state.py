@@ -113,20 +113,25 @@ class PlainState:
         return {
             "rng": save_generators(),
             "scheduler": schedulers.save(self._scheduler),
-            "optimizer": optimizers.save_groups(self._optimizer),
+            "optimizer": {
+                "kind": optimizers.kind_of(self._optimizer),
+                "groups": optimizers.save_groups(self._optimizer),
+            },
             "objects": save_all(self._objects),
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
+        optimizers.check_kind(self._optimizer, objects["optimizer"]["kind"])
         schedulers.load(self._scheduler, objects["scheduler"])  # first: it may write learning rates
-        optimizers.load_groups(self._optimizer, objects["optimizer"])
+        optimizers.load_groups(self._optimizer, objects["optimizer"]["groups"])
         load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         assert self._built is not None, "describe comes first"
+        optimizers.check_kind(self._optimizer, objects[0]["optimizer"]["kind"])
         schedulers.load_reshaped(self._scheduler, [saved["scheduler"] for saved in objects])
-        optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"] for saved in objects])
+        optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"]["groups"] for saved in objects])
         # Not the order of DDP's buckets: bits of sums are others in another layout.
         registered = {name: value for name, value in self._objects.items() if value is not self._buckets}
         load_all_reshaped(registered, [saved["objects"] for saved in objects])
