@@ -64,8 +64,8 @@ def load_reshaped(inner: Any, owners: Sequence[torch.Tensor], saved: Sequence[Ma
     """Set in place what ``save`` gave on ranks of another layout.
 
     Raises:
-        MismatchError: of another optimizer; groups of parameters differ, or parameters were stepped a different number of times: a layout
-            puts them together in its own way.
+        MismatchError: of another optimizer; groups of parameters differ, or parameters were stepped a different
+            number of times: a layout puts them together in its own way.
     """
     live.check_kind(inner, saved[0]["kind"])
     live.load_groups_reshaped(inner, [of_rank["groups"] for of_rank in saved], "moe", ("moe", "name"))

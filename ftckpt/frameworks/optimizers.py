@@ -200,8 +200,8 @@ def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     """
     if len(saved) != len(inner.param_groups):
         raise MismatchError(
-            f"the optimizer has {len(inner.param_groups)} parameter groups, and the snapshot {len(saved)}: start with "
-            "the groups of the job that took it, or remove it with 'ftckpt clean JOB'"
+            f"the optimizer has {len(inner.param_groups)} parameter groups, and the snapshot {len(saved)}: start "
+            "with the groups of the job that took it, or remove it with 'ftckpt clean JOB'"
         )
     for group, values in zip(inner.param_groups, saved, strict=True):
         load_group(group, values)

@@ -20,7 +20,6 @@ from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.tensors import LogicalBox, check_contiguous, unwrapped
 from ftckpt.model.fragment import Box
 
-
 _Cut: TypeAlias = Callable[[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Box | str]
 
 LOCAL = "_local_tensor"

@@ -16,7 +16,7 @@ from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value))}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value))}  # noqa: S301
 
 
 def results(function: Any, ranks: int, *args: Any) -> list[Any]:
@@ -105,7 +105,7 @@ def engine_copied(rank: int, world_size: int, arena: str, on: bool) -> dict[str,
         checkpointer.fence = lambda: calls.append("fence")
     loader = engine.training_dataloader
     drawn = [next(iter(copy_(loader)))[:, 0].tolist() for copy_ in COPIES.values()]
-    module, inner = copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.basic_optimizer))
+    module, inner = copy.deepcopy(engine.module), COPIES["pickle"](engine.basic_optimizer)
     module(torch.randn(2, 4)).sum().backward()
     for parameter in inner.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
