@@ -37,7 +37,7 @@ __all__ = ["active", "attach", "close", "configure", "register", "remove"]
 
 
 def register(name: str, value: Stateful) -> None:
-    """Save ``value``, a loader, a sampler or counters of the script, with each snapshot.
+    """Save ``value``, a loader, a sampler, counters or a generator of the script, with each snapshot.
 
     Call it before ``deepspeed.initialize``, which gives the object its state back. The object must have advanced
     when ``engine.step`` or ``train_batch`` returns. An object named ``data`` knows the position of the iterators that
@@ -48,6 +48,9 @@ def register(name: str, value: Stateful) -> None:
     """
     if not name or name.startswith("ftckpt.") or name in initialize.objects:
         raise ConfigError(f"register: the name {name!r} is taken or empty; names that begin with ftckpt. are ours")
+    from ftckpt.frameworks.generators import as_object
+
+    value = as_object(value)
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(value, method, None)):
             raise ConfigError(f"register: {name!r} is {with_article(type(value).__name__)} and has no {method}()")
@@ -81,8 +84,10 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
         return None
     from ftckpt.deepspeed.data import EpochBegins
     from ftckpt.deepspeed.session import EngineSession
+    from ftckpt.frameworks.generators import as_object
 
-    EngineSession(engine, {**initialize.objects, **(objects or {})}, config, EpochBegins())
+    own = {name: as_object(value) for name, value in (objects or {}).items()}
+    EngineSession(engine, {**initialize.objects, **own}, config, EpochBegins())
     return active()
 
 

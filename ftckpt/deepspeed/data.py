@@ -235,9 +235,21 @@ class DataPosition:
         self._rng_is_set = False  # items that are made when they are drawn may have drawn numbers
 
     def _follow_loader(self) -> None:
-        """Give the one loader a class of its own: ``iter`` and ``next`` look for methods in the class alone."""
+        """Give the one loader a class of its own: ``iter`` and ``next`` look for methods in the class alone.
+
+        A copy of the loader, or a pickle, is of the class that it had before.
+        """
         begin, draw, base = self._begin_epoch, self._draw, self._loader_class
-        methods = {"__iter__": lambda loader: begin(), "__next__": lambda loader: draw()}
+
+        def reduce(loader: Any, protocol: Any) -> Any:
+            _, (_, *arguments), *state = base.__reduce_ex__(loader, protocol)
+            return base.__new__, (base, *arguments), *state
+
+        methods = {
+            "__iter__": lambda loader: begin(),
+            "__next__": lambda loader: draw(),
+            "__reduce_ex__": reduce,
+        }
         self._loader.__class__ = type(base.__name__, (base,), methods)
 
     def _begin_epoch(self) -> Any:

@@ -32,6 +32,7 @@ from packaging.version import Version
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks import charts, versions
 from ftckpt.frameworks.doors import Patches
+from ftckpt.frameworks.hooks import Hook, ModuleHook
 from ftckpt.job.checkpointer import Checkpointer
 
 _STEPS_PER_PRINT = 10
@@ -113,7 +114,9 @@ class EngineHooks:
 
     def follow_micro_batches(self) -> None:
         """Listen to an engine without a pipeline."""
-        self.patches.undo.append(self.engine.module.register_forward_pre_hook(self._before_module).remove)
+        module = self.engine.module
+        before = module.register_forward_pre_hook(ModuleHook(module, self._before_module))
+        self.patches.undo.append(before.remove)
         self.patches.wrap(self.engine, "forward", self._forward)
         self.patches.wrap(self.engine, "backward", self._backward)
         self.patches.wrap(self.engine, "allreduce_gradients", self._reduce)
@@ -128,7 +131,7 @@ class EngineHooks:
         self.patches.wrap(owner, name, self._fenced)
         backup = getattr(outer, "backup_optimizer", None)  # of a partial offload, beside the inner one
         for optimizer in (inner, backup) if backup is not None else (inner,):
-            handle = optimizer.register_step_pre_hook(lambda *_: self.checkpointer.fence())
+            handle = optimizer.register_step_pre_hook(Hook(optimizer, lambda *_: self.checkpointer.fence()))
             self.patches.undo.append(handle.remove)
 
     def see_pauses(self) -> None:

@@ -46,11 +46,16 @@ def materialise(inner: Any) -> None:
 def save(inner: Any, owners: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Hyperparameters of each group, and the numbers among each owner's state."""
     numbers = [{name: value for name, value in inner.state[o].items() if is_number(value)} for o in owners]
-    return {"groups": live.save_groups(inner), "numbers": numbers}
+    return {"kind": live.kind_of(inner), "groups": live.save_groups(inner), "numbers": numbers}
 
 
 def load(inner: Any, owners: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
-    """Set in place what ``save`` gave."""
+    """Set in place what ``save`` gave.
+
+    Raises:
+        MismatchError: of another optimizer, or for another number of groups.
+    """
+    live.check_kind(inner, saved["kind"])
     live.load_groups(inner, saved["groups"])
     _set_numbers(inner, owners, saved["numbers"])
 
@@ -59,9 +64,10 @@ def load_reshaped(inner: Any, owners: Sequence[torch.Tensor], saved: Sequence[Ma
     """Set in place what ``save`` gave on ranks of another layout.
 
     Raises:
-        MismatchError: groups of parameters differ, or parameters were stepped a different number of times: a layout
-            puts them together in its own way.
+        MismatchError: of another optimizer; groups of parameters differ, or parameters were stepped a different
+            number of times: a layout puts them together in its own way.
     """
+    live.check_kind(inner, saved[0]["kind"])
     live.load_groups_reshaped(inner, [of_rank["groups"] for of_rank in saved], "moe", ("moe", "name"))
     found: dict[str, set[Any]] = {}
     for numbers in (numbers for of_rank in saved for numbers in of_rank["numbers"]):

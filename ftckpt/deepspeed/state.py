@@ -13,6 +13,8 @@ from ftckpt.deepspeed import inner_optimizers, optimizers, support
 from ftckpt.deepspeed.geometry import place_parameters
 from ftckpt.frameworks import schedulers
 from ftckpt.frameworks.extra_state import ExtraState
+from ftckpt.frameworks.flags import TrainingFlags
+from ftckpt.frameworks.generators import generators_in
 from ftckpt.frameworks.launcher import log_once
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import state_tensors
@@ -29,6 +31,7 @@ from ftckpt.frameworks.torch_state import (
 )
 from ftckpt.model.training_state import Description
 
+_FLAGS = "ftckpt.flags"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # What changes while training, where the scale is dynamic; everything else of a scaler follows from the JSON.
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -51,7 +54,7 @@ class DeepSpeedState:
         support.check(engine)
         optimizers.check(engine.optimizer)
         self._engine = engine
-        self._objects = dict(objects)
+        self._objects = {**objects, **generators_in(unwrapped(engine.module.named_modules()))}
         self._live = LiveTensors(self._live_tensors, self._holders, "ds_tensor")
         self._extra = ExtraState(engine.module)
         self._rng: Mapping[str, Any] | None = None
@@ -69,6 +72,9 @@ class DeepSpeedState:
         buffers = unwrapped(self._engine.module.named_buffers())
         volatile = tuple(whole_piece(f"buffer/{name}", buffer) for name, buffer in buffers if buffer.numel())
         self._live.note()
+        if _FLAGS not in self._objects:
+            parameters = ((places[0].key, parameter) for parameter, places in boxes.items())
+            self._objects[_FLAGS] = TrainingFlags(parameters, unwrapped(self._engine.module.named_modules()))
         return Description(tuple(stepped), volatile)
 
     def save_objects(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
@@ -70,26 +70,34 @@ class Patches:
         # None where the attribute is the class's: it is taken off again, not set.
         before = vars(owner).get(name)
         is_in_force = True
+        is_method = isinstance(original, MethodType) and original.__self__ is owner
 
-        @functools.wraps(original)
+        @functools.wraps(original.__func__ if is_method else original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if is_method:
+                self, *args = args  # type: ignore[assignment]
+                if self is not owner:  # a copy of it
+                    return getattr(type(self), name)(self, *args, **kwargs)
             # A wrapper that somebody else has put around this one may go on calling it after ``remove``.
             return around(original, *args, **kwargs) if is_in_force else original(*args, **kwargs)
+
+        wrapped.__name__ = name  # a pickle of a method has its name alone, and finds that of the class
+        ours = MethodType(wrapped, owner) if is_method else wrapped
 
         def undo() -> None:
             nonlocal is_in_force
             is_in_force = False
             self._wrapped.remove(entry)
             # Somebody else's wrapper stands before ours now, and is not ours to take off.
-            if vars(owner).get(name) is not wrapped:
+            if vars(owner).get(name) is not ours:
                 return
             if before is None:
                 delattr(owner, name)  # the method of the class shows again
             else:
                 setattr(owner, name, before)
 
-        entry = owner, name, wrapped
-        setattr(owner, name, wrapped)
+        entry = owner, name, ours
+        setattr(owner, name, ours)
         self._wrapped.append(entry)
         self.undo.append(undo)
 

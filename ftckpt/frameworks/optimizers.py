@@ -170,13 +170,39 @@ def _materialise_sgd(inner: Any, missing: set[torch.Tensor]) -> None:
                 inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+def kind_of(inner: Any) -> str:
+    """By what a snapshot knows an optimizer: its class, or the algorithm where several fused classes share it."""
+    adds_decay = getattr(inner, "adam_w_mode", None)
+    if adds_decay is None:
+        return type(inner).__name__
+    return f"{'AdamW' if adds_decay else 'Adam'} (fused)"
+
+
+def check_kind(inner: Any, saved: str) -> None:
+    """Raises MismatchError where the snapshot is of another optimizer than ``inner``."""
+    if (kind := kind_of(inner)) != saved:
+        raise MismatchError(
+            f"the snapshot is of optimizer {saved}, and this job trains with {kind}: start with {saved}, or remove "
+            "the snapshot with 'ftckpt clean JOB'"
+        )
+
+
 def save_groups(inner: Any) -> list[dict[str, Any]]:
     """All of each group but its parameters: learning rate, weight decay, a fused optimizer's ``step``."""
     return [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
 
 
 def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Inverse of ``save_groups``, in place."""
+    """Inverse of ``save_groups``, in place.
+
+    Raises:
+        MismatchError: there are more groups, or fewer.
+    """
+    if len(saved) != len(inner.param_groups):
+        raise MismatchError(
+            f"the optimizer has {len(inner.param_groups)} parameter groups, and the snapshot {len(saved)}: start "
+            "with the groups of the job that took it, or remove it with 'ftckpt clean JOB'"
+        )
     for group, values in zip(inner.param_groups, saved, strict=True):
         load_group(group, values)
 

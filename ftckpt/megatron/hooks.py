@@ -27,6 +27,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from ftckpt.frameworks import versions
+from ftckpt.frameworks.hooks import Hook
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.megatron import callbacks, door, phases
 from ftckpt.megatron.optimizers import leaf_optimizers
@@ -126,7 +127,8 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
             door.hooks.wrap(training, name, pause_first)
     for leaf in leaf_optimizers(optimizer):
         if leaf.optimizer is not None:
-            handle = leaf.optimizer.register_step_pre_hook(lambda *_: checkpointer.fence())
+            hook = Hook(leaf.optimizer, lambda *_: checkpointer.fence())
+            handle = leaf.optimizer.register_step_pre_hook(hook)
             door.hooks.undo.append(handle.remove)
 
 

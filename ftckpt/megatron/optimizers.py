@@ -140,11 +140,13 @@ def save_hyperparameters(leaf: Any) -> dict[str, Any]:
         # Where this rank owns nothing of a group FusedAdam does not count: a number there was loaded, and has stayed.
         if not live_group["params"]:
             group.pop(_STEP, None)
-    return {"groups": groups, "scaler": scaler.state_dict() if scaler else None}
+    kind = live.kind_of(leaf.optimizer)
+    return {"kind": kind, "groups": groups, "scaler": scaler.state_dict() if scaler else None}
 
 
 def load_hyperparameters(leaf: Any, saved: Mapping[str, Any]) -> None:
-    """Inverse of ``save_hyperparameters``, in place."""
+    """Inverse of ``save_hyperparameters``, in place; raises MismatchError where that is of another optimizer."""
+    live.check_kind(leaf.optimizer, saved["kind"])
     live.load_groups(leaf.optimizer, saved["groups"])
     _load_scaler(leaf, saved["scaler"])
 
@@ -184,6 +186,8 @@ def load_reshaped(leaves: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> 
         )
     scalers = [optimizer["scaler"] for optimizer in saved if optimizer["scaler"] is not None]
     for leaf in leaves:
+        for kind in {optimizer["kind"] for optimizer in saved}:
+            live.check_kind(leaf.optimizer, kind)
         for group in leaf.optimizer.param_groups:
             values = _same_kind(group, groups)
             # What a group is for follows from the layout that it was built in, and stays.

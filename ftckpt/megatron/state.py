@@ -9,9 +9,12 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from ftckpt.errors import MismatchError
 from ftckpt.frameworks import schedulers
 from ftckpt.frameworks import torch_state as generators
 from ftckpt.frameworks.extra_state import ExtraState
+from ftckpt.frameworks.flags import TrainingFlags
+from ftckpt.frameworks.generators import as_object, generators_in
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import state_tensors
 from ftckpt.frameworks.tensors import flat, fragments, frozen_pieces, unwrapped, whole_piece
@@ -20,6 +23,8 @@ from ftckpt.megatron import optimizers
 from ftckpt.megatron.fp8 import ScalingState
 from ftckpt.megatron.geometry import Geometry, place_tensors
 from ftckpt.model.training_state import Description, Piece
+
+_FLAGS = "ftckpt.flags"
 
 
 class MegatronState:
@@ -45,7 +50,8 @@ class MegatronState:
         self._scaling = ScalingState(self._chunks)
         self._extra = [ExtraState(chunk, apart=self._scaling.has) for chunk in self._chunks]
         self._scheduler = scheduler
-        self._objects = dict(objects)
+        self._objects = {name: as_object(value) for name, value in objects.items()}
+        self._objects |= generators_in(self._named_modules())
         self._live = LiveTensors(self._live_tensors, self._holders)
         self._rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
@@ -69,6 +75,9 @@ class MegatronState:
         volatile = tuple(self._buffers(geometry))
         keys = {p.fragment.key for p in stepped if p.fragment.global_shape[0] > 1}  # a step is one number
         padded = frozenset(key for key in keys if key.partition("/")[2] in geometry.padded)
+        if _FLAGS not in self._objects:
+            parameters = ((places[0].key, parameter) for parameter, places in geometry.parameters.items())
+            self._objects[_FLAGS] = TrainingFlags(parameters, self._named_modules())
         # Last: what was created above must be among the addresses that ``check`` compares with.
         self._live.note()
         return Description(tuple(stepped), volatile, padded, self._scaling.room_bytes)
@@ -93,6 +102,11 @@ class MegatronState:
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         schedulers.load(self._scheduler, objects["scheduler"])  # first: it writes learning rates
+        if len(objects["optimizers"]) != len(self._leaves):
+            raise MismatchError(
+                f"the snapshot has {len(objects['optimizers'])} optimizers, and this job {len(self._leaves)}: start "
+                "with the optimizer settings of the job that took it, or remove it with 'ftckpt clean JOB'"
+            )
         for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
             optimizers.load_hyperparameters(leaf, saved)
         self._scaling.load([objects["fp8"]])
@@ -130,6 +144,10 @@ class MegatronState:
                         yield Piece(fragment, view)
                 else:
                     yield whole_piece(f"local/{index}.{name}", buffer)
+
+    def _named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        for index, chunk in enumerate(self._chunks):
+            yield from ((f"{index}.{name}", module) for name, module in unwrapped(chunk.named_modules()))
 
     def _holders(self) -> Holders:
         return Holders(self._chunks, [leaf.optimizer for leaf in self._leaves])

@@ -32,6 +32,7 @@ _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,2}}")
 _TENSOR_DTYPES = frozenset((
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
     "float32", "float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "complex64", "complex128",
 ))  # fmt: skip
 
 
@@ -187,8 +188,8 @@ def _encode_tensor(value: Any, blobs: _Blobs) -> Any:
             kind = "" if value.layout == torch.strided else "sparse "
             raise _RefusedError(f"a {kind}tensor of {value.dtype}, which cannot be saved")
         # ``contiguous`` would keep the strides of a tensor of one element or none, which ``view`` refuses.
-        # ``resolve_neg``: a view that negates lazily has the bytes of the original.
-        fresh = value.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
+        # A view that negates or conjugates lazily has the bytes of the original.
+        fresh = value.detach().cpu().resolve_neg().resolve_conj().clone(memory_format=torch.contiguous_format)
         data = fresh.reshape(-1).view(torch.uint8).numpy().tobytes()
     return {"$": "tensor", "dtype": name, "shape": list(value.shape), **blobs.add(data)}
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ftckpt.errors import UnsupportedError
+from ftckpt.plain.comm_hooks import CommHooks
 
 _ANY_ORDER = 2
 """Replicas whose gradients have the same sum however they are added: a + b is b + a."""
@@ -99,12 +100,13 @@ def _has_other_hooks(parameter: Any) -> bool:
     return any(hook.__module__ != __name__ for hook in hooks)
 
 
-def buckets_of(model: torch.nn.Module) -> Buckets | None:
-    """The buckets that must be remembered, if the model is wrapped in DDP that builds them anew."""
+def buckets_of(model: torch.nn.Module, comm_hooks: CommHooks) -> Buckets | None:
+    """The buckets that must be remembered, if the model is wrapped in DDP that builds them anew: by the order of
+    sums, or by hooks that keep state for each bucket."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             # DDP builds its buckets anew in these modes alone.
             rebuilt = not module.find_unused_parameters or module.static_graph
-            replicas = dist.get_world_size(module.process_group)
-            return Buckets(module) if rebuilt and replicas > _ANY_ORDER else None
+            matters = dist.get_world_size(module.process_group) > _ANY_ORDER or bool(comm_hooks.states)
+            return Buckets(module) if rebuilt and matters else None
     return None

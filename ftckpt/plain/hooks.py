@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ftckpt.frameworks.doors import Patches
+from ftckpt.frameworks.hooks import Hook, ModuleHook
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.plain.state import PlainState
 
@@ -47,8 +48,8 @@ def follow(
             checkpointer.phase("backward")
 
     handles: list[Any] = [
-        optimizer.register_step_pre_hook(before_step),
-        model.register_forward_pre_hook(before_forward),
-        model.register_forward_hook(after_forward),
+        optimizer.register_step_pre_hook(Hook(optimizer, before_step)),
+        model.register_forward_pre_hook(ModuleHook(model, before_forward)),
+        model.register_forward_hook(ModuleHook(model, after_forward)),
     ]
     patches.undo.extend(handle.remove for handle in handles)

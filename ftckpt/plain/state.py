@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.frameworks import optimizers, schedulers
 from ftckpt.frameworks.extra_state import ExtraState
+from ftckpt.frameworks.flags import TrainingFlags
+from ftckpt.frameworks.generators import as_object, generators_in
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange
 from ftckpt.frameworks.tensors import as_real, frozen_pieces, unwrapped, whole_piece
@@ -28,6 +30,7 @@ from ftckpt.frameworks.torch_state import (
 from ftckpt.model.text import with_article
 from ftckpt.model.training_state import Description
 from ftckpt.plain.buckets import buckets_of
+from ftckpt.plain.comm_hooks import CommHooks
 from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, places, settle_shards, unwrap
 
 _memory = attrgetter(LOCAL)
@@ -60,9 +63,11 @@ class PlainState:
         settle_shards(self.model)  # before what may fail on one rank alone: the others would wait for it
         self.is_fenced = False
         self._optimizer = optimizer
-        self._objects = {f"objects: {name}": value for name, value in objects.items()}
+        self._objects = {f"objects: {name}": as_object(value) for name, value in objects.items()}
+        self._objects |= generators_in(unwrapped(self.model.named_modules()))
         self._scheduler = scheduler
-        self._buckets = buckets_of(model)
+        self._comm_hooks = CommHooks(model)
+        self._buckets = buckets_of(model, self._comm_hooks)
         self._follows_buffers = follows_buffers(model)
         if self._buckets is not None:
             self._objects["DDP buckets"] = self._buckets
@@ -74,6 +79,7 @@ class PlainState:
                 )
         self._live = LiveTensors(self._live_tensors, lambda: Holders((self.model,), (optimizer,)), LOCAL)
         self._extra = ExtraState(self.model)
+        self._load_hooks: Callable[[], None] | None = None
         self._num_writes = 0
         self._stepped: tuple[list[Any], list[Any]] = [], []  # parameters that the optimizer steps: DTensors, others
         self._rng: Mapping[str, Any] | None = None
@@ -95,6 +101,9 @@ class PlainState:
         role = "local" if self._follows_buffers else "buffer"
         volatile = [whole_piece(f"{role}/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
         self._live.note()
+        if "flags" not in self._objects:
+            modules = unwrapped(self.model.named_modules())
+            self._objects["flags"] = TrainingFlags(named_parameters(self.model), modules)
         self._stepped = [p for p in trained if hasattr(p, LOCAL)], [p for p in trained if not hasattr(p, LOCAL)]
         self._num_writes = self._count_writes()
         return Description(tuple(stepped), tuple(volatile))
@@ -103,33 +112,42 @@ class PlainState:
         """See TrainingState.
 
         Raises:
-            CaptureError: a tensor was replaced since ``describe``, or parameters were written and no fence came
-                before.
+            CaptureError: a tensor was replaced since ``describe``, parameters were written and no fence came before,
+                gradients wait for the optimizer, or a communication hook was registered.
             UnsupportedError: a module keeps extra state now, and none was described.
         """
         self._extra.look_again()
         self._live.check("attach after the last load, and write into tensors instead of replacing them")
         self._check_fence()
+        self._comm_hooks.check()
         return {
             "rng": save_generators(),
             "scheduler": schedulers.save(self._scheduler),
-            "optimizer": optimizers.save_groups(self._optimizer),
+            "optimizer": {
+                "kind": optimizers.kind_of(self._optimizer),
+                "groups": optimizers.save_groups(self._optimizer),
+            },
             "objects": save_all(self._objects),
+            "comm hooks": save_all(self._comm_hooks.states),
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
+        optimizers.check_kind(self._optimizer, objects["optimizer"]["kind"])
         schedulers.load(self._scheduler, objects["scheduler"])  # first: it may write learning rates
-        optimizers.load_groups(self._optimizer, objects["optimizer"])
+        optimizers.load_groups(self._optimizer, objects["optimizer"]["groups"])
         load_all(self._objects, objects["objects"])
+        self._load_hooks = lambda: load_all(self._comm_hooks.states, objects["comm hooks"])
         self._rng = objects["rng"]
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         assert self._built is not None, "describe comes first"
+        optimizers.check_kind(self._optimizer, objects[0]["optimizer"]["kind"])
         schedulers.load_reshaped(self._scheduler, [saved["scheduler"] for saved in objects])
-        optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"] for saved in objects])
+        optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"]["groups"] for saved in objects])
         # Not the order of DDP's buckets: bits of sums are others in another layout.
         registered = {name: value for name, value in self._objects.items() if value is not self._buckets}
         load_all_reshaped(registered, [saved["objects"] for saved in objects])
+        self._load_hooks = lambda: load_all_reshaped(self._comm_hooks.states, [o["comm hooks"] for o in objects])
         self._rng = derive_generators(self._built, iteration)
 
     def finish_load(self) -> None:
@@ -140,6 +158,8 @@ class PlainState:
                 module.reshard()
         if self._buckets is not None:
             self._buckets.replay()
+        if self._load_hooks is not None:
+            self._load_hooks()  # after the replay, which calls them
         # What the restore wrote came without a fence, and rightly.
         self._num_writes = self._count_writes()
         if self._rng is not None:
@@ -159,6 +179,8 @@ class PlainState:
         return ((name, local(buffer)) for name, buffer in unwrapped(self.model.named_buffers()))
 
     def _check_fence(self) -> None:
+        if not self.is_fenced:
+            self._refuse_pending_gradients()
         writes_before, was_fenced = self._num_writes, self.is_fenced
         # Before the error: the next boundary must not report the same writes again.
         self._num_writes, self.is_fenced = self._count_writes(), False
@@ -166,6 +188,20 @@ class PlainState:
             raise CaptureError(
                 "parameters were written and the optimizer's step hooks were not called; step with the optimizer "
                 "that ftckpt.plain.attach was given"
+            )
+
+    def _refuse_pending_gradients(self) -> None:
+        """The optimizer has not stepped in this iteration: what it is going to step by is in no snapshot.
+
+        A gradient that is not finite is one that a GradScaler has skipped, and nobody uses.
+        """
+        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        pending = [parameter for parameter in parameters if parameter.grad is not None]
+        if pending and all(bool(local(parameter.grad).isfinite().all()) for parameter in pending):
+            name = next(name for name, parameter in named_parameters(self.model) if parameter is pending[0])
+            raise CaptureError(
+                f"the gradient of {name} waits for the optimizer, and no snapshot has it: where gradients are "
+                "accumulated, call step() only after optimizer.step(), not after each micro-batch"
             )
 
     def _count_writes(self) -> int:

@@ -18,6 +18,7 @@ from ftckpt.restore.choice import Decision, readers_of
 from ftckpt.restore.load import Transfer, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import (
+    LOCAL,
     Hashes,
     Index,
     SlotContents,
@@ -26,6 +27,8 @@ from ftckpt.restore.offers import (
     encode_contents,
     index_for,
     needs_of,
+    require_none,
+    unwanted,
     whole_in,
 )
 from ftckpt.restore.search import Coming
@@ -81,12 +84,13 @@ class ChosenSlots:
         """What this rank reads for which piece, and from where. ``padded``: keys of vocabularies.
 
         Raises:
-            MismatchError: the slots lack something, or it is of another shape.
+            MismatchError: the slots lack something, it is of another shape, or this rank's has something else.
         """
         own = self.own
         if own is None:
             padded = padded.union(*(slot.padded for slot in self._contents.values()))
             return self._plan_others(pieces, padded, None)
+        require_none(unwanted(own.keys, pieces))
         # A rank that continues a shard takes no tensor that is cut in another way than its own.
         image = self._image_of(own)
         whole, others = whole_in(pieces, own, image) if image is not None else ([], pieces)
@@ -94,6 +98,17 @@ class ChosenSlots:
         mine = [(offset, piece.tensor) for piece, _, offset in whole]
         here = [fetch(own.at, self._topology.rank, *mine)] if mine else []
         return [*((piece, need) for piece, need, _ in whole), *needs], [*here, *transfers]
+
+    def require_all_taken(self, pieces: Sequence[Piece]) -> None:
+        """Some rank takes each tensor of a snapshot of another layout. Collective.
+
+        Raises:
+            MismatchError: of one that none takes; on all ranks.
+        """
+        keys = sorted({key for slot in self._contents.values() for key in slot.keys if not key.startswith(LOCAL)})
+        masks = gather_bytes(self._group, lambda: np.packbits(np.isin(keys, [*unwanted(keys, pieces)])).tobytes())
+        left = np.bitwise_and.reduce([np.frombuffer(mask, np.uint8) for mask in masks])
+        require_none(key for key, is_left in zip(keys, np.unpackbits(left), strict=False) if is_left)
 
     def check_copies(self, needs: Sequence[Fragment]) -> None:
         """What several shards hold for themselves must be the same before one of them is read for all. Collective.

@@ -27,6 +27,7 @@ from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.group import Bytes
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment, Shape
 from ftckpt.model.replicas import disagreement, private_key
+from ftckpt.model.text import listed
 from ftckpt.model.training_state import Piece
 from ftckpt.restore.locations import SlotAt
 from ftckpt.store.image import SlotImage
@@ -350,6 +351,13 @@ class SlotContents:
         """Of ``private`` what means something to other shards."""
         return tuple((fragment, offset) for fragment, offset in self.private if not fragment.key.startswith(LOCAL))
 
+    @property
+    def keys(self) -> set[str]:
+        """Of all tensors that the slot has a part of, under the names of the model."""
+        end = _LENGTH_BYTES + int.from_bytes(self.table[:_LENGTH_BYTES], "little")
+        shared = {str(key) for key, *_ in json.loads(_unpacked(self.table[_LENGTH_BYTES:end]))}
+        return shared | {fragment.key for fragment, _ in self.private}
+
     def hashes(self, read: Callable[[int, int], Bytes]) -> Hashes:
         """xxh3-64 of the bytes of each of ``copies``; ``read`` gives those of the slot from a begin to an end."""
         spans = [(offset, offset + fragment.nbytes) for fragment, offset in self.copies]
@@ -457,6 +465,26 @@ def needs_of(
         elif (there := _found(piece, index, padded)) is not None:
             needs.append((piece, there))
     return needs
+
+
+def unwanted(keys: Iterable[str], pieces: Iterable[Piece]) -> set[str]:
+    """Those of a snapshot's ``keys`` that no piece is, or can be, read from."""
+    wanted = {piece.fragment.key for piece in pieces}
+    return {key for key in keys if key not in wanted and _same_bits(key) not in wanted}
+
+
+def require_none(left: Iterable[str]) -> None:
+    """Raises MismatchError where something of a snapshot, ``left`` by its keys, is read by no rank."""
+    keys = sorted(left)
+    if not keys:
+        return
+    more = f" and {len(keys) - 1} more tensors" if len(keys) > 1 else ""
+    raise MismatchError(
+        f"the snapshot is of another model or optimizer: nothing here takes its {keys[0]}{more} (roles "
+        f"{listed(sorted({key.partition('/')[0] for key in keys}))}); start with the model and the optimizer it was "
+        "taken from, or give this job another name and another --ftckpt-persist ('ftckpt clean JOB' removes what "
+        "memory has)"
+    )
 
 
 def check_copies(slots: Sequence[SlotContents], hashes: Mapping[str, Hashes], needs: Iterable[Fragment]) -> None:

@@ -401,6 +401,8 @@ class Restart:
         assert chosen is not None, "behind void_newer"
         pieces = [*described.stepped, *described.volatile]
         brought = None
+        if not decision.ranks:
+            chosen.require_all_taken(pieces)
         if coming is not None:
             brought = self._bring_straight(coming, chosen, decision, pieces, described.padded)
         if coming is not None and brought is None:

@@ -75,7 +75,7 @@ def reshaped(
     settings = [{"params": [dense]}, {"params": [expert], "moe": True, "name": "ep_size_4"}]
     optimizer = torch.optim.SGD(settings, lr=0.1)
     optimizer.state[dense]["step"] = 0
-    saved = [{"groups": g, "numbers": n} for g, n in zip(groups, numbers, strict=True)]
+    saved = [{"kind": "SGD", "groups": g, "numbers": n} for g, n in zip(groups, numbers, strict=True)]
     inner_optimizers.load_reshaped(optimizer, [dense, expert], saved)
     return optimizer.param_groups, [dict(optimizer.state[owner]) for owner in (dense, expert)]
 

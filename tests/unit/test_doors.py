@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import pickle
 import random
 import sys
 import types
@@ -49,6 +51,16 @@ def test_a_wrapped_method_keeps_its_name_and_signature_and_comes_back() -> None:
     patches.remove()
     assert "step" not in vars(engine) and not patches.has(engine, "step")
     assert engine.step(3) == "stepped 3"
+
+
+def test_a_copy_or_a_pickle_of_what_has_a_wrapped_method_has_that_of_its_class() -> None:
+    engine = Framework()
+    Patches().wrap(engine, "step", shout)
+    Patches().wrap(engine, "step", lambda original, size: original(size) + "!")
+    assert engine.step(3) == "STEPPED 3!"
+    for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):  # noqa: S301
+        assert other.step.__self__ is other and other.step(4) == "stepped 4"
+    assert inspect.signature(engine.step) == inspect.signature(Framework().step)
 
 
 def test_a_function_of_a_module_comes_back() -> None:

@@ -1,0 +1,66 @@
+"""Flags that steer training and that no tensor shows: frozen parameters, modules in evaluation mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from ftckpt.frameworks.launcher import log_once
+from ftckpt.model.text import listed
+
+_MAX_NAMED = 3
+
+
+class TrainingFlags:
+    """``requires_grad`` of parameters and ``training`` of modules, as an object of a snapshot.
+
+    Args:
+        parameters: by names that no layout changes, with the flags that the script has given them before a restore.
+        modules: by names that may belong to this layout alone.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterable[tuple[str, torch.nn.Module]]
+    ) -> None:
+        self._parameters, self._modules = list(parameters), list(modules)
+        self._built = [parameter.requires_grad for _, parameter in self._parameters]
+        self._flags: tuple[list[bool], list[bool]] = [], []
+        self._state: dict[str, str] = {}
+
+    def state_dict(self) -> dict[str, str]:
+        """Names as JSON texts, which are written again only where a flag has changed."""
+        flags = [p.requires_grad for _, p in self._parameters], [module.training for _, module in self._modules]
+        if not self._state or flags != self._flags:
+            self._flags = flags
+            trained = zip(self._parameters, self._built, flags[0], strict=True)
+            names = [(name, was, now) for (name, _), was, now in trained]
+            self._state = {
+                "frozen": json.dumps([name for name, _, now in names if not now]),
+                "thawed": json.dumps([name for name, was, now in names if now and not was]),
+                "evaluating": json.dumps([n for (n, _), now in zip(self._modules, flags[1], strict=True) if not now]),
+            }
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Every flag is what it was."""
+        frozen = set(json.loads(state["frozen"]))
+        self._set({name: name not in frozen for name, _ in self._parameters})
+        evaluating = set(json.loads(state["evaluating"]))
+        for name, module in self._modules:
+            module.training = name not in evaluating
+
+    def load_reshaped(self, states: Sequence[Mapping[str, str]]) -> None:
+        """Parameters of stages that another layout puts together; of others nothing is known. Modules stay."""
+        flags = {name: True for state in states for name in json.loads(state["thawed"])}
+        self._set(flags | {name: False for state in states for name in json.loads(state["frozen"])})
+
+    def _set(self, flags: Mapping[str, bool]) -> None:
+        changed = []
+        for name, parameter in self._parameters:
+            if parameter.requires_grad != flags.get(name, parameter.requires_grad):
+                parameter.requires_grad_(flags[name])
+                changed.append(name)
+        if changed:
+            log_once("requires_grad restored from the snapshot: changed for %s", listed(changed, _MAX_NAMED))
