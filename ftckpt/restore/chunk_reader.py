@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from ftckpt.errors import DamagedError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all
-from ftckpt.persist.commit import folder_of
+from ftckpt.persist.commit import CheckpointName, folder_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Bytes, Storage
@@ -34,6 +34,7 @@ class ShardFiles:
 
     def __init__(self, storage: Storage, stored: StoredSnapshot) -> None:
         self.stored = stored
+        self._checkpoint = CheckpointName.parse(stored.name) or CheckpointName(stored.snapshot.iteration)
         self._storage = storage
         self._open: dict[str, ShardFile] = {}
 
@@ -54,7 +55,7 @@ class ShardFiles:
             return ask(action)
         except StorageError as error:
             try:
-                self._storage.list(folder_of(self.stored.snapshot.iteration))
+                self._storage.read(self._checkpoint.manifest)
             except StorageError:
                 raise StorageError(str(error)) from None
             raise StorageError(str(error), lasting=True) from None

@@ -18,11 +18,11 @@ import torch
 from safetensors import safe_open
 
 from ftckpt.commands.main import main
-from ftckpt.errors import MemoryBudgetError, StorageError
+from ftckpt.errors import LostError, MemoryBudgetError, StorageError
 from ftckpt.events import Events
 from ftckpt.job import node_smp
 from ftckpt.persist import retention
-from ftckpt.persist.commit import claim, iteration_of
+from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, iteration_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
@@ -266,7 +266,7 @@ def test_what_is_passed_over_is_nothing_that_the_job_has(persisting: dict[str, A
     interval = newest.iteration - second.iteration  # the next one is not before the bad one, were that counted
     results = [result.value for result in run_ranks(going_on, 4, {**persisting, "persist_interval": interval})]
     assert results == [(second.iteration, (second.iteration // interval + 1) * interval)] * 4
-    assert retention.voided(open_storage(persisting["persist"])) == {newest}
+    assert claimed_lineage(open_storage(persisting["persist"])).branches[-1].iteration == second.iteration
 
 
 def restored_while_reads_fail(rank: int, world_size: int, settings: dict[str, Any], is_away: bool) -> Any:
@@ -296,13 +296,12 @@ def restored_while_reads_fail(rank: int, world_size: int, settings: dict[str, An
 def test_storage_that_goes_away_is_not_bad(persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
     newest, second, *_ = [one.snapshot for one in stored(persisting)]
-    with a_rank_raises(StorageError, f"iteration {newest.iteration}", "--ftckpt-restore-before"):
+    with a_rank_raises(StorageError, f"iteration {newest.iteration}", "--ftckpt-rollback-before"):
         run_ranks(restored_while_reads_fail, 4, persisting, True)
-    storage = open_storage(persisting["persist"])
-    assert retention.voided(storage) == set() and not jobs.events(persisting, "storage_damaged")
+    assert not jobs.events(persisting, "storage_damaged")
     results = [result.value for result in run_ranks(restored_while_reads_fail, 4, persisting, False)]
     assert results == [what_was(second.iteration)] * 4, "one file of a storage that answers cannot be read"
-    assert retention.voided(storage) == set(), "it may be read at the next start"
+    assert names(persisting)[0] == f"iter_{newest.iteration:07d}", "it stays, and can be named"
 
 
 def announced(rank: int, world_size: int, settings: dict[str, Any]) -> list[str]:
@@ -551,32 +550,81 @@ def test_an_end_that_brings_nothing_to_storage(
     assert main(command) == 0 and [one.snapshot.iteration for one in stored(persisting)] == [6]
 
 
-def test_a_job_goes_back_before_an_iteration_and_nothing_brings_back_what_it_undid(
+def names(settings: dict[str, Any]) -> list[str]:
+    return [str(name) for name in checkpoints(open_storage(settings["persist"]))]
+
+
+def abandoned(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """As ``ftckpt list`` says."""
+    assert main(["list", settings["persist"]]) == 0
+    return [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if "abandoned" in line]
+
+
+def test_a_rollback_gives_up_nothing_and_can_be_taken_back(
     persisting: dict[str, Any], left: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    undone, wanted, *_ = [one.snapshot for one in stored(persisting)]
-    back = persisting | {"restore_before": undone.iteration}
+    newest, wanted, *_ = [one.snapshot for one in stored(persisting)]
+    before, name = names(persisting), f"iter_{newest.iteration:07d}"
+    back = persisting | {"rollback_before": newest.iteration}
     for _ in range(2):  # the flag stays in the script
-        results = [result.value for result in run_ranks(restored, 4, back)]
-        assert results == [what_was(wanted.iteration)] * 4
-        assert undone in retention.voided(open_storage(persisting["persist"])), "memory may be lost at any time"
-    assert [event["iteration"] for event in jobs.events(persisting, "went_back")] == [wanted.iteration] * 4
-    assert main(["list", persisting["persist"]]) == 0
-    assert [f"{undone.iteration}: " in line for line in capsys.readouterr().out.splitlines() if "void" in line] == [
-        True
-    ]
+        assert [result.value for result in run_ranks(restored, 4, back)] == [what_was(wanted.iteration)] * 4
+        assert names(persisting) == before and abandoned(persisting, capsys) == [name]
+    assert [event["iteration"] for event in jobs.events(persisting, "rolled_back")] == [wanted.iteration] * 4
     clean_job(Path(persisting["arena"]), "test")
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(wanted.iteration)] * 4, "memory is gone, and the flag, too"
+    clean_job(Path(persisting["arena"]), "test")
+    forth = persisting | {"restore_from": name}
+    for _ in range(2):
+        assert [result.value for result in run_ranks(restored, 4, forth)] == [what_was(newest.iteration)] * 4
+        clean_job(Path(persisting["arena"]), "test")
+    assert names(persisting) == before and not abandoned(persisting, capsys)
     run_ranks(train_until_persisted, 4, persisting, 2)
     clean_job(Path(persisting["arena"]), "test")
-    assert undone not in [one.snapshot for one in stored(persisting)]
     assert not {"void", "readers"} & {path.name for path in Path(persisting["persist"]).iterdir()}
 
 
-def persisted_then_back(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
-    """The script goes back to before the last snapshot that is on storage; returns the iterations of those."""
+def test_a_name_that_is_not_there_is_refused(persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    with a_rank_raises(StorageError, "--ftckpt-restore-from iter_0099999", "ftckpt list"):
+        run_ranks(restored, 4, persisting | {"restore_from": "iter_0099999"})
+
+
+def back_by_name(rank: int, world_size: int, settings: dict[str, Any], loaded: int) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    assert checkpointer.restore(newer_than=loaded, rollback=True) is None
+    plain.iterate(checkpointer, state, loaded + 1)
+    checkpointer.close(remove=False)
+
+
+def test_what_was_rolled_back_from_does_not_come_back_where_memory_is_lost(
+    persisting: dict[str, Any], left: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script has loaded a checkpoint of its own by name, and nothing of what follows has come to storage."""
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    persisting |= {"persist_interval": 1000, "persist_at_end": "off"}
+    run_ranks(back_by_name, 4, persisting, 2)
+    assert abandoned(persisting, capsys) == names(persisting)
+    clean_job(Path(persisting["arena"]), "test")
+    with a_rank_raises(LostError, "abandoned", "--ftckpt-restore-from", names(persisting)[0]):
+        run_ranks(restored, 4, persisting)
+    persisting["on_lost"] = "fresh"
+    assert [result.value[0] for result in run_ranks(restored, 4, persisting)] == [None] * 4
+
+
+def test_a_rollback_that_nothing_followed_is_known_where_memory_is_lost(
+    persisting: dict[str, Any], left: Path
+) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    newest, wanted, *_ = [one.snapshot for one in stored(persisting)]
+    run_ranks(restored, 4, persisting | {"rollback_before": newest.iteration})
+    clean_job(Path(persisting["arena"]), "test")
+    assert [result.value for result in run_ranks(restored, 4, persisting)] == [what_was(wanted.iteration)] * 4
+
+
+def counted_backwards(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
+    """The script counts a number again when two snapshots are on storage; returns the iterations of those."""
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     number, persisted = checkpointer.restore() or 0, list[int]()
     while len(persisted) < 2:
@@ -588,54 +636,16 @@ def persisted_then_back(rank: int, world_size: int, settings: dict[str, Any]) ->
         time.sleep(ITERATION_SECS)
     plain.iterate(checkpointer, state, persisted[0] + 1, offset=100.0)
     assert checkpointer.off
-    if rank == 0:
-        wait_until_void(settings, persisted[1])
     checkpointer.close(remove=False)
     return persisted
 
 
-def wait_until_void(settings: dict[str, Any], iteration: int) -> None:
-    """Storage is told beside training."""
-    storage = open_storage(settings["persist"])
-    until(lambda: iteration in {one.iteration for one in retention.voided(storage)}, f"{iteration} is void")
-
-
-def back_by_name(rank: int, world_size: int, settings: dict[str, Any], named: int) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    assert checkpointer.restore(newer_than=named, rollback=True) is None
-    plain.iterate(checkpointer, state, named + 1)
-    if rank == 0:
-        wait_until_void(settings, max(one.snapshot.iteration for one in stored(settings)))
-    checkpointer.close(remove=False)
-
-
-def test_what_an_operator_went_back_from_does_not_come_back_where_memory_is_lost(
-    persisting: dict[str, Any], left: Path
-) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    persisting |= {"persist_interval": 1000, "persist_at_end": "off"}
-    run_ranks(back_by_name, 4, persisting, 2)
-    assert {one.snapshot for one in stored(persisting)} == retention.voided(open_storage(persisting["persist"]))
+def test_a_script_that_counts_backwards_loses_nothing_on_storage(persisting: dict[str, Any]) -> None:
+    persisting |= {"protect": "none", "persist_keep": 0, "persist_at_end": "off"}
+    _, newest = run_ranks(counted_backwards, 2, persisting)[0].value
     clean_job(Path(persisting["arena"]), "test")
-    persisting["on_lost"] = "fresh"
-    assert [result.value[0] for result in run_ranks(restored, 4, persisting)] == [None] * 4
-
-
-@pytest.mark.parametrize("memory", ["stays", "gone"])
-def test_what_a_script_went_back_from_does_not_come_back_from_storage(
-    memory: str, persisting: dict[str, Any]
-) -> None:
-    persisting |= {"protect": "none", "persist_keep": 0}
-    before, undone = run_ranks(persisted_then_back, 2, persisting)[0].value
-    assert {one.snapshot.iteration for one in stored(persisting)} >= {before, undone}
-    if memory == "stays":
-        retention.forget_void(open_storage(persisting["persist"]), [one.snapshot for one in stored(persisting)])
-    else:
-        clean_job(Path(persisting["arena"]), "test")
-    for what in ("the origin of memory", "storage, where memory is gone"):
-        results = [result.value for result in run_ranks(restored, 2, persisting)]
-        assert results == [what_was(before)] * 2, what
-        clean_job(Path(persisting["arena"]), "test")
+    (result, _) = [result.value for result in run_ranks(restored, 2, persisting)]
+    assert result[0] >= newest
 
 
 def test_what_a_restart_reads_nobody_removes(persisting: dict[str, Any], left: Path) -> None:
@@ -655,7 +665,8 @@ def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str,
         if rank == 0:
             there = [one.snapshot for one in stored(settings)]
             storage = open_storage(settings["persist"])
-            retention.retire(storage, {there[0]}, (), there[-1].iteration, lambda: True)
+            doomed = {CheckpointName(there[0].iteration): there[0]}
+            retention.retire(storage, doomed, there[-1].iteration, lambda: True)
             tried.append(True)
         return bring(self)
 

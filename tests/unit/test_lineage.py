@@ -60,9 +60,7 @@ BRANCHING = st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 30)), max_size
 
 
 @given(BRANCHING, st.integers(0, 40))
-def test_is_past_agrees_with_a_history_that_is_followed_step_by_step(
-    branching: list[tuple[int, int]], at: int
-) -> None:
+def test_is_past_agrees_with_a_replay_of_every_branch(branching: list[tuple[int, int]], at: int) -> None:
     """Against a model: of each lineage the generation that took each iteration, by replaying every branch."""
     histories, taken = [FIRST], [[1] * 41]
     for number, iteration in branching:
