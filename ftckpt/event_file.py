@@ -113,7 +113,7 @@ class BackgroundEventFile(QueueHandler):
         super().__init__(self._waiting)
         self._file = file
         self._listener = QueueListener(self._waiting, file)
-        self._num_dropped = 0
+        self._num_dropped, self._is_closed = 0, False
         self._listener.start()
         atexit.register(self.close)
         off_in_children(partial(atexit.unregister, self.close))  # the lines are the parent's
@@ -129,6 +129,9 @@ class BackgroundEventFile(QueueHandler):
 
     def close(self) -> None:
         """Write the lines that are left, as far as the file system takes them now, and close the file."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         atexit.unregister(self.close)
         ending = threading.Thread(target=self._end, name="ftckpt-events", daemon=True)
         ending.start()
