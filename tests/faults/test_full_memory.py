@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -71,7 +72,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = Fal
         plain.iterate(checkpointer, state, iteration)
         time.sleep(0.02)
         if iteration == 20:
-            assert checkpointer.has_smp(30.0), "it does not know what it has to do"
+            assert settings["protect"] == "none" or checkpointer.has_smp(30.0), "it does not know what it has to do"
             silent = bool(Pulse.open(checkpointer.node_dir, None).ranks()[rank].counts[PulseCount.NO_SNAPSHOTS])
             meet(here / "looked", world_size)
             if room and rank == 0:
@@ -107,6 +108,23 @@ def test_where_slots_have_no_room_the_job_says_so_again_and_again(
         lines = (tmp_path / f"log{rank}").read_text().splitlines()
         assert sum("no snapshots are taken: " in line for line in lines) > 1
     assert committed(open_storage(full["persist"])) == [UNTIL if room else newest]
+
+
+def train_with_small_files(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    """As ``train``, where no file may be as large as a slot."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    return train(rank, world_size, settings)
+
+
+def test_a_limit_of_file_sizes_is_named_again_and_again(settings: dict[str, Any], tmp_path: Path) -> None:
+    """What a login node has (``ulimit -f``): such a job trains, and takes no snapshot at all."""
+    settings |= {"protect": "none", "objects_mib": 1}
+    results = run_ranks(train_with_small_files, 2, settings)
+    assert all(result.value[2] for result in results)
+    for rank in range(2):
+        lines = (tmp_path / f"log{rank}").read_text().splitlines()
+        told = [line for line in lines if "no snapshots are taken: " in line]
+        assert len(told) > 1 and all("ulimit -f" in line and str(1 << 20) in line for line in told)
 
 
 def free_all_but_one(node: Path) -> int:
