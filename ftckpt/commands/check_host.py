@@ -83,10 +83,10 @@ def _file_system(arena: Path) -> Finding:
 
 def _room(arena: Path, need_bytes: int) -> Finding:
     limit = tightest_limit(arena)
-    text, figures = f"{human(limit.free_bytes)} are free under {limit.name}", {"free_bytes": float(limit.free_bytes)}
-    if need_bytes and limit.free_bytes < need_bytes:
+    text, figures = f"{human(limit.room_bytes)} are free under {limit.name}", {"free_bytes": float(limit.room_bytes)}
+    if need_bytes and limit.room_bytes < need_bytes:
         return Finding(_AREA, "room", FAILED, f"{text}, {human(need_bytes)} are needed", limit.remedy, figures)
-    if limit.free_bytes < _SMALL_BYTES:
+    if limit.room_bytes < _SMALL_BYTES:
         return Finding(_AREA, "room", WARNED, text, limit.remedy, figures)
     needed = f", {human(need_bytes)} are needed" if need_bytes else ""
     return Finding(_AREA, "room", PASSED, text + needed, figures=figures)

@@ -11,10 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, MemoryBudgetError
+from ftckpt.store.memory import room_in
 
 FileId = tuple[int, int]
 """Device and inode: the file that replaces another one has others."""
 
+_ALWAYS_BYTES = 1 << 20
+"""Files of this size may take what is reserved for other programs: without them no arena can be used."""
 _RESERVE_STEP_BYTES = 256 << 20
 """A signal restarts the allocation of a step, not that of the whole file; who gives it up waits for a step."""
 
@@ -117,9 +120,23 @@ def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool
         for at in range(begin, end, _RESERVE_STEP_BYTES):
             if halted():
                 raise ArenaError(f"{path}: not wanted any more")
-            os.posix_fallocate(fd, at, min(_RESERVE_STEP_BYTES, end - at))
+            step_bytes = min(_RESERVE_STEP_BYTES, end - at)
+            # Of a file with holes, what they lack at most: the rest is there.
+            require_room(path, min(step_bytes, end - begin - os.fstat(fd).st_blocks * 512))
+            os.posix_fallocate(fd, at, step_bytes)
     except OSError as error:
         raise _explained(error, path, end - begin) from None
+
+
+def require_room(path: Path, nbytes: int) -> None:
+    """Make sure that ``nbytes`` for a file at ``path`` leave other programs their reserve of the file system.
+
+    Raises:
+        MemoryBudgetError: they do not.
+    """
+    room_bytes = room_in(path.parent)
+    if room_bytes is not None and nbytes > max(room_bytes, _ALWAYS_BYTES):
+        raise _no_room(path, nbytes)
 
 
 def _explained(error: OSError, path: Path, nbytes: int) -> Exception:
@@ -131,8 +148,11 @@ def _explained(error: OSError, path: Path, nbytes: int) -> Exception:
             f"{path}: ulimit -f: no file of this process may have more than {limit} bytes, and this one needs "
             f"{nbytes}; raise it (ulimit -f unlimited, LimitFSIZE of a service)"
         )
-    free = os.statvfs(path.parent)
+    return _no_room(path, nbytes)
+
+
+def _no_room(path: Path, nbytes: int) -> MemoryBudgetError:
     return MemoryBudgetError(
-        f"{path}: no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free now; enlarge the tmpfs "
+        f"{path}: no room for {nbytes} bytes, {room_in(path.parent) or 0} are free for it; enlarge the tmpfs "
         "(mount -o remount,size=…; --shm-size for a container) or name another with --ftckpt-arena"
     )

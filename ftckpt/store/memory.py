@@ -16,13 +16,26 @@ _UNLIMITED_BYTES = 1 << 62
 """cgroup v1 writes a number near 2**63 for "no limit"."""
 
 
+_SHARED = Path("/dev/shm")
+"""The tmpfs through which all programs of a machine share memory: workers of data loaders, NCCL."""
+
+
 @dataclass(frozen=True)
 class Limit:
-    """Something that bounds the arenas: what it is called, bytes free under it, how to raise it."""
+    """Something that bounds the arenas: what it is called, bytes free under it, how to raise it.
+
+    ``reserve_bytes`` of the free ones stay free for others.
+    """
 
     name: str
     free_bytes: int
     remedy: str
+    reserve_bytes: int = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """What arenas may take yet."""
+        return max(0, self.free_bytes - self.reserve_bytes)
 
 
 @dataclass(frozen=True)
@@ -36,30 +49,43 @@ class Mount:
 def check_budget(
     path: Path, need_bytes: int, *, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
 ) -> None:
-    """Refuse ``need_bytes`` of new arenas under ``path`` if they cannot fit.
+    """Refuse ``need_bytes`` of new arenas under ``path`` if they cannot fit, or would leave others too little.
 
     Counted are the room of the file system and, where it keeps files in memory, the memory the kernel calls
-    available and every cgroup limit up to the root.
+    available and every cgroup limit up to the root, each without its reserve.
 
     Raises:
         MemoryBudgetError: the text prints need, each limit, which one binds and how to change it.
     """
     limits = _limits(path, proc, cgroup_root)
-    tight = [limit for limit in limits if limit.free_bytes < need_bytes]
+    tight = [limit for limit in limits if limit.room_bytes < need_bytes]
     if not tight:
         return
-    binding = min(tight, key=lambda limit: limit.free_bytes)
-    listing = ", ".join(f"{limit.name} {human(limit.free_bytes)}" for limit in limits)
+    binding = min(tight, key=lambda limit: limit.room_bytes)
+    listing = ", ".join(f"{limit.name} {human(limit.room_bytes)}" for limit in limits)
+    beside = f", beside {human(binding.reserve_bytes)} for other programs" if binding.reserve_bytes else ""
     raise MemoryBudgetError(
         f"arenas under {path} need {human(need_bytes)} ({need_bytes} bytes) but only "
-        f"{human(binding.free_bytes)} are free in {binding.name}: {binding.remedy}; "
+        f"{human(binding.room_bytes)} are free in {binding.name}{beside}: {binding.remedy}; "
         f"or hold less (fewer --ftckpt-slots, more ranks to share the state); all limits: {listing}"
     )
 
 
+def reserve_of(size_bytes: int) -> int:
+    """What stays free of a memory of ``size_bytes`` that others use, too: 64 MiB and 1/64 of it, or a quarter of a
+    small one. A program that finds none is ended by SIGBUS or the OOM killer, long after the start."""
+    return min(size_bytes // 4, (64 << 20) + size_bytes // 64)
+
+
+def room_in(directory: Path) -> int | None:
+    """Bytes that arenas may take yet of the file system that holds ``directory``; None where it has no limit."""
+    limits = _room(directory, str(directory))
+    return limits[0].room_bytes if limits else None
+
+
 def tightest_limit(path: Path, *, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> Limit:
     """What bounds new arenas under ``path`` first."""
-    return min(_limits(path, proc, cgroup_root), key=lambda limit: limit.free_bytes)
+    return min(_limits(path, proc, cgroup_root), key=lambda limit: limit.room_bytes)
 
 
 def _limits(path: Path, proc: Path, cgroup_root: Path) -> list[Limit]:
@@ -70,11 +96,6 @@ def _limits(path: Path, proc: Path, cgroup_root: Path) -> list[Limit]:
     # Memory does not bound files on a disk: their pages are written back and dropped.
     in_memory = mount.kind in MEMORY_FILE_SYSTEMS
     return room + _available(proc) + cgroup_limits(proc, cgroup_root) if in_memory else room
-
-
-def available_bytes(*, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that this process may take yet, by the kernel and by each of its cgroups; 0 where nothing says."""
-    return min((limit.free_bytes for limit in _available(proc) + cgroup_limits(proc, cgroup_root)), default=0)
 
 
 def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
@@ -138,7 +159,8 @@ def _group_limits(root: Path, parts: tuple[str, ...], names: tuple[str, ...]) ->
         # File cache that nobody uses is given back on demand; pages of a tmpfs are not part of it.
         free = max(0, limit - usage + _statistic(directory / "memory.stat", names[2]))
         name = f"cgroup /{'/'.join(parts[:depth])} (limit {human(limit)})"
-        limits.append(Limit(name, free, "raise the memory limit of the container or the job"))
+        remedy = "raise the memory limit of the container or the job"
+        limits.append(Limit(name, free, remedy, reserve_of(limit)))
     return limits
 
 
@@ -150,16 +172,27 @@ def _room(where: Path, mount: str) -> list[Limit]:
         f"enlarge it (mount -o remount,size=… {mount}; --shm-size for a container), "
         "or name another tmpfs with --ftckpt-arena"
     )
+    reserve_bytes = reserve_of(status.f_blocks * status.f_frsize) if _is_shared(where) else 0
     # Not f_bfree: on a disk some of that is root's alone.
-    return [Limit(f"file system {mount}", status.f_bavail * status.f_frsize, remedy)]
+    return [Limit(f"file system {mount}", status.f_bavail * status.f_frsize, remedy, reserve_bytes)]
+
+
+def _is_shared(where: Path) -> bool:
+    """Whether other programs use the file system; one that was mounted for arenas is theirs alone."""
+    try:
+        return os.stat(where).st_dev == os.stat(_SHARED).st_dev
+    except OSError:
+        return False
 
 
 def _available(proc: Path) -> list[Limit]:
-    for line in read_lines(proc / "meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return [Limit("MemAvailable", int(value.split()[0]) << 10, "free host memory")]  # the file has KiB
-    return []
+    rows = (line.partition(":") for line in read_lines(proc / "meminfo"))
+    known = {name: int(value.split()[0]) << 10 for name, _, value in rows if name in ("MemTotal", "MemAvailable")}
+    if "MemAvailable" not in known:
+        return []
+    available_bytes = known["MemAvailable"]
+    reserve_bytes = reserve_of(known.get("MemTotal", available_bytes))
+    return [Limit("MemAvailable", available_bytes, "free host memory", reserve_bytes)]
 
 
 def mount_of(where: Path, proc: Path) -> Mount:

@@ -27,6 +27,7 @@ from ftckpt.model.manifest import MAX_CHUNKS, Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.directory import MIRROR_NAME, SHARD_PATTERN, arena_path, fresh_name, remove_half_made
 from ftckpt.store.image import SlotImage
+from ftckpt.store.mapping import require_room
 from ftckpt.store.record import Format, Header, Records, Stores
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def store(node_dir: Path, data: bytes | bytearray) -> Path:
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
                 # Room first: a full tmpfs is known before a byte is written.
+                require_room(fresh, len(data))
                 os.posix_fallocate(fd, 0, len(data))
                 file.write(data)
             fresh.rename(path)

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.store.memory import available_bytes, check_budget, may_hang
+from ftckpt.store import memory
+from ftckpt.store.mapping import create_mapping
+from ftckpt.store.memory import check_budget, may_hang, reserve_of, room_in
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -64,14 +66,62 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """One on which nothing is reserved for others."""
+    monkeypatch.setattr(memory, "reserve_of", lambda size_bytes: 0)
     return Host(tmp_path, monkeypatch)
 
 
-def test_what_may_be_taken_yet_is_the_least_of_all_limits(host: Host) -> None:
-    assert available_bytes(proc=host.proc, cgroup_root=host.cgroups) == 12 * GIB
-    host.cgroup("0::/job", "job", 8 * GIB, 6 * GIB, ("inactive_file", GIB))
-    assert available_bytes(proc=host.proc, cgroup_root=host.cgroups) == 3 * GIB
-    assert available_bytes(proc=host.proc / "none", cgroup_root=host.cgroups) == 0, "nothing says"
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """One on which arenas lie where others have shared memory: 64 MiB, of which 60 are free."""
+    host = Host(tmp_path, monkeypatch)
+    monkeypatch.setattr(memory, "_SHARED", host.path)
+    host.put(host.proc / "meminfo", f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {12 * GIB >> 10} kB\n")
+    host.statvfs = SimpleNamespace(f_blocks=(64 << 20) // 4096, f_bavail=(60 << 20) // 4096, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: host.statvfs)
+    return host
+
+
+@pytest.mark.parametrize(
+    ("size", "reserve"), [(0, 0), (64 << 20, 16 << 20), (GIB, 80 << 20), (64 * GIB, GIB + (64 << 20))]
+)
+def test_what_stays_free_of_a_memory(size: int, reserve: int) -> None:
+    assert reserve_of(size) == reserve
+
+
+def test_shared_memory_is_not_taken_to_the_last(shared: Host) -> None:
+    shared.check(44 << 20)
+    text = shared.refusal((44 << 20) + 1)
+    assert f"only 44.0 MiB are free in file system {shared.path}, beside 16.0 MiB for other programs: enlarge" in text
+
+
+def test_memory_of_the_host_and_of_a_cgroup_is_not_taken_to_the_last(shared: Host) -> None:
+    shared.statvfs.f_blocks = 0
+    shared.check(11 * GIB - (64 << 20))
+    assert "MemAvailable, beside 1.1 GiB" in shared.refusal(11 * GIB - (64 << 20) + 1)
+    shared.cgroup("0::/job", "job", 8 * GIB, 6 * GIB)
+    shared.check((2 << 30) - (192 << 20))
+    assert "cgroup /job (limit 8.0 GiB), beside 192.0 MiB" in shared.refusal((2 << 30) - (192 << 20) + 1)
+
+
+def test_a_tmpfs_of_arenas_alone_is_taken_to_the_last(shared: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_SHARED", Path("/dev/shm"))
+    shared.check(60 << 20)
+    assert room_in(shared.path) == 60 << 20
+
+
+def test_a_slot_that_is_allocated_in_training_leaves_others_their_reserve(shared: Host) -> None:
+    """Others may have taken more since the start."""
+
+    def allocate(nbytes: int) -> None:
+        create_mapping(shared.path / str(nbytes), nbytes).close()
+
+    shared.statvfs.f_bavail = (20 << 20) // 4096
+    allocate(4 << 20)
+    with pytest.raises(MemoryBudgetError, match=f"no room for {5 << 20} bytes, {4 << 20} are free"):
+        allocate(5 << 20)
+    shared.statvfs.f_bavail = 0
+    allocate(1 << 20)  # what no arena can do without
 
 
 def test_what_fits_passes(host: Host) -> None:

@@ -22,7 +22,7 @@ from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store import package
+from ftckpt.store import mapping, package
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import Checks
 from ftckpt.store.directory import list_arenas, node_directory
@@ -247,6 +247,17 @@ def test_no_room_leaves_the_old_one(
     with pytest.raises(kind):
         store(node_dir, changed(objects=b"later"))
     assert load(path).objects == b"objects" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_package_leaves_others_their_reserve(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, later = store(node_dir, hand_made().encode()), changed(objects=b"later")
+    monkeypatch.setattr(mapping, "_ALWAYS_BYTES", 0)
+    monkeypatch.setattr(mapping, "room_in", lambda directory: len(later) - 1)
+    with pytest.raises(MemoryBudgetError):
+        store(node_dir, later)
+    assert load(path).objects == b"objects" and list(path.parent.iterdir()) == [path]
+    monkeypatch.setattr(mapping, "room_in", lambda directory: len(later))
+    assert load(store(node_dir, later)).objects == b"later"
 
 
 def test_two_writers_of_one_package_do_not_meet(node_dir: Path) -> None:
