@@ -150,7 +150,6 @@ EVENTS: dict[str, EventKind] = {
         "an arena, a slot of it, a parity file or a package cannot be used", path="of the arena, where it is of this "
         "rank", shard="it holds", file="of parity or a package", problems="in words",
     ),
-    "slots_allocated": _quiet("slots got memory while training ran", path="of the arena", slots="which"),
     "spare_given_up": _quiet(
         "a snapshot that no restart can use was given up for room", iteration=_ITERATION, bytes="freed",
         newer="whether snapshots newer than it went, too",

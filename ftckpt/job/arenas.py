@@ -232,7 +232,6 @@ class NodeArenas:
                 self._old = [path for path in self._old if path.exists()]
         if allocated:
             self.shortage = ""
-            self._events.emit("slots_allocated", path=str(arena.path), slots=allocated)
         # In the same call: what an old arena has just given back need not wait for the next boundary.
         if self._supply is None:
             self._begin_supply(arena)
