@@ -18,7 +18,7 @@ from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
-from ftckpt.model.replicas import Holdings, Recheck, Sharing, find_sharing, private_key, without_small
+from ftckpt.model.replicas import Holdings, Recheck, Sharing, each_its_own, find_sharing, private_key, without_small
 from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
@@ -86,7 +86,9 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         stepped, derived = _divided(described, broken)
         look = Look(gather_sharing(group, described, broken), stepped)
         summaries = gather_bytes(group, look.summary)
-    sets = without_small(look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries))
+    sets = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
+    replicated = all(view.replicated for view in views)
+    sets = without_small(sets) if replicated else each_its_own(sets)
     weights = None if capacities is None else bounded_capacities(capacities)
     # Without capacities shares are equal, whatever protection costs each rank.
     shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
@@ -101,11 +103,11 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
     )  # fmt: skip
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
-    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if group == DIFFERING)
+    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
     differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
     derives = any(view.derives for view in views)
-    belief = Belief(sets.again, look.held, derived, derives, bool(broken))
+    belief = Belief(sets.again if replicated else None, look.held, derived, derives, bool(broken))
     return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
 
 
@@ -152,13 +154,15 @@ def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num
 
 class _View(NamedTuple):
     """What one rank sees: keys that do not follow from others, and digests of the weights and of the redundancy that
-    it was given. ``derives``: whether it has pieces that may follow from others. ``summary``: what it holds with
-    others; nothing where some key does not follow."""
+    it was given. ``derives``: whether it has pieces that may follow from others. ``replicated``: whether its
+    framework keeps replicas the same. ``summary``: what it holds with others; nothing where some key does not follow.
+    """
 
     broken: tuple[str, ...]
     weights: str
     redundancy: str
     derives: bool
+    replicated: bool
     summary: bytes
 
     @classmethod
@@ -170,7 +174,7 @@ class _View(NamedTuple):
         seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
         derives = any(piece.derived_from is not None for piece in described.stepped)
         broken = tuple(_broken(described, cast))
-        return cls(broken, seen, redundancy.digest, derives, b"" if broken else look.summary())
+        return cls(broken, seen, redundancy.digest, derives, described.replicated, b"" if broken else look.summary())
 
 
 class Look:
@@ -259,7 +263,7 @@ class Belief:
     """What is taken for granted between two proofs: replicas hold the same bits, derived pieces follow from others.
 
     Args:
-        replicas: which fragments of this rank others hold, too.
+        replicas: which fragments of this rank others hold, too; None where each rank copies its own.
         held: by their index, the bytes of those fragments.
         derived: pieces of this rank that follow from others.
         derives: whether any rank has pieces that may; the same on all ranks.
@@ -267,23 +271,24 @@ class Belief:
     """
 
     def __init__(
-        self, replicas: Recheck, held: Mapping[int, torch.Tensor], derived: Sequence[Piece], derives: bool,
+        self, replicas: Recheck | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece], derives: bool,
         is_broken: bool,
     ) -> None:  # fmt: skip
         self._replicas = replicas
         self._bytes = held
         self._rules = _rules(derived)
         self._is_broken = is_broken
-        self.needed = derives or replicas.needed
+        self.needed = derives or (replicas is not None and replicas.needed)
         """Whether there is anything to prove; the same on all ranks."""
 
     def look(self) -> tuple[bool, bytes]:
         """Whether what this rank derives still follows, and what it has to say of its replicas."""
-        return not self._is_broken and all(map(_follow, self._rules)), self._replicas.digests(self._digest)
+        digests = self._replicas.digests(self._digest) if self._replicas is not None else b""
+        return not self._is_broken and all(map(_follow, self._rules)), digests
 
     def agree(self, digests: list[bytes]) -> bool:
         """Whether replicas agree, by what ``look`` has given on all ranks."""
-        return self._replicas.agree(digests)
+        return self._replicas is None or self._replicas.agree(digests)
 
     def _digest(self, indices: Sequence[int]) -> int:
         hasher = xxhash.xxh3_64()

@@ -63,6 +63,17 @@ def without_small(sets: ReplicaSets) -> ReplicaSets:
     return replace(sets, runs=tuple(runs), private=private, group_of=group_of)
 
 
+def each_its_own(sets: ReplicaSets) -> ReplicaSets:
+    """Every rank copies its own of what several describe, under a key of its own: nobody promises that they stay the
+    same. The same on all ranks."""
+    private = sets.private.copy()
+    for run in sets.runs:
+        private[run.members] += run.nbytes
+    runs = tuple(replace(run, nbytes=0) for run in sets.runs)
+    group_of = np.where(sets.group_of >= 0, DIFFERING, sets.group_of)
+    return replace(sets, runs=runs, private=private, group_of=group_of)
+
+
 def identity(fragment: Fragment) -> bytes:
     """16 bytes that name key, type and geometry of a fragment."""
     shape = ",".join(map(str, fragment.global_shape))

@@ -41,13 +41,15 @@ class Description:
     anywhere.
 
     ``padded`` are keys whose first dimension is rounded up by a rule that depends on the layout: vocabularies.
-    ``objects_bytes`` is the room that encoded objects need beside ``objects_size``.
+    ``objects_bytes`` is the room that encoded objects need beside ``objects_size``. ``replicated``: the framework
+    keeps the same bytes on all ranks that describe the same fragment; otherwise each rank copies its own.
     """
 
     stepped: tuple[Piece, ...]
     volatile: tuple[Piece, ...]
     padded: frozenset[str] = frozenset()
     objects_bytes: int = 0
+    replicated: bool = True
 
 
 class TrainingState(Protocol):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ftckpt.errors import CaptureError, UnsupportedError
@@ -36,6 +37,11 @@ class CommHooks:
                     "load_state_dict(), or train without it"
                 )
             self.states[f"communication hook {number}"] = state
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether each is one of torch's that average gradients over all ranks, and keeps nothing."""
+        return all(getattr(hook, "__module__", "") == default_hooks.__name__ for hook, _ in self._hooks)
 
     def check(self) -> None:
         """Raises CaptureError where a hook was registered since."""

@@ -90,6 +90,18 @@ def follows_buffers(model: torch.nn.Module) -> bool:
     return False
 
 
+def keeps_replicas(model: torch.nn.Module, has_plain_hooks: bool) -> bool:
+    """Whether DDP or FSDP2 keeps all parameters the same on the ranks that hold them.
+
+    ``has_plain_hooks``: every communication hook of DDP gives all ranks the same gradients.
+    """
+    while isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):  # inside torch.compile
+        model = inner
+    if isinstance(model, DistributedDataParallel):
+        return has_plain_hooks and not model.parameters_to_ignore
+    return isinstance(model, FSDPModule) and all(isinstance(one, DTensor) for one in model.parameters())
+
+
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Every parameter once, under the name it has without wrappers."""
     return unwrapped(model.named_parameters())

@@ -31,7 +31,16 @@ from ftckpt.model.text import with_article
 from ftckpt.model.training_state import Description
 from ftckpt.plain.buckets import buckets_of
 from ftckpt.plain.comm_hooks import CommHooks
-from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, places, settle_shards, unwrap
+from ftckpt.plain.geometry import (
+    LOCAL,
+    follows_buffers,
+    keeps_replicas,
+    local,
+    named_parameters,
+    places,
+    settle_shards,
+    unwrap,
+)
 
 _memory = attrgetter(LOCAL)
 _writes = attrgetter("_version")
@@ -67,6 +76,7 @@ class PlainState:
         self._objects |= generators_in(unwrapped(self.model.named_modules()))
         self._scheduler = scheduler
         self._comm_hooks = CommHooks(model)
+        self._replicated = keeps_replicas(model, self._comm_hooks.are_plain)
         self._buckets = buckets_of(model, self._comm_hooks)
         self._follows_buffers = follows_buffers(model)
         if self._buckets is not None:
@@ -106,7 +116,7 @@ class PlainState:
             self._objects["flags"] = TrainingFlags(named_parameters(self.model), modules)
         self._stepped = [p for p in trained if hasattr(p, LOCAL)], [p for p in trained if not hasattr(p, LOCAL)]
         self._num_writes = self._count_writes()
-        return Description(tuple(stepped), tuple(volatile))
+        return Description(tuple(stepped), tuple(volatile), replicated=self._replicated)
 
     def save_objects(self) -> dict[str, Any]:
         """See TrainingState.
