@@ -106,6 +106,7 @@ def switch_on(config: Config) -> None:
     """
     door.config = config
     if config.enabled:
+        doors.prepare_storage(config)
         doors.read_ahead(config)
         launcher.isolate()
         release_orphans()  # Megatron and the script may compile an operator from here on

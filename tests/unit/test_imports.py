@@ -58,7 +58,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job.save": {"group", "model", "store", "restore", "convert", "host_memory"},
     "frameworks": {"model", "group", "store.outcome", "store.ends"},
     "frameworks.charts": {"job"},
-    "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome", "restore.prefetch"},
+    "frameworks.doors": {
+        "job", "model", "group", "frameworks", "store.outcome", "restore.prefetch", "persist.exports",
+        "persist.place",
+    },
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
     "deepspeed": {"job", "frameworks", "windows.schedule", "model", "group"},
     "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
