@@ -29,6 +29,8 @@ def _run(argv: Sequence[str]) -> int:
     settings, arguments = section.from_flags(words[1:])
     section.configure(settings)
     script = launcher.script_path(words[0] if words else "", _USAGE)
+    config = section.foreseen(arguments)
+    doors.prepare_storage(config)  # a refusal costs no import
     with imports_that_stay():
         launcher.stand_in("deepspeed")
         launcher.prepare(script, [*first, *arguments])

@@ -169,6 +169,7 @@ def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = section.merged(section.find(original, args, kwargs))
     if not config.enabled or _is_attached_later:
         return original(*args, **kwargs)
+    doors.prepare_storage(config)
     from ftckpt.deepspeed.session import follow
 
     return follow(original, args, kwargs, config)

@@ -17,7 +17,7 @@ from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, UnsupportedError
+from ftckpt.errors import ConfigError, StorageError, UnsupportedError
 from ftckpt.forks import off_in_children
 from ftckpt.frameworks.launcher import (
     code_if_over,
@@ -220,6 +220,27 @@ def naming_what_is_missing(untested: str) -> Iterator[None]:
         ) from error
 
 
+def prepare_storage(config: Config) -> None:
+    """Refuse storage that a job cannot use, as soon as its settings are known, and make a directory that can be made.
+
+    Raises:
+        ConfigError: no later attempt could use it, either.
+    """
+    if not (config.enabled and config.persist):
+        return
+    from ftckpt.persist.exports import prepare
+    from ftckpt.persist.place import Place
+
+    try:
+        is_new = prepare(Place.of(config.persist, config.persist_format))
+    except StorageError as error:
+        if error.lasting:
+            raise ConfigError(f"--ftckpt-persist: {error}") from None
+        return  # it may be there when it is needed
+    if is_new:
+        log_to_stderr().warning("ftckpt: --ftckpt-persist: %s was not there, and has been made", config.persist)
+
+
 def start(
     config: Config,
     place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
@@ -242,6 +263,7 @@ def start(
         log_to_stderr()  # a script that has not configured logging would be told nothing
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     tell_if_drawn(config.job, os.environ)
+    prepare_storage(config)
     from ftckpt.group import Group
     from ftckpt.model.codec import gather
 

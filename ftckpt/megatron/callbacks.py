@@ -105,6 +105,7 @@ def switch_on(config: Config) -> None:
     """
     door.config = config
     if config.enabled:
+        doors.prepare_storage(config)
         launcher.isolate()
 
 

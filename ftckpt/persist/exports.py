@@ -21,6 +21,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import OWNER_NAME, folder_of
 from ftckpt.persist.export_record import ExportRecord, ExportRecords, PointerRecord
 from ftckpt.persist.files import FileStorage, sync_directory
+from ftckpt.persist.objects import require_obstore
 from ftckpt.persist.place import Place
 
 WORK_NAME = "converting"
@@ -227,15 +228,24 @@ class Exports:
             self._work.rmdir()
 
 
-def prepare(place: Place) -> None:
-    """Make the folder for snapshots beside what others load. Any number of ranks may call it.
+def prepare(place: Place) -> bool:
+    """Make ready what a job is going to write to, before it trains: a directory is made where its parent is there;
+    whether it was. Any number of processes may call it.
 
     Raises:
-        StorageError: the directory cannot be written, or is another program's, or snapshots lie in it themselves.
+        StorageError: the place cannot be written, is another program's, or is not where it should be; or what it
+            needs is not installed.
     """
+    where = place.exports.root if place.exports is not None else place.snapshots
+    if not where:
+        return False
+    if "://" in where:
+        require_obstore(where)
+        return False
+    is_new = _make(Path(where))
+    root = FileStorage(where)
     if place.exports is None:
-        return
-    root = FileStorage(place.exports.root)
+        return is_new
     if root.size(OWNER_NAME) is not None:
         text = (
             f"{root.where}: --ftckpt-persist-format: snapshots lie there without a format of others; move them to "
@@ -246,6 +256,26 @@ def prepare(place: Place) -> None:
         Path(place.snapshots).mkdir(exist_ok=True)
     if (foreign := Exports(place).foreign_pointer()) is not None:
         raise StorageError(_taken(foreign), lasting=True)
+    return is_new
+
+
+def _make(path: Path) -> bool:
+    if path.exists():
+        return False
+    try:
+        path.mkdir()
+    except FileExistsError:  # by another rank; a link that leads nowhere is said next
+        return False
+    except FileNotFoundError:
+        text = (
+            f"{path}: is not there, and neither is {path.parent}: a wrong path, or storage that is not mounted; "
+            "mount it, or make the directory with mkdir -p on storage that all nodes share"
+        )
+        raise StorageError(text, lasting=True) from None
+    except OSError as error:
+        text = f"{path}: is not there, and cannot be made: {error.strerror}; make it, or name another directory"
+        raise StorageError(text, lasting=True) from None
+    return True
 
 
 def _taken(pointer: Path) -> str:

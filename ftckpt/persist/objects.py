@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -32,11 +33,10 @@ class ObjectStorage(Storage):
     """
 
     def __init__(self, where: str, **options: Any) -> None:
-        try:
-            import obstore
-            from obstore import store
-        except ImportError:
-            raise StorageError(f"{where}: needs obstore: pip install 'ftckpt[storage]'", lasting=True) from None
+        require_obstore(where)
+        import obstore
+        from obstore import store
+
         self.where = where.rstrip("/")
         self._obstore = obstore
         self._errors = obstore.exceptions
@@ -146,6 +146,12 @@ class ObjectStorage(Storage):
         if status == 404 or isinstance(error, self._errors.NotFoundError | FileNotFoundError):
             return f"is not there ({_first_line(error)})", True
         return _first_line(error), False
+
+
+def require_obstore(where: str) -> None:
+    """Raises StorageError where what reaches ``where`` is not installed."""
+    if importlib.util.find_spec("obstore") is None:
+        raise StorageError(f"{where}: needs obstore: pip install 'ftckpt[storage]'", lasting=True)
 
 
 class _ChunkCounter:

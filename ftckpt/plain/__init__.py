@@ -53,6 +53,7 @@ def init_process_group(config: Config, *args: Any, **options: Any) -> None:
         from ftckpt.frameworks.rendezvous import isolate_attempts
 
         leave_if_over(config.job)
+        doors.prepare_storage(config)
         isolate_attempts()
     dist.init_process_group(*args, **options)
 

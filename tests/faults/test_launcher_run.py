@@ -209,9 +209,18 @@ def test_starts_that_come_to_nothing_end(tmp_path: Path, arena_root: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_wrong_flag_is_said_once_however_often_it_is_tried(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--ftckpt-intervall", "2", "unknown flag --ftckpt-intervall"),
+        ("--ftckpt-persist", "/no/where", "/no/where: "),
+    ],
+)
+def test_a_wrong_flag_is_said_once_however_often_it_is_tried(
+    flag: str, value: str, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('it was run')\n")
-    words = ("-m", "ftckpt.megatron", str(tmp_path / "train.py"), "--ftckpt", "--ftckpt-intervall", "2")
+    words = ("-m", "ftckpt.megatron", str(tmp_path / "train.py"), "--ftckpt", flag, value)
     code, output = torchrun(tmp_path, *words, restarts=2)
     assert code != 0 and "it was run" not in output
-    assert len(re.findall("^.*unknown flag --ftckpt-intervall", output, re.M)) == 2, output
+    assert len(re.findall(f"^.*{said}", output, re.M)) == 2, output

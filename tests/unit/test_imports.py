@@ -58,7 +58,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job.save": {"group", "model", "store", "restore", "convert", "host_memory"},
     "frameworks": {"model", "group", "store.outcome", "store.ends"},
     "frameworks.charts": {"job"},
-    "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome"},
+    "frameworks.doors": {
+        "job", "model", "group", "frameworks", "store.outcome", "persist.exports", "persist.place",
+    },
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
     "deepspeed": {"job", "frameworks", "windows.schedule", "model", "group"},
     "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
