@@ -66,7 +66,7 @@ _EVENTS = 5
 _HUNG = 2
 """The exit code of attempts after the last: that of a job which ftckpt has ended."""
 _OVER, _REMOVED = "the job is over", "its directory was removed"
-_STORE_AGAIN_SECS = 10.0
+_STORE_AGAIN_SECS = 2.0
 _PAUSE_SECS = 1.0
 """After duties failed: an error that stays must not fill the log nor take a core."""
 
