@@ -58,7 +58,7 @@ _LOOK_SECS = 0.5
 _EVENTS = 5
 """That its status tells."""
 _OVER, _REMOVED = "the job is over", "its directory was removed"
-_STORE_AGAIN_SECS = 10.0
+_STORE_AGAIN_SECS = 2.0
 _PAUSE_SECS = 1.0
 """After duties failed: an error that stays must not fill the log nor take a core."""
 

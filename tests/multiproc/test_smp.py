@@ -29,6 +29,7 @@ from ftckpt.store.locks import JobLock
 from ftckpt.store.pulse import Pulse, SmpState
 from tests.support.arenas import Rank, ranks
 from tests.support.errors import raises
+from tests.support.mounting import leave_free, tmpfs
 from tests.support.smps import JOB, NODE, REPOSITORY, SECRET, Site, answers, lives_on, python, send, site_at
 from tests.support.waiting import until
 
@@ -251,6 +252,19 @@ def test_one_that_takes_over_guards_though_it_cannot_answer_other_nodes(site: Si
     assert site.start().hello()["configured"]
     state = SmpConfig.load(site.node_dir)
     assert state is not None and (state.host, state.port) == ("192.0.2.7", 12345)
+
+
+def test_one_that_cannot_store_what_it_is_told_does_it_all_the_same(arena_root: Path) -> None:
+    """On a full tmpfs; it is stored for its successor as soon as there is room."""
+    peers = {f"n{number}": ["192.0.2.7", 1] for number in range(1, 2000)}
+    description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}, "peers": peers}
+    with tmpfs(arena_root, "4m"), site_at(arena_root) as site:
+        client = site.start()
+        leave_free(arena_root, 0)
+        client.configure({**description, "secret": b"s".hex() * 32})
+        assert client.hello()["configured"] and SmpConfig.load(site.node_dir) is None
+        leave_free(arena_root, 1 << 20)
+        until(lambda: SmpConfig.load(site.node_dir) is not None)
 
 
 def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
