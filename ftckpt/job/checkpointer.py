@@ -30,6 +30,7 @@ from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.shard import Shard
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.start import load, meet
+from ftckpt.job.unclosed import OpenJob
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
@@ -82,6 +83,7 @@ class Checkpointer:
         self._boundary = -1  # the iteration of the last one
         self._closed = self._is_copy = False
         forks.trains(self._abandon)
+        self._open_job = OpenJob(config)
         self._fenced = False  # since the last boundary
         self._examination = Examination(examines) if examines else None
         self.saved = -1
@@ -238,6 +240,8 @@ class Checkpointer:
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration
         self._snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
+        if self.topology.rank == 0:  # which speaks for all
+            self._open_job.begin(self.node_dir, self._boundary)
         rank.attempt.keep()
         shard.supply()
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()
@@ -282,6 +286,7 @@ class Checkpointer:
             ) from None
         self._protection.is_set_up = True
         self._boundary = iteration
+        self._open_job.step(iteration)
         self._rank.attempt.trains()
         if self._examination is not None:
             self._examination.at_boundary()
@@ -460,6 +465,7 @@ class Checkpointer:
     def _stop(self) -> None:
         # In this order: copies stop before the arena that they write can go.
         self._closed = True
+        self._open_job.close()
         if self._snapshots is not None:
             self._snapshots.kept = None
         for part in (self.capture, self._pacer, self._protection):

@@ -26,6 +26,7 @@ from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
+from ftckpt.job.unclosed import OpenJob
 from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
@@ -59,6 +60,7 @@ def checkpointer_of(pacer: Any = None, **parts: Any) -> Checkpointer:
     shard: Any = SimpleNamespace(capture=None, let_go=lambda: False)
     checkpointer._shard, checkpointer._snapshots = shard, Snapshots(rank, shard, pacer, None)
     checkpointer._boundary, checkpointer._closed, checkpointer._fenced = 2, False, False
+    checkpointer._is_copy, checkpointer._open_job = False, OpenJob(rank.config)
     checkpointer._examination, checkpointer._tell_counts = None, lambda: None  # type: ignore[method-assign]
     return checkpointer
 
