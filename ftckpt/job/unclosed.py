@@ -45,11 +45,11 @@ class OpenJob:
         return self._iteration >= 0
 
     def __str__(self) -> str:
-        step = "" if self._has_stepped else ", and without a step"
+        step, nbytes = "" if self._has_stepped else ", and without a step", human(used_bytes(self._node_dir))
         return (
             f"the script ended without close(){step}, after iteration {self._iteration}: snapshots of job "
-            f"{self._config.job} stay in memory, {human(used_bytes(self._node_dir))} on this node, and the next start "
-            f"resumes from them; call close() when training is done, or remove them with {clean_command(self._config)}"
+            f"{self._config.job} stay in memory, {nbytes} on this node, and the next start resumes from them; "
+            f"call close() when training is done, or remove them with {clean_command(self._config)}"
         )
 
 
