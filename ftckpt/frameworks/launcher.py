@@ -333,6 +333,7 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     except SystemExit as ended:
         code = _exit_code(ended.code)
         if code:
+            sys.last_value = ended  # a failure, to what runs at the exit
             go_on()
         run = _run_of()
         # Behind a start that trained these arguments are good, and what is wrong with them, such as a number of ranks
@@ -340,6 +341,7 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         if code and _is_of_argparse(ended) and not run.before.attempts:
             run.end(code, "the script does not take its arguments: its own line above says which")
     except BaseException as error:  # noqa: BLE001 - a script's own error, shown as the interpreter shows it
+        sys.last_value = error  # as the interpreter does
         _go_on_after(error)  # here, too: the script may have put a hook of its own in the place of ftckpt's
         sys.excepthook(type(error), error, error.__traceback__)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

@@ -29,6 +29,7 @@ from ftckpt.job.shard import Shard
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.start import load, meet
 from ftckpt.model.lineage import LoadedCheckpoint
+from ftckpt.job.unclosed import OpenJob
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
@@ -76,6 +77,7 @@ class Checkpointer:
         self._closed = self._is_copy = False
         forks.trains(self._abandon)
         self._close_error: str | None = None
+        self._open_job = OpenJob(config)
         self._fenced = False  # since the last boundary
         self._reminder = Reminder(self.events)
 
@@ -214,6 +216,8 @@ class Checkpointer:
         self._snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
         rank.links.begin_training()
         rank.attempt.trains()
+        if self.topology.rank == 0:  # which speaks for all
+            self._open_job.begin(self.node_dir, self._boundary)
         shard.supply()
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()
         self.events.emit(
@@ -259,6 +263,7 @@ class Checkpointer:
         self._boundary = iteration
         if not self._closed:
             snapshots.execute(self._state.passes(iteration))
+        self._open_job.step(iteration)
         if self.off or self._closed:
             self._let_go()
             self._tell_counts()
@@ -419,6 +424,7 @@ class Checkpointer:
     def _stop(self) -> None:
         # In this order: copies stop before the arena that they write can go.
         self._closed = True
+        self._open_job.close()
         if self._snapshots is not None:
             self._snapshots.kept = None
         for part in (self.capture, self._pacer, self._protection):

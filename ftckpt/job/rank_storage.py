@@ -25,8 +25,16 @@ from ftckpt.persist.place import Place
 
 def save_command(config: Config) -> str:
     """What brings a job's memory to another place, for people."""
-    arena = "" if config.arena == Config.arena else f" --arena {config.arena}"
-    return f"ftckpt save {config.job} DIR{arena}, on every node at once"
+    return f"ftckpt save {config.job} DIR{_arena(config)}, on every node at once"
+
+
+def clean_command(config: Config) -> str:
+    """What removes a job's memory, for people."""
+    return f"'ftckpt clean {config.job}{_arena(config)}' on every node"
+
+
+def _arena(config: Config) -> str:
+    return "" if config.arena == Config.arena else f" --arena {config.arena}"
 
 
 _NOBODY = "no SMP says why, and its time is over"

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.forks import off_in_children
 from ftckpt.model.text import listed
 from ftckpt.store.directory import ENDS_NAME, PULSE_NAME
 from ftckpt.store.exits import Exit, exit_now
@@ -100,7 +99,6 @@ def are_told_in(node_dir: Path) -> None:
 
 
 _here: list[Path] = []
-off_in_children(_here.clear)
 
 
 def tell_here(rank: int, text: str, kind: str) -> None:

@@ -27,6 +27,7 @@ from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
 from ftckpt.model.lineage import NO_CHECKPOINT, UNKNOWN
+from ftckpt.job.unclosed import OpenJob
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes
@@ -60,6 +61,7 @@ def checkpointer_of(pacer: Any = None, **parts: Any) -> Checkpointer:
     checkpointer._shard, checkpointer._snapshots = shard, Snapshots(rank, shard, pacer, None)
     checkpointer._boundary, checkpointer._closed, checkpointer._fenced = 2, False, False
     checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
+    checkpointer._is_copy, checkpointer._open_job = False, OpenJob(rank.config)
     return checkpointer
 
 

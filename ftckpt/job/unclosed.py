@@ -1,0 +1,66 @@
+"""A script that ends without ``close()``: its snapshots stay in memory, which nobody would see otherwise."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from pathlib import Path
+
+from ftckpt.config import Config
+from ftckpt.forks import off_in_children
+from ftckpt.job.rank_storage import clean_command
+from ftckpt.model.text import human
+from ftckpt.store.memory import used_bytes
+
+log = logging.getLogger("ftckpt")
+
+
+class OpenJob:
+    """A job whose snapshots stay in memory until it is closed. It refers to no model: scripts may drop theirs."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._node_dir = Path()
+        self._iteration = -1
+        """Of the last boundary, or what was restored; -1: none."""
+        self._has_stepped = False
+
+    def begin(self, node_dir: Path, iteration: int) -> None:
+        """Snapshots are stored in ``node_dir``; training resumes after ``iteration``."""
+        self._node_dir, self._iteration = node_dir, iteration
+        _open[self._config.job] = self
+
+    def step(self, iteration: int) -> None:
+        """A boundary."""
+        self._iteration, self._has_stepped = iteration, True
+
+    def close(self) -> None:
+        """The script has closed it."""
+        _open.pop(self._config.job, None)
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether there is anything to resume from."""
+        return self._iteration >= 0
+
+    def __str__(self) -> str:
+        step, nbytes = "" if self._has_stepped else ", and without a step", human(used_bytes(self._node_dir))
+        return (
+            f"the script ended without close(){step}, after iteration {self._iteration}: snapshots of job "
+            f"{self._config.job} stay in memory, {nbytes} on this node, and the next start resumes from them; "
+            f"call close() when training is done, or remove them with {clean_command(self._config)}"
+        )
+
+
+_open: dict[str, OpenJob] = {}
+"""By the job: one that was begun again in this process is one job."""
+off_in_children(_open.clear)
+
+
+@atexit.register
+def _log_open() -> None:
+    # After an error memory stays on purpose: the next start needs it. The interpreter keeps an uncaught one there.
+    if not hasattr(sys, "last_value"):
+        for job in [job for job in _open.values() if job.has_snapshots]:
+            log.warning("ftckpt: %s", job)
