@@ -19,12 +19,12 @@ from ftckpt.commands.plan_verdict import PlanAnswer, judge
 from ftckpt.commands.size_option import add_node_memory
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, Writing, settings_are_written
-from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
+from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.text import human, human_secs
 from ftckpt.setting import convert
 from ftckpt.smp.link import NetworkLimit, unknown_limit
 from ftckpt.units import in_words as rate_in_words
-from ftckpt.units import rate, seconds
+from ftckpt.units import rate
 
 _MANY_RANKS = 20_000
 """Above that a plan takes seconds: people are told."""
@@ -148,7 +148,7 @@ def _held(job: JobShape) -> str:
 
 
 def _mtbf_secs(config: Config, planned: StartPlan) -> float:
-    return seconds(config.mtbf) if config.mtbf != "auto" else default_mtbf_secs(planned.arrangement.job.nodes)
+    return mtbf_secs(config.mtbf, planned.arrangement.job.nodes)
 
 
 def _flush_secs(config: Config, planned: StartPlan) -> float:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
-from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
+from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit
 from ftckpt.store.pulse import FlushState
-from ftckpt.units import seconds
 from ftckpt.windows.cost import Wish
 
 _REST_SECS = 30.0
@@ -103,8 +102,7 @@ class Flushes:
             return cls(0)
         tunes = config.persist_interval == "auto"
         interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
-        mtbf_secs = seconds(config.mtbf) if config.mtbf != "auto" else default_mtbf_secs(nodes)
-        return cls(interval, commit.FLUSH_SECS, tunes, mtbf_secs)
+        return cls(interval, commit.FLUSH_SECS, tunes, mtbf_secs(config.mtbf, nodes))
 
     def begin(self, on_storage: int) -> None:
         """Storage has a snapshot of that iteration already, -1 for none."""

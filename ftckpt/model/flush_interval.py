@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 
+from ftckpt.units import seconds
+
 _NODE_SECS = 1000 * 86400 / 6.5
 """Between two failures of one node: 6.5 in 1000 days of a node on a cluster of 16,000 A100 (A. Kokolis et al.,
 Revisiting Reliability in Large-Scale Machine Learning Research Clusters, HPCA 2025, arXiv 2410.21680)."""
@@ -20,10 +22,10 @@ _MAX_MTBF_SECS = 7 * 86400.0
 a job is lost."""
 
 
-def default_mtbf_secs(nodes: int) -> float:
-    """Between two failures that lose memory, of a job of so many nodes. Assumes that each second failure of a node
-    takes its memory along."""
-    return min(2 * _NODE_SECS / nodes, _MAX_MTBF_SECS)
+def mtbf_secs(setting: str, nodes: int) -> float:
+    """Between two failures that lose memory, of a job of so many nodes: as ``setting`` says, a time or ``auto``. That
+    assumes that each second failure of a node takes its memory along."""
+    return min(2 * _NODE_SECS / nodes, _MAX_MTBF_SECS) if setting == "auto" else seconds(setting)
 
 
 def best_interval_secs(cost_secs: float, flush_secs: float, mtbf_secs: float) -> float:

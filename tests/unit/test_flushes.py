@@ -19,7 +19,7 @@ from ftckpt.job.flushes import Flushes, FlushGuard
 from ftckpt.job.last_flush import _NodeWatch
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
-from ftckpt.model.flush_interval import best_interval_secs, default_mtbf_secs
+from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.lineage import FIRST, Request, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import CheckpointName
@@ -215,22 +215,22 @@ def test_a_wish_follows_from_what_a_flush_takes_and_costs(mtbf_secs: float, shar
 def test_no_other_interval_loses_less() -> None:
     """Of a flush that costs 10 s, in the model of Daly (2006): training with exponential times between failures."""
 
-    def time_taken(interval_secs: float, mtbf_secs: float) -> float:
-        return mtbf_secs * math.expm1((interval_secs + 10.0) / mtbf_secs) / interval_secs
+    def time_taken(interval_secs: float, mtbf: float) -> float:
+        return mtbf * math.expm1((interval_secs + 10.0) / mtbf) / interval_secs
 
-    for mtbf_secs in (1e5, 1e6, 1e7):
-        best = best_interval_secs(10.0, 10.0, mtbf_secs)
+    for mtbf in (1e5, 1e6, 1e7):
+        best = best_interval_secs(10.0, 10.0, mtbf)
         assert all(
-            time_taken(best, mtbf_secs) < time_taken(factor * best, mtbf_secs) for factor in (0.5, 0.8, 1.25, 2.0)
+            time_taken(best, mtbf) < time_taken(factor * best, mtbf) for factor in (0.5, 0.8, 1.25, 2.0)
         )
     assert best_interval_secs(0.01, 50.0, 1e4) == 100.0, "storage rests as long as it works"
     assert best_interval_secs(1e4, 1.0, 1e3) == 1e3
 
 
 def test_the_more_nodes_the_more_often_memory_is_lost() -> None:
-    hours = [default_mtbf_secs(nodes) / 3600 for nodes in (1, 32, 64, 2048)]
+    hours = [mtbf_secs("auto", nodes) / 3600 for nodes in (1, 32, 64, 2048)]
     assert hours == pytest.approx([168.0, 168.0, 115.4, 3.6], abs=0.1)
-    assert Flushes.of(Config(persist="/there", persist_interval="auto"), 64).mtbf_secs == default_mtbf_secs(64)
+    assert Flushes.of(Config(persist="/there", persist_interval="auto"), 64).mtbf_secs == mtbf_secs("auto", 64)
 
 
 def test_what_ranks_wish_for_counts_from_the_last_one() -> None:
