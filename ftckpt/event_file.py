@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from io import TextIOWrapper
 from logging import LogRecord
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler, WatchedFileHandler
@@ -73,7 +72,6 @@ class EventFile(RotatingFileHandler, WatchedFileHandler):
             self.stream.writelines(f"{line}\n" for line in self._lines.values())
 
     def handleError(self, record: LogRecord) -> None:
-        self.addFilter(lambda record: False)
         self.close()
         failed, self._failed = self._failed, lambda error: None
         failed(sys.exc_info()[1])
@@ -115,8 +113,10 @@ class BackgroundEventFile(QueueHandler):
         self._listener = QueueListener(self._waiting, file)
         self._num_dropped, self._is_closed = 0, False
         self._listener.start()
-        atexit.register(self.close)
-        off_in_children(partial(atexit.unregister, self.close))  # the lines are the parent's
+        off_in_children(self._leave)
+
+    def _leave(self) -> None:
+        self._is_closed = True  # the lines are the parent's
 
     def enqueue(self, record: LogRecord) -> None:
         if self._num_dropped:
@@ -128,25 +128,23 @@ class BackgroundEventFile(QueueHandler):
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Write the lines that are left, as far as the file system takes them now, and close the file."""
+        """Write the lines that are left, as far as the file system takes them now, and close the file. Python calls
+        it at the end of the process, too, when no thread can be started."""
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
-        ending = threading.Thread(target=self._end, name="ftckpt-events", daemon=True)
-        ending.start()
-        ending.join(CLOSE_SECS)
-        if ending.is_alive():
-            num = self._waiting.qsize() + self._num_dropped
+        deadline = time.monotonic() + CLOSE_SECS
+        while self._waiting.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        left = self._waiting.unfinished_tasks
+        if num := left + self._num_dropped:
             log.warning("ftckpt: %d events did not reach %s, which does not answer", num, self._file.baseFilename)
+        if left:
             self._file.abandon()
         else:
+            self._listener.stop()
             self._file.close()
         super().close()
-
-    def _end(self) -> None:
-        self._waiting.join()  # ``stop`` needs room in the queue
-        self._listener.stop()
 
 
 def with_older(path: Path) -> list[Path]:

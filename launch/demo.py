@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ftckpt.commands.event_log import count
-from ftckpt.commands.history import PARTS, Recovery, read_history
+from ftckpt.commands.history import read_history
+from ftckpt.commands.recovery import PARTS, Recovery
 from ftckpt.commands.report import write_report
 from ftckpt.commands.sections import Additions, Section, restart_table
 from ftckpt.model.text import aligned, human

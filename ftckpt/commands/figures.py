@@ -12,7 +12,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ftckpt.commands.attempts import Age
-from ftckpt.commands.history import PARTS, BlockedTime, Losses, Recovery, ascending_runs
+from ftckpt.commands.history import BlockedTime
+from ftckpt.commands.recovery import PARTS, Losses, Recovery, ascending_runs
 from ftckpt.commands.timeline import IDLE, Copy, RankTimeline, Timeline
 
 _DPI = 150

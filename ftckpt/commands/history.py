@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,69 +27,16 @@ from ftckpt.commands.event_log import (
     parse_line,
     whole_number,
 )
+from ftckpt.commands.recovery import Evidence, FaultNote, Losses, Recovery, recoveries
 from ftckpt.events import EVENTS
 
-PARTS = ("detect", "rejoin", "rebuild", "load", "first-step")
-"""The parts of the time from a fault to the first boundary after it."""
-
 Line = Mapping[str, Any]
-Losses = list[tuple[int, float]]
 
 _REMEDY = "run with --ftckpt-events DIR"
 _MAX_RANKS = 64
 """Blocked time is remembered of so many ranks: a median does not need them all."""
 _MAX_DETAIL = 240
 _WHO = ("time", "event", "rank", "process", "pid")
-
-
-@dataclass(frozen=True)
-class FaultNote:
-    """An event ``fault``, as somebody who injects faults writes it beside the events of ranks."""
-
-    time: float
-    name: str
-    label: str
-    iteration: int
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """The way from one attempt to the next.
-
-    ``cause``: how the old attempt ended, as its nodes saw it. ``source``: ``memory``, ``storage``, or the sources of
-    lost shards, joined by ``+``; ``nothing``: training started over. ``is_failure``: the launcher of the old attempt
-    started the new one, or a fault was noted; otherwise somebody launched the job again.
-
-    ``struck_at``: when the fault was noted, or else when the first rank fell silent. ``detect``: from then until the
-    last process of that attempt was gone (or fell silent). ``rejoin``: until the last rank had joined. ``rebuild``:
-    reconstruction of lost shards from parity, on the slowest rank; ``load``: the rest, until all had restored.
-    ``first-step``: until all ranks had passed a boundary. ``starts``: that it took, those that were refused or ended
-    before they had restored included. ``layout``: from which to which, where it changed.
-    """
-
-    name: str
-    cause: str
-    source: str
-    is_failure: bool
-    ranks: tuple[int, ...]
-    iteration: int
-    struck_at: float
-    noted: bool
-    restored_iteration: int
-    iterations_lost: int
-    parts: Mapping[str, float]
-    trained: bool
-    starts: int
-    rebuilt_shards: tuple[str, ...] = ()
-    rebuilt_bytes: int = 0
-    layout: str = ""
-    nodes: str = ""
-
-    @property
-    def total_secs(self) -> float:
-        """From the fault to the first boundary after it."""
-        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -161,7 +107,7 @@ def read_history(run: Path) -> RunHistory:
     for path in log.other_files:
         reader.read_other(path, attempts)
     losses, num_odd = read_losses([log.directory, log.directory.parent, run])
-    restarts = list(reader.restarts(attempts, losses))
+    restarts = list(recoveries(attempts, losses, reader.evidence))
     notes = note_of_choice(log, {str(other.directory) for other in logs})
     return RunHistory(
         log.directory, _began_at(log), reader.job, attempts, restarts, reader.blocked_by_iteration(),
@@ -206,11 +152,8 @@ class _Reader:
         self._log = log
         self.attempts: dict[str, Attempt] = defaultdict(Attempt)
         self.blocked: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
-        self.fruitless: list[tuple[int, float]] = []
-        """The rank and the time of starts that did not restore."""
+        self.evidence = Evidence()
         self._shards: dict[str, int] = {}
-        self._faults: list[FaultNote] = []
-        self._ended: dict[int, float] = {}
         self.job = ""
         self.iteration_secs: list[float] = []
         self.protection: Line | None = None
@@ -225,7 +168,7 @@ class _Reader:
         """Read a rank's file; ``is_sampled``: blocked times are remembered too."""
         rank = _RankFile(self, int(path.stem.removeprefix("rank")), is_sampled)
         self._read(path, rank.take)
-        self.fruitless += rank.fruitless()
+        self.evidence.fruitless += rank.fruitless()
 
     def read_other(self, path: Path, attempts: Sequence[Attempt]) -> None:
         """Read the file of an SMP, or notes of somebody else's."""
@@ -235,9 +178,9 @@ class _Reader:
             # An SMP outlives attempts and does not know their lineages: time tells.
             place = bisect_right(begins, line["time"]) - 1
             if line["event"] == "fault":
-                self._faults.append(_fault_note(line))
+                self.evidence.faults.append(_fault_note(line))
             elif line["event"] == "ended":
-                self._ended[whole_number(line["pid"])] = line["time"]
+                self.evidence.gone_at[whole_number(line["pid"])] = line["time"]
             elif line["event"] == "checked" and place >= 0:
                 snapshot = attempts[place].snapshots[whole_number(line["iteration"])]
                 # A bit for each shard: a set for each iteration would grow with ranks times iterations.
@@ -267,12 +210,12 @@ class _Reader:
     def notes(self, attempts: Sequence[Attempt], num_odd_losses: int) -> Iterator[str]:
         """Remarks on what the rest of a history does not show."""
         last_start = attempts[-1].joined_at if attempts else 0.0
-        for note in self._faults:
+        for note in self.evidence.faults:
             if note.time > last_start:
                 yield f"fault {note.name} was noted and no attempt followed"
         refused = {
             rank
-            for rank, time in self.fruitless
+            for rank, time in self.evidence.fruitless
             if any(one.joined_at < time < one.last_signs.get(rank, 0.0) for one in attempts)
         }
         if refused:
@@ -290,58 +233,6 @@ class _Reader:
             )
             for iteration, ranks in sorted(self.blocked.items())
         }
-
-    def restarts(self, attempts: Sequence[Attempt], losses: Losses) -> Iterator[Recovery]:
-        """One between each two attempts, except where a job that had ended well was launched again."""
-        logged, pairs = ascending_runs(losses), list(pairwise(attempts))
-        for number, (old, new) in enumerate(pairs, 1):
-            back = new.start or 0
-            later = [before.last_iteration for before, after in pairs[number:] if (after.start or 0) == back]
-            finished = _take_finished(logged, back, old.last_iteration, later)
-            if not old.ended_well:
-                yield self._restart(f"attempt {number + 1}", old, new, max(0, finished - back))
-
-    def _restart(self, name: str, old: Attempt, new: Attempt, lost: int) -> Recovery:
-        # Every rank leaves events in each iteration: who falls silent first was struck, within an iteration.
-        signs = old.last_signs.values()
-        faults = sorted(
-            (note for note in self._faults if old.joined_at < note.time <= new.joined_at), key=lambda note: note.time
-        )
-        struck_at = faults[0].time if faults else min(signs)
-        gone = [self._ended[pid] for pid in old.pids if pid in self._ended]
-        gone_at = max([struck_at, *(gone or signs)])
-        # Clocks of nodes differ, and a note may come late: parts are never negative.
-        gone_at = min(gone_at, max(struck_at, new.joined_at))
-        loading = new.restore_secs - new.rebuild_secs
-        secs = (gone_at - struck_at, new.joined_at - gone_at, new.rebuild_secs, loading, new.first_step_secs)
-        nodes = [f"{node} lost" for node in sorted(old.nodes - new.nodes)]
-        nodes += [f"{node} joined" for node in sorted(new.nodes - old.nodes)]
-        is_relaunched = bool(old.launches and new.launches) and not old.launches & new.launches
-        return Recovery(
-            name="+".join(note.name for note in faults) or name,
-            cause=", ".join(note.label for note in faults) or "".join(new.ends[:1]) or "unknown: no process told it",
-            source=new.source or "nothing",
-            is_failure=bool(faults) or not is_relaunched,
-            ranks=tuple(sorted({rank for note in faults for rank in note.ranks})),
-            iteration=faults[0].iteration if faults else old.last_iteration + 1,
-            struck_at=struck_at,
-            noted=bool(faults),
-            restored_iteration=new.start or 0,
-            iterations_lost=lost,
-            parts=dict(zip(PARTS, (max(0.0, value) for value in secs), strict=True)),
-            trained=bool(new.boundary_at),
-            starts=1 + self._num_fruitless(old, new),
-            rebuilt_shards=tuple(sorted(new.rebuilt_shards)),
-            rebuilt_bytes=new.rebuilt_bytes,
-            layout=new.layout,
-            nodes=", ".join(nodes),
-        )
-
-    def _num_fruitless(self, old: Attempt, new: Attempt) -> int:
-        """How often a rank started between two attempts and did not restore."""
-        last = max(old.last_signs.values())
-        ranks = [rank for rank, time in self.fruitless if old.last_signs.get(rank, last) < time < new.joined_at]
-        return max(map(ranks.count, set(ranks)), default=0)
 
 
 @dataclass
@@ -464,37 +355,6 @@ class _RankFile:
             start.attempt.closed.add(self._rank)
             # Boundaries between snapshots leave no event: only the end tells how far a rank came.
             start.attempt.last_iteration = max(start.attempt.last_iteration, line["iteration"] + 0)
-
-
-def ascending_runs(points: Losses) -> list[Losses]:
-    """The points, cut where the iteration does not grow: there training went back."""
-    found: list[Losses] = []
-    for point in points:
-        if not found or point[0] <= found[-1][-1][0]:
-            found.append([])
-        found[-1].append(point)
-    return found
-
-
-def _take_finished(logged: list[Losses], back: int, last: int, later: Sequence[int]) -> int:
-    """The last iteration that an attempt finished which was rolled back to ``back``; its logged losses are removed.
-
-    Where the log goes back to right after the restored snapshot, the iterations beyond it were trained in vain. None
-    were where the log continues: then the place is that of a ``later`` attempt that was rolled back to the same
-    snapshot and had come nearer to where the log goes back.
-
-    Args:
-        last: what events say.
-        later: the same of attempts after this one that were rolled back to ``back``, too.
-    """
-    for place in range(1, len(logged)):
-        if logged[place][0][0] == back + 1:
-            end = logged[place - 1][-1][0]
-            if any(last < other <= end for other in later):
-                return last
-            del logged[:place]
-            return max(last, end)
-    return last
 
 
 def _fault_note(line: Line) -> FaultNote:

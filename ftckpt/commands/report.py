@@ -16,7 +16,8 @@ from statistics import median
 from typing import Any
 
 from ftckpt.commands.event_log import EventLogError, count
-from ftckpt.commands.history import Recovery, RunHistory, read_history
+from ftckpt.commands.history import RunHistory, read_history
+from ftckpt.commands.recovery import Recovery
 from ftckpt.commands.sections import Additions, sections_of
 from ftckpt.commands.timeline import Timeline, read_timeline
 from ftckpt.commands.trace import trace_of
@@ -43,9 +44,8 @@ def add_report(commands: Any) -> None:
         "--iteration", type=int, help="of the snapshot whose timeline is shown; default: the newest of all ranks"
     )
     parser.add_argument(
-        "--trace", type=Path, nargs="?", const=Path(), metavar="FILE",
-        help=f"write that timeline for Perfetto, too (default: {TRACE_NAME} beside the page)",
-    )  # fmt: skip
+        "--trace", action="store_true", help=f"write that timeline for Perfetto, too: {TRACE_NAME} beside the page"
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,13 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or arguments.run_dir / REPORT_NAME
     history = read_history(arguments.run_dir)
     # Who names an iteration, or wants a trace, wants to hear that there is none.
-    is_asked = arguments.iteration is not None or arguments.trace is not None
+    is_asked = arguments.iteration is not None or arguments.trace
     timeline = _timeline(history, arguments.iteration, is_asked)
     print("\n".join(summary(history, timeline)))
-    if arguments.trace is not None and timeline is not None:
-        trace = output.with_name(TRACE_NAME) if arguments.trace == Path() else arguments.trace
-        write_trace(timeline, trace)
-        print(f"trace in {trace}: open it in https://ui.perfetto.dev")
+    if arguments.trace and timeline is not None:
+        print(f"trace in {write_trace(timeline, output)}: open it in https://ui.perfetto.dev")
     write_page(history, timeline, output)
     print(f"report in {output}")
     return 0
@@ -78,13 +76,15 @@ def write_report(run_dir: Path, output: Path, additions: Additions | None = None
     timeline = _timeline(history)
     write_page(history, timeline, output, additions)
     if timeline is not None:
-        write_trace(timeline, output.with_name(TRACE_NAME))
+        write_trace(timeline, output)
     return history
 
 
-def write_trace(timeline: Timeline, output: Path) -> None:
-    """Write it in the Chrome trace format. Raises OSError."""
+def write_trace(timeline: Timeline, page: Path) -> Path:
+    """Write it beside ``page`` in the Chrome trace format; returns where. Raises OSError."""
+    output = page.with_name(TRACE_NAME)
     _replace_file(output, json.dumps(trace_of(timeline), separators=(",", ":")) + "\n")
+    return output
 
 
 def write_page(

@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from ftckpt.commands.event_log import count
-from ftckpt.commands.history import Line, Losses, Recovery, RunHistory
+from ftckpt.commands.history import Line, RunHistory
+from ftckpt.commands.recovery import Losses, Recovery
 from ftckpt.commands.timeline import PLACES, REMEDY, Timeline
 from ftckpt.model.text import human, listed
 

@@ -28,8 +28,8 @@ from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.shard import Shard
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.start import load, meet
-from ftckpt.model.lineage import LoadedCheckpoint
 from ftckpt.job.unclosed import OpenJob
+from ftckpt.model.lineage import LoadedCheckpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState

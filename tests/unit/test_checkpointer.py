@@ -26,8 +26,8 @@ from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
 from ftckpt.job.targets import Guard
-from ftckpt.model.lineage import NO_CHECKPOINT, UNKNOWN
 from ftckpt.job.unclosed import OpenJob
+from ftckpt.model.lineage import NO_CHECKPOINT, UNKNOWN
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from ftckpt.commands.attempts import Age
 from ftckpt.commands.event_log import MOST_LINE_BYTES, EventLogError, event_logs
-from ftckpt.commands.history import PARTS, ascending_runs, read_history
+from ftckpt.commands.history import read_history
 from ftckpt.commands.main import main
+from ftckpt.commands.recovery import PARTS, ascending_runs
 from ftckpt.commands.report import render, write_report
 from ftckpt.commands.sections import Additions, Section
 from ftckpt.commands.timeline import read_timeline
