@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ftckpt.deepspeed import section
+from ftckpt.errors import ConfigError
 from ftckpt.frameworks import doors
 
 door = doors.Door()
@@ -25,6 +27,9 @@ objects: dict[str, Any] = {}
 """The script's own, by name."""
 _runner = False
 _is_attached_later = False
+_others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Engines with an optimizer that are not followed, though nothing says that they are not to be saved, and the steps
+that they had taken when another one was."""
 _at_end: Callable[[], bool] | None = None
 
 
@@ -130,6 +135,7 @@ def remove() -> None:
         leave()
     finally:  # a checkpointer that cannot be closed must not leave ``deepspeed.initialize`` replaced
         objects.clear()
+        _others.clear()
         section.configure({})
         door.remove()
 
@@ -156,6 +162,35 @@ def attached_later() -> Iterator[None]:
         _is_attached_later = before
 
 
+def require_one_engine(engine: Any) -> None:
+    """Nothing is followed yet, and from here on nothing but ``engine`` trains: see ``check_others``.
+
+    Raises:
+        ConfigError: an engine is followed.
+    """
+    if door.checkpointer is not None:
+        raise _second_engine()
+    for other in list(_others):
+        if other is engine:
+            del _others[other]
+        else:
+            _others[other] = int(other.global_steps)
+
+
+def check_others() -> None:
+    """Raises ConfigError where an engine that is not followed has trained since another one is."""
+    if any(int(other.global_steps) != steps for other, steps in _others.items()):
+        raise _second_engine()
+
+
+def _second_engine() -> ConfigError:
+    return ConfigError(
+        "ftckpt saves one engine, and another one trains in this process, which a restart would begin anew: where "
+        'that is right, put "ftckpt": {"enabled": false} into the configuration of the other; where training with '
+        "the first has ended, call ftckpt.deepspeed.close() before it; else switch ftckpt off"
+    )
+
+
 def has_runner() -> bool:
     """Whether a runner started the script."""
     return _runner
@@ -175,9 +210,17 @@ def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    config = section.merged(section.find(original, args, kwargs))
-    if not config.enabled or _is_attached_later:
+    if _is_attached_later:
         return original(*args, **kwargs)
+    given = section.find(original, args, kwargs)
+    config = section.merged(given)
+    if not config.enabled:
+        made = original(*args, **kwargs)
+        if not section.leaves_out(given) and getattr(made[0], "basic_optimizer", None) is not None:
+            if door.checkpointer is not None:
+                raise _second_engine()
+            _others[made[0]] = 0
+        return made
     doors.read_ahead(config)
     from ftckpt.deepspeed.session import follow
 

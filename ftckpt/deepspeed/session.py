@@ -62,11 +62,7 @@ class EngineSession:
         self, engine: Any, objects: Mapping[str, Stateful], config: Config, begins: EpochBegins, named: bool = False,
         *, args: Any = None, check_counted: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        if door.checkpointer is not None:
-            raise ConfigError(
-                'ftckpt follows one engine, and has one: leave the section "ftckpt" out of the configuration of all '
-                "others, or call ftckpt.deepspeed.close() when training with the first has ended"
-            )
+        initialize.require_one_engine(engine)
         check_isolated()  # before a collective, in which a restarted attempt would wait for dead processes
         self._engine = engine
         self._objects = dict(objects)
@@ -109,6 +105,7 @@ class EngineSession:
     def begin_batch(self) -> None:
         """A training batch is about to be used; or drawn, by a script that says so before: RNG is right then, too."""
         self.take_boundary()
+        initialize.check_others()
         self._script.begin_iteration()
         self._data.begin_training()
 
