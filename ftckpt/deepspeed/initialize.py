@@ -16,15 +16,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks import doors
 
+if TYPE_CHECKING:
+    from ftckpt.deepspeed.session import EngineSession
+
 door = doors.Door()
 objects: dict[str, Any] = {}
 """The script's own, by name."""
+session: EngineSession | None = None
+"""Of the engine that is followed, or was last."""
 _runner = False
 _is_attached_later = False
 _others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -98,6 +103,12 @@ def install() -> None:
         sys.meta_path.insert(0, _watch)
 
 
+def begin_iteration() -> None:
+    """See ``ftckpt.deepspeed.begin_iteration``."""
+    if session is not None and door.checkpointer is not None:
+        session.begin_iteration()
+
+
 def close() -> None:
     """Training has ended well: snapshots are not needed any more. Collective; a second call does nothing."""
     _end(remove=True)
@@ -119,6 +130,8 @@ def _end(remove: bool) -> None:
     checkpointer, last = door.checkpointer, _at_end
     at_end(None)
     if checkpointer is not None:
+        if remove and session is not None:
+            session.end()
         try:
             door.leave()
         finally:

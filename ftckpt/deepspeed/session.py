@@ -67,6 +67,7 @@ class EngineSession:
         self._engine = engine
         self._objects = dict(objects)
         self._begins = begins
+        self._check_counted = check_counted
         if program_of(config.persist) == DEEPSPEED:
             saves.prepare(config)
         examines = versions.admit("DeepSpeed", deepspeed.__version__, config)
@@ -87,6 +88,7 @@ class EngineSession:
         self._saves = saves.Saves(self._hooks, self._start.config) if program_of(config.persist) else None
         self._follow()
         initialize.at_end(self._saves.end if self._saves is not None else None)
+        initialize.session = self
         door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
             checkpointer.events.announce(
@@ -98,6 +100,16 @@ class EngineSession:
         """The script has counted what it trained last; does nothing where it was taken already."""
         self._hooks.take_boundary()
 
+    def begin_iteration(self) -> None:
+        """The script says where its iterations begin: from here on boundaries wait for it, and not for the engine."""
+        self._hooks.is_deferred = True
+        self.begin_batch()
+
+    def end(self) -> None:
+        """Training has ended well; the last boundary may wait for an iteration that does not come."""
+        if self._hooks.is_deferred and self._check_counted is None:
+            self.take_boundary()
+
     def _new_position(self) -> DataPosition:
         return DataPosition(self._engine, self._begins, owned_by_script=_OWNS_DATA in self._objects)
 
@@ -106,6 +118,7 @@ class EngineSession:
         """A training batch is about to be used; or drawn, by a script that says so before: RNG is right then, too."""
         self.take_boundary()
         initialize.check_others()
+        self._state.late_changes.begin()
         self._script.begin_iteration()
         self._data.begin_training()
 
@@ -121,7 +134,9 @@ class EngineSession:
         objects = {**self._objects, _DATA: data, _SCRIPT: script}
         state = self._start.build(lambda: DeepSpeedState(self._engine, objects))
         checkpointer = self._start.checkpointer(state, waits_in(self._engine))
+        self._state = state
         data.set_rng, data.log = state.set_rng, checkpointer.events.announce
+        data.draws = state.late_changes.begin
         script.log = checkpointer.events.announce
         restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True, undoes=undoes)
         # Where the script has loaded the same iteration from storage it knows of it.
