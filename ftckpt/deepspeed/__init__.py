@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 follow_uncaught()  # what is wrong in a configuration is said before anything is started
 
-__all__ = ["active", "attach", "close", "configure", "register", "remove"]
+__all__ = ["active", "attach", "begin_iteration", "close", "configure", "register", "remove"]
 
 
 def register(name: str, value: Stateful) -> None:
@@ -89,6 +89,17 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
     own = {name: as_object(value) for name, value in (objects or {}).items()}
     EngineSession(engine, {**initialize.objects, **own}, config, EpochBegins())
     return active()
+
+
+def begin_iteration() -> None:
+    """An iteration begins: call it first in each, where a script changes state outside of engine calls.
+
+    The snapshot of the iteration before is taken here instead of in ``engine.step``, so that it has what the script
+    has changed since (averaged weights, counters). After a restart random numbers are set here instead of in
+    ``engine(batch)``, so that noise that the script draws before that is the same. Does nothing where no engine is
+    followed.
+    """
+    initialize.begin_iteration()
 
 
 def active() -> Checkpointer | None:

@@ -101,6 +101,8 @@ class DataPosition:
         self._owned_by_script = owned_by_script
         self.set_rng: Callable[[], None] = _nothing
         """Sets the generators to what was restored; called before the first batch is drawn."""
+        self.draws: Callable[[], None] = _nothing
+        """Called before a batch is drawn from the engine's own loader."""
         self.log: Callable[[str], None] = _nothing
         """Takes one line for people."""
         self._given = engine.training_dataloader
@@ -254,6 +256,7 @@ class DataPosition:
 
     def _begin_epoch(self) -> Any:
         """What ``iter`` of the loader does."""
+        self.draws()
         if self._restored is not None and self._begin_restored():
             return self._loader
         # Before the loader's own ``iter``, which draws the seed of its workers.
@@ -262,6 +265,7 @@ class DataPosition:
 
     def _draw(self) -> Any:
         """What ``next`` of the loader does."""
+        self.draws()
         if self._restored is not None:
             if self._is_behind:
                 self._replay()

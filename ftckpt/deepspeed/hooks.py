@@ -68,6 +68,8 @@ class EngineHooks:
         self.begin = begin
         self.has_trained = False
         """Whether a boundary was reached."""
+        self.is_deferred = check_counted is not None
+        """Whether boundaries wait for ``take_boundary``."""
         self._check_counted = check_counted
         self._is_due = False
         self._counts_batches = _counts_batches(engine)
@@ -87,7 +89,7 @@ class EngineHooks:
         # A step that overflowed counts too: its loss scale and the number of skipped steps are state.
         if self.engine.global_steps != steps_before:
             self.has_trained = self._is_due = True
-            if self._check_counted is None:
+            if not self.is_deferred:
                 self.take_boundary()
 
     def take_boundary(self) -> None:

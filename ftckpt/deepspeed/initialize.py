@@ -11,20 +11,30 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftckpt.deepspeed import section
+from ftckpt.errors import ConfigError
 from ftckpt.frameworks import doors
+
+if TYPE_CHECKING:
+    from ftckpt.deepspeed.session import EngineSession
 
 door = doors.Door()
 objects: dict[str, Any] = {}
 """The script's own, by name."""
+session: EngineSession | None = None
+"""Of the engine that is followed, or was last."""
 _runner = False
 _is_attached_later = False
+_others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Engines with an optimizer that are not followed, though nothing says that they are not to be saved, and the steps
+that they had taken when another one was."""
 
 
 class _ImportWatch(importlib.abc.MetaPathFinder):
@@ -92,6 +102,12 @@ def install() -> None:
         sys.meta_path.insert(0, _watch)
 
 
+def begin_iteration() -> None:
+    """See ``ftckpt.deepspeed.begin_iteration``."""
+    if session is not None and door.checkpointer is not None:
+        session.begin_iteration()
+
+
 def close() -> None:
     """Training has ended well: snapshots are not needed any more. Collective; a second call does nothing."""
     _end(remove=True)
@@ -105,6 +121,8 @@ def leave() -> None:
 def _end(remove: bool) -> None:
     checkpointer = door.checkpointer
     if checkpointer is not None:
+        if remove and session is not None:
+            session.end()
         try:
             door.leave()
         finally:
@@ -121,6 +139,7 @@ def remove() -> None:
         leave()
     finally:  # a checkpointer that cannot be closed must not leave ``deepspeed.initialize`` replaced
         objects.clear()
+        _others.clear()
         section.configure({})
         door.remove()
 
@@ -147,6 +166,35 @@ def attached_later() -> Iterator[None]:
         _is_attached_later = before
 
 
+def require_one_engine(engine: Any) -> None:
+    """Nothing is followed yet, and from here on nothing but ``engine`` trains: see ``check_others``.
+
+    Raises:
+        ConfigError: an engine is followed.
+    """
+    if door.checkpointer is not None:
+        raise _second_engine()
+    for other in list(_others):
+        if other is engine:
+            del _others[other]
+        else:
+            _others[other] = int(other.global_steps)
+
+
+def check_others() -> None:
+    """Raises ConfigError where an engine that is not followed has trained since another one is."""
+    if any(int(other.global_steps) != steps for other, steps in _others.items()):
+        raise _second_engine()
+
+
+def _second_engine() -> ConfigError:
+    return ConfigError(
+        "ftckpt saves one engine, and another one trains in this process, which a restart would begin anew: where "
+        'that is right, put "ftckpt": {"enabled": false} into the configuration of the other; where training with '
+        "the first has ended, call ftckpt.deepspeed.close() before it; else switch ftckpt off"
+    )
+
+
 def has_runner() -> bool:
     """Whether a runner started the script."""
     return _runner
@@ -166,10 +214,18 @@ def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    config = section.merged(section.find(original, args, kwargs))
-    if not config.enabled or _is_attached_later:
+    if _is_attached_later:
         return original(*args, **kwargs)
     doors.prepare_storage(config)
+    given = section.find(original, args, kwargs)
+    config = section.merged(given)
+    if not config.enabled:
+        made = original(*args, **kwargs)
+        if not section.leaves_out(given) and getattr(made[0], "basic_optimizer", None) is not None:
+            if door.checkpointer is not None:
+                raise _second_engine()
+            _others[made[0]] = 0
+        return made
     from ftckpt.deepspeed.session import follow
 
     return follow(original, args, kwargs, config)

@@ -64,6 +64,8 @@ def merged(section: Any) -> Config:
     settings_are_written(Writing.JSON)
     # As they are read: 4GiB and 4 are one value, and so are a path and its whole name.
     in_section, outside = Config.from_mapping(section), Config.from_mapping(_given)
+    if leaves_out(section):
+        return in_section
     for name, value in _given.items():
         if name in section and not _same(getattr(in_section, name), getattr(outside, name)):
             raise ConfigError(
@@ -82,6 +84,11 @@ def merged(section: Any) -> Config:
             "--ftckpt-layouts: a DeepSpeed script builds its own layout, and restarts in any; leave them out"
         )
     return config
+
+
+def leaves_out(section: Any) -> bool:
+    """Whether the section says of its engine that it is not saved, whatever is switched on for others."""
+    return isinstance(section, dict) and section.get("enabled") is False
 
 
 def _same(one: Any, other: Any) -> bool:

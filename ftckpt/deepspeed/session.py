@@ -60,11 +60,7 @@ class EngineSession:
         self, engine: Any, objects: Mapping[str, Stateful], config: Config, begins: EpochBegins, named: bool = False,
         *, args: Any = None, check_counted: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        if door.checkpointer is not None:
-            raise ConfigError(
-                'ftckpt follows one engine, and has one: leave the section "ftckpt" out of the configuration of all '
-                "others, or call ftckpt.deepspeed.close() when training with the first has ended"
-            )
+        initialize.require_one_engine(engine)
         check_isolated()  # before a collective, in which a restarted attempt would wait for dead processes
         self._engine = engine
         self._objects = dict(objects)
@@ -72,6 +68,7 @@ class EngineSession:
         check_engine(engine)
         untested = versions.admit("DeepSpeed", deepspeed.__version__, config)
         self._start = doors.start(config, lambda: _place(engine), untested=untested)
+        self._check_counted = check_counted
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self._fresh_scheduler = copy.deepcopy(schedulers.save(engine.lr_scheduler))
@@ -86,6 +83,7 @@ class EngineSession:
             raise
         self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, check_counted=check_counted)
         self._follow()
+        initialize.session = self
         door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
             checkpointer.events.announce(
@@ -97,6 +95,16 @@ class EngineSession:
         """The script has counted what it trained last; does nothing where it was taken already."""
         self._hooks.take_boundary()
 
+    def begin_iteration(self) -> None:
+        """The script says where its iterations begin: from here on boundaries wait for it, and not for the engine."""
+        self._hooks.is_deferred = True
+        self.begin_batch()
+
+    def end(self) -> None:
+        """Training has ended well; the last boundary may wait for an iteration that does not come."""
+        if self._hooks.is_deferred and self._check_counted is None:
+            self.take_boundary()
+
     def _new_position(self) -> DataPosition:
         return DataPosition(self._engine, self._begins, owned_by_script=_OWNS_DATA in self._objects)
 
@@ -104,6 +112,8 @@ class EngineSession:
     def begin_batch(self) -> None:
         """A training batch is about to be used; or drawn, by a script that says so before: RNG is right then, too."""
         self.take_boundary()
+        initialize.check_others()
+        self._state.late_changes.begin()
         self._script.begin_iteration()
         self._data.begin_training()
 
@@ -119,7 +129,9 @@ class EngineSession:
         objects = {**self._objects, _DATA: data, _SCRIPT: script}
         state = self._start.build(lambda: DeepSpeedState(self._engine, objects))
         checkpointer = self._start.checkpointer(state)
+        self._state = state
         data.set_rng, data.log = state.set_rng, checkpointer.events.announce
+        data.draws = state.late_changes.begin
         script.log = checkpointer.events.announce
         restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True, in_training=in_training)
         # Where the script has loaded the same iteration from storage it knows of it.

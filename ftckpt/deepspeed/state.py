@@ -15,9 +15,10 @@ from ftckpt.frameworks import schedulers
 from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.flags import TrainingFlags
 from ftckpt.frameworks.generators import generators_in
+from ftckpt.frameworks.late_changes import LateChanges
 from ftckpt.frameworks.launcher import log_once
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
-from ftckpt.frameworks.optimizers import state_tensors
+from ftckpt.frameworks.optimizers import save_groups, state_tensors
 from ftckpt.frameworks.tensors import frozen_pieces, unwrapped, whole_piece
 from ftckpt.frameworks.torch_state import (
     Stateful,
@@ -32,6 +33,7 @@ from ftckpt.frameworks.torch_state import (
 from ftckpt.model.training_state import Description
 
 _FLAGS = "ftckpt.flags"
+_RANDOM = "random numbers"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # What changes while training, where the scale is dynamic; everything else of a scaler follows from the JSON.
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -54,9 +56,12 @@ class DeepSpeedState:
         support.check(engine)
         optimizers.check(engine.optimizer)
         self._engine = engine
+        self._own = {name: value for name, value in objects.items() if not name.startswith("ftckpt.")}
         self._objects = {**objects, **generators_in(unwrapped(engine.module.named_modules()))}
         self._live = LiveTensors(self._live_tensors, self._holders, "ds_tensor")
         self._extra = ExtraState(engine.module)
+        remedy = "call ftckpt.deepspeed.begin_iteration() first in each iteration, before anything is drawn"
+        self.late_changes = LateChanges(self._changing, remedy, {_RANDOM})
         self._rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
 
@@ -86,6 +91,7 @@ class DeepSpeedState:
         """
         self._extra.look_again()
         self._live.check("load before the first batch, and leave states where they are")
+        self.late_changes.boundary()
         optimizer = self._engine.optimizer
         return {
             "rng": save_rng(),
@@ -135,11 +141,21 @@ class DeepSpeedState:
             optimizers.spread(self._engine.optimizer)
         if self._engine.pipeline_parallelism:
             self._engine.reset_activation_shape()
+        self.late_changes.boundary()
 
     def set_rng(self) -> None:
         """Set RNG to what was loaded, right before the first batch is used: loaders and models draw from it."""
         if self._rng is not None:
             load_rng(self._rng)
+
+    def _changing(self) -> dict[str, Any]:
+        optimizer = optimizers.inner(self._engine.optimizer)
+        return {
+            _RANDOM: save_rng(),
+            "the scheduler": schedulers.save(self._engine.lr_scheduler),
+            "parameter groups": save_groups(optimizer),
+            **save_all(self._own),
+        }
 
     def _holders(self) -> Holders:
         optimizer = self._engine.optimizer

@@ -15,8 +15,9 @@ from ftckpt.frameworks import torch_state as generators
 from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.flags import TrainingFlags
 from ftckpt.frameworks.generators import as_object, generators_in
+from ftckpt.frameworks.late_changes import LateChanges
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
-from ftckpt.frameworks.optimizers import state_tensors
+from ftckpt.frameworks.optimizers import save_groups, state_tensors
 from ftckpt.frameworks.tensors import flat, fragments, frozen_pieces, unwrapped, whole_piece
 from ftckpt.frameworks.torch_state import Stateful, load_all, load_all_reshaped, save_all
 from ftckpt.megatron import optimizers
@@ -53,6 +54,7 @@ class MegatronState:
         self._objects = {name: as_object(value) for name, value in objects.items()}
         self._objects |= generators_in(self._named_modules())
         self._live = LiveTensors(self._live_tensors, self._holders)
+        self.late_changes = LateChanges(self._changing, "call step() last in each iteration")
         self._rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
 
@@ -92,6 +94,7 @@ class MegatronState:
         for extra in self._extra:
             extra.look_again()
         self._live.check("attach ftckpt after the last load, and write into tensors instead of replacing them")
+        self.late_changes.boundary()
         return {
             "rng": save_rng(),
             "optimizers": [optimizers.save_hyperparameters(leaf) for leaf in self._leaves],
@@ -134,6 +137,15 @@ class MegatronState:
         """Set RNG to what was loaded; again after anything that draws numbers before training begins."""
         if self._rng is not None:
             load_rng(self._rng)
+        self.late_changes.boundary()
+
+    def _changing(self) -> dict[str, Any]:
+        return {
+            "random numbers": save_rng(),
+            "the scheduler": schedulers.save(self._scheduler),
+            "parameter groups": [save_groups(leaf.optimizer) for leaf in self._leaves],
+            **save_all(self._objects),
+        }
 
     def _buffers(self, geometry: Geometry) -> Iterator[Piece]:
         """What Megatron puts into checkpoints belongs to the model, all else (counts within a batch) to a rank."""

@@ -15,6 +15,7 @@ from ftckpt.frameworks import optimizers, schedulers
 from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.flags import TrainingFlags
 from ftckpt.frameworks.generators import as_object, generators_in
+from ftckpt.frameworks.late_changes import LateChanges
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange
 from ftckpt.frameworks.tensors import as_real, frozen_pieces, unwrapped, whole_piece
@@ -89,6 +90,7 @@ class PlainState:
                 )
         self._live = LiveTensors(self._live_tensors, lambda: Holders((self.model,), (optimizer,)), LOCAL)
         self._extra = ExtraState(self.model)
+        self.late_changes = LateChanges(self._changing, "call step() last in each iteration")
         self._load_hooks: Callable[[], None] | None = None
         self._num_writes = 0
         self._stepped: tuple[list[Any], list[Any]] = [], []  # parameters that the optimizer steps: DTensors, others
@@ -130,6 +132,7 @@ class PlainState:
         self._live.check("attach after the last load, and write into tensors instead of replacing them")
         self._check_fence()
         self._comm_hooks.check()
+        self.late_changes.boundary()
         return {
             "rng": save_generators(),
             "scheduler": schedulers.save(self._scheduler),
@@ -175,6 +178,7 @@ class PlainState:
         if self._rng is not None:
             # Last: what comes before may draw random numbers.
             load_generators(self._rng)
+        self.late_changes.boundary()
 
     def _ranges(self) -> Iterator[ParameterRange]:
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
@@ -199,6 +203,14 @@ class PlainState:
                 "parameters were written and the optimizer's step hooks were not called; step with the optimizer "
                 "that ftckpt.plain.attach was given"
             )
+
+    def _changing(self) -> dict[str, Any]:
+        return {
+            "random numbers": save_generators(),
+            "the scheduler": schedulers.save(self._scheduler),
+            "parameter groups": optimizers.save_groups(self._optimizer),
+            **{name: value.state_dict() for name, value in self._objects.items() if value is not self._buckets},
+        }
 
     def _refuse_pending_gradients(self) -> None:
         """The optimizer has not stepped in this iteration: what it is going to step by is in no snapshot.

@@ -300,9 +300,48 @@ def test_wrong_starts_are_refused_on_all_ranks_in_one_line(arena_root: Path) -> 
         assert version.startswith("UnsupportedError: ") and "DeepSpeed 9.9.9 was not tested" in version
         assert "0.19.8" in version
         assert differ.startswith('ConfigError: "interval": 3 to the runner and 2 in the DeepSpeed configuration')
-        assert second.startswith("ConfigError: ftckpt follows one engine")
+        assert second.startswith("ConfigError: ftckpt saves one engine")
         assert (off, plain, right, again) == ("accepted",) * 4
         assert not [text for text in found if "\n" in text]
+
+
+def several(rank: int, world_size: int, arena: str) -> dict[str, str]:
+    """What a second engine comes to, and each remedy that its refusal names."""
+    import ftckpt.deepspeed
+    from ftckpt.errors import ConfigError
+
+    on, off = section(arena), {"enabled": False}
+    reference = {"optimizer": {}, "zero_optimization": {"stage": 0}}
+
+    def message(*sections: Any, closes: bool = False, **second: Any) -> str:
+        engines: list[Any] = []
+        try:
+            for number, one in enumerate(sections):
+                if closes and engines:
+                    ftckpt.deepspeed.close()
+                engines.append(initialize(one, **(second if number else {})))
+            for _ in range(2):
+                for engine in engines:
+                    if engine.optimizer is not None and not closes:
+                        train_step(engine)
+        except ConfigError as error:
+            return str(error)
+        finally:
+            ftckpt.deepspeed.close()
+        return "accepted"
+
+    return {
+        "both": message(on, on), "alone": message(on, None), "later": message(None, on),
+        "off": message(on, off), "off first": message(off, on), "closed": message(on, None, closes=True),
+        "reference": message(on, None, **reference),
+    }  # fmt: skip
+
+
+def test_a_second_engine_is_refused_and_each_remedy_is_accepted(arena_root: Path) -> None:
+    (found,) = results(several, 1, str(arena_root))
+    refused_ones = {name for name, said in found.items() if said.startswith("ftckpt saves one engine")}
+    assert refused_ones == {"both", "alone", "later"}
+    assert {said for name, said in found.items() if name not in refused_ones} == {"accepted"}
 
 
 class Counter:
@@ -339,7 +378,7 @@ def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
         checkpointer = ftckpt.deepspeed.attach(engine, {"counter": counter}, config)
         assert checkpointer is ftckpt.deepspeed.active()
         found.append((engine.global_steps, counter.count, registered.count))
-        with pytest.raises(ConfigError, match="follows one engine"):
+        with pytest.raises(ConfigError, match="saves one engine"):
             ftckpt.deepspeed.attach(engine, {}, config)
         with pytest.raises(ConfigError, match="too late"):
             ftckpt.deepspeed.register("late", Counter())

@@ -74,6 +74,7 @@ def test_flags_and_section_are_merged() -> None:
     section.configure({"enabled": True, "interval": 2})
     assert section.merged(None) == Config(enabled=True, interval=2)
     assert section.merged({"slots": 3}) == Config(enabled=True, interval=2, slots=3)
+    assert section.merged({"enabled": False}) == Config(), "of an engine that is not to be saved"
     assert section.merged({"enabled": True, "interval": 2, "slots": 3}) == Config(enabled=True, interval=2, slots=3)
 
 
@@ -81,7 +82,6 @@ def test_flags_and_section_are_merged() -> None:
     ("flags", "given", "words"),
     [
         ({"interval": 2}, {"enabled": True, "interval": 1}, ['"interval": 2 to the runner and 1 in']),
-        ({"enabled": True}, {"enabled": False}, ['"enabled": True to the runner and False in']),
         (
             {"overhead_budget": 0.5}, {"enabled": True, "overhead_budget": 0.1},
             ['"overhead_budget": 0.5 to the runner and 0.1 in'],

@@ -170,7 +170,7 @@ class Level(IntEnum):
         ({"c": 1j}, r"^objects\.c is a builtins\.complex"),
         ({"p": torch.nn.Parameter(torch.zeros(1))}, r"^objects\.p is a torch\.nn.*Parameter"),
         ({"s": torch.zeros(2).to_sparse()}, r"^objects\.s is a sparse tensor"),
-        ({"z": torch.zeros(2, dtype=torch.complex64)}, r"^objects\.z is a tensor of torch\.complex64"),
+        ({"z": torch.zeros(2, dtype=torch.complex32)}, r"^objects\.z is a tensor of torch\.complex32"),
         ({"o": np.array([object()])}, r"^objects\.o is a numpy\.ndarray"),
         ({"u": np.array(["x"])}, r"^objects\.u is a numpy\.ndarray"),
         ({"m": np.ma.array([1, 2], mask=[0, 1])}, r"^objects\.m is a numpy\.ma.*MaskedArray"),
