@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import ftckpt.deepspeed
 from ftckpt.deepspeed import initialize, section
-from ftckpt.frameworks import launcher
+from ftckpt.frameworks import doors, launcher
 from ftckpt.job.garbage import imports_that_stay
 
 _USAGE = (
@@ -19,7 +19,7 @@ _USAGE = (
 
 def main(argv: Sequence[str]) -> int:
     """Run a training script as ``__main__`` with ``deepspeed.initialize`` wrapped; returns the exit code."""
-    return launcher.main(argv, "ftckpt.deepspeed", _USAGE, _run, section.foreseen_job)
+    return launcher.main(argv, "ftckpt.deepspeed", _USAGE, _run, lambda words: section.foreseen(words).job)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -29,8 +29,7 @@ def _run(argv: Sequence[str]) -> int:
     settings, arguments = section.from_flags(words[1:])
     section.configure(settings)
     script = launcher.script_path(words[0] if words else "", _USAGE)
-    config = section.foreseen(arguments)
-    doors.prepare_storage(config)  # a refusal costs no import
+    doors.prepare_storage(section.foreseen(arguments))  # a refusal costs no import
     with imports_that_stay():
         launcher.stand_in("deepspeed")
         launcher.prepare(script, [*first, *arguments])

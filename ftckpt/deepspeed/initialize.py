@@ -216,7 +216,6 @@ def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _is_attached_later:
         return original(*args, **kwargs)
-    doors.prepare_storage(config)
     given = section.find(original, args, kwargs)
     config = section.merged(given)
     if not config.enabled:
@@ -226,6 +225,7 @@ def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 raise _second_engine()
             _others[made[0]] = 0
         return made
+    doors.prepare_storage(config)
     from ftckpt.deepspeed.session import follow
 
     return follow(original, args, kwargs, config)

@@ -113,15 +113,16 @@ def find(initialize: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return of(config)
 
 
-def foreseen_job(words: Sequence[str]) -> str:
-    """The job's name in the JSON that DeepSpeed's own flag names on this command line, or given to ``configure``.
-    Empty where there is none, or the JSON is wrong: ``merged`` raises that later."""
+def foreseen(words: Sequence[str]) -> Config:
+    """What a script with this command line will most likely give ``deepspeed.initialize``: the JSON that DeepSpeed's
+    own flag names, with what ``configure`` was given. Off where there is none, or it is wrong: ``merged`` raises that
+    later."""
     try:
         path = launcher.option("--deepspeed_config", words)
         config = json.loads(Path(path).read_bytes()) if path else {}
-        return merged(config.get(NAME) if isinstance(config, dict) else None).job
+        return merged(config.get(NAME) if isinstance(config, dict) else None)
     except (OSError, ValueError, FtckptError):
-        return ""
+        return Config()
 
 
 def of(config: Any) -> Any:

@@ -22,7 +22,7 @@ import ftckpt.megatron
 from ftckpt.config import Config
 from ftckpt.config import add_flags as add_flags_to
 from ftckpt.errors import FtckptError, UnsupportedError
-from ftckpt.frameworks import launcher
+from ftckpt.frameworks import doors, launcher
 from ftckpt.megatron import door
 
 if TYPE_CHECKING:

@@ -322,9 +322,9 @@ def test_help_lists_the_flags(tmp_path: Path) -> None:
 def test_the_name_of_the_job_is_read_from_the_json_that_a_flag_names(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"ftckpt": {"enabled": true, "job": "one"}}')
-    assert section.foreseen_job(["--deepspeed_config", str(path)]) == "one"
-    assert section.foreseen_job(["--x"]) == section.foreseen_job(["--deepspeed_config"]) == ""
-    assert section.foreseen_job([f"--deepspeed_config={tmp_path / 'none'}"]) == ""
+    assert section.foreseen(["--deepspeed_config", str(path)]).job == "one"
+    assert section.foreseen(["--x"]).job == section.foreseen(["--deepspeed_config"]).job == ""
+    assert section.foreseen([f"--deepspeed_config={tmp_path / 'none'}"]).job == ""
     for wrong in ("{", "[]", '{"ftckpt": 3}', '{"ftckpt": {"job": "one"}}'):
         path.write_text(wrong)
-        assert section.foreseen_job(["--deepspeed_config", str(path)]) == ""
+        assert section.foreseen(["--deepspeed_config", str(path)]).job == ""
