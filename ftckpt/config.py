@@ -196,7 +196,7 @@ class Config:
     )
     replica_check_interval: int = declare(
         1000,
-        "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only",
+        "most snapshots within which all bytes of replicas are compared, a sample with each; 0: compare at start only",
         minimum=0,
     )
     on_corruption: str = declare(

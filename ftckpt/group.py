@@ -150,7 +150,8 @@ class Group:
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
         self._group = connect(name, job_store(), self.rank, self.size, self.timeout_secs)
         self._spare: defaultdict[int, list[Minimum]] = defaultdict(list)  # by the number of values
-        self._reused: list[Minimum] = []  # kept for good: no thread of torch is the last to have a tensor
+        self._spare_rows: defaultdict[int, list[Rows]] = defaultdict(list)
+        self._reused: list[Minimum | Rows] = []  # kept for good: no thread of torch is the last to have a tensor
         self._kept: list[Any] = [self._group, self._tensors, self._reused]
         _immortal.append(self._kept)
 
@@ -223,16 +224,37 @@ class Group:
             minimum = Minimum(tensor, tensor.numpy())
             self._keep(tensor)
         minimum.values[:] = values
-        self._unfinished = [work for work in self._unfinished if not work.is_completed()]
-        work = self._try(lambda: self._group.allreduce([minimum.tensor], _MINIMUM))
-        self._unfinished.append(work)
-        return work, minimum
+        return self._start(lambda: self._group.allreduce([minimum.tensor], _MINIMUM)), minimum
 
-    def give_back(self, minimum: Minimum) -> None:
-        """What ``start_minimum`` gave is finished and read: the next one of as many values has it again."""
-        self._spare[len(minimum.values)].append(minimum)
-        if not any(minimum is one for one in self._reused):
-            self._reused.append(minimum)
+    def start_gather(self, values: npt.NDArray[np.int64]) -> tuple[dist.Work, Rows]:
+        """Post an all-gather of as many values on all ranks; returns the work, for ``finish``, and what will have the
+        values of each rank."""
+        spare = self._spare_rows[len(values)]
+        if spare:
+            rows = spare.pop()
+        else:
+            own = torch.empty(len(values), dtype=torch.int64, device="cpu")
+            tensor = torch.empty((self.size, len(values)), dtype=torch.int64, device="cpu")
+            rows = Rows(own, tensor, tensor.numpy())
+            self._keep(own, tensor)
+        rows.own.numpy()[:] = values
+        return self._start(lambda: self._group._allgather_base(rows.tensor, rows.own)), rows  # type: ignore[call-arg]
+
+    def _start(self, post: Callable[[], dist.Work]) -> dist.Work:
+        self._unfinished = [work for work in self._unfinished if not work.is_completed()]
+        work = self._try(post)
+        self._unfinished.append(work)
+        return work
+
+    def give_back(self, read: Minimum | Rows) -> None:
+        """What ``start_minimum`` or ``start_gather`` gave is finished and read: the next one of as many values has it
+        again."""
+        if isinstance(read, Minimum):
+            self._spare[len(read.values)].append(read)
+        else:
+            self._spare_rows[len(read.own)].append(read)
+        if not any(read is one for one in self._reused):
+            self._reused.append(read)
 
     def _keep(self, *tensors: torch.Tensor) -> None:
         """Keep ``tensors``, which gloo may write into after the caller has forgotten them, until no thread of torch
@@ -301,6 +323,14 @@ def look_secs(size: int) -> tuple[float, float]:
 class Minimum(NamedTuple):
     """Memory that a collective fills, and its ``values``, which a tensor takes long to show."""
 
+    tensor: torch.Tensor
+    values: npt.NDArray[np.int64]
+
+
+class Rows(NamedTuple):
+    """As ``Minimum``, of a gather: what this rank posts, and a row of ``values`` for each rank."""
+
+    own: torch.Tensor
     tensor: torch.Tensor
     values: npt.NDArray[np.int64]
 

@@ -88,6 +88,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         summaries = gather_bytes(group, look.summary)
     sets = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
     replicated = all(view.replicated for view in views)
+    largest = max((run.nbytes for run in sets.runs), default=0) if replicated else 0
     sets = without_small(sets) if replicated else each_its_own(sets)
     weights = None if capacities is None else bounded_capacities(capacities)
     # Without capacities shares are equal, whatever protection costs each rank.
@@ -106,8 +107,11 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
     differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
-    derives = any(view.derives for view in views)
-    belief = Belief(sets.again if replicated else None, look.held, derived, derives, bool(broken))
+    most_derived = max(view.derived_bytes for view in views)
+    belief = Belief(
+        sets.again if replicated else None, look.held, derived, derives=most_derived > 0, is_broken=bool(broken),
+        largest_bytes=max(largest, most_derived),
+    )  # fmt: skip
     return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
 
 
@@ -154,14 +158,14 @@ def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num
 
 class _View(NamedTuple):
     """What one rank sees: keys that do not follow from others, and digests of the weights and of the redundancy that
-    it was given. ``derives``: whether it has pieces that may follow from others. ``replicated``: whether its
+    it was given. ``derived_bytes``: of pieces that may follow from others. ``replicated``: whether its
     framework keeps replicas the same. ``summary``: what it holds with others; nothing where some key does not follow.
     """
 
     broken: tuple[str, ...]
     weights: str
     redundancy: str
-    derives: bool
+    derived_bytes: int
     replicated: bool
     summary: bytes
 
@@ -172,9 +176,9 @@ class _View(NamedTuple):
     ) -> _View:  # fmt: skip
         _check_numbers(capacities, redundancy, num_ranks)
         seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
-        derives = any(piece.derived_from is not None for piece in described.stepped)
+        derived = sum(piece.fragment.nbytes for piece in described.stepped if piece.derived_from is not None)
         broken = tuple(_broken(described, cast))
-        return cls(broken, seen, redundancy.digest, derives, described.replicated, b"" if broken else look.summary())
+        return cls(broken, seen, redundancy.digest, derived, described.replicated, b"" if broken else look.summary())
 
 
 class Look:
@@ -268,14 +272,16 @@ class Belief:
         derived: pieces of this rank that follow from others.
         derives: whether any rank has pieces that may; the same on all ranks.
         is_broken: whether some do not, as it was found.
+        largest_bytes: of the largest replica set, or of what some rank derives; the same on all ranks.
     """
 
     def __init__(
-        self, replicas: Recheck | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece], derives: bool,
-        is_broken: bool,
+        self, replicas: Recheck | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece], *, derives: bool,
+        is_broken: bool, largest_bytes: int,
     ) -> None:  # fmt: skip
-        self._replicas = replicas
-        self._bytes = held
+        self.replicas = replicas
+        self.held = held
+        self.largest_bytes = largest_bytes
         self._rules = _rules(derived)
         self._is_broken = is_broken
         self.needed = derives or (replicas is not None and replicas.needed)
@@ -283,16 +289,16 @@ class Belief:
 
     def look(self) -> tuple[bool, bytes]:
         """Whether what this rank derives still follows, and what it has to say of its replicas."""
-        digests = self._replicas.digests(self._digest) if self._replicas is not None else b""
+        digests = self.replicas.digests(self._digest) if self.replicas is not None else b""
         return not self._is_broken and all(map(_follow, self._rules)), digests
 
     def agree(self, digests: list[bytes]) -> bool:
         """Whether replicas agree, by what ``look`` has given on all ranks."""
-        return self._replicas is None or self._replicas.agree(digests)
+        return self.replicas is None or self.replicas.agree(digests)
 
     def _digest(self, indices: Sequence[int]) -> int:
         hasher = xxhash.xxh3_64()
-        for _, joined in _read([self._bytes[index] for index in indices]):
+        for _, joined in _read([self.held[index] for index in indices]):
             hasher.update(joined)
         return hasher.intdigest()
 

@@ -31,6 +31,14 @@ class OldArenaRemoval:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """Replicas were the same at iteration ``after`` and differ at ``until``: snapshots in between may mix states."""
+
+    after: int
+    until: int
+
+
+@dataclass(frozen=True)
 class TurnOff:
     """No more snapshots in this process."""
 
@@ -63,4 +71,4 @@ class Skip:
     reason: str
 
 
-Action = WholeMark | TargetMarks | OldArenaRemoval | TurnOff | Announcement
+Action = WholeMark | TargetMarks | OldArenaRemoval | Doubt | TurnOff | Announcement

@@ -1,5 +1,7 @@
 """What all ranks know together: one asynchronous all-reduce per snapshot, posted by each rank, read as a verdict.
 
+An all-gather goes with it where replicas are compared, see ``ftckpt.capture.sample``.
+
 Each rank posts one round per snapshot that is due, whether it took it or not, so the n-th rounds of all ranks belong
 together. Nobody waits for a verdict before a slot is really needed.
 """
@@ -12,7 +14,12 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ftckpt.model.sampled import Comparison, Sampled
+
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from ftckpt.group import Group
 
 
@@ -73,7 +80,7 @@ class Verdict(NamedTuple):
     ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
     least willing. ``stretch``, ``cost``, ``flush_interval``: the largest. ``target``: what all take for the target,
     -1 where they differ. ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to
-    storage.
+    storage. ``replicas``: what the sample of that snapshot says.
     """
 
     number: int
@@ -86,6 +93,7 @@ class Verdict(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
+    replicas: Sampled = Sampled.UNKNOWN
 
     @classmethod
     def of(cls, number: int, minima: Sequence[int]) -> Verdict:
@@ -110,6 +118,17 @@ class AgreementError(RuntimeError):
     """The other ranks cannot be reached any more."""
 
 
+class _Posted(NamedTuple):
+    """A round on its way; ``rows`` where samples go with it, and how they are compared."""
+
+    number: int
+    work: Any
+    minima: Any
+    sample: Any = None
+    rows: Any = None
+    comparison: Comparison | None = None
+
+
 class Agreement:
     """Rounds that this rank has posted, and verdicts that it has not read yet.
 
@@ -118,7 +137,7 @@ class Agreement:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._posted: deque[tuple[int, Any, Any]] = deque()
+        self._posted: deque[_Posted] = deque()
         self._unread: list[Verdict] = []
 
     @property
@@ -134,14 +153,21 @@ class Agreement:
         """Nothing more is posted, by any rank."""
         self._group.close()
 
-    def post(self, round_: Round) -> None:
-        """Post this rank's round; never waits.
+    def post(
+        self, round_: Round, words: npt.NDArray[np.int64] | None = None, comparison: Comparison | None = None
+    ) -> None:  # fmt: skip
+        """Post this rank's round; never waits. ``words``: of its sample of that snapshot, on all ranks or on none,
+        for ``comparison``.
 
         Raises:
             AgreementError: nothing was posted.
         """
         try:
-            self._posted.append((round_.number, *self._group.start_minimum(round_.words())))
+            posted = _Posted(round_.number, *self._group.start_minimum(round_.words()))
+            if words is not None:
+                sample, rows = self._group.start_gather(words)
+                posted = posted._replace(sample=sample, rows=rows, comparison=comparison)
+            self._posted.append(posted)
         except RuntimeError as error:
             raise AgreementError(str(error)) from error
 
@@ -157,17 +183,26 @@ class Agreement:
         """
         deadline = time.monotonic() + timeout_secs
         while self._posted:
-            number, work, minima = self._posted[0]
+            posted = self._posted[0]
             try:
-                if not self._group.finish(work, deadline - time.monotonic()):
-                    return None
+                for work in (posted.work, posted.sample):
+                    if work is not None and not self._group.finish(work, deadline - time.monotonic()):
+                        return None
             except RuntimeError as error:
                 raise AgreementError(str(error)) from error
             # Only here: a read that gave up finds the same round again.
             self._posted.popleft()
-            self._unread.append(Verdict.of(number, minima.values.tolist()))
-            self._group.give_back(minima)
+            self._unread.append(self._verdict(posted))
             if self._unread[-1].will == Will.OFF:
                 break
         verdicts, self._unread = tuple(self._unread), []
         return verdicts
+
+    def _verdict(self, posted: _Posted) -> Verdict:
+        verdict = Verdict.of(posted.number, posted.minima.values.tolist())
+        self._group.give_back(posted.minima)
+        if posted.comparison is None:
+            return verdict
+        verdict = verdict._replace(replicas=posted.comparison.outcome(posted.rows.values))
+        self._group.give_back(posted.rows)
+        return verdict

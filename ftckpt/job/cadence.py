@@ -64,39 +64,63 @@ class Interval:
         return self.probes and (self.number < self.probe_end or self.number % _PROBES_APART < _PROBE)
 
 
+_LAST_PROOF = 8
+
+
 @dataclass
 class Proofs:
     """Which snapshots, counted from 1, come with a proof that replicas still hold the same bits.
 
-    What a configuration makes differ shows in the first optimizer steps, so proofs are close at first: at 1, 2, 4,
-    8 … These count from where steps begin: while every step is skipped, as when a loss scale is being found, a
-    proof proves nothing and the next snapshot has another.
+    What a configuration makes differ shows in the first optimizer steps, so proofs come at 1, 2, 4 and 8. These count
+    from where steps begin: while every step is skipped, as when a loss scale is being found, a proof proves nothing
+    and the next snapshot has another. Samples compare from there on.
 
-    ``interval``, in iterations: the first snapshot so long after a proof has the next one; 0: only the first has one.
+    ``repeats``: whether any but the first has one.
     """
 
-    interval: int
-    last: int = -1
-    """The iteration of the last proof."""
-    held: int = -1
-    """The iteration of the last proof by which everything was as it was taken to be; -1: there was none."""
+    repeats: bool
     begin: int = 0
     """The last snapshot whose proof proved nothing."""
     begun: bool = False
 
-    def due(self, iteration: int, number: int) -> bool:
+    def due(self, number: int) -> bool:
         """Whether snapshot ``number`` has one. It is collective: every rank must come to the same answer, late or
         not, so this depends on nothing that only some ranks have read."""
         since = number - self.begin
-        # A power of two, or as often as the user wants at least.
-        often = bool(self.interval) and (since & (since - 1) == 0 or iteration - self.last >= self.interval)
-        return number == 1 or often
+        return number == 1 or (self.repeats and since <= _LAST_PROOF and since & (since - 1) == 0)
 
-    def learn(self, number: int, stepped: bool, held: bool = True) -> None:
-        """Snapshot ``number`` had a proof; ``stepped``: stepped state may have changed on some rank, as all know.
-        ``held``: what was taken for granted is so."""
-        if held:
-            self.held = self.last
+    def learn(self, number: int, stepped: bool) -> None:
+        """Snapshot ``number`` had a proof; ``stepped``: stepped state may have changed on some rank, as all know."""
         self.begun = self.begun or stepped
         if not self.begun:
             self.begin = number
+
+
+class Trust:
+    """Since when replicas are known to be the same: from samples, one position with each snapshot, and proofs.
+
+    State that differs stays different until it is loaded again. So all of it was the same at an iteration since which
+    every position has matched.
+
+    Args:
+        positions: of samples; the n-th snapshot compares position n modulo ``positions``.
+        iteration: at which everything was the same.
+    """
+
+    def __init__(self, positions: int, iteration: int) -> None:
+        self._matched = [iteration] * max(1, positions)
+
+    @property
+    def iteration(self) -> int:
+        """The newest at which everything was the same."""
+        return min(self._matched)
+
+    def match(self, number: int, iteration: int) -> None:
+        """The sample of snapshot ``number``, of ``iteration``, has matched."""
+        position = number % len(self._matched)
+        # A rank that reads late may learn of a sample after a newer proof.
+        self._matched[position] = max(self._matched[position], iteration)
+
+    def prove(self, iteration: int) -> None:
+        """Everything is the same at ``iteration``."""
+        self._matched = [iteration] * len(self._matched)

@@ -14,6 +14,7 @@ from ftckpt.config import Config
 from ftckpt.job.actions import (
     Action,
     Announcement,
+    Doubt,
     OldArenaRemoval,
     Skip,
     Take,
@@ -22,9 +23,10 @@ from ftckpt.job.actions import (
     WholeMark,
 )
 from ftckpt.job.agreement import Round, Verdict, Will
-from ftckpt.job.cadence import Interval, Proofs
+from ftckpt.job.cadence import Interval, Proofs, Trust
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
 from ftckpt.job.targets import Guard, Targets
+from ftckpt.model.sampled import Sampled
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 
@@ -63,7 +65,12 @@ class RankState:
         probes = config.interval == "auto" and config.overhead_budget > 0
         self._error_limit = ERROR_LIMIT
         self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_ROUNDS, probes)
-        self.proofs = Proofs(config.replica_check_interval)
+        self.proofs = Proofs(config.replica_check_interval > 0)
+        self._trust = Trust(0, -1)
+        self._trusted_before = -1  # the last proof
+        self._proved = 0  # the number of the snapshot with the last proof
+        self._alarm: int | None = None  # the number of the snapshot with which replicas differ, until a proof
+        self._iterations: dict[int, int] = {}  # by number, of snapshots whose verdict was not read
         self.targets = Targets.of(config) if protects else Targets(0)
         self.flushes = Flushes.of(config, nodes)
         self._stepped = False
@@ -86,9 +93,19 @@ class RankState:
         protected where it lies ``in_memory``."""
         self.lineage, self.whole = lineage, restored if in_memory else None
         self.iteration = self._passed = restored.iteration if restored is not None else -1
+        self.lay_out(0)
         self.targets.target = self.whole if self.targets.interval else None
         self.targets.chosen_secs = now_secs
         self.flushes.resume(self.iteration)
+
+    def lay_out(self, positions: int) -> None:
+        """Samples have so many ``positions`` from now on; 0: there are none. Nothing differs now."""
+        self._trust = Trust(positions, self.iteration)
+
+    @property
+    def trusted(self) -> int:
+        """The newest iteration at which replicas are known to be the same; -1: none since the beginning."""
+        return self._trust.iteration
 
     def take_over(self, protected: SnapshotId | None, target: SnapshotId | None) -> None:
         """What the arenas of all ranks hold of what an earlier attempt protected, and of what was restored."""
@@ -110,6 +127,7 @@ class RankState:
         due = self.interval.due(iteration)
         if due:
             self.iteration, self._will, self._missed, self._reads = iteration, None, False, True
+            self._iterations[self.interval.number] = iteration
         return due
 
     def stepped(self) -> None:
@@ -169,6 +187,7 @@ class RankState:
             protects = self.targets.interval and not self.targets.given_up
             newest = self.targets.protected if protects else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
+            actions += self._compare(verdict)
             if verdict.will == Will.SKIP:
                 self.interval.skipped(verdict.number)
             if self.interval.learn(verdict.number, verdict.stretch):
@@ -196,7 +215,24 @@ class RankState:
         One that read late that all turn off does not enter a proof which the others, long off, do not come to.
         """
         others_left = self._last_round is not None and self._last_round < self.interval.number - 1
-        return not others_left and (self._wrong or self.proofs.due(self.iteration, self.interval.number))
+        return not others_left and (self._wrong or self._alarm_due or self.proofs.due(self.interval.number))
+
+    @property
+    def _alarm_due(self) -> bool:
+        """Whether replicas are proven for an alarm: when whoever still trains has read of it."""
+        return self._alarm is not None and self.interval.number >= self._alarm + self.interval.delay
+
+    def _compare(self, verdict: Verdict) -> list[Action]:
+        """What the sample that came with ``verdict`` says. From the alarm on until the proof nothing is taken."""
+        iteration = self._iterations.pop(verdict.number, -1)
+        if verdict.replicas == Sampled.MATCHED:
+            self._trust.match(verdict.number, iteration)
+        if verdict.replicas != Sampled.DIFFER or self._alarm is not None:
+            return []
+        if verdict.number < self._proved:  # read late: that proof has answered it
+            return [Doubt(self._trusted_before, iteration)]
+        self._alarm = verdict.number
+        return [Doubt(self.trusted, iteration)]
 
     @property
     def late(self) -> bool:
@@ -208,18 +244,17 @@ class RankState:
         """Whether stepped state of this rank may have changed since the start."""
         return self._stepped
 
-    def proves(self) -> None:
-        """A proof begins. Whatever comes of it here, the next one is due on all ranks together."""
-        self.proofs.last = self.iteration
-
     def proved(self, stepped: bool, changed: bool, new_arenas: bool) -> None:
         """A proof has ended; all arguments as all ranks know them, see ``Proof``.
 
         Where the arenas could not be laid out anew at once, nothing is taken until they are: it would be whole, and
         wrong. In arenas that are laid out anew nothing is protected yet, and older ones hold the only whole snapshot.
         """
-        self.proofs.learn(self.interval.number, stepped, not changed)
+        self.proofs.learn(self.interval.number, stepped)
         self._wrong = changed and not new_arenas
+        self._alarm, self._proved, self._trusted_before = None, self.interval.number, self.trusted
+        if not changed:
+            self._trust.prove(self.iteration)
         if new_arenas:
             self.targets.forget()
             self.flushes.forget()
@@ -254,6 +289,8 @@ class RankState:
             return Skip("this rank takes no more snapshots")
         if self._wrong:
             return Skip("ranks must copy other things than they do, and one was late in laying out anew")
+        if self._alarm is not None:
+            return Skip("replicas differ: the next proof finds out which, and each rank copies its own then")
         if obstacle:
             return Skip(obstacle)
         if not has_room:
@@ -265,7 +302,8 @@ class RankState:
         """Why no snapshot can be taken where all ranks wait for it, at the end of the job; empty where one can."""
         if self.off:
             return "snapshots were turned off"
-        return "a proof has shown that it must copy other things than it does" if self._wrong else ""
+        is_wrong = self._wrong or self._alarm is not None
+        return "replicas differ, and it must copy other things than it does" if is_wrong else ""
 
     def let_target_go(self) -> TargetMarks:
         """Nothing comes to be protected any more: the slot of the target is free."""

@@ -16,6 +16,7 @@ from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
+from ftckpt.capture.sample import Sampler, Words
 from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, UnsupportedError
 from ftckpt.events import Events
@@ -23,6 +24,7 @@ from ftckpt.group import Group, gather_bytes
 from ftckpt.job.arenas import Beside, NodeArenas
 from ftckpt.model import codec
 from ftckpt.model.replicas import Sharing
+from ftckpt.model.sampled import Comparison
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology
@@ -90,6 +92,7 @@ class Shard:
         self.capacities: list[int] | None = None
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
+        self._sampler: Sampler | None = None
         self._sharing: Sharing | None = None
         self._told: set[str] = set()  # differing fragments: a proof that is late comes to the same ones again
         self.num_differing = 0
@@ -190,6 +193,23 @@ class Shard:
         holds = all(one[1] for one in seen) and assignment.belief.agree([one[2:] for one in seen])
         return any(one[0] for one in seen), holds
 
+    @property
+    def positions(self) -> int:
+        """Snapshots whose samples compare everything once, the same on all ranks; 0: nothing is compared."""
+        return self._sampler.positions if self._sampler is not None else 0
+
+    def sample(self, number: int) -> None:
+        """Sample what other ranks hold, too, for snapshot ``number``."""
+        if self._sampler is not None:
+            self._sampler.take(number)
+
+    def sampled(self, number: int) -> tuple[Words | None, Comparison | None]:
+        """This rank's words for snapshot ``number``, and how those of all ranks are compared."""
+        if self._sampler is None:
+            return None, None
+        words = self._sampler.words(number)
+        return words, self._sampler.comparison if words is not None else None
+
     def proves(self) -> bool:
         """Whether derived pieces and replicas are on all ranks what they were taken for. Collective."""
         assignment = self._assignment
@@ -218,19 +238,19 @@ class Shard:
     def let_go(self) -> bool:
         """ftckpt is off, and no proof follows: nothing of training's is held any more; whether anything was."""
         held = self._described is not None
-        self._described = self._assignment = self._sharing = None
+        self._described = self._assignment = self._sampler = self._sharing = None
         return held
 
     def _leave_arena(self) -> None:
         """What could be used of it before another rank had no room."""
-        capture, self.capture = self.capture, None
+        capture, self.capture, self._sampler = self.capture, None, None
         if capture is not None:
             capture.close()
             capture.arena.close()
 
     def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
         # First: if no arena can be had nothing is left that copies into one that is closed.
-        self.capture = None
+        self.capture = self._sampler = None
         capture.close()
         self._arenas.replace(capture.arena, whole, checked.manifest, partial(self._use, checked))
 
@@ -246,6 +266,8 @@ class Shard:
         except BaseException:
             arena.close()  # nobody else knows of it
             raise
+        limit = self._config.replica_check_interval
+        self._sampler = Sampler(assignment, self._group.rank, self._group.size, limit)
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         copied_bytes = self.capture.stepped_bytes
         spill = dict(zip(("equal", "chosen"), assignment.spill_bytes or (), strict=False))
@@ -291,14 +313,14 @@ def odd_ranks(found: Mapping[str, Iterable[int]]) -> list[int]:
     return sorted({*chain.from_iterable(found.values())})
 
 
-def corruption_text(topology: Topology, proof: Proof, iteration: int, proven: int) -> str:
-    """What ranks that must hold the same and do not are to be told; ``proven``: when they did for the last time."""
+def corruption_text(topology: Topology, proof: Proof, iteration: int, trusted: int) -> str:
+    """What ranks that must hold the same and do not are to be told; ``trusted``: when they did for the last time."""
     odd = topology.named(proof.odd_ranks)
     who = f"{listed(odd)} hold(s) other bits than most" if odd else "nobody can say which rank is right"
     since, back = "the start", "from a checkpoint"
-    if proven >= 0:
-        since = f"iteration {proven}"
-        back = f"with --ftckpt-rollback-before {proven + 1}: newer snapshots may hold those bits, on storage, too"
+    if trusted >= 0:
+        since = f"iteration {trusted}"
+        back = f"with --ftckpt-rollback-before {trusted + 1}: newer snapshots may hold those bits, on storage, too"
     return (
         f"replicas of {listed(proof.differing[:_MOST_NAMED])} differ at iteration {iteration}: {who}; they were the "
         f"same at {since}: have that hardware tested, then start again {back}; where the script lets them drift, "

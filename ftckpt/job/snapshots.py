@@ -15,6 +15,7 @@ from ftckpt.job import deadlines
 from ftckpt.job.actions import (
     Action,
     Announcement,
+    Doubt,
     OldArenaRemoval,
     Skip,
     Take,
@@ -79,6 +80,7 @@ class Snapshots:
         """Snapshots have ``lineage`` from now on, and training goes on from ``restored``, of which this start may
         have ``rebuilt`` a part."""
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
+        self._state.lay_out(self._shard.positions)
         if self.arena is None or not self._has_smp:
             self._protection.show(self._arenas.path)
             for setting, does in (
@@ -219,6 +221,7 @@ class Snapshots:
         elif decision is not None and capture is not None:
             slot = self.take(decision, prepared)
             self.begun, self._num_begun = iteration, self._num_begun + 1
+            self._shard.sample(self._state.interval.number)
             self._numbers.took(capture.stepped_bytes)
             self._events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
 
@@ -257,7 +260,9 @@ class Snapshots:
                 self.fail(problem)
 
     def _send(self, round_: Round) -> None:
-        self._links.agreement.post(round_)  # where it raises, the round is still owed
+        self._links.agreement.post(
+            round_, *self._shard.sampled(round_.number)
+        )  # where it raises, the round is still owed
         self._state.posted(round_)
 
     def _round(self) -> Round:
@@ -278,18 +283,18 @@ class Snapshots:
     def _prove(self) -> None:
         """Replicas still hold the same bits, and derived state still follows; else all ranks lay out anew."""
         state, shard = self._state, self._shard
-        state.proves()
         late = state.late or (shard.capture is not None and shard.capture.busy)
         try:
             proof = shard.prove(late, state.has_stepped, state.whole)
         except FtckptError as error:
             self.execute([state.turn_off(f"no new arena: {error}")])
             return
-        proven = state.proofs.held
+        trusted = state.trusted
         state.proved(proof.stepped, proof.changed, proof.new_arenas)
         if proof.ends:
-            raise SilentCorruptionError(corruption_text(self._topology, proof, state.iteration, proven))
+            raise SilentCorruptionError(corruption_text(self._topology, proof, state.iteration, trusted))
         if proof.new_arenas:
+            state.lay_out(shard.positions)
             self._protect_anew()
             shard.supply()
             shard.complete(state.keep)  # as long as there is no slot the old arena holds all that is whole
@@ -334,6 +339,8 @@ class Snapshots:
                 self._protection.mark(action)
             case OldArenaRemoval():
                 self._arenas.remove_old()
+            case Doubt(after, until):
+                self._events.emit("replicas_drift", after=after, until=until)
             case Announcement(event, fields, text):
                 self._events.emit(event, **fields)
                 if text:

@@ -174,44 +174,36 @@ def test_that_none_can_be_protected_for_long_is_told_once() -> None:
     assert news.event == "protected" and news.fields["again"]
 
 
-def proven(proofs: Proofs, last: int, steps_from: int, apart: int = 1) -> list[int]:
-    """The snapshots that have a proof; steps are skipped before snapshot ``steps_from``. ``apart``: iterations."""
+def proven(proofs: Proofs, last: int, steps_from: int) -> list[int]:
+    """The snapshots that have a proof; steps are skipped before snapshot ``steps_from``."""
     found = []
     for number in range(1, last + 1):
-        if proofs.due(number * apart, number):
+        if proofs.due(number):
             found.append(number)
-            proofs.last = number * apart
             proofs.learn(number, number >= steps_from)
     return found
 
 
-def test_proofs_are_close_at_first_then_at_the_interval() -> None:
-    assert proven(Proofs(20), 90, steps_from=1) == [1, 2, 4, 8, 16, 32, 52, 64, 84]
-
-
-def test_the_interval_of_proofs_counts_iterations_whatever_lies_between_snapshots() -> None:
-    """At every 7th iteration a multiple of 100 comes once in 700."""
-    found = proven(Proofs(100), 200, steps_from=1, apart=7)
-    assert max(after - before for before, after in itertools.pairwise(found)) == 15, "105 iterations"
+def test_proofs_come_at_first_and_samples_compare_afterwards() -> None:
+    assert proven(Proofs(repeats=True), 90, steps_from=1) == [1, 2, 4, 8]
 
 
 def test_proofs_are_close_from_where_steps_begin() -> None:
-    assert proven(Proofs(1000), 40, steps_from=6) == [1, 2, 3, 4, 5, 6, 7, 9, 13, 21, 37]
+    assert proven(Proofs(repeats=True), 40, steps_from=6) == [1, 2, 3, 4, 5, 6, 7, 9, 13]
 
 
 def test_without_an_interval_proofs_are_at_the_start_only() -> None:
-    assert proven(Proofs(0), 40, steps_from=6) == [1]
+    assert proven(Proofs(repeats=False), 40, steps_from=6) == [1]
 
 
-def test_what_was_proven_last_is_what_held() -> None:
+def test_what_was_proven_last_is_what_is_trusted() -> None:
     state = RankState(Config())
-    held = []
+    trusted = []
     for iteration, changed in ((1, False), (2, False), (4, True), (8, False)):
         state.boundary(iteration)
-        state.proves()
-        state.proved(stepped=True, changed=changed, new_arenas=changed)
-        held.append(state.proofs.held)
-    assert held == [1, 2, 2, 8]
+        state.proved(stepped=True, changed=changed, new_arenas=False)
+        trusted.append(state.trusted)
+    assert trusted == [1, 2, 2, 8]
 
 
 def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Skip, Take
+from ftckpt.job.actions import Doubt, Skip, Take
 from ftckpt.job.agreement import Verdict, Will
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
@@ -99,9 +99,9 @@ class Ranks(RuleBasedStateMachine):
     def die(self, fates: list[Fate], steps: int, order: Order) -> None:
         self.job.iterate(fates[: len(self.job.ranks)], order, stop_after=steps)
 
-    @rule(changed=st.booleans())
-    def replicas_differ(self, changed: bool) -> None:
-        self.job.changed_replicas = changed
+    @rule(changed=st.booleans(), drifts=st.booleans())
+    def replicas_differ(self, changed: bool, drifts: bool) -> None:
+        self.job.changed_replicas, self.job.drifts = changed, drifts
 
     @precondition(lambda self: self.job.iteration > 2)
     @rule(order=ORDERS)
@@ -114,7 +114,7 @@ class Ranks(RuleBasedStateMachine):
 
     @rule()
     def nothing_fails(self) -> None:
-        self.job.changed_replicas = False
+        self.job.changed_replicas = self.job.drifts = False
         progresses(self.job)
 
 
@@ -137,13 +137,13 @@ def test_long_lives_of_many_jobs(seed: int) -> None:
     fates = [CALM] * len(ranks.ranks)
     for _ in range(120):
         stop_after = dice.randint(0, 40) if dice.random() < 0.05 else 1 << 30
-        ranks.changed_replicas = dice.random() < 0.1
+        ranks.changed_replicas, ranks.drifts = dice.random() < 0.1, dice.random() < 0.05
         if dice.random() < 0.7:  # otherwise trouble lasts
             fates = [dice.choice(TROUBLES) if dice.random() < 0.3 else CALM for _ in ranks.ranks]
         ranks.iterate(fates, dice.randrange, stop_after)
         if dice.random() < 0.05 or not ranks.on:
             ranks.start()
-    ranks.changed_replicas = False
+    ranks.changed_replicas = ranks.drifts = False
     progresses(ranks)
 
 
@@ -267,3 +267,36 @@ def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
     assert isinstance(state.take(has_room=True), Skip)
     last = state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0)
     assert (last.newest, last.will) == (1, Will.OFF)
+
+
+def test_a_drift_that_a_sample_shows_is_proven_by_all_and_what_came_since_the_last_match_is_doubtful() -> None:
+    """One rank reads of it late; from the alarm on nothing is taken until each rank copies its own."""
+    ranks = job(3, replica_check_interval=1000)
+    train(ranks, 19)
+    assert {rank.state.trusted for rank in ranks.ranks} == {17}, (
+        "18 is not posted before the next boundary, and 2 positions"
+    )
+    ranks.drifts = ranks.changed_replicas = True
+    ranks.iterate([CALM] * 3, in_order)
+    ranks.iterate([CALM, CALM, Fate(impatient=True)], lambda num_ready: num_ready - 1)
+    ranks.drifts = False
+    proofs = len(ranks.proofs)
+    while len(ranks.proofs) == proofs:
+        train(ranks, 1)
+        assert ranks.iteration < 33
+    ranks.changed_replicas = False
+    assert {tuple(rank.doubts) for rank in ranks.ranks} == {(Doubt(18, 20),)}
+    assert {rank.state.trusted for rank in ranks.ranks} == {ranks.iteration}
+    progresses(ranks)
+
+
+def test_a_rank_that_has_not_sampled_raises_no_alarm_and_its_position_stays_open() -> None:
+    ranks = job(2, replica_check_interval=1000)
+    train(ranks, 19)
+    trusted = ranks.ranks[0].state.trusted
+    ranks.iterate([CALM, Fate(begin_fails=True)], in_order)
+    train(ranks, 1)
+    assert not any(rank.doubts for rank in ranks.ranks)
+    assert {rank.state.trusted for rank in ranks.ranks} == {trusted + 1}, "of 20, that of 18 is the last that matched"
+    train(ranks, 2)
+    assert {rank.state.trusted for rank in ranks.ranks} == {21}

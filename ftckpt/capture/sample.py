@@ -1,0 +1,201 @@
+"""A rotating sample of what several ranks hold, compared with every snapshot.
+
+Each snapshot compares the bytes at one of N positions: of each replica set, whose fragments stand end to end, the N-th
+part. N snapshots in a row compare everything once. The work is enqueued at the boundary, and its result is read when
+the rank posts its vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from ftckpt.capture.assignment import Assignment, as_bytes
+from ftckpt.model.replicas import CUT_BYTES
+from ftckpt.model.sampled import Comparison
+from ftckpt.model.training_state import cast_master
+
+Words: TypeAlias = npt.NDArray[np.int64]
+
+SAMPLE_BYTES = 1 << 20
+"""Bytes of the largest replica set that one snapshot compares, as far as the number of positions allows."""
+
+_BLOCK = 1 << 22
+"""Elements that a device reduces together: they take 16 bytes each."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTOR, _MIX = 0x2545F4914F6CDD1D, 0x1B03738712FAD5C9
+
+
+class Slice(NamedTuple):
+    """Bytes ``begin`` to ``end`` of one of several pieces."""
+
+    piece: int
+    begin: int
+    end: int
+
+
+def num_positions(largest_bytes: int, limit: int) -> int:
+    """Snapshots within which everything is compared once."""
+    return max(1, min(limit, -(-largest_bytes // SAMPLE_BYTES)))
+
+
+def slices(sizes: Sequence[int], position: int, positions: int) -> list[Slice]:
+    """The part of pieces of ``sizes`` bytes, end to end, that belongs to one of ``positions``.
+
+    Cut at multiples of ``CUT_BYTES`` inside each piece. Each byte belongs to exactly one position.
+    """
+    ends = np.cumsum(np.asarray(sizes, np.int64))
+    total = int(ends[-1]) if len(ends) else 0
+    begin, end = (total * at // positions for at in (position, position + 1))
+    found: list[Slice] = []
+    # The piece in which the part before has ended may have some bytes left.
+    for piece in range(int(np.searchsorted(ends, begin, side="right")), len(ends)):
+        start = int(ends[piece]) - sizes[piece]
+        if start >= end:
+            break
+        one = Slice(piece, _cut(sizes[piece], begin - start), _cut(sizes[piece], end - start))
+        if one.end > one.begin:
+            found.append(one)
+    return found
+
+
+def _cut(size: int, at: int) -> int:
+    return size if at >= size else max(0, at) // CUT_BYTES * CUT_BYTES
+
+
+class _Pending(NamedTuple):
+    """A sample that was taken with snapshot ``number``: the words that the host and the device give, the latter
+    behind ``done``."""
+
+    number: int
+    host: Words
+    device: torch.Tensor | None
+    done: torch.cuda.Event | None
+
+
+class Sampler:
+    """Takes this rank's part of each sample.
+
+    Args:
+        limit: most positions; 0: nothing is compared.
+    """
+
+    def __init__(self, assignment: Assignment, rank: int, num_ranks: int, limit: int) -> None:
+        belief = assignment.belief
+        self.positions = num_positions(belief.largest_bytes, limit) if limit and belief.needed else 0
+        """Snapshots within which everything is compared once, the same on all ranks; 0: nothing is compared."""
+        self._held = belief.held
+        self._items = {index: assignment.pieces[index].fragment.item_bytes for index in belief.held}
+        self._derived = [piece for piece in assignment.derived if piece.derived_from is not None]
+        self._groups: list[list[int]] = []
+        members: Sequence[npt.NDArray[np.int32]] = ()
+        if belief.replicas is not None:
+            members = belief.replicas.groups.members
+            own = [group for group, ranks in enumerate(members) if rank in ranks]
+            self._groups = [belief.replicas.holdings.of(group).tolist() for group in own]
+        self.comparison = Comparison.of(members, num_ranks)
+        self._pinned: torch.Tensor | None = None
+        self._pending: _Pending | None = None
+
+    def take(self, number: int) -> None:
+        """Sample for snapshot ``number``. Waits for no device."""
+        if not self.positions:
+            return
+        position = number % self.positions
+        host = np.zeros(self.comparison.width, np.int64)
+        on_device: dict[int, torch.Tensor] = {}
+        host[0], on_device[0] = self._mismatches(position)
+        for word, indices in enumerate(self._groups, start=1):
+            host[word], on_device[word] = self._digest(indices, position)
+        self._pending = _Pending(number, host, *self._fetch(on_device))
+
+    def words(self, number: int) -> Words | None:
+        """This rank's words for snapshot ``number``, which it may not have sampled; None: nothing is compared."""
+        if not self.positions:
+            return None
+        pending, self._pending = self._pending, None
+        if pending is None or pending.number != number:
+            return self.comparison.unsampled()
+        if pending.done is not None and pending.device is not None:
+            # Enqueued at the boundary of a snapshot whose copies are over: there is nothing left to wait for.
+            pending.done.synchronize()
+            pending.host[: len(pending.device)] ^= pending.device.numpy()
+        return pending.host
+
+    def _mismatches(self, position: int) -> tuple[int, torch.Tensor | None]:
+        """Elements that are not the cast of their masters."""
+        pairs: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for one in slices([piece.fragment.nbytes for piece in self._derived], position, self.positions):
+            piece = self._derived[one.piece]
+            assert piece.derived_from is not None
+            item = piece.fragment.item_bytes
+            part = slice(one.begin // item, one.end // item)
+            pairs.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(
+                (piece.derived_from[part].detach(), piece.tensor[part].detach())
+            )
+        host, device = 0, None
+        for sides in pairs.values():
+            masters, weights = (one[0] if len(one) == 1 else torch.cat(one) for one in zip(*sides, strict=True))
+            integers = _INTEGERS[weights.element_size()]
+            cast = cast_master(masters, torch.empty_like(weights))
+            num = (as_bytes(cast).view(integers) != as_bytes(weights).view(integers)).sum()
+            if num.is_cuda:
+                device = num if device is None else device + num
+            else:
+                host += int(num)
+        return host, device
+
+    def _digest(self, indices: Sequence[int], position: int) -> tuple[int, torch.Tensor | None]:
+        """64 bits of the slices of a group, of those that lie on the host and on a device."""
+        hasher, on_host = xxhash.xxh3_64(), False
+        on_device: dict[int, list[torch.Tensor]] = {}
+        for one in slices([self._held[index].numel() for index in indices], position, self.positions):
+            index = indices[one.piece]
+            part = self._held[index][one.begin : one.end]
+            if part.is_cuda:
+                on_device.setdefault(self._items[index], []).append(part)
+            else:
+                hasher.update(part.numpy().data)
+                on_host = True
+        host = int(np.uint64(hasher.intdigest()).astype(np.int64)) if on_host else 0
+        return host, reduced(on_device) if on_device else None
+
+    def _fetch(self, words: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
+        """The device's words in pinned memory, once the event has happened."""
+        there = {word: tensor for word, tensor in words.items() if tensor is not None}
+        if not there:
+            return None, None
+        device = next(iter(there.values())).device
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        joined = torch.stack([there.get(word, zero) for word in range(max(there) + 1)])
+        if self._pinned is None:
+            self._pinned = torch.empty(self.comparison.width, dtype=torch.int64, pin_memory=True)
+        pinned = self._pinned[: len(joined)]
+        pinned.copy_(joined, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+        return pinned, done
+
+
+def reduced(parts: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+    """64 bits of ``parts``, bytes by the size of their elements: a sum, weighted by position, modulo 2**64. A change
+    of one element always changes it."""
+    total: torch.Tensor | None = None
+    for item, tensors in parts.items():
+        joined = (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).view(_INTEGERS[item])
+        for begin in range(0, len(joined), _BLOCK):
+            values = joined[begin : begin + _BLOCK].to(torch.int64)
+            weights = torch.arange(begin + 1, begin + 1 + len(values), device=values.device)
+            weights.mul_(_FACTOR)
+            # Odd: then no difference of two elements is lost modulo 2**64.
+            weights.bitwise_xor_(weights >> 29).mul_(_MIX).bitwise_or_(1)
+            part = values.mul_(weights).sum()
+            total = part if total is None else total * _FACTOR + part
+    assert total is not None, "of no bytes"
+    return total
