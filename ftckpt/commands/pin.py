@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ftckpt.persist.place import snapshots_at
+from ftckpt.commands.stored import found_at
 from ftckpt.persist.retention import pin, unpin
-from ftckpt.persist.storage import open_storage
 
 
 def add_pin(commands: Any) -> None:
@@ -31,7 +30,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pin(arguments: argparse.Namespace) -> int:
     """Pin it. Raises StorageError where there is none of that iteration."""
-    is_void = pin(open_storage(snapshots_at(arguments.where)), arguments.iteration)
+    is_void = pin(found_at(arguments.where)[0], arguments.iteration)
     print(f"iteration {arguments.iteration} is pinned")
     if is_void:
         print("it is void: of a past that the job has left, or on its way out; 'ftckpt list' shows whether it stays")
@@ -40,6 +39,6 @@ def run_pin(arguments: argparse.Namespace) -> int:
 
 def run_unpin(arguments: argparse.Namespace) -> int:
     """Take the pin away; it goes with the next checkpoint if it is one too many."""
-    was_pinned = unpin(open_storage(snapshots_at(arguments.where)), arguments.iteration)
+    was_pinned = unpin(found_at(arguments.where)[0], arguments.iteration)
     print(f"iteration {arguments.iteration} is {'no longer' if was_pinned else 'not'} pinned")
     return 0

@@ -24,7 +24,7 @@ from ftckpt.errors import ConfigError, Writing, settings_are_written, written
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.text import human
 from ftckpt.persist.failures import last_attempt
-from ftckpt.persist.place import snapshots_at
+from ftckpt.persist.place import locate
 from ftckpt.persist.storage import open_storage
 from ftckpt.setting import convert, reader_of
 from ftckpt.smp.link import NetworkLimit, unknown_limit
@@ -226,7 +226,7 @@ def _seen(arguments: argparse.Namespace) -> FailureRecord | None:
     where = arguments.seen
     if "://" not in where and not os.path.exists(where):
         raise ConfigError(f"--seen: {where} is not there; name the storage that the job writes to")
-    last = last_attempt(open_storage(snapshots_at(where), "--seen"))
+    last = last_attempt(open_storage(locate(where).where, "--seen"))
     if last is None:
         raise ConfigError(f"--seen: {where}: no job has told there what failures it has seen")
     return last.counted()

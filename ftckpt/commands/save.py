@@ -22,7 +22,7 @@ from ftckpt.job.addresses import interfaces, listening_address, machine
 from ftckpt.persist.commit import committed
 from ftckpt.persist.exports import prepare
 from ftckpt.persist.meeting import LOOPBACK, RescueReport, RescueRequest
-from ftckpt.persist.place import Place, snapshots_at
+from ftckpt.persist.place import Place, locate
 from ftckpt.persist.storage import open_storage
 from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.client import SmpClient, find_or_start
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tell_newer(where: str, iteration: int) -> None:
     """What lies there is of another job, perhaps: who names ``where`` for the next start must know."""
-    newest = next(iter(committed(open_storage(snapshots_at(where), "save"))), iteration)
+    newest = next(iter(committed(open_storage(locate(where).where, "save"))), iteration)
     if newest > iteration:
         print(
             f"{where} has iteration {newest}, too, and a start that takes what lies there goes on from that: "

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -15,9 +16,9 @@ from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
 from ftckpt.model.tiers import KINDS
-from ftckpt.persist.commit import committed, folder_of
+from ftckpt.persist.commit import OWNER_NAME, committed, folder_of
 from ftckpt.persist.failures import last_attempt
-from ftckpt.persist.place import snapshots_at
+from ftckpt.persist.place import locate
 from ftckpt.persist.retention import VOID_MEANS, pinned, read_manifest, voided
 from ftckpt.persist.shards import StoredShard
 from ftckpt.persist.storage import Storage, open_storage
@@ -44,8 +45,8 @@ def add_verify(commands: Any) -> None:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
-    storage = open_storage(snapshots_at(arguments.where))
-    listing = _listing(storage)
+    storage, wanted = found_at(arguments.where)
+    listing = _listing(storage, wanted)
     if arguments.json:
         print(json.dumps(listing, indent=2))
     else:
@@ -53,14 +54,34 @@ def run_list(arguments: argparse.Namespace) -> int:
     return int(any(one["problem"] for one in listing["snapshots"]))
 
 
-def _listing(storage: Storage) -> dict[str, Any]:
-    """What ``ftckpt list --json`` prints.
+def found_at(where: str) -> tuple[Storage, int | None]:
+    """The storage that lies at ``where``, and the iteration that this names, if it is one snapshot.
+
+    Raises:
+        StorageError: the place cannot be read, or has something else.
+    """
+    located = locate(where)
+    storage = open_storage(located.where)
+    if "://" in where or storage.size(OWNER_NAME) is not None or committed(storage):
+        return storage, located.iteration
+    # Here: torch takes seconds to load, and snapshots need none of it.
+    from ftckpt.convert.formats import description
+
+    path = Path(located.where)
+    if not any(path.iterdir()):
+        return storage, None
+    there = description(path) or "has no snapshots, and no checkpoint of another kind that is known here"
+    raise StorageError(f"{where} {there}", lasting=True)
+
+
+def _listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
+    """What ``ftckpt list --json`` prints, of all iterations or the one that is ``wanted``.
 
     ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside its ``iteration``. ``void``:
     no restart takes it. ``pinned_away``: iterations that are pinned and not there. ``failures``: of the job that
     trained last, null where nothing is known.
     """
-    iterations, pins, void = committed(storage), pinned(storage), voided(storage)
+    iterations, pins, void = _iterations(storage, wanted), pinned(storage), voided(storage)
     snapshots: list[dict[str, Any]] = []
     for iteration in iterations:
         try:
@@ -79,7 +100,12 @@ def _listing(storage: Storage) -> dict[str, Any]:
         record = last.counted()
         seen = {kind: record.seen.get(kind, 0) for kind in KINDS}
         failures = {"job": record.job, "attempt": last.record.number, "seen": seen, "hours": record.secs / 3600}
-    return {"snapshots": snapshots, "pinned_away": sorted(pins.difference(iterations)), "failures": failures}
+    away = sorted(pins.difference(committed(storage)))
+    return {"snapshots": snapshots, "pinned_away": away, "failures": failures}
+
+
+def _iterations(storage: Storage, wanted: int | None) -> list[int]:
+    return [iteration for iteration in committed(storage) if wanted in (None, iteration)]
 
 
 def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
@@ -103,10 +129,11 @@ def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is bad, and what a restart would take. Raises StorageError where the place cannot be read."""
-    storage = open_storage(snapshots_at(arguments.where))
-    wanted = [n for n in committed(storage) if arguments.iteration in (None, n)]
+    storage, named = found_at(arguments.where)
+    iteration = named if arguments.iteration is None else arguments.iteration
+    wanted = _iterations(storage, iteration)
     if not wanted:
-        which = "" if arguments.iteration is None else f" of iteration {arguments.iteration}"
+        which = "" if iteration is None else f" of iteration {iteration}"
         raise StorageError(f"{arguments.where}: no snapshot{which}", lasting=True)
     found: list[dict[str, Any]] = []
     for iteration in wanted:
