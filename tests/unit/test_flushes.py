@@ -251,9 +251,7 @@ def test_no_other_interval_loses_less() -> None:
 
     for mtbf in (1e5, 1e6, 1e7):
         best = best_interval_secs(10.0, 10.0, mtbf)
-        assert all(
-            time_taken(best, mtbf) < time_taken(factor * best, mtbf) for factor in (0.5, 0.8, 1.25, 2.0)
-        )
+        assert all(time_taken(best, mtbf) < time_taken(factor * best, mtbf) for factor in (0.5, 0.8, 1.25, 2.0))
     assert best_interval_secs(0.01, 50.0, 1e4) == 100.0, "storage rests as long as it works"
     assert best_interval_secs(1e4, 1.0, 1e3) == 1e3
 
