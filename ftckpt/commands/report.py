@@ -170,7 +170,7 @@ def _about(history: RunHistory) -> str:
 
 def _origin(source: str) -> str:
     if source == "nothing":
-        return "the beginning"
+        return "no snapshot"
     if "storage" not in source.split("+"):
         return "memory"
     return "storage" if source == "storage" else "memory and storage"
