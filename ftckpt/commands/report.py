@@ -125,7 +125,7 @@ def summary(history: RunHistory, timeline: Timeline | None) -> Iterator[str]:
         yield aligned([heads, *map(_row, history.restarts)], len(heads))
     if timeline is not None:
         yield f"iteration {timeline.iteration + 1}: {timeline.summary}"
-    for note in [*history.notes, *(timeline.notes if timeline is not None else ())]:
+    for note in dict.fromkeys([*history.notes, *(timeline.notes if timeline is not None else ())]):
         yield f"note: {note}"
 
 
