@@ -53,10 +53,12 @@ class LateChanges:
         self._looks_left -= 1
         if late := sorted(changed - self._usual):
             self._looks_left = 0
-            log.warning(
-                "ftckpt: %s changed after the step boundary: a restart would not have the change; %s",
-                listed(late), self._remedy,
-            )  # fmt: skip
+            self.report(listed(late))
+
+    def report(self, names: str) -> None:
+        """Log what is late."""
+        text = "ftckpt: %s changed after the step boundary: a restart would not have the change; %s"
+        log.warning(text, names, self._remedy)
 
     def _digests(self) -> dict[str, int]:
         found = {}
