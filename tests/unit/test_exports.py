@@ -11,7 +11,6 @@ import pytest
 
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import manifest_of
 from ftckpt.persist.export_record import ExportRecords
 from ftckpt.persist.exports import Exports, prepare
 from ftckpt.persist.files import FileStorage
