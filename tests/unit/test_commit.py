@@ -13,6 +13,7 @@ import pytest
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
+    CheckpointName,
     DoneMark,
     PendingCheckpoint,
     claim,
