@@ -31,12 +31,12 @@ def _run(argv: Sequence[str]) -> int:
     settings, arguments = section.from_flags(words[1:])
     section.configure(settings)
     script = launcher.script_path(words[0] if words else "", _USAGE)
-    config = section.foreseen(arguments)
-    doors.prepare_storage(config)  # a refusal costs no import
     with imports_that_stay():
         if launcher.wants_stand_in():
             importlib.import_module("ftckpt.standin.deepspeed").install()
         launcher.prepare(script, [*first, *arguments])
+        config = section.foreseen(arguments)
+        doors.prepare_storage(config)
         doors.read_ahead(config)
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
     release_orphans()  # the script may compile an optimizer before it calls DeepSpeed

@@ -23,6 +23,7 @@ NEWEST = {
     "universal": ("latest", "iter_0000003\n", "iter_0000003"),
     "megatron-dist": ("latest_checkpointed_iteration.txt", "3", "iter_0000003"),
     "deepspeed-universal": ("latest_universal", "global_step3", "global_step3"),
+    "safetensors": ("latest", "iter_0000003\n", "iter_0000003"),
 }
 
 
@@ -34,10 +35,10 @@ def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> It
     clean_job(arena_root, "test")
 
 
-def masters(reader: Reader) -> dict[str, Any]:
-    """Every master and moment, whole."""
+def wholes(reader: Reader, roles: tuple[str, ...]) -> dict[str, Any]:
+    """Every tensor of these roles, whole."""
     consolidator = Consolidator(reader)
-    wanted = [tensor for tensor in consolidator.tensors if tensor.role in ("master", "exp_avg", "exp_avg_sq")]
+    wanted = [tensor for tensor in consolidator.tensors if tensor.role in roles]
     return {tensor.key: consolidator.get(tensor, 0, tensor.rows).copy() for tensor in wanted}
 
 
@@ -50,11 +51,11 @@ def test_what_a_job_leaves_others_load(form: str, persisting: dict[str, Any]) ->
     pointer, text, name = NEWEST[form]
     assert {path.name for path in where.iterdir()} == {"ftckpt", pointer, name}
     assert (where / pointer).read_text() == text
-    # As others are told to load it: universal by its own directory, the others by that of all.
-    there = where / name if form == "universal" else where
-    assert format_of(there) == form
-    made, snapshot = open_reader([there], ReadOptions()), open_reader([where / "ftckpt"], ReadOptions())
-    found, right = masters(made), masters(snapshot)
-    assert made.catalog.iteration == 3 and found.keys() == right.keys() and right
+    assert format_of(where / name) == form
+    made, snapshot = open_reader([where / name], ReadOptions()), open_reader([where], ReadOptions())
+    roles = ("weight",) if form == "safetensors" else ("master", "exp_avg", "exp_avg_sq")
+    found, right = wholes(made, roles), wholes(snapshot, roles)
+    assert snapshot.catalog.iteration == 3 and found.keys() == right.keys() and right
+    assert made.catalog.iteration == (3 if form != "safetensors" else 0)
     for key, whole in right.items():
         assert np.array_equal(np.ravel(found[key]), np.ravel(whole)), key
