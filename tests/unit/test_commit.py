@@ -233,6 +233,7 @@ def test_nothing_is_swept_that_is_not_called_as_what_was_begun(tmp_path: Path) -
     for name in planted:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"mine": 1}')
+    (tmp_path / "readers" / "note").write_text("mine!\n")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / f"{LATER.hex()}-n0.safetensors").touch()
     (tmp_path / "iter_0000001" / f"{LATER.hex()}-n0.safetensors").symlink_to(
