@@ -210,7 +210,7 @@ class PlainState:
             "random numbers": save_generators(),
             "the scheduler": schedulers.save(self._scheduler),
             "parameter groups": optimizers.save_groups(self._optimizer),
-            **{name: value.state_dict() for name, value in self._objects.items() if value is not self._buckets},
+            **{name: value.state_dict() for name, value in self._objects.items() if name.startswith("objects: ")},
         }
 
     def _refuse_pending_gradients(self) -> None:
