@@ -63,7 +63,7 @@ class EventFile(RotatingFileHandler, WatchedFileHandler):
             return
         super().emit(record)
         if record.name in self._repeated:
-            self._lines[record.name] = f'{record.msg[:-1]}, "again": true}}'
+            self._lines[record.name] = f'{record.msg[:-1]}, "repeated": true}}'
 
     def doRollover(self) -> None:
         super().doRollover()

@@ -420,7 +420,7 @@ def reference() -> Iterator[str]:
     yield "object a line. Every line has `time` (seconds since the epoch), `event`, `rank` (or `process`) and `pid`,"
     yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. A file"
     yield "that reaches 64 MiB is renamed to end in `.1`, and the new one repeats the last"
-    yield f"{', '.join(f'`{name}`' for name in _SESSION)} with a field `again`. A rank writes 1"
+    yield f"{', '.join(f'`{name}`' for name in _SESSION)} with a field `repeated`. A rank writes 1"
     yield "to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
     yield "On a network file system, which may hang, a thread of its own writes lines: nobody waits for it, and those"
     yield "that a process wrote right before it was killed may be missing. The field `dropped_lines` counts lines"

@@ -15,6 +15,8 @@ is_child = False
 """Whether a process that trains has forked this one, which does not train itself."""
 _switches: list[Callable[[], object]] = []
 _trainers: list[weakref.WeakMethod[Callable[[], object]]] = []
+_has_trained = False
+"""Unlike a server that workers are forked from: these are to train."""
 
 
 def off_in_children(switch: Callable[[], object]) -> None:
@@ -24,21 +26,22 @@ def off_in_children(switch: Callable[[], object]) -> None:
 
 def trains(switch: Callable[[], object]) -> None:
     """This process trains from now on: ``switch``, a method of what it trains with, is called in each child."""
-    global is_child
-    is_child = False
+    global is_child, _has_trained
+    is_child, _has_trained = False, True
     _trainers[:] = [one for one in _trainers if one() is not None]
     _trainers.append(weakref.WeakMethod(switch))
 
 
 def _switch_off() -> None:
-    global is_child
+    global is_child, _has_trained
+    if not _has_trained:
+        return
+    is_child, _has_trained = True, False
     trainers = [switch for one in _trainers if (switch := one()) is not None]
     _trainers.clear()
-    if trainers:
-        is_child = True
-        with ExitStack() as stack:  # all of them, whichever raises
-            for switch in [*trainers, *_switches]:
-                stack.callback(switch)
+    with ExitStack() as stack:  # all of them, whichever raises
+        for switch in [*trainers, *_switches]:
+            stack.callback(switch)
 
 
 os.register_at_fork(after_in_child=_switch_off)

@@ -51,8 +51,8 @@ class EventLog:
             for name, file in files:
                 is_oldest = name == files[0][0]
                 for place, fields in self._lines(name, file):
-                    self.is_cut |= is_oldest and "again" in fields
-                    if is_oldest or "again" not in fields:
+                    self.is_cut |= is_oldest and "repeated" in fields
+                    if is_oldest or "repeated" not in fields:
                         yield place, fields
 
     def _lines(self, path: Path, file: BinaryIO) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:

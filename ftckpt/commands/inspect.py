@@ -14,6 +14,7 @@ from ftckpt.commands.job_nodes import job_directory, jobs_in
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import aligned, listed
+from ftckpt.persist.place import locate
 from ftckpt.setting_checks import is_name
 from ftckpt.smp.living import Liveness
 from ftckpt.store.arena import CONTROL_NAME, Arena
@@ -73,13 +74,22 @@ def run(arguments: argparse.Namespace) -> int:
         jobs = [job_directory(path, job) for job in jobs_in(path)]
         arenas = [arena for under in jobs or [path] for arena in _arenas_under(under)]
         if not arenas:
-            raise ArenaError(f"{path}: no arenas here; name a job, or a directory of jobs, a job, a node or an arena")
+            raise ArenaError(_no_arenas(path))
         for arena in arenas:
             _inspect_arena(inspection, arena, _name_of(arena, with_job=bool(jobs)), None, arguments.verify)
         for node_dir in sorted({arena.parent for arena in arenas}):
             _inspect_ranks(inspection, node_dir)
     inspection.print()
     return 1 if inspection.corrupt else 0
+
+
+def _no_arenas(path: Path) -> str:
+    # Here: torch takes seconds to load, and arenas need none of it.
+    from ftckpt.convert.formats import description
+
+    if there := description(Path(locate(str(path)).where)):
+        return f"{path} {there}"
+    return f"{path}: no arenas here; name a job, or a directory of jobs, a job, a node or an arena"
 
 
 def _path_of(what: str, root: Path) -> Path:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ftckpt.commands.stored import found_at
 from ftckpt.persist.commit import CheckpointName
-from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.retention import pin, unpin
-from ftckpt.persist.storage import open_storage
 
 
 def add_pin(commands: Any) -> None:
@@ -39,7 +38,7 @@ def _name(text: str) -> CheckpointName:
 
 def run_pin(arguments: argparse.Namespace) -> int:
     """Pin it. Raises StorageError where there is none of that name."""
-    is_void = pin(open_storage(snapshots_at(arguments.where)), arguments.name)
+    is_void = pin(found_at(arguments.where)[0], arguments.name)
     print(f"{arguments.name} is pinned")
     if is_void:
         print("it is void, on its way out; 'ftckpt list' shows whether it stays")
@@ -48,6 +47,6 @@ def run_pin(arguments: argparse.Namespace) -> int:
 
 def run_unpin(arguments: argparse.Namespace) -> int:
     """Take the pin away; it goes with the next checkpoint if it is one too many."""
-    was_pinned = unpin(open_storage(snapshots_at(arguments.where)), arguments.name)
+    was_pinned = unpin(found_at(arguments.where)[0], arguments.name)
     print(f"{arguments.name} is {'no longer' if was_pinned else 'not'} pinned")
     return 0

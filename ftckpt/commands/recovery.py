@@ -40,7 +40,7 @@ class Recovery:
     """The way from one attempt to the next.
 
     ``cause``: how the old attempt ended, as its nodes saw it. ``source``: ``memory``, ``storage``, or the sources of
-    lost shards, joined by ``+``; ``nothing``: training started over. ``is_failure``: the launcher of the old attempt
+    lost shards, joined by ``+``; ``nothing``: no snapshot was loaded. ``is_failure``: the launcher of the old attempt
     started the new one, or a fault was noted; otherwise somebody launched the job again.
 
     ``struck_at``: when the fault was noted, or else when the first rank fell silent. ``detect``: from then until the

@@ -125,7 +125,7 @@ def summary(history: RunHistory, timeline: Timeline | None) -> Iterator[str]:
         yield aligned([heads, *map(_row, history.restarts)], len(heads))
     if timeline is not None:
         yield f"iteration {timeline.iteration + 1}: {timeline.summary}"
-    for note in [*history.notes, *(timeline.notes if timeline is not None else ())]:
+    for note in dict.fromkeys([*history.notes, *(timeline.notes if timeline is not None else ())]):
         yield f"note: {note}"
 
 
@@ -170,7 +170,7 @@ def _about(history: RunHistory) -> str:
 
 def _origin(source: str) -> str:
     if source == "nothing":
-        return "the beginning"
+        return "no snapshot"
     if "storage" not in source.split("+"):
         return "memory"
     return "storage" if source == "storage" else "memory and storage"

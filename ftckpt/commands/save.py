@@ -16,7 +16,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.persist.commit import checkpoints
 from ftckpt.persist.exports import prepare
-from ftckpt.persist.place import Place, snapshots_at
+from ftckpt.persist.place import Place, locate
 from ftckpt.persist.storage import open_storage
 from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.client import SmpClient, find_or_start
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell_newer(where: str, iteration: int) -> None:
     """What lies there is of another job, perhaps: who names ``where`` for the next start must know."""
     newest = max(
-        (name.iteration for name in checkpoints(open_storage(snapshots_at(where), "save"))), default=iteration
+        (name.iteration for name in checkpoints(open_storage(locate(where).where, "save"))), default=iteration
     )
     if newest > iteration:
         print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -14,8 +15,8 @@ from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.lineage import is_past, last_shared, newest
 from ftckpt.model.text import human
-from ftckpt.persist.commit import CheckpointName, checkpoints, claimed_lineage, folder_of
-from ftckpt.persist.place import snapshots_at
+from ftckpt.persist.commit import OWNER_NAME, CheckpointName, checkpoints, claimed_lineage, folder_of
+from ftckpt.persist.place import locate
 from ftckpt.persist.retention import VOID_MEANS, pinned, read_manifest, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
@@ -42,8 +43,8 @@ def add_verify(commands: Any) -> None:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
-    storage = open_storage(snapshots_at(arguments.where))
-    listing = _listing(storage)
+    storage, wanted = found_at(arguments.where)
+    listing = _listing(storage, wanted)
     if arguments.json:
         print(json.dumps(listing, indent=2))
     else:
@@ -51,14 +52,34 @@ def run_list(arguments: argparse.Namespace) -> int:
     return int(any(one["problem"] for one in listing["snapshots"]))
 
 
-def _listing(storage: Storage) -> dict[str, Any]:
-    """What ``ftckpt list --json`` prints.
+def found_at(where: str) -> tuple[Storage, int | None]:
+    """The storage that lies at ``where``, and the iteration that this names, if it is one snapshot.
+
+    Raises:
+        StorageError: the place cannot be read, or has something else.
+    """
+    located = locate(where)
+    storage = open_storage(located.where)
+    if "://" in where or storage.size(OWNER_NAME) is not None or checkpoints(storage):
+        return storage, located.iteration
+    # Here: torch takes seconds to load, and snapshots need none of it.
+    from ftckpt.convert.formats import description
+
+    path = Path(located.where)
+    if not any(path.iterdir()):
+        return storage, None
+    there = description(path) or "has no snapshots, and no checkpoint of another kind that is known here"
+    raise StorageError(f"{where} {there}", lasting=True)
+
+
+def _listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
+    """What ``ftckpt list --json`` prints, of all iterations or the one that is ``wanted``.
 
     ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside ``name`` and ``iteration``.
     ``void``: about to be removed. ``abandoned``: the iteration at which the job has branched before it; null where no
     branch has left it. ``pinned_away``: names that are pinned and not there.
     """
-    names, pins, void = checkpoints(storage), pinned(storage), voided(storage)
+    names, pins, void = _names(storage, wanted), pinned(storage), voided(storage)
     read = {name: _read(storage, name) for name in names}
     head = newest(
         [claimed_lineage(storage), *(one.lineage for one in read.values() if isinstance(one, StoredSnapshot))]
@@ -77,8 +98,12 @@ def _listing(storage: Storage) -> dict[str, Any]:
             "pinned": name in pins, "void": stored.snapshot in void,
             "abandoned": since if name.iteration > since else None,
         })  # fmt: skip
-    away = sorted(str(name) for name in pins.difference(names))
+    away = sorted(str(name) for name in pins.difference(checkpoints(storage)))
     return {"snapshots": snapshots, "pinned_away": away}
+
+
+def _names(storage: Storage, wanted: int | None) -> list[CheckpointName]:
+    return [name for name in checkpoints(storage) if wanted in (None, name.iteration)]
 
 
 def _read(storage: Storage, name: CheckpointName) -> StoredSnapshot | str:
@@ -112,10 +137,11 @@ def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is bad, and what a restart would take. Raises StorageError where the place cannot be read."""
-    storage = open_storage(snapshots_at(arguments.where))
-    wanted = [name for name in checkpoints(storage) if arguments.iteration in (None, name.iteration)]
+    storage, named = found_at(arguments.where)
+    iteration = named if arguments.iteration is None else arguments.iteration
+    wanted = _names(storage, iteration)
     if not wanted:
-        which = "" if arguments.iteration is None else f" of iteration {arguments.iteration}"
+        which = "" if iteration is None else f" of iteration {iteration}"
         raise StorageError(f"{arguments.where}: no snapshot{which}", lasting=True)
     found: list[dict[str, Any]] = []
     for name in wanted:
@@ -123,7 +149,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         if not arguments.json:  # at once: the next may take minutes
             print("\n".join(_verdict(one)))
     good = [one["name"] for one in found if not one["problems"]]
-    usable = [str(name) for name in usable_at(snapshots_at(arguments.where)) if str(name) in good]
+    usable = [str(name) for name in usable_at(storage.where) if str(name) in good]
     if arguments.json:
         print(json.dumps({"snapshots": found, "restart": usable[0] if usable else None}, indent=2))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from ftckpt.convert.snapshots import SnapshotReader
 from ftckpt.convert.storage import PARTIAL
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
+from ftckpt.persist.place import locate
 
 
 @dataclass(frozen=True)
@@ -37,44 +39,65 @@ class ReadOptions:
 
 
 class _Format(NamedTuple):
-    """Whether a path is of a format, and how it is opened. ``takes`` are the options that mean something for it."""
+    """Whether a path is of a format, and how it is opened.
 
+    ``title``: what it is, for people. ``takes``: the options that mean something for it. ``newest``: of several in a
+    directory the one that is read.
+    """
+
+    title: str
     recognises: Callable[[Path], bool]
     open: Callable[[Sequence[Path], ReadOptions], Reader]
     takes: frozenset[str] = frozenset()
+    newest: Callable[[Path], Path] = Path.absolute
 
 
 _FORMATS = {
-    "universal": _Format(universal.recognises, lambda paths, options: UniversalReader(paths[0])),
+    "universal": _Format(
+        "a universal checkpoint", universal.recognises, lambda paths, options: UniversalReader(paths[0])
+    ),
     "ftckpt-snapshot": _Format(
+        "snapshots on storage",
         snapshots.recognises,
         lambda paths, options: SnapshotReader(paths[0], options.iteration, options.roles),
         frozenset({"iteration"}),
     ),
     "ftckpt": _Format(
+        "snapshots in memory",
         arenas.recognises,
         lambda paths, options: ArenaReader(paths, options.iteration, options.roles),
         frozenset({"iteration"}),
     ),
     "megatron-dist": _Format(
+        "a Megatron torch_dist checkpoint",
         megatron_dist.recognises,
         lambda paths, options: MegatronDistReader(paths[0], options.iteration, options.roles),
         frozenset({"iteration"}),
+        lambda path: megatron_dist.iteration_directory(path, None),
     ),
     "megatron-legacy": _Format(
+        "a Megatron checkpoint of the format torch",
         megatron_legacy.recognises,
         lambda paths, options: MegatronLegacyReader(paths[0], options.spec, options.iteration, options.roles),
         frozenset({"iteration", "spec"}),
+        lambda path: megatron_legacy.find(path, None),
     ),
     "deepspeed-universal": _Format(
-        deepspeed_universal.recognises, lambda paths, options: DeepSpeedUniversalReader(paths[0])
+        "a DeepSpeed universal checkpoint",
+        deepspeed_universal.recognises,
+        lambda paths, options: DeepSpeedUniversalReader(paths[0]),
+        newest=lambda path: deepspeed_files.tag_directory(path, deepspeed_files.LATEST_UNIVERSAL),
     ),
     "deepspeed": _Format(
+        "a DeepSpeed checkpoint",
         deepspeed_files.recognises,
         lambda paths, options: DeepSpeedReader(paths[0], options.spec, options.roles),
         frozenset({"spec"}),
+        lambda path: deepspeed_files.tag_directory(path, deepspeed_files.LATEST),
     ),
-    "safetensors": _Format(safetensors.recognises, lambda paths, options: WeightsReader(paths[0])),
+    "safetensors": _Format(
+        "Hugging Face weights in safetensors", safetensors.recognises, lambda paths, options: WeightsReader(paths[0])
+    ),
 }
 """By origin; the first that recognises a path reads it: a universal checkpoint holds safetensors files, too."""
 
@@ -92,6 +115,11 @@ _WRITERS: dict[str, Callable[[Path, int], Writer]] = {
     "megatron-dist": _megatron_dist_writer,
     "safetensors": WeightsWriter,
 }
+
+_NUMBER = re.compile(r"\d+$")
+"""In the name of a checkpoint's directory."""
+_SHOWN_BY = {"ftckpt": "'ftckpt inspect'", "ftckpt-snapshot": "'ftckpt list' and 'ftckpt verify'"}
+"""What shows snapshots."""
 
 _DAMAGES = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, RuntimeError, TypeError, ValueError,
@@ -114,6 +142,7 @@ def open_reader(paths: Sequence[Path], options: ReadOptions) -> Reader:
         resolved = path.resolve()
         if any(name.endswith(PARTIAL) for name in (path.name, resolved.name, resolved.parent.name)):
             raise ConvertError(f"{path}: was never completed; finish what writes it, or remove it")
+    paths = [_located(path) for path in paths]
     names = [format_of(path) for path in paths]
     if len(paths) > 1 and set(names) != {"ftckpt"}:
         raise ConvertError(f"{', '.join(map(str, paths))}: only directories of nodes with arenas can be several")
@@ -134,6 +163,30 @@ def format_of(path: Path) -> str:
         if opener.recognises(path):
             return name
     raise ConvertError(f"{path}: is no checkpoint that is known here; known are {', '.join(_FORMATS)}")
+
+
+def _located(path: Path) -> Path:
+    """What is read of a directory that the user has named: its snapshots, where those lie beside what others load."""
+    found = locate(str(path))
+    return path if found.iteration is not None else Path(found.where)
+
+
+def description(path: Path) -> str:
+    """What lies at ``path`` in place of what a command looks for there, and who shows or reads it, for people; empty
+    where it is nothing that is known."""
+    if path.name.endswith(PARTIAL):
+        return "is a conversion that was never completed: the same 'ftckpt convert' goes on with it"
+    try:
+        name = format_of(path)
+        newest = _FORMATS[name].newest(path).name
+    except (ConvertError, OSError):
+        return ""
+    title = _FORMATS[name].title
+    if name in _SHOWN_BY:
+        return f"has {title}: {_SHOWN_BY[name]} show them"
+    if number := _NUMBER.search(newest):
+        title += f" of iteration {int(number[0])}"
+    return f"has {title}, not snapshots of ftckpt's: 'ftckpt convert' reads it"
 
 
 def open_writer(path: Path, to: str, max_file_bytes: int = MAX_FILE_BYTES) -> Writer:

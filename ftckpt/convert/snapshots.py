@@ -29,9 +29,10 @@ from ftckpt.model.lineage import UNKNOWN, Lineage, is_past
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import first_of_each_stage
 from ftckpt.persist.commit import MANIFEST_NAME, OWNER_NAME, VOID, folder_of, iteration_of, lineage_of_claim
+from ftckpt.persist.place import is_manifest
 from ftckpt.persist.retention import void_of
 from ftckpt.persist.shard_file import ShardFile
-from ftckpt.persist.shards import FORMAT, StoredShard, StoredSnapshot
+from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.store.image import Span
 
 log = logging.getLogger("ftckpt")
@@ -42,13 +43,7 @@ _UNPACKED = 16
 
 def recognises(path: Path) -> bool:
     """Whether ``path`` is a snapshot on storage, or a directory of those."""
-    if _folders(path):
-        return True
-    try:
-        with open(path / MANIFEST_NAME, "rb") as file:
-            return f'"{FORMAT}"'.encode() in file.read(256)
-    except OSError:
-        return False
+    return any(is_manifest(folder / MANIFEST_NAME) for folder in (path, *_folders(path).values()))
 
 
 @dataclass

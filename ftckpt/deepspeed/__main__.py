@@ -29,10 +29,11 @@ def _run(argv: Sequence[str]) -> int:
     settings, arguments = section.from_flags(words[1:])
     section.configure(settings)
     script = launcher.script_path(words[0] if words else "", _USAGE)
-    doors.prepare_storage(section.foreseen(arguments))  # a refusal costs no import
     with imports_that_stay():
         launcher.stand_in("deepspeed")
         launcher.prepare(script, [*first, *arguments])
+        config = section.foreseen(arguments)
+        doors.prepare_storage(config)
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
     # An engine is destroyed after an error too; how the script ends is known here alone.
     initialize.leave_the_end_to_the_runner()

@@ -10,8 +10,6 @@ import torch
 from ftckpt.frameworks.launcher import log_once
 from ftckpt.model.text import listed
 
-_MAX_NAMED = 3
-
 
 class TrainingFlags:
     """``requires_grad`` of parameters and ``training`` of modules, as an object of a snapshot.
@@ -63,4 +61,4 @@ class TrainingFlags:
                 parameter.requires_grad_(flags[name])
                 changed.append(name)
         if changed:
-            log_once("requires_grad restored from the snapshot: changed for %s", listed(changed, _MAX_NAMED))
+            log_once("requires_grad restored from the snapshot: changed for %s", listed(changed))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftckpt.frameworks.torch_state import derived_seed, load_python, python_state
+from ftckpt.frameworks.torch_state import derived_seed
 
 _KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 
@@ -22,41 +22,27 @@ class OwnGenerator:
         self._built = self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        match self._generator:
-            case torch.Generator():
-                state: Any = self._generator.get_state()
-            case np.random.Generator():
-                state = self._generator.bit_generator.state
-            case np.random.RandomState():
-                state = self._generator.get_state()
-            case _:
-                state = python_state(self._generator)
-        return {"state": state}
+        one = self._generator
+        if isinstance(one, np.random.Generator):
+            return {"state": one.bit_generator.state}
+        return {"state": one.getstate() if isinstance(one, random.Random) else one.get_state()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        match self._generator:
-            case torch.Generator():
-                self._generator.set_state(saved["state"])
-            case np.random.Generator():
-                self._generator.bit_generator.state = saved["state"]
-            case np.random.RandomState():
-                self._generator.set_state(saved["state"])
-            case _:
-                load_python(self._generator, saved["state"])
+        one = self._generator
+        if isinstance(one, np.random.Generator):
+            one.bit_generator.state = saved["state"]
+        else:
+            (one.setstate if isinstance(one, random.Random) else one.set_state)(saved["state"])
 
     def load_reshaped(self, states: Sequence[Mapping[str, Any]]) -> None:
         """In another layout no rank of the snapshot is this one: a seed from what this rank was built with."""
-        seed = derived_seed("own", self._built, states[0])
-        match self._generator:
-            case torch.Generator():
-                self._generator.manual_seed(seed)
-            case np.random.Generator():
-                bits = self._generator.bit_generator
-                bits.state = type(bits)(seed).state
-            case np.random.RandomState():
-                self._generator.seed([seed & 0xFFFFFFFF, seed >> 32])
-            case _:
-                self._generator.seed(seed)
+        one, seed = self._generator, derived_seed("own", self._built, states[0])
+        if isinstance(one, np.random.Generator):
+            one.bit_generator.state = type(one.bit_generator)(seed).state
+        elif isinstance(one, torch.Generator):
+            one.manual_seed(seed)
+        else:
+            one.seed(seed & 0xFFFFFFFF)  # all that NumPy takes
 
 
 def as_object(value: Any) -> Any:

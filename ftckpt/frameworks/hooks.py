@@ -19,7 +19,7 @@ class Hook:
 
     def __init__(self, owner: Any, function: Callable[..., None]) -> None:
         self._owner = weakref.ref(owner)
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        self._function: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     def __call__(self, owner: Any, *args: Any) -> None:
         if owner is self._owner():  # a shallow copy shares the table of hooks

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 import xxhash
 
-from ftckpt.errors import UnsupportedError
 from ftckpt.model.objects import encode
 from ftckpt.model.text import listed
 
@@ -43,26 +43,25 @@ class LateChanges:
 
     def begin(self) -> None:
         """An iteration begins: its batch is there, or is about to be drawn where a restart sets RNG only then."""
-        if self._noted is None:
+        if self._noted is None or torch.cuda.is_current_stream_capturing():  # which reading state would end
             return
         noted, self._noted = self._noted, None
-        changed = {name for name, digest in self._digests().items() if noted.get(name) != digest}
+        changed = {name for name, digest in self._digests().items() if name in noted and noted[name] != digest}
         if self._usual is None:
             self._usual = changed - self._frozen
             return
         self._looks_left -= 1
         if late := sorted(changed - self._usual):
             self._looks_left = 0
-            log.warning(
-                "ftckpt: %s changed after the step boundary: a restart would not have the change; %s",
-                listed(late), self._remedy,
-            )  # fmt: skip
+            self.report(listed(late))
+
+    def report(self, names: str) -> None:
+        """Log what is late."""
+        text = "ftckpt: %s changed after the step boundary: a restart would not have the change; %s"
+        log.warning(text, names, self._remedy)
 
     def _digests(self) -> dict[str, int]:
-        found = {}
-        for name, state in self._states().items():
-            try:
-                found[name] = xxhash.xxh3_64_intdigest(encode(state))
-            except UnsupportedError:  # which the boundary reports
-                continue
-        return found
+        try:
+            return {name: xxhash.xxh3_64_intdigest(encode(state)) for name, state in self._states().items()}
+        except Exception:  # noqa: BLE001 - promise 4: what cannot be saved the boundary reports, and not a forward
+            return {}

@@ -65,7 +65,7 @@ def load_all_reshaped(objects: Mapping[str, Stateful], saved: Sequence[Mapping[s
 def save_generators() -> dict[str, Any]:
     """State of every generator; ``device`` is None on a machine without one."""
     return {
-        "python": python_state(random),
+        "python": _python_state(random),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -77,7 +77,8 @@ def load_generators(saved: Mapping[str, Any]) -> None:
 
     Call it after all else is loaded: what loads may draw numbers.
     """
-    load_python(random, saved["python"])
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])
     if saved["device"] is not None:
@@ -90,7 +91,7 @@ def derive_generators(built: Mapping[str, Any], iteration: int) -> dict[str, Any
     # NumPy's generator is seeded with words of 32 bits.
     words = [seeds["numpy"] & 0xFFFFFFFF, seeds["numpy"] >> 32]
     return {
-        "python": python_state(random.Random(seeds["python"])),
+        "python": _python_state(random.Random(seeds["python"])),
         "numpy": np.random.RandomState(np.array(words, np.uint32)).get_state(),
         "torch": torch.Generator().manual_seed(seeds["torch"]).get_state(),
         "device": device_state(seeds["device"]) if built["device"] is not None else None,
@@ -103,8 +104,7 @@ def derive_tracker(name: str, built: Mapping[str, Any], iteration: int) -> dict[
 
 
 def derived_seed(name: str, built: Any, iteration: Any) -> int:
-    """64 bits that follow from a generator's name, the state that it was built with, and the iteration to go on from,
-    or what else tells one restart from another.
+    """64 bits that follow from a generator's name, the state that it was built with, and the iteration to go on from.
 
     Generators that were seeded alike get the same, others get others, and each iteration gives other ones.
     """
@@ -126,13 +126,7 @@ def device_state(seed: int) -> torch.Tensor:
         torch.cuda.set_rng_state(before)
 
 
-def load_python(generator: Any, saved: Mapping[str, Any]) -> None:
-    """Inverse of ``python_state``."""
-    generator.setstate((saved["version"], tuple(saved["words"].tolist()), saved["gauss"]))
-
-
-def python_state(generator: Any) -> dict[str, Any]:
-    """The state of the module ``random``, or of one of its generators."""
+def _python_state(generator: Any) -> dict[str, Any]:
     # 625 words: as an array they are one blob, not as many numbers of JSON. Packed first: NumPy looks at each number.
     version, words, gauss = generator.getstate()
     packed = np.frombuffer(struct.pack(f"={len(words)}I", *words), dtype=np.uint32)

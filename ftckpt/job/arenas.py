@@ -98,8 +98,7 @@ class NodeArenas:
         ``use`` is called with the arena, which is its to close where it fails; the error is that of all ranks. What
         ranks have to ask ``beside`` goes with what is asked here.
 
-        ``lacking``: a restart from memory goes on though the node has no room: old arenas give up at once what nobody
-        needs, and slots get their memory when there is some.
+        ``lacking``: the node has no room. Old arenas give up what nobody needs; slots get memory when there is some.
 
         Raises:
             MemoryBudgetError: the node has no room for its ranks' new slots, or, ``lacking``, for none at all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftckpt.config import Config
-from ftckpt.frameworks import doors, launcher
+from ftckpt.frameworks import launcher
 from ftckpt.job.garbage import imports_that_stay
 from ftckpt.megatron import callbacks
 
@@ -20,7 +20,6 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     config, arguments = Config.from_flags(argv[1:])
     script = launcher.script_path(argv[0], _USAGE)
-    doors.prepare_storage(config)  # a refusal costs no import
     with imports_that_stay():
         # Before torch is used: Megatron and the script find CUDA, or the stand-in, when they are imported.
         launcher.stand_in("megatron")

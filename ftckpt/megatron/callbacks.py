@@ -177,7 +177,8 @@ def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
     if forward_only:
         door.checkpointer.pause()
         return config
-    door.state.late_changes.begin()
+    if door.state is not None:
+        door.state.late_changes.begin()
     phases: Any = importlib.import_module("ftckpt.megatron.phases")
     # A copy: one line at the start of a schedule could not take the listeners out of the loop's own at its end.
     config = copy.copy(config)

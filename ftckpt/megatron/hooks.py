@@ -150,7 +150,8 @@ def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
     if kwargs.get("forward_only", False):
         door.checkpointer.pause()
         return original(**kwargs)
-    door.state.late_changes.begin()
+    if door.state is not None:
+        door.state.late_changes.begin()
     model = kwargs["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)
     # Read at each run: a train loop may set them between two iterations.

@@ -144,7 +144,7 @@ class MegatronState:
             "random numbers": save_rng(),
             "the scheduler": schedulers.save(self._scheduler),
             "parameter groups": [save_groups(leaf.optimizer) for leaf in self._leaves],
-            **save_all(self._objects),
+            **{name: one.state_dict() for name, one in self._objects.items() if not name.startswith("ftckpt.")},
         }
 
     def _buffers(self, geometry: Geometry) -> Iterator[Piece]:

@@ -205,7 +205,9 @@ class PendingCheckpoint:
                 self.abandon()
                 return False
             self._storage.put(path, manifest)  # at each instant one of the two is there, whole
-        name_latest(self._storage, self._snapshot.iteration)
+        named = latest(self._storage)
+        if named is None or named < self._snapshot.iteration:
+            name_latest(self._storage, self._snapshot.iteration)
         with contextlib.suppress(StorageError):  # they are swept
             self._storage.remove(_beginning(self._storage, self.folder, self._marks))
         return True

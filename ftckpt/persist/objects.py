@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from email.message import Message
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Any, NamedTuple
 
 from ftckpt.errors import StorageError
 from ftckpt.persist.storage import Bytes, ObjectEntry, Storage
@@ -17,11 +22,10 @@ _PART_BYTES = 32 << 20
 _UPLOADS = 4
 """Parts of one object on their way at a time; each is held in memory until it has arrived."""
 _RETRY_SECS = 20.0
-_STATUS = re.compile(r"status code: (\d{3})")
-_NOT_IMPLEMENTED = 501
-_SKEWED = "RequestTimeTooSkewed"
-"""What S3 says where a request was signed a quarter of an hour ago, or will be."""
+_MAX_SKEW_SECS = 15 * 60.0
+"""Stores deny requests that were signed so long ago, or will be."""
 _CONNECT_SECS = 10.0
+_SIGNED_FOR = timedelta(minutes=1)
 
 
 class ObjectStorage(Storage):
@@ -38,7 +42,7 @@ class ObjectStorage(Storage):
         from obstore import store
 
         self.where = where.rstrip("/")
-        self._obstore = obstore
+        self._obstore: Any = obstore
         self._errors = obstore.exceptions
         self._knows_conditions = True
         if not where.startswith("memory://"):
@@ -46,7 +50,7 @@ class ObjectStorage(Storage):
             client = {"connect_timeout": timedelta(seconds=_CONNECT_SECS), "allow_http": True}
             options["client_options"] = {**client, **options.get("client_options", {})}
         try:
-            self._store = store.from_url(where, **options)
+            self._store: Any = store.from_url(where, **options)
         except (self._errors.BaseError, ValueError, TypeError) as error:
             raise StorageError(f"{where}: {_first_line(error)}", lasting=True) from None
         # The first word with the server: a wrong bucket or key is an error at start.
@@ -60,8 +64,11 @@ class ObjectStorage(Storage):
                     return True
             except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
                 return False
-            except self._errors.BaseError as error:
-                if _status(error) != _NOT_IMPLEMENTED:  # as Swift answers
+            except self._errors.GenericError:
+                answer = self._ask("PUT", name, data, {"If-None-Match": "*"})
+                if answer is not None and answer.status == HTTPStatus.OK:  # it is made: the failure has passed
+                    return True
+                if answer is None or answer.status != HTTPStatus.NOT_IMPLEMENTED:  # as Swift answers
                     raise
                 self._knows_conditions = False
         if self.size(name) is not None:
@@ -106,9 +113,13 @@ class ObjectStorage(Storage):
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         with self._explained(prefix):
-            for batch in self._obstore.list(self._store, self._check(prefix) if prefix else None):
-                for entry in batch:
-                    yield ObjectEntry(entry["path"], int(entry["size"]))
+            try:
+                for batch in self._obstore.list(self._store, self._check(prefix) if prefix else None):
+                    for entry in batch:
+                        yield ObjectEntry(entry["path"], int(entry["size"]))
+            except self._errors.GenericError:  # the only type of error that a listing has
+                self._require_bucket()
+                raise
 
     def remove(self, names: Sequence[str]) -> None:
         there = [self._check(name) for name in names]
@@ -137,15 +148,53 @@ class ObjectStorage(Storage):
 
     def _meaning(self, error: Exception) -> tuple[str, bool]:
         """What an error means to the user, and whether trying again is of no use."""
-        status = _status(error)
-        if _SKEWED in str(error):  # by the store's status, access is denied
-            return "the clock of this machine is not that of the store: set it, as by NTP", False
-        refused = (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError)
-        if status in (401, 403) or isinstance(error, refused):
+        if isinstance(error, self._errors.PermissionDeniedError | self._errors.UnauthenticatedError):
+            answer = self._ask("HEAD", "")
+            if answer is not None and abs(answer.skew_secs) >= _MAX_SKEW_SECS:
+                return "the clock of this machine is not that of the store: set it, as by NTP", False
             return f"access is denied: check the credentials in the environment ({_first_line(error)})", True
-        if status == 404 or isinstance(error, self._errors.NotFoundError | FileNotFoundError):
+        if isinstance(error, self._errors.NotFoundError | FileNotFoundError):
             return f"is not there ({_first_line(error)})", True
         return _first_line(error), False
+
+    def _require_bucket(self) -> None:
+        """Raises what keeps the bucket itself from being read, in obstore's types, if anything does."""
+        kind = type(self._store)
+        if kind not in (self._obstore.store.S3Store, self._obstore.store.GCSStore):
+            return  # others have no such request
+        store = self._store
+        bucket = kind(config=store.config, client_options=store.client_options, retry_config=store.retry_config)
+        with contextlib.suppress(self._errors.GenericError):  # one that answers so is no bucket that refuses
+            self._obstore.head(bucket, "")
+
+    def _ask(
+        self, method: str, name: str, data: Bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> _Answer | None:
+        """The store's answer to one request, of which obstore's errors have the text alone; None: there is none."""
+        try:
+            url = self._obstore.sign(self._store, method, name, _SIGNED_FOR)
+            request = urllib.request.Request(url, bytes(data) or None, dict(headers or {}), method=method)
+            with urllib.request.urlopen(request, timeout=_CONNECT_SECS) as answer:
+                return _Answer.of(answer.status, answer.headers)
+        except urllib.error.HTTPError as refusal:
+            with refusal:
+                return _Answer.of(refusal.code, refusal.headers)
+        except (self._errors.BaseError, OSError, ValueError, TypeError):  # no network; a store that signs nothing
+            return None
+
+
+class _Answer(NamedTuple):
+    """``skew_secs`` is by how much this machine's clock is ahead of the store's, 0 where that is not known."""
+
+    status: int
+    skew_secs: float
+
+    @classmethod
+    def of(cls, status: int, headers: Message) -> _Answer:
+        """An answer with this status and these headers."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return cls(status, time.time() - parsedate_to_datetime(headers["Date"]).timestamp())
+        return cls(status, 0.0)
 
 
 def require_obstore(where: str) -> None:
@@ -179,12 +228,6 @@ class _ChunkCounter:
 
 def _one(data: Bytes) -> memoryview:
     return memoryview(data).cast("B")
-
-
-def _status(error: Exception) -> int | None:
-    """The server's answer, which obstore tells in its text alone for most calls."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.persist.commit import LATEST_NAME, OWNER_NAME
+from ftckpt.persist.commit import LATEST_NAME, MANIFEST_NAME, OWNER_NAME, iteration_of
+from ftckpt.persist.shards import FORMAT
 from ftckpt.persist_setting import PERSIST_FORMATS
 
 SNAPSHOT = PERSIST_FORMATS[0]
@@ -37,9 +38,31 @@ class Place(NamedTuple):
         return cls(f"{persist}/{FOLDER}", ExportPlace(persist, form))
 
 
-def snapshots_at(where: str) -> str:
-    """Where snapshots lie at a place that the user has named: there, or in their folder beside what others load."""
-    folder = Path(where, FOLDER)
+class Located(NamedTuple):
+    """Where snapshots lie at a place that a user has named, and the ``iteration`` of the one that it is itself."""
+
+    where: str
+    iteration: int | None = None
+
+
+def locate(where: str) -> Located:
+    """Snapshots at ``where``: there, in their folder beside what others load, or one that is named by its folder."""
+    if "://" in where:
+        return Located(where)
+    path = Path(where)
     # Of a job, or of ``ftckpt save``, which claims nothing.
-    are_there = any((folder / name).is_file() for name in (OWNER_NAME, LATEST_NAME))
-    return str(folder) if "://" not in where and are_there else where
+    if any((path / FOLDER / name).is_file() for name in (OWNER_NAME, LATEST_NAME)):
+        return Located(str(path / FOLDER))
+    iteration = iteration_of(path.absolute().name)
+    if iteration is not None and is_manifest(path / MANIFEST_NAME):
+        return Located(str(path.absolute().parent), iteration)
+    return Located(where)
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file is the manifest of a snapshot on storage."""
+    try:
+        with open(path, "rb") as file:
+            return f'"{FORMAT}"'.encode() in file.read(256)
+    except OSError:
+        return False

@@ -76,10 +76,10 @@ def attach(
     weights swapped in for an evaluation) must call ``fence`` of the checkpointer first.
 
     Args:
-        model: as it is trained: wrapped in DDP, sharded by ``fully_shard``, or neither.
+        model: as it is trained: wrapped in DDP, sharded by ``fully_shard``, or neither; compiled, if it is to be.
         optimizer: torch's Adam, AdamW or SGD over parameters of ``model``.
         scheduler: of the learning rate, if there is one.
-        objects: what else must come back, by name: a data loader, counters, a GradScaler.
+        objects: what else must come back, by name: a data loader, counters, a GradScaler, a generator.
         config: None is the default configuration, which is off.
 
     Raises:

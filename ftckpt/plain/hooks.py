@@ -39,6 +39,7 @@ def follow(
 
     def before_forward(module: torch.nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
+            state.has_run = True
             state.late_changes.begin()
             checkpointer.phase("forward")
         else:

@@ -54,7 +54,8 @@ class PlainState:
     first replica's before each forward are not carried into another layout. Objects: RNG, the optimizer's
     hyperparameters, the scheduler and ``objects``.
 
-    ``is_fenced`` is set by whoever fences the optimizer's step, and cleared at each boundary.
+    ``is_fenced`` is set by whoever fences the optimizer's step, ``has_run`` by whoever sees a forward in training;
+    each boundary clears both.
 
     Raises:
         ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
@@ -71,7 +72,7 @@ class PlainState:
     ) -> None:
         self.model = unwrap(model)
         settle_shards(self.model)  # before what may fail on one rank alone: the others would wait for it
-        self.is_fenced = False
+        self.is_fenced = self.has_run = False
         self._optimizer = optimizer
         self._objects = {f"objects: {name}": as_object(value) for name, value in objects.items()}
         self._objects |= generators_in(unwrapped(self.model.named_modules()))
@@ -193,23 +194,23 @@ class PlainState:
         return ((name, local(buffer)) for name, buffer in unwrapped(self.model.named_buffers()))
 
     def _check_fence(self) -> None:
-        if not self.is_fenced:
-            self._refuse_pending_gradients()
-        writes_before, was_fenced = self._num_writes, self.is_fenced
+        writes_before, was_fenced, has_run = self._num_writes, self.is_fenced, self.has_run
         # Before the error: the next boundary must not report the same writes again.
-        self._num_writes, self.is_fenced = self._count_writes(), False
+        self._num_writes, self.is_fenced, self.has_run = self._count_writes(), False, False
         if self._num_writes != writes_before and not was_fenced:
             raise CaptureError(
                 "parameters were written and the optimizer's step hooks were not called; step with the optimizer "
                 "that ftckpt.plain.attach was given"
             )
+        if has_run and not was_fenced:
+            self._refuse_pending_gradients()
 
     def _changing(self) -> dict[str, Any]:
         return {
             "random numbers": save_generators(),
             "the scheduler": schedulers.save(self._scheduler),
             "parameter groups": optimizers.save_groups(self._optimizer),
-            **{name: value.state_dict() for name, value in self._objects.items() if value is not self._buckets},
+            **{name: value.state_dict() for name, value in self._objects.items() if name.startswith("objects: ")},
         }
 
     def _refuse_pending_gradients(self) -> None:

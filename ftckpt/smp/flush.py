@@ -20,7 +20,7 @@ import numpy as np
 
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
-from ftckpt.model.lineage import Lineage
+from ftckpt.model.lineage import Lineage, is_past
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
@@ -367,10 +367,14 @@ class Flush:
         doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
         if not self._owns(storage):
             return
+        # What it names may be of a branch that is abandoned.
+        newest = max(name.iteration for name, one in lineages.items() if is_past(one, name.iteration, lineage))
+        if commit.latest(storage) != newest:
+            commit.name_latest(storage, newest)
         snapshots = {stored.snapshot for stored in there.values()}
         retention.forget_void(storage, [one for one in retention.voided(storage) if one not in snapshots])
         if doomed:
-            for name in retention.retire(storage, doomed, self.snapshot.iteration, lambda: self._owns(storage)):
+            for name in retention.retire(storage, doomed, newest, lambda: self._owns(storage)):
                 self._events.emit("removed", iteration=name.iteration, path=f"{self._orders.where}/{name}")
 
     def _whole(self, storage: Storage) -> dict[CheckpointName, StoredSnapshot]:

@@ -344,6 +344,75 @@ def test_a_second_engine_is_refused_and_each_remedy_is_accepted(arena_root: Path
     assert {said for name, said in found.items() if name not in refused_ones} == {"accepted"}
 
 
+def draws_first(rank: int, world_size: int, arena: str, until: int, begins: bool) -> dict[str, Any]:
+    """Draws noise before ``engine(batch)`` and counts after ``engine.step``; the iteration it resumes from, its rows,
+    and what was reported. Leaves the arenas."""
+    import logging
+
+    import torch
+
+    import ftckpt.deepspeed
+
+    reported: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ftckpt").addHandler(handler)
+    counter = Counter()
+    ftckpt.deepspeed.register("counter", counter)
+    engine = initialize(section(arena) if arena else None)
+    start, rows = engine.global_steps, []
+    torch.manual_seed(7)
+    while engine.global_steps < until:
+        if begins:
+            ftckpt.deepspeed.begin_iteration()
+        noise = torch.rand(2, WIDTH)
+        rows.append((noise.sum().item(), counter.count, train_step(engine, noise)))
+        counter.count += 1
+    if begins:
+        ftckpt.deepspeed.begin_iteration()
+    ftckpt.deepspeed.remove()  # the last snapshot is finished
+    return {"start": start, "rows": rows, "reported": [text for text in reported if "step boundary" in text]}
+
+
+def test_what_a_script_changes_after_the_boundary_is_reported_and_the_remedy_is_one(arena_root: Path) -> None:
+    for name in "ab":
+        (arena_root / name).mkdir(parents=True)
+    (unbroken,) = results(draws_first, 1, "", 6, False)
+    (seen,) = results(draws_first, 1, str(arena_root / "a"), 4, False)
+    assert len(seen["reported"]) == 1 and "counter, random numbers" in seen["reported"][0]
+    assert seen["rows"] == unbroken["rows"][:4]
+    (first,) = results(draws_first, 1, str(arena_root / "b"), 3, True)
+    (second,) = results(draws_first, 1, str(arena_root / "b"), 6, True)
+    assert second["start"] == 3 and first["rows"] + second["rows"] == unbroken["rows"]
+    assert first["reported"] == second["reported"] == []
+
+
+def frozen_later(rank: int, world_size: int, arena: str, kind: str) -> Any:
+    """Two iterations, of which the first freezes the bias; its flag at the start, or what keeps it from going on."""
+    import ftckpt.deepspeed
+    from ftckpt.errors import MismatchError
+
+    settings = {"type": kind, "params": {"lr": 1e-2, "torch_adam": True, "adam_w_mode": kind == "AdamW"}}
+    try:
+        engine = initialize(section(arena), optimizer=settings)
+    except MismatchError as error:
+        return str(error)
+    bias = engine.module[0].bias
+    found, until = bias.requires_grad, engine.global_steps + 2
+    while engine.global_steps < until:
+        train_step(engine)
+        engine.module[0].bias.requires_grad_(False)
+    ftckpt.deepspeed.remove()
+    return found
+
+
+def test_flags_of_an_engine_come_back_and_another_optimizer_is_refused(arena_root: Path) -> None:
+    assert results(frozen_later, 1, str(arena_root), "AdamW") == [True]
+    assert results(frozen_later, 1, str(arena_root), "AdamW") == [False]
+    (refused_by_name,) = results(frozen_later, 1, str(arena_root), "Adam")
+    assert "of optimizer AdamW" in refused_by_name and "Adam:" in refused_by_name
+
+
 class Counter:
     """An object of a script."""
 

@@ -450,8 +450,6 @@ class Job:
 
     def check(self) -> None:
         """What holds at any instant."""
-        if self.went_back:
-            return
         knows = self.knows.state
         # In a new layout, before all ranks know it, only the whole one lies in what old arenas are left.
         kept = (knows.whole, *(() if self.layout_broke else (knows.targets.protected, knows.targets.target)))

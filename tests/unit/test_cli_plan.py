@@ -367,7 +367,7 @@ def test_a_limit_that_is_too_low_names_what_can_be_lessened(
     assert capsys.readouterr().err.endswith(f"over 1.0 GiB: {remedies}\n")
 
 
-@pytest.mark.parametrize("persist", ["megatron", "megatron:/there", "s3://bucket/folder", "/there", "./a:b"])
+@pytest.mark.parametrize("persist", ["s3://bucket/folder", "/there", "./a:b"])
 def test_places_that_need_not_be_there_are_planned_for(capsys: pytest.CaptureFixture[str], persist: str) -> None:
     assert planned(capsys, f"{EIGHT} --persist {persist}")["slots"] == 5
 

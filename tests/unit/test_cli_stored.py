@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,85 @@ def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["verify", str(tmp_path)]) == 2 and "no snapshot" in capsys.readouterr().err
     assert main(["list", str(tmp_path / "nowhere")]) == 2
     assert main(["verify", str(tmp_path), "--iteration", "3"]) == 2 and "of iteration 3" in capsys.readouterr().err
+
+
+def megatron_dist(path: Path) -> None:
+    (path / "iter_0000080").mkdir(parents=True)
+    (path / "iter_0000080" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (path / "latest_checkpointed_iteration.txt").write_text("80")
+
+
+def megatron_legacy(path: Path) -> None:
+    (path / "iter_0000080" / "mp_rank_00").mkdir(parents=True)
+    (path / "iter_0000080" / "mp_rank_00" / "model_optim_rng.pt").touch()
+    (path / "latest_checkpointed_iteration.txt").write_text("80")
+
+
+def of_deepspeed(path: Path) -> None:
+    (path / "global_step80").mkdir(parents=True)
+    (path / "global_step80" / "mp_rank_00_model_states.pt").touch()
+    (path / "latest").write_text("global_step80")
+
+
+def deepspeed_universal(path: Path) -> None:
+    (path / "global_step80" / "zero").mkdir(parents=True)
+    (path / "global_step80" / "zero" / "optimizer_state.pt").touch()
+    (path / "latest_universal").write_text("global_step80")
+
+
+def weights(path: Path) -> None:
+    path.mkdir()
+    (path / "model.safetensors").touch()
+
+
+def notes(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").touch()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (megatron_dist, ("Megatron torch_dist", "iteration 80")),
+        (megatron_legacy, ("Megatron", "format torch", "iteration 80")),
+        (of_deepspeed, ("DeepSpeed checkpoint", "iteration 80")),
+        (deepspeed_universal, ("DeepSpeed universal", "iteration 80")),
+        (weights, ("Hugging Face", "safetensors")),
+        (notes, ()),
+    ],
+)
+@pytest.mark.parametrize("command", ["list", "verify", "inspect", "pin"])
+def test_what_is_of_another_kind_is_called_by_its_name(
+    command: str, make: Callable[[Path], None], words: tuple[str, ...], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    make(there := tmp_path / "there")
+    assert main([command, str(there), *(["80"] if command == "pin" else [])]) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in (str(there), *words)), told
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "convert"])
+def test_snapshots_are_found_by_one_rule(
+    command: str, filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the place itself, beside what others load, and by the folder of one of them."""
+    beside = tmp_path / "beside"
+    megatron_dist(beside)
+    shutil.copytree(filled, beside / "ftckpt")
+    told = []
+    for number, where in enumerate((filled, beside, beside / "ftckpt", filled / "iter_0000007")):
+        words = [str(where)] if command != "convert" else [str(where), str(tmp_path / f"out{number}"), "--dry-run"]
+        assert main([command, *words]) == 0
+        told.append(capsys.readouterr().out)
+    assert "iteration 8" in told[0] and "iteration 8" in told[1] and "iteration 8" in told[2]
+    assert "iteration 7" in told[3] and "iteration 8" not in told[3]
+
+
+def test_snapshots_in_memory_and_on_storage_are_told_apart(
+    filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(filled)]) == 2 and "'ftckpt list'" in capsys.readouterr().err
+    (tmp_path / "node" / "dp0.01234567").mkdir(parents=True)
+    (tmp_path / "node" / "dp0.01234567" / "control").touch()
+    assert main(["list", str(tmp_path / "node")]) == 2 and "'ftckpt inspect'" in capsys.readouterr().err

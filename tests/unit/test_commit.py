@@ -13,6 +13,7 @@ import pytest
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
+    CheckpointName,
     DoneMark,
     PendingCheckpoint,
     claim,
@@ -232,6 +233,7 @@ def test_nothing_is_swept_that_is_not_called_as_what_was_begun(tmp_path: Path) -
     for name in planted:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"mine": 1}')
+    (tmp_path / "readers" / "note").write_text("mine!\n")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / f"{LATER.hex()}-n0.safetensors").touch()
     (tmp_path / "iter_0000001" / f"{LATER.hex()}-n0.safetensors").symlink_to(
@@ -251,7 +253,7 @@ def test_what_a_checkpoint_names_is_what_goes_with_it(storage: Storage) -> None:
     write(storage, 1, OLD)
     write(storage, 2, NEW)
     storage.put(f"iter_0000001/{OLD.hex()}-notes.txt", b"mine")
-    remove(storage, SnapshotId(OLD, 1))
+    remove(storage, CheckpointName(1), SnapshotId(OLD, 1))
     assert {name for name in names(storage) if name.startswith("iter_0000001/")} == {
         f"iter_0000001/{OLD.hex()}-notes.txt"
     }
@@ -263,10 +265,10 @@ def test_a_checkpoint_that_was_copied_is_none_and_stays(tmp_path: Path) -> None:
         write(storage, iteration, OLD)
     shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_0000009")
     with raises(StorageError, "iter_0000009", "is of iteration 1"):
-        read_manifest(storage, 9)
+        read_manifest(storage, CheckpointName(9))
     with raises(StorageError, "iter_0000009"):
-        remove(storage, SnapshotId(OLD, 9))
-    remove(storage, SnapshotId(OLD, 1))
+        remove(storage, CheckpointName(9), SnapshotId(OLD, 9))
+    remove(storage, CheckpointName(1), SnapshotId(OLD, 1))
     assert len(list((tmp_path / "iter_0000009").iterdir())) == 3
 
 
@@ -281,9 +283,9 @@ def test_leftovers_are_another_run_s_when_it_has_claimed_the_place_meanwhile(sto
 def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:
     write(storage, 1, OLD)
     with raises(StorageError, "only whole checkpoint"):
-        remove(storage, SnapshotId(OLD, 1))
+        remove(storage, CheckpointName(1), SnapshotId(OLD, 1))
     write(storage, 2, NEW)
-    remove(storage, SnapshotId(NEW, 2))
+    remove(storage, CheckpointName(2), SnapshotId(NEW, 2))
     assert committed(storage) == [1] and storage.read("latest") == b"iter_0000001\n"
     assert len(names(storage)) == 4
 
@@ -295,7 +297,7 @@ def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> No
 
     def go_on() -> None:
         write(storage, 2, NEW)
-        remove(storage, SnapshotId(OLD, 1))
+        remove(storage, CheckpointName(1), SnapshotId(OLD, 1))
 
     seen, step = set(), 0
     while True:
@@ -313,7 +315,7 @@ def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> No
         if there != [1]:
             if 1 not in there:
                 write(storage, 1, OLD)
-            remove(storage, SnapshotId(NEW, 2))
+            remove(storage, CheckpointName(2), SnapshotId(NEW, 2))
         step += 1
     assert seen == {(1,), (2, 1), (2,)} and step > 20
 

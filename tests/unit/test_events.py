@@ -137,6 +137,10 @@ def test_a_log_that_comes_to_its_limit_loses_its_older_half(tmp_path: Path) -> N
     assert ["oldest events are gone" in note for note in log.notes] == [True]
 
 
+def test_marks_in_lines_are_no_fields_of_events() -> None:
+    assert not {"repeated", "dropped_lines"} & {field for kind in EVENTS.values() for field in kind.fields}
+
+
 def test_nothing_is_said_to_be_gone_before_it_is(tmp_path: Path) -> None:
     events = Events(tmp_path, 0, limit_bytes=2 * MIB)
     for number in range(1500):

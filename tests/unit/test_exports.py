@@ -11,7 +11,7 @@ import pytest
 
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import manifest_of
+from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.export_record import ExportRecords
 from ftckpt.persist.exports import Exports, prepare
 from ftckpt.persist.files import FileStorage
@@ -146,8 +146,8 @@ def test_what_was_made_of_a_past_that_was_left_goes(root: Path, monkeypatch: pyt
     for iteration in (5, 10, 15):
         make(root, iteration)
         there = SnapshotId(LATER if iteration == 10 else LINEAGE, iteration)
-        storage.put(manifest_of(iteration), StoredSnapshot(there, "job", {}, {}).encode())
-    storage.put(manifest_of(15), b"of a later version")
+        storage.put(CheckpointName(iteration).manifest, StoredSnapshot(there, "job", {}, {}).encode())
+    storage.put(CheckpointName(15).manifest, b"of a later version")
     make(root, 10, owner="another")  # by a run that had come to it
     named, unlink = list[int](), Path.unlink
 

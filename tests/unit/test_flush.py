@@ -25,7 +25,7 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import commit, retention
 from ftckpt.persist.commit import CheckpointName, PendingCheckpoint, claim, folder_of, require_own, require_owner
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.place import snapshots_at
+from ftckpt.persist.place import locate
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
 from ftckpt.restore.shelf import Shelf
@@ -659,9 +659,9 @@ def test_a_place_of_another_program_is_refused(name: str, text: str, where: str)
 @pytest.mark.parametrize("name", ["owner.json", "latest"])
 def test_snapshots_beside_what_others_load_are_found_and_not_taken_for_them(name: str, where: str) -> None:
     """``ftckpt save`` claims no place."""
-    assert snapshots_at(where) == where
+    assert locate(where).where == where
     FileStorage(where).put(f"ftckpt/{name}", b"iter_0000012\n")
-    assert snapshots_at(where) == f"{where}/ftckpt"
+    assert locate(where).where == f"{where}/ftckpt"
     with raises(StorageError, where, "--ftckpt-persist-format"):
         require_own(FileStorage(where))
 

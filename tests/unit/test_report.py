@@ -106,7 +106,7 @@ def test_a_restart_has_its_cause_and_its_source(logs: RunLogs) -> None:
     assert restarts[0].cause == killed and all("unknown" in restart.cause for restart in restarts[1:])
     text = html(logs)
     assert f"<td>{killed}</td><td>memory</td>" in text
-    for origin in ("memory: 1", "storage: 1", "memory and storage: 1", "the beginning: 1"):
+    for origin in ("memory: 1", "storage: 1", "memory and storage: 1", "no snapshot: 1"):
         assert f"from {origin}" in text or f", {origin}" in text, origin
 
 

@@ -207,7 +207,7 @@ _SIZES = {
 def recognises(path: Path) -> bool:
     """Whether ``path`` is such a checkpoint, or a directory of several whose newest is one."""
     try:
-        return any(_directories(_find(path, None)))
+        return any(_directories(find(path, None)))
     except (ConvertError, OSError):
         return False
 
@@ -226,7 +226,7 @@ class MegatronLegacyReader(Reader):
     def __init__(
         self, path: Path, spec: Spec | None, iteration: int | None = None, roles: Iterable[str] | None = None
     ) -> None:
-        self.path = _find(path, iteration)
+        self.path = find(path, iteration)
         if spec is None:
             raise ConvertError(
                 f"{self.path}: holds no geometry: name a specification with --spec, such as gpt or llama"
@@ -301,7 +301,8 @@ class MegatronLegacyReader(Reader):
                 yield Fragment.whole(key, dtype, placement.shape, box_map.box)
 
 
-def _find(path: Path, iteration: int | None) -> Path:
+def find(path: Path, iteration: int | None) -> Path:
+    """``path`` itself, or that of ``iteration`` in it, or the newest. Raises ConvertError where there is none."""
     if iteration is None and any(_directories(path)):
         return path
     return iteration_directory(path, iteration) if iteration is not None or (path / TRACKER).exists() else path
