@@ -196,7 +196,7 @@ class Config:
     )
     replica_check_interval: int = declare(
         1000,
-        "most snapshots within which all bytes of replicas are compared, a sample with each; 0: compare at start only",
+        "most snapshots until all bytes of replicas are compared, a sample with each; 0: compare at start only",
         minimum=0,
     )
     on_corruption: str = declare(

@@ -138,8 +138,8 @@ EVENTS: dict[str, EventKind] = {
         num="how many", odd_ranks="ranks that hold other bits than most, where there are three replicas or more",
     ),
     "replicas_drift": _loud(
-        "a sample of replicas differs: snapshots since the last full comparison may mix states of different ranks, and "
-        "none is taken before it is known what differs",
+        "a sample of replicas differs: snapshots since the last full comparison may mix states of different ranks; "
+        "none is taken until it is known what differs",
         after="iteration of the last full comparison, -1: none", until="iteration of the sample",
     ),
     "not_derived": _loud(
@@ -263,7 +263,7 @@ ADVICE = {
     "no_budget": "see whether the arena can be written",
     "replicas_differ": "where the script does not let them drift this is silent corruption: have that hardware "
     "tested",
-    "replicas_drift": "see the replicas_differ event that follows; restarts take none of those snapshots by themselves",
+    "replicas_drift": "see the replicas_differ event that follows; a restart takes those snapshots only by name",
     "fallback": "memory of that node fails, or something has written into the arena: see its log of memory errors",
     "protection_slow": "raise --ftckpt-network-rate or --ftckpt-protect-timeout-secs, or protect less",
     "not_exported": "ftckpt convert makes it of the snapshot",

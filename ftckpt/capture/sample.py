@@ -190,12 +190,13 @@ def reduced(parts: dict[int, list[torch.Tensor]]) -> torch.Tensor:
     for item, tensors in parts.items():
         joined = (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).view(_INTEGERS[item])
         for begin in range(0, len(joined), _BLOCK):
-            values = joined[begin : begin + _BLOCK].to(torch.int64)
+            values = joined[begin : begin + _BLOCK]
             weights = torch.arange(begin + 1, begin + 1 + len(values), device=values.device)
             weights.mul_(_FACTOR)
             # Odd: then no difference of two elements is lost modulo 2**64.
             weights.bitwise_xor_(weights >> 29).mul_(_MIX).bitwise_or_(1)
-            part = values.mul_(weights).sum()
+            # Into the weights: ``values`` may be training's own memory.
+            part = weights.mul_(values).sum()
             total = part if total is None else total * _FACTOR + part
     assert total is not None, "of no bytes"
     return total

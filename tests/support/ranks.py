@@ -11,15 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from ftckpt.capture.capture import writable_slots
 from ftckpt.config import Config
 from ftckpt.job import session
-from ftckpt.job.actions import OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
+from ftckpt.job.actions import Doubt, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.agreement import Agreement, AgreementError, Will
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
+from ftckpt.model.sampled import Comparison
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
+
+POSITIONS = 2
+"""Of samples."""
 
 POSTED, PROOF = "posted", "proof"
 """Where a rank waits for others: with a deadline for their posts, without one in a proof."""
@@ -58,6 +64,7 @@ class Rounds:
     def __init__(self, size: int) -> None:
         self.size = size
         self.posts: list[dict[int, Sequence[int]]] = []
+        self.words: dict[int, dict[int, Any]] = {}
         self.given_up = False
 
     def put(self, rank: int, number: int, words: Sequence[int]) -> None:
@@ -88,7 +95,12 @@ class RankGroup:
         self.rounds.put(self._rank, number, words)
         return number, Minimum(self.rounds, number)
 
-    def give_back(self, minimum: Any) -> None: ...
+    def start_gather(self, words: Any) -> tuple[int, Any]:
+        number = self.num_posted - 1
+        self.rounds.words.setdefault(number, {})[self._rank] = words
+        return number, Rows(self.rounds, number)
+
+    def give_back(self, read: Any) -> None: ...
 
     def finish(self, number: int, timeout_secs: float) -> bool:
         if not self.broken and self.rounds.complete(number):
@@ -113,6 +125,17 @@ class Minimum:
 
 
 @dataclass
+class Rows:
+    rounds: Rounds
+    number: int
+
+    @property
+    def values(self) -> Any:
+        words = self.rounds.words[self.number]
+        return np.stack([words[rank] for rank in range(self.rounds.size)])
+
+
+@dataclass
 class Flight:
     slot: int
     snapshot: SnapshotId
@@ -131,6 +154,9 @@ class Rank:
     covered: set[SnapshotId] = field(default_factory=set)
     flight: Flight | None = None
     waits: str = ""
+    sampled: tuple[int, int] = (0, 0)
+    """The number of the snapshot with which it has sampled last, and its digest."""
+    doubts: list[Doubt] = field(default_factory=list)
     read: int = 0
     """Verdicts that it has read."""
     missed: bool = False
@@ -146,6 +172,7 @@ class Rank:
         self.group = RankGroup(rounds, self.index)
         self.agreement = Agreement(self.group)  # type: ignore[arg-type]
         self.flight, self.read, self.waits = None, 0, ""
+        self.sampled, self.doubts = (0, 0), []
 
     @property
     def sealed(self) -> set[SnapshotId]:
@@ -229,7 +256,6 @@ class Rank:
 
     def _prove(self, job: Job) -> Generator[None]:
         state = self.state
-        state.proves()
         number = state.interval.number
         job.proofs.setdefault(number, {})[self.index] = (self._late, state.has_stepped)
         self.waits = PROOF
@@ -251,11 +277,13 @@ class Rank:
             return
         assert not job.wrong, "a snapshot of what a proof has shown to be wrong"
         assert self._writable(self.decision.keep) == writable
+        assert not job.alarmed, "a snapshot behind an alarm that was read"
         if fate.begin_fails or self.flight is not None:
             self._execute(self.state.fail("it cannot begin"))
             return
         self.slots[writable[0]] = None
         self.flight = Flight(writable[0], self.decision.snapshot)
+        self.sampled = self.state.interval.number, int(job.drifts and self.index == 0)
 
     @property
     def _late(self) -> bool:
@@ -296,12 +324,21 @@ class Rank:
             self.group.give_up("")
         number = self.group.num_posted
         try:
-            self.agreement.post(round_)
+            self.agreement.post(round_, *self._words(job, round_.number))
         except AgreementError:
             self._disconnect()
             return
         job.rounds_posted.setdefault(number, []).append(round_)
         state.posted(round_)
+
+    def _words(self, job: Job, number: int) -> tuple[Any, Any]:
+        if not job.config.replica_check_interval:
+            return None, None
+        comparison = Comparison.of([np.arange(len(job.ranks), dtype=np.int32)], len(job.ranks))
+        words = comparison.unsampled()
+        if self.sampled[0] == number:
+            words[:] = 0, self.sampled[1]
+        return words, comparison
 
     def _execute(self, decisions: Sequence[Any]) -> None:
         for decision in decisions:
@@ -312,6 +349,8 @@ class Rank:
                     self.marks = decision
                 case OldArenaRemoval():
                     self.old.clear()
+                case Doubt():
+                    self.doubts.append(decision)
                 case TurnOff():
                     assert self.state.off
                     self._drop()
@@ -334,6 +373,7 @@ class Job:
         self.lives = 0
         self.now_secs = 0.0
         self.changed_replicas = False
+        self.drifts = False
         self.wrong = False
         self.start()
 
@@ -368,6 +408,7 @@ class Job:
         protected = marks.pop() if len(marks) == 1 else None
         for rank in self.ranks:
             rank.state.begin(bytes([self.lives]) * 16, restored, self.now_secs)
+            rank.state.lay_out(POSITIONS if self.config.replica_check_interval else 0)
             if self.protects:
                 target = restored if restored in in_slots else None
                 rank.state.take_over(protected if protected in in_slots else None, target)
@@ -444,9 +485,16 @@ class Job:
             if not new_arenas or rank.fate.breaks != "layout":  # that one breaks, with its arena made
                 rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
+                rank.state.lay_out(POSITIONS)
                 rank.lay_out_anew()
                 self.layout_broke |= rank.fate.breaks == "layout"
         return True
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether a rank has read that replicas differ, and no proof has come since."""
+        # One that is about to break in a proof learns nothing of it.
+        return any(rank.state._alarm is not None and not rank.fate.breaks for rank in self.on)
 
     def check(self) -> None:
         """What holds at any instant."""

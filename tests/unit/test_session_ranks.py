@@ -220,7 +220,7 @@ def test_a_rank_that_reads_late_that_all_turn_off_enters_no_proof() -> None:
 @pytest.mark.parametrize("where", ["post", "read", "proof", "layout"])
 def test_ranks_whose_connections_break_are_off_together_and_a_restart_has_what_one_alone_knew(where: str) -> None:
     ranks = job(3, replica_check_interval=1)
-    train(ranks, 6)
+    train(ranks, 7)
     ranks.changed_replicas = where == "layout"
     ranks.iterate([CALM, Fate(breaks=where), CALM], in_order)
     known = ranks.knows.state.whole
