@@ -132,7 +132,8 @@ class Config:
     )
     restore_from: str = declare(
         "",
-        "start once from this checkpoint on storage, as 'ftckpt list' prints its name, also from an abandoned one; "
+        "start once from this checkpoint on storage or in memory, by the name that 'ftckpt list' prints, also from "
+        "an abandoned or doubtful one; "
         "later starts with the same name resume",
     )
     persist_rate: str = declare("0", "what a node writes to storage, such as 2GB/s; 0: no limit", quantity=rate)

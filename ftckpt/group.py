@@ -234,11 +234,11 @@ class Group:
             rows = spare.pop()
         else:
             own = torch.empty(len(values), dtype=torch.int64, device="cpu")
-            tensor = torch.empty((self.size, len(values)), dtype=torch.int64, device="cpu")
-            rows = Rows(own, tensor, tensor.numpy())
+            tensor = torch.empty(self.size * len(values), dtype=torch.int64, device="cpu")
+            rows = Rows(own, tensor, tensor.numpy().reshape(self.size, -1))
             self._keep(own, tensor)
         rows.own.numpy()[:] = values
-        return self._start(lambda: self._group._allgather_base(rows.tensor, rows.own)), rows  # type: ignore[call-arg]
+        return self._start(lambda: self._group._allgather_base(rows.tensor, rows.own)), rows
 
     def _start(self, post: Callable[[], dist.Work]) -> dist.Work:
         self._unfinished = [work for work in self._unfinished if not work.is_completed()]

@@ -41,10 +41,6 @@ def check(config: Config) -> None:
     _check_layouts(config.layouts)
     if config.rollback_before >= 1 << 63:
         raise ConfigError(f"--ftckpt-rollback-before: {config.rollback_before} is too large for an iteration")
-    if config.restore_from and not config.persist:
-        raise ConfigError(
-            "--ftckpt-restore-from: names a checkpoint on storage: name that with --ftckpt-persist, too"
-        )
     if config.restore_from and config.rollback_before:
         raise ConfigError("--ftckpt-restore-from, --ftckpt-rollback-before: give one of them")
     for name in ("job", "node", "rack"):

@@ -1,13 +1,13 @@
 """A rotating sample of what several ranks hold, compared with every snapshot.
 
-Each snapshot compares the bytes at one of N positions: of each replica set, whose fragments stand end to end, the N-th
-part. N snapshots in a row compare everything once. The work is enqueued at the boundary, and its result is read when
+Each snapshot compares the bytes at one of N positions: an N-th of each replica set, whose fragments stand end to end.
+N snapshots in a row compare everything once. The work is enqueued at the boundary, and its result is read when
 the rank posts its vote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -109,7 +109,7 @@ class Sampler:
             return
         position = number % self.positions
         host = np.zeros(self.comparison.width, np.int64)
-        on_device: dict[int, torch.Tensor] = {}
+        on_device: dict[int, torch.Tensor | None] = {}
         host[0], on_device[0] = self._mismatches(position)
         for word, indices in enumerate(self._groups, start=1):
             host[word], on_device[word] = self._digest(indices, position)
@@ -166,7 +166,7 @@ class Sampler:
         host = int(np.uint64(hasher.intdigest()).astype(np.int64)) if on_host else 0
         return host, reduced(on_device) if on_device else None
 
-    def _fetch(self, words: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
+    def _fetch(self, words: Mapping[int, torch.Tensor | None]) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
         """The device's words in pinned memory, once the event has happened."""
         there = {word: tensor for word, tensor in words.items() if tensor is not None}
         if not there:
@@ -178,7 +178,7 @@ class Sampler:
             self._pinned = torch.empty(self.comparison.width, dtype=torch.int64, pin_memory=True)
         pinned = self._pinned[: len(joined)]
         pinned.copy_(joined, non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(device))
         return pinned, done
 

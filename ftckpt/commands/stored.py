@@ -13,7 +13,7 @@ import xxhash
 from ftckpt.errors import StorageError
 from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
-from ftckpt.model.lineage import is_past, last_shared, newest
+from ftckpt.model.lineage import is_doubtful, is_past, last_shared, newest
 from ftckpt.model.text import human
 from ftckpt.persist.commit import OWNER_NAME, CheckpointName, checkpoints, claimed_lineage, folder_of
 from ftckpt.persist.place import locate
@@ -77,7 +77,8 @@ def _listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
 
     ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside ``name`` and ``iteration``.
     ``void``: about to be removed. ``abandoned``: the iteration at which the job has branched before it; null where no
-    branch has left it. ``pinned_away``: names that are pinned and not there.
+    branch has left it. ``doubtful``: it may mix states of replicas that differed. ``pinned_away``: names
+    that are pinned and not there.
     """
     names, pins, void = _names(storage, wanted), pinned(storage), voided(storage)
     read = {name: _read(storage, name) for name in names}
@@ -97,6 +98,7 @@ def _listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
             "job": stored.job, "compressed": any(shard.frames is not None for shard in stored.shards.values()),
             "pinned": name in pins, "void": stored.snapshot in void,
             "abandoned": since if name.iteration > since else None,
+            "doubtful": is_doubtful(stored.lineage, name.iteration, head),
         })  # fmt: skip
     away = sorted(str(name) for name in pins.difference(checkpoints(storage)))
     return {"snapshots": snapshots, "pinned_away": away}
@@ -119,7 +121,7 @@ def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
         if one["problem"]:
             yield f"{one['name']}: cannot be used: {one['problem']}"
             continue
-        notes = [name for name in ("compressed", "pinned") if one[name]]
+        notes = [name for name in ("compressed", "pinned", "doubtful") if one[name]]
         notes += [f"void ({VOID_MEANS})"] if one["void"] else []
         if (since := one["abandoned"]) is not None:
             notes.append(
@@ -203,4 +205,5 @@ def usable_at(where: str) -> list[CheckpointName]:
         name for name, stored in read.items()
         if isinstance(stored, StoredSnapshot) and stored.snapshot not in void
         and is_past(stored.lineage, name.iteration, head)
+        and not is_doubtful(stored.lineage, name.iteration, head)
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from ftckpt.events import Events, log
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
 from ftckpt.job.smp_setup import SmpSetup
-from ftckpt.model.lineage import UNKNOWN
+from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
@@ -212,17 +212,25 @@ class NodeSmp:
         self._client = SmpClient(node_dir, Path(self._config.arena), self._config.job, self._topology.me.node)
         self._client.configure(description)
 
-    def _claim_storage(self) -> None:
+    def _claim_storage(self, before: threading.Thread | None = None) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
         if self._config.persist and self._topology.rank == 0 and self._claiming is None:
             # On a thread: storage that is away must not keep training from its begin.
-            self._claiming = threading.Thread(target=self._claim, name="ftckpt-claim", daemon=True)
+            self._claiming = threading.Thread(target=self._claim, args=(before,), name="ftckpt-claim", daemon=True)
             self._claiming.start()
 
-    def _claim(self) -> None:
+    def claim_again(self, lineage: Lineage) -> None:
+        """Storage records ``lineage``, in the background."""
+        self.lineage = lineage
+        before, self._claiming = self._claiming, None
+        self._claim_storage(before)
+
+    def _claim(self, before: threading.Thread | None) -> None:
         """For as long as this takes: whatever is wrong with storage somebody may put right while the job trains."""
         where = Place.of(self._config.persist, self._config.persist_format).snapshots
         told, pause_secs = "", _CLAIM_AGAIN_SECS
+        if before is not None:
+            before.join()
         while not self._setup.is_over:
             try:
                 storage = open_storage(where, "--ftckpt-persist")

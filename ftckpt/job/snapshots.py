@@ -28,6 +28,7 @@ from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.shard import Shard, corruption_text
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.arena import Arena
+from ftckpt.store.lineage_file import mark_doubtful
 from ftckpt.store.pulse import PulseCount
 from ftckpt.windows.pacer import Pacer
 
@@ -341,6 +342,8 @@ class Snapshots:
                 self._arenas.remove_old()
             case Doubt(after, until):
                 self._events.emit("replicas_drift", after=after, until=until)
+                if self._topology.is_node_leader:
+                    self._protection.smp.claim_again(mark_doubtful(self._arenas.path, after, until))
             case Announcement(event, fields, text):
                 self._events.emit(event, **fields)
                 if text:

@@ -35,21 +35,40 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class Doubtful:
+    """Snapshots of ``generation`` after one iteration up to another, which may mix states of ranks that differ."""
+
+    generation: int
+    after: int
+    until: int
+
+
+@dataclass(frozen=True)
 class Lineage:
     """The branches of one history, oldest first; none where it is unknown.
 
     ``requests`` are the explicit acts of the newest start, such as ``rollback-before 41``: a start with the same ones
     resumes. ``found`` is the newest checkpoint of the framework's own that a start of this history has found.
+    ``doubtful`` snapshots are restored only by name.
     """
 
     branches: tuple[Branch, ...] = ()
     requests: tuple[str, ...] = field(default=(), compare=False)
     found: int = field(default=-1, compare=False)
+    doubtful: tuple[Doubtful, ...] = field(default=(), compare=False)
 
     @property
     def generation(self) -> int:
         """That of the newest branch; 0 where there is none."""
         return self.branches[-1].generation if self.branches else 0
+
+    def generation_at(self, iteration: int) -> int:
+        """That of the branch to which a snapshot of ``iteration`` belongs; 0 where there is none."""
+        return max((one.generation for one in self.branches if one.iteration < iteration), default=0)
+
+    def doubt(self, after: int, until: int) -> Lineage:
+        """With the snapshots of this branch in between in doubt."""
+        return replace(self, doubtful=(*self.doubtful, Doubtful(self.generation, after, until)))
 
     def branch(self, iteration: int, after: int = 0) -> Lineage:
         """The history of what follows ``iteration`` of this one; -1: a history without a past.
@@ -83,6 +102,12 @@ def is_past(lineage: Lineage, iteration: int, head: Lineage) -> bool:
     return iteration <= last_shared(lineage, head)
 
 
+def is_doubtful(lineage: Lineage, iteration: int, head: Lineage) -> bool:
+    """Whether ``head`` has the snapshot of ``iteration``, taken under ``lineage``, in doubt."""
+    generation = lineage.generation_at(iteration)
+    return any(one.generation == generation and one.after < iteration <= one.until for one in head.doubtful)
+
+
 @dataclass(frozen=True)
 class Request:
     """The explicit acts that the settings of a start name: ``rollback_before`` an iteration, ``restore_from`` a
@@ -110,7 +135,8 @@ NO_REQUEST = Request()
 
 @dataclass(frozen=True)
 class Selection:
-    """The snapshots that a restart may take: those in the past of ``head``, or ``only`` one that the user names.
+    """The snapshots that a restart may take: those in the past of ``head`` that are in no doubt, or ``only`` one that
+    the user names.
 
     ``assumed`` is the lineage of what lies where none was recorded.
     """
@@ -123,7 +149,8 @@ class Selection:
         """Whether a snapshot that was taken under ``lineage`` is among them."""
         if self.only is not None:
             return snapshot == self.only
-        return is_past(lineage if lineage.branches else self.assumed, snapshot.iteration, self.head)
+        taken_under, iteration = lineage if lineage.branches else self.assumed, snapshot.iteration
+        return is_past(taken_under, iteration, self.head) and not is_doubtful(taken_under, iteration, self.head)
 
 
 ANY = Selection()
@@ -133,7 +160,9 @@ def newest(lineages: Iterable[Lineage]) -> Lineage:
     """The head of a job: one node that knows it counts for all, as others were away or were killed too early."""
     known = [one for one in lineages if one.branches]
     head = max(known, key=lambda one: one.branches[-1].generation, default=UNKNOWN)
-    return replace(head, found=max((one.found for one in known if one == head), default=-1))
+    same = [one for one in known if one == head]
+    doubtful = dict.fromkeys(doubt for one in same for doubt in one.doubtful)
+    return replace(head, found=max((one.found for one in same), default=-1), doubtful=tuple(doubtful))
 
 
 @dataclass(frozen=True)
@@ -207,5 +236,6 @@ def lineage_after(
     if resumed is None:
         return replace(UNKNOWN.branch(-1, after=head.generation), requests=requests, found=found)
     following = replace(head, requests=requests, found=max(head.found, found))
-    # What is skipped now must not count at the next start.
-    return following.branch(resumed) if newer > resumed or not head.branches else following
+    # What is skipped now must not count at the next start, and what is taken now is in no doubt.
+    doubts = [one.until for one in head.doubtful if one.generation == head.generation]
+    return following.branch(resumed) if max(newer, *doubts, -1) > resumed or not head.branches else following

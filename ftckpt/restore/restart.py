@@ -26,9 +26,11 @@ from ftckpt.model.lineage import (
     LoadedCheckpoint,
     Request,
     Selection,
+    is_doubtful,
     lineage_after,
     rollback_reason,
 )
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
@@ -156,6 +158,8 @@ class Restart:
         elif not reason:
             wish = _Wish(on_lost, seen.loaded, reshapes, selection, unproven, new != NO_REQUEST)
             decision = self._newest(wish, shelf, seen.newest(selection.head))
+        if decision is None and not reason and not seen.loaded.is_one and on_lost != "fresh":
+            _refuse_doubtful(seen)
         if new != NO_REQUEST:
             self._record_request(new, decision, there, on_lost)
         if decision is None:
@@ -190,10 +194,10 @@ class Restart:
             self._events.announce(
                 f"{done}: an earlier start did that, and this one resumes; to do it once more, start once without it"
             )
-        if new.name and seen.shelf.named is None:
+        if new.name and _named(new.name, seen) is None:
             raise StorageError(
-                f"--ftckpt-restore-from {new.name}: {self._storage} has no such checkpoint; 'ftckpt list' shows the "
-                "names",
+                f"--ftckpt-restore-from {new.name}: neither {self._storage or 'storage'} nor memory has such a "
+                "checkpoint; 'ftckpt list' shows the names",
                 lasting=True,
             )
         if new.before and max(there.newest, loaded.iteration) < 0:
@@ -207,9 +211,16 @@ class Restart:
 
     def _selected(self, new: Request, seen: Seen) -> Selection:
         """The snapshots that may be taken, under the lineage that this start branches."""
-        if new.name and (named := seen.shelf.named) is not None:
-            head = named.lineage.branch(named.snapshot.iteration, after=seen.head.generation)
-            return Selection(head, named.snapshot, seen.head)
+        if new.name and (named := _named(new.name, seen)) is not None:
+            snapshot, lineage = named
+            generation = lineage.generation_at(snapshot.iteration)
+            # By its name it is in doubt no more.
+            doubtful = tuple(
+                one for one in seen.head.doubtful
+                if one.generation != generation or not one.after < snapshot.iteration <= one.until
+            )  # fmt: skip
+            head = lineage.branch(snapshot.iteration, after=seen.head.generation)
+            return Selection(replace(head, doubtful=doubtful), snapshot, seen.head)
         head = seen.head.branch(new.before - 1) if new.before else seen.head
         return Selection(head, assumed=seen.head)
 
@@ -528,6 +539,42 @@ class _Wish(NamedTuple):
     selection: Selection
     unproven: bool
     is_requested: bool
+
+
+def _in_memory(seen: Seen) -> dict[SnapshotId, Lineage]:
+    """The snapshots of all slots, and the lineages of the nodes that have them."""
+    return {
+        slot.snapshot: report.lineage if report.lineage.branches else seen.head
+        for report in seen.reports or () for arena in report.arenas for slot in arena.slots
+        if slot.snapshot is not None
+    }  # fmt: skip
+
+
+def _named(name: str, seen: Seen) -> tuple[SnapshotId, Lineage] | None:
+    """The snapshot of that name on storage, or else in memory, and its lineage."""
+    if (stored := seen.shelf.named) is not None:
+        return stored.snapshot, stored.lineage
+    there = {snapshot: lineage for snapshot, lineage in _in_memory(seen).items() if _name(snapshot) == name}
+    newest = max(there, default=None)
+    return (newest, there[newest]) if newest is not None else None
+
+
+def _refuse_doubtful(seen: Seen) -> None:
+    """Raises LostError where snapshots are there that are in doubt, and nothing else is."""
+    doubtful = {_name(one) for one, of in _in_memory(seen).items() if is_doubtful(of, one.iteration, seen.head)}
+    doubtful |= {
+        one.name for one in seen.shelf.snapshots if is_doubtful(one.lineage, one.snapshot.iteration, seen.head)
+    }
+    if doubtful:
+        raise LostError(
+            f"only doubtful snapshots are there ({listed(sorted(doubtful), _MOST_NAMED)}), which may mix states of "
+            "replicas that differed: take one with --ftckpt-restore-from NAME, or begin at the beginning with "
+            "--ftckpt-on-lost fresh"
+        )
+
+
+def _name(snapshot: SnapshotId) -> str:
+    return str(commit.CheckpointName(snapshot.iteration))
 
 
 def _remedy(loaded: LoadedCheckpoint) -> str:

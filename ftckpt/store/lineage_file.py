@@ -32,6 +32,16 @@ def write_lineage(node_dir: Path, lineage: Lineage) -> None:
         raise ArenaError(f"{path}: cannot be written: {error.strerror}; free some memory of that tmpfs") from None
 
 
+def mark_doubtful(node_dir: Path, after: int, until: int) -> Lineage:
+    """Record that the node's snapshots between two iterations are in doubt; returns its lineage. Raises ArenaError as
+    ``write_lineage``."""
+    lineage = read_lineage(node_dir)
+    if lineage.branches and after < until:
+        lineage = lineage.doubt(after, until)
+        write_lineage(node_dir, lineage)
+    return lineage
+
+
 def read_lineage(node_dir: Path) -> Lineage:
     """The node's lineage; unknown where there is none, or it is damaged."""
     try:

@@ -61,7 +61,7 @@ def test_of_three_replicas_the_one_that_goes_wrong_is_named(settings: dict[str, 
             assert text in result.error
         assert re.search("rollback.before=? 8", result.error)
     # Nothing was given up for arenas that nobody needs any more; what the text names is not in memory.
-    back = jobs.Run(THREE, until=12, settings={**settings, "restore_before": 5}, nodes=run.nodes)
+    back = jobs.Run(THREE, until=12, settings={**settings, "rollback_before": 5}, nodes=run.nodes)
     assert all("no snapshot before iteration 5" in str(result.error) for result in jobs.broken(3, back))
     newest = jobs.Run(THREE, until=12, settings=settings, nodes=run.nodes)
     reference = jobs.outcomes(3, jobs.Run(THREE, until=12))
@@ -132,3 +132,50 @@ def test_without_room_for_what_differs_ftckpt_turns_off_and_the_whole_snapshot_s
     assert all(map(jobs.killed, results)), "training did not go on to its end"
     assert {event["rank"] for event in jobs.events(settings, "turned_off")} == set(range(RANKS))
     assert resumed_at(settings) == DIFFERING_AT - 1
+
+
+DRIFTS_AT = 20
+
+
+def drifting(rank: int, world_size: int, run: jobs.Run) -> jobs.Outcome:
+    """One element of rank 1 goes wrong right before snapshot ``DRIFTS_AT``, long after the last proof."""
+    from ftckpt.job.snapshots import Snapshots
+
+    take = Snapshots.take
+
+    def spoil(self: Snapshots, decision: Any, *rest: Any) -> int:
+        if rank == 1 and decision.snapshot.iteration == DRIFTS_AT:
+            pieces = self._shard._described.stepped
+            next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
+        return take(self, decision, *rest)
+
+    Snapshots.take = spoil  # type: ignore[method-assign]
+    return jobs.train(rank, world_size, run)
+
+
+@pytest.mark.parametrize("name", ["", pytest.param(f"iter_{DRIFTS_AT:07d}", marks=pytest.mark.slow)])
+def test_a_drift_between_proofs_is_noticed_with_the_next_snapshot_and_not_restored(
+    settings: dict[str, Any], name: str
+) -> None:
+    run = jobs.Run(ARGV, until=DRIFTS_AT + 3, settings=settings, end="die")
+    run_ranks(drifting, RANKS, run, expect_failures=True, grace_secs=3.0)
+    told = jobs.events(settings, "replicas_drift")
+    assert [(one["after"], one["until"]) for one in told] == [(DRIFTS_AT - 1, DRIFTS_AT)] * RANKS
+    taken = {one["iteration"] for one in jobs.events(settings, "snapshot")}
+    assert max(taken) == DRIFTS_AT, "none between the alarm and the proof"
+    again = jobs.Run(ARGV, until=DRIFTS_AT + 3, settings={**settings, "restore_from": name})
+    resumed = jobs.outcomes(RANKS, again)
+    if name:
+        assert {one.start for one in resumed} == {DRIFTS_AT}
+        return
+    reference = jobs.outcomes(RANKS, jobs.Run(ARGV, until=DRIFTS_AT + 3))
+    assert jobs.assert_continues(reference, resumed) == DRIFTS_AT - 1
+
+
+@pytest.mark.slow
+def test_a_drift_is_proven_and_each_holder_copies_its_own_from_then_on(settings: dict[str, Any]) -> None:
+    run_ranks(drifting, RANKS, jobs.Run(ARGV, until=DRIFTS_AT + 12, settings=settings))
+    assert plans(settings) == [2] * RANKS
+    assert {one["fragments"][0].partition("|")[0] for one in jobs.events(settings, "replicas_differ")}
+    taken = sorted({one["iteration"] for one in jobs.events(settings, "snapshot")} - set(range(DRIFTS_AT + 1)))
+    assert taken == list(range(DRIFTS_AT + 8, DRIFTS_AT + 13))

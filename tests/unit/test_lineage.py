@@ -14,12 +14,14 @@ from ftckpt.model.lineage import (
     Branch,
     Lineage,
     LoadedCheckpoint,
+    Selection,
     is_past,
     last_shared,
     lineage_after,
     newest,
     rollback_reason,
 )
+from ftckpt.model.snapshot import SnapshotId
 
 FIRST = lineage_after(UNKNOWN, NO_CHECKPOINT, None, -1, ())
 
@@ -124,3 +126,32 @@ def test_a_lineage_is_what_it_was_after_json() -> None:
     lineage = Lineage(FIRST.branch(40).branches, ("restore-from iter_0000040-g1",), 7)
     read = codec.decode(codec.encode(lineage), Lineage)
     assert (read, read.requests, read.found) == (lineage, lineage.requests, 7)
+
+
+def test_doubtful_snapshots_are_those_of_one_branch_after_the_trusted_one_up_to_the_alarm() -> None:
+    head = FIRST.doubt(20, 30)
+    selection = Selection(head)
+
+    def taken(lineage: Lineage, *iterations: int) -> list[int]:
+        return [one for one in iterations if selection.takes(lineage, SnapshotId(bytes(16), one))]
+
+    assert taken(FIRST, 20, 21, 30, 31) == [20, 31]
+    assert taken(UNKNOWN, 21) == [21] and Selection(head, assumed=FIRST).takes(UNKNOWN, SnapshotId(bytes(16), 20))
+    assert not Selection(head, assumed=FIRST).takes(UNKNOWN, SnapshotId(bytes(16), 21))
+    one = SnapshotId(bytes(16), 25)
+    assert Selection(head, one).takes(FIRST, one), "by name"
+
+
+def test_what_follows_a_restart_from_before_the_doubt_is_in_no_doubt() -> None:
+    after = lineage_after(FIRST.doubt(20, 30), NO_CHECKPOINT, 20, -1, ())
+    selection = Selection(after)
+    assert after.branches == (Branch(1), Branch(2, 20)) and after.doubtful
+    assert selection.takes(after, SnapshotId(bytes(16), 25)) and selection.takes(after, SnapshotId(bytes(16), 20))
+    assert not Selection(FIRST.doubt(20, 30).branch(40)).takes(FIRST, SnapshotId(bytes(16), 25))
+    assert lineage_after(FIRST.doubt(20, 30), NO_CHECKPOINT, 31, -1, ()) == FIRST, "it goes on behind the doubt"
+
+
+def test_what_one_node_doubts_all_doubt_and_json_keeps_it() -> None:
+    one, other = FIRST.doubt(20, 30), FIRST.doubt(15, 30)
+    assert newest([FIRST, one, other]).doubtful == one.doubtful + other.doubtful
+    assert codec.decode(codec.encode(one), Lineage).doubtful == one.doubtful

@@ -674,3 +674,43 @@ def test_copies_that_differ_are_no_state_of_another_layout(arena_root: Path) -> 
     old.write(5)
     with raises(MismatchError, "buffer/b", "dp0", "dp2"):
         loaded(replace(old, nodes=("a", "b")))
+
+
+# --- snapshots in doubt ---
+
+
+def test_a_restart_takes_the_newest_that_is_in_no_doubt_and_one_in_doubt_by_its_name(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, FIRST, 20, 25)
+    write_lineage(job.node_dir("b"), FIRST.doubt(20, 30))  # what one node knows counts for all
+    starts = restart(job.topology, job.node_dir, request=Request(name="iter_0000025"))
+    assert taken(starts) == 25
+    again = restart(job.topology, job.node_dir, request=Request(name="iter_0000025"))
+    assert taken(again) == 25, "a start with the same name resumes"
+
+
+def test_a_restart_passes_over_what_is_in_doubt(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, FIRST, 20, 25)
+    write_lineage(job.node_dir("b"), FIRST.doubt(20, 30))
+    starts = restart(job.topology, job.node_dir)
+    assert taken(starts) == 20
+    assert {start.after.branches for start in starts} == {(Branch(1), Branch(2, 20))}
+
+
+def test_where_all_is_in_doubt_a_start_is_refused_and_begins_at_the_beginning_only_on_purpose(
+    arena_root: Path,
+) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, FIRST.doubt(-1, 30), 20, 25)
+    with raises(LostError, "iter_0000020", "iter_0000025", "--ftckpt-restore-from"):
+        restart(job.topology, job.node_dir)
+    assert iterations(job) == [[20, 25]] * 2, "nothing is void"
+    assert taken(restart(job.topology, job.node_dir, on_lost="fresh")) is None
+
+
+def test_a_name_that_neither_storage_nor_memory_has_is_refused(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, FIRST, 20, 25)
+    with raises(StorageError, "iter_0000099"):
+        restart(job.topology, job.node_dir, request=Request(name="iter_0000099"))
