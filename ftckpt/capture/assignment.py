@@ -18,7 +18,15 @@ from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
-from ftckpt.model.replicas import Holdings, Recheck, Sharing, each_its_own, find_sharing, private_key, without_small
+from ftckpt.model.replicas import (
+    Holdings,
+    ReplicaSets,
+    Sharing,
+    each_its_own,
+    find_sharing,
+    private_key,
+    without_small,
+)
 from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
@@ -86,10 +94,9 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         stepped, derived = _divided(described, broken)
         look = Look(gather_sharing(group, described, broken), stepped)
         summaries = gather_bytes(group, look.summary)
-    sets = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
+    held = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
     replicated = all(view.replicated for view in views)
-    largest = max((run.nbytes for run in sets.runs), default=0) if replicated else 0
-    sets = without_small(sets) if replicated else each_its_own(sets)
+    sets = without_small(held) if replicated else each_its_own(held)
     weights = None if capacities is None else bounded_capacities(capacities)
     # Without capacities shares are equal, whatever protection costs each rank.
     shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
@@ -106,13 +113,9 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
     at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
     differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
-    copied = sum(fragment.nbytes for fragment in manifest.stepped)
-    most_derived = max(view.derived_bytes for view in views)
-    belief = Belief(
-        sets.again if replicated else None, look.held, derived, derives=most_derived > 0, is_broken=bool(broken),
-        largest_bytes=max(largest, most_derived),
-    )  # fmt: skip
-    return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
+    most = max(one.derived_bytes for one in views)
+    belief = Belief(held if replicated else None, look.held, derived, most, bool(broken))
+    return Assignment(manifest, pieces, parts, derived, differing, _total(manifest.stepped), shares.spill, belief)
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:
@@ -132,6 +135,10 @@ def _volatile_parts(volatile: Sequence[Piece], first: int, shard: str) -> tuple[
 
 def _fragments(parts: Iterable[CopyPart]) -> tuple[Fragment, ...]:
     return tuple(part.fragment for part in parts)
+
+
+def _total(fragments: Iterable[Fragment]) -> int:
+    return sum(fragment.nbytes for fragment in fragments)
 
 
 def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[CopyPart]) -> tuple[str, ...]:
@@ -267,24 +274,25 @@ class Belief:
     """What is taken for granted between two proofs: replicas hold the same bits, derived pieces follow from others.
 
     Args:
-        replicas: which fragments of this rank others hold, too; None where each rank copies its own.
+        sets: which fragments of this rank others hold, too; None where each rank copies its own.
         held: by their index, the bytes of those fragments.
         derived: pieces of this rank that follow from others.
-        derives: whether any rank has pieces that may; the same on all ranks.
+        derived_bytes: most that any rank has of such pieces; the same on all ranks.
         is_broken: whether some do not, as it was found.
-        largest_bytes: of the largest replica set, or of what some rank derives; the same on all ranks.
     """
 
     def __init__(
-        self, replicas: Recheck | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece], *, derives: bool,
-        is_broken: bool, largest_bytes: int,
+        self, sets: ReplicaSets | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece],
+        derived_bytes: int, is_broken: bool,
     ) -> None:  # fmt: skip
-        self.replicas = replicas
+        self.replicas = replicas = sets.again if sets is not None else None
         self.held = held
-        self.largest_bytes = largest_bytes
+        runs = sets.runs if sets is not None else ()
+        self.largest_bytes = max([derived_bytes, *(run.nbytes for run in runs)])
+        """Of the largest replica set, or of what some rank derives; the same on all ranks."""
         self._rules = _rules(derived)
         self._is_broken = is_broken
-        self.needed = derives or (replicas is not None and replicas.needed)
+        self.needed = derived_bytes > 0 or (replicas is not None and replicas.needed)
         """Whether there is anything to prove; the same on all ranks."""
 
     def look(self) -> tuple[bool, bytes]:

@@ -49,7 +49,9 @@ def rank_of(**parts: Any) -> Any:
 
 
 def snapshots_of(capture: Any = None, pacer: Any = None, **parts: Any) -> Snapshots:
-    return Snapshots(rank_of(**parts), SimpleNamespace(capture=capture, let_go=lambda: False), pacer, None)  # type: ignore[arg-type]
+    return Snapshots(
+        rank_of(**parts), SimpleNamespace(capture=capture, let_go=lambda: False, positions=0), pacer, None
+    )  # type: ignore[arg-type]
 
 
 def checkpointer_of(pacer: Any = None, **parts: Any) -> Checkpointer:
@@ -57,7 +59,7 @@ def checkpointer_of(pacer: Any = None, **parts: Any) -> Checkpointer:
     checkpointer, rank = Checkpointer.__new__(Checkpointer), rank_of(**parts)
     checkpointer._rank, checkpointer._state, checkpointer._protection = rank, rank.state, rank.protection
     checkpointer.config, checkpointer.events, checkpointer._pacer = rank.config, rank.events, pacer
-    shard: Any = SimpleNamespace(capture=None, let_go=lambda: False)
+    shard: Any = SimpleNamespace(capture=None, let_go=lambda: False, sampled=lambda number: (None, None))
     checkpointer._shard, checkpointer._snapshots = shard, Snapshots(rank, shard, pacer, None)
     checkpointer._boundary, checkpointer._closed, checkpointer._fenced = 2, False, False
     checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
@@ -193,7 +195,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     rank = rank_of(state=state, protection=protection, storage=SimpleNamespace(snapshots=""))
     rank.group, rank.arenas, rank.training_state = None, SimpleNamespace(path=Path()), SimpleNamespace(reshapes=False)
     loaded = start.load(rank, SimpleNamespace(), None, NO_CHECKPOINT, True)  # type: ignore[arg-type]
-    Snapshots(rank, SimpleNamespace(capture=SimpleNamespace(arena=object())), None, None).begin(  # type: ignore[arg-type]
+    Snapshots(rank, SimpleNamespace(capture=SimpleNamespace(arena=object()), positions=0), None, None).begin(  # type: ignore[arg-type]
         loaded.lineage, loaded.snapshot, loaded.in_memory, loaded.rebuilt
     )
     assert (state.targets.protected, state.targets.target) == (None if rebuilt else snapshot, snapshot)
@@ -232,7 +234,7 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
     entered: list[str] = []
     links = SimpleNamespace(broken=False, give_up=lambda reason: entered.append("given up"))
 
-    def unreachable(round_: object) -> None:
+    def unreachable(*_: object) -> None:
         links.broken = True
         raise AgreementError("a rank has gone")
 
@@ -264,7 +266,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     """Not at the fence alone: where the boundary comes right behind it all ranks would wait for each other."""
     rounds: list[Any] = []
     guard = Guard()
-    links = SimpleNamespace(agreement=SimpleNamespace(post=rounds.append))
+    links = SimpleNamespace(agreement=SimpleNamespace(post=lambda round_, *_: rounds.append(round_)))
     pacer = SimpleNamespace(wish=Wish(), enter=lambda kind: None)
     protection = SimpleNamespace(
         beat=lambda *_: None, observe=lambda target: guard, observe_flush=lambda flush: NO_FLUSH
