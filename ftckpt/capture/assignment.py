@@ -113,8 +113,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
     at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
     differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
-    most = max(one.derived_bytes for one in views)
-    belief = Belief(held if replicated else None, look.held, derived, most, bool(broken))
+    belief = Belief(held if replicated else None, look.held, derived, [one.derived_bytes for one in views], broken)
     return Assignment(manifest, pieces, parts, derived, differing, _total(manifest.stepped), shares.spill, belief)
 
 
@@ -277,22 +276,22 @@ class Belief:
         sets: which fragments of this rank others hold, too; None where each rank copies its own.
         held: by their index, the bytes of those fragments.
         derived: pieces of this rank that follow from others.
-        derived_bytes: most that any rank has of such pieces; the same on all ranks.
-        is_broken: whether some do not, as it was found.
+        derived_bytes: of such pieces, of each rank.
+        broken: keys of those that do not, as it was found.
     """
 
     def __init__(
         self, sets: ReplicaSets | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece],
-        derived_bytes: int, is_broken: bool,
+        derived_bytes: Sequence[int], broken: Collection[str],
     ) -> None:  # fmt: skip
         self.replicas = replicas = sets.again if sets is not None else None
         self.held = held
         runs = sets.runs if sets is not None else ()
-        self.largest_bytes = max([derived_bytes, *(run.nbytes for run in runs)])
+        self.largest_bytes = max([*derived_bytes, *(run.nbytes for run in runs)])
         """Of the largest replica set, or of what some rank derives; the same on all ranks."""
         self._rules = _rules(derived)
-        self._is_broken = is_broken
-        self.needed = derived_bytes > 0 or (replicas is not None and replicas.needed)
+        self._is_broken = bool(broken)
+        self.needed = any(derived_bytes) or (replicas is not None and replicas.needed)
         """Whether there is anything to prove; the same on all ranks."""
 
     def look(self) -> tuple[bool, bytes]:
