@@ -211,7 +211,7 @@ def start(config, place, **_):
     raise AssertionError("a start without hooks for the optimizer")
 session.doors.start = start
 for optimizer in (None, object()):
-    engine = SimpleNamespace(basic_optimizer=optimizer, pipeline_parallelism=False)
+    engine = SimpleNamespace(basic_optimizer=optimizer, pipeline_parallelism=False, forward=None)
     before = dict(vars(engine))
     session.coordinates = session.layout_sizes = lambda _: {}
     try:

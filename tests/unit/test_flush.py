@@ -641,7 +641,7 @@ def test_a_manifest_that_was_not_written_there_is_not_written_over(copied: bool,
     storage.put("iter_0000007/manifest.json", manifest)
     job.snapshot(1, 7)
     job.flush(7)
-    until(lambda: job.smps[0].events.of("not_flushed"))
+    until(lambda: job.smps[0].events.of("flush_failed"))
     assert storage.read("iter_0000007/manifest.json") == manifest
 
 
