@@ -14,7 +14,7 @@ from ftckpt.store.locks import FileLock
 
 SCRIPT = """
 from ftckpt.smp.footprint import anon_bytes, bound_process
-bound_process(own_session=False)
+bound_process()
 before = anon_bytes()
 for _ in range(3):
     large = b"x" * (8 << 20)
