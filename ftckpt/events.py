@@ -259,8 +259,8 @@ ADVICE = {
     "replicas_differ": "where the script does not let them drift this is silent corruption: have that hardware "
     "tested",
     "fallback": "memory of that node fails, or something has written into the arena: see its log of memory errors",
-    "protection_slow": "ftckpt status says which node is behind; raise --ftckpt-smp-cores or --ftckpt-network-rate, or "
-    "protect less",
+    "protection_slow": "ftckpt status says which node is behind; raise --ftckpt-smp-cores or --ftckpt-network-rate, "
+    "or protect less",
     "not_exported": "ftckpt convert makes it of the snapshot",
     "not_protected": "ftckpt status says which node is behind",
     "smp_error": "ftckpt status says whether snapshots are still protected",

@@ -44,8 +44,8 @@ def busy() -> Iterator[None]:
 def test_a_protected_snapshot_is_never_older_than_promised(
     settings: dict[str, Any], arena_root: Path, tmp_path: Path, busy: None
 ) -> None:
-    """Counted from the moment when it was taken, to the moment when the next one is protected. So small a share is used
-    up by any state: what is left is the guaranteed minimum."""
+    """Counted from the moment when it was taken to the moment when the next one is protected. Any state uses up so small
+    a share: what is left is the guaranteed minimum."""
     small = {"protect": "node,peer", "chunk_size": "128KiB", "objects_size": "1MiB", "schedule": "thread"}
     small |= {"protect_interval": "auto", "smp_cores": 0.001}
     (tmp_path / "progress").mkdir()
@@ -66,7 +66,6 @@ def test_a_protected_snapshot_is_never_older_than_promised(
             until(enough, lambda: f"protected: {seen('protected')}", secs=MAX_AGE_SECS * PROTECTED)
         taken, protected = seen("snapshot"), seen("protected")
         ages = [protected[newer] - taken[older] for older, newer in pairwise([min(taken), *sorted(protected)])]
-        print(f"ages {ages}, silent {max(silent_secs):.2f}")
         assert max(ages) <= MAX_AGE_SECS, ages
         assert max(silent_secs) <= MAX_SILENT_SECS, "signs of life wait for no pause"
     finally:
