@@ -189,7 +189,7 @@ def yield_disks() -> None:
 def bound_process() -> None:
     """Bounded memory, as many descriptors as allowed, and no core from a thread that runs when this process wakes.
 
-    Its niceness stays its starter's: a nicer one would starve beside busy cores. It pauses instead, see ``CoreShare``.
+    Its niceness stays its starter's: a nicer one starves beside busy cores. It pauses instead, see ``CoreShare``.
     """
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -44,8 +44,8 @@ def busy() -> Iterator[None]:
 def test_a_protected_snapshot_is_never_older_than_promised(
     settings: dict[str, Any], arena_root: Path, tmp_path: Path, busy: None
 ) -> None:
-    """Counted from the moment when it was taken to the moment when the next one is protected. Any state uses up so small
-    a share: what is left is the guaranteed minimum."""
+    """Counted from the moment when it was taken to the moment when the next one is protected. Any state uses up
+    so small a share: what is left is the guaranteed minimum."""
     small = {"protect": "node,peer", "chunk_size": "128KiB", "objects_size": "1MiB", "schedule": "thread"}
     small |= {"protect_interval": "auto", "smp_cores": 0.001}
     (tmp_path / "progress").mkdir()
