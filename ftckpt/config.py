@@ -16,8 +16,8 @@ from ftckpt.setting_checks import check
 from ftckpt.units import rate, seconds, size
 
 MAX_REST_SECS = 15.0
-"""The longest pause of an SMP after its work, however busy the cores are. With it a protected snapshot is at most 30 s
-old where protection itself takes seconds."""
+"""The longest pause of an SMP after its work, however busy the cores are. With it a protected snapshot is at most
+30 s old where protection itself takes seconds."""
 
 BUSY_SHARE = 0.1
 """The part of smp_cores that an SMP takes where no core idles: training misses all of that."""
