@@ -187,7 +187,8 @@ class Strike:
         scene = self.scene
         if scene.rank is None:
             waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in self._occasions())
-            return [faults.Fault(0, at, "boundary", marker, "wait", secs=2 * _STALL_SECS) for at, marker in waits]
+            # Not at the boundary: a rank that waits there has not chosen yet what the others have.
+            return [faults.Fault(0, at, "forward", marker, "wait", secs=2 * _STALL_SECS) for at, marker in waits]
         first = faults.Fault(
             scene.rank, self.iteration, scene.point, self.marker, "kill", scene.ordinal, scene.secs
         )  # fmt: skip
