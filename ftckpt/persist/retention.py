@@ -204,7 +204,10 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     """
     every = checkpoints(storage)
     # A kill while it was set aside leaves it two names.
-    names = [name, *(one for one in every if one.iteration == name.iteration and _snapshot_of(storage, one) == snapshot)]
+    names = [
+        name,
+        *(one for one in every if one.iteration == name.iteration and _snapshot_of(storage, one) == snapshot),
+    ]
     others = [one for one in every if one not in names]
     if not others:
         raise StorageError(f"{storage.where}: {name} is the only whole checkpoint", lasting=True)

@@ -107,6 +107,7 @@ class Ranks(RuleBasedStateMachine):
     @rule(order=ORDERS)
     def count_backwards(self, order: Order) -> None:
         """Snapshots stop on all ranks, and the next start has all that was whole."""
+        self.job.iterate([CALM] * len(self.job.ranks), order)
         self.job.iteration -= 2
         self.job.iterate([CALM] * len(self.job.ranks), order)
         assert not self.job.on

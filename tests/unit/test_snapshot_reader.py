@@ -72,10 +72,7 @@ def test_what_is_void_is_passed_over_or_told(filled: tuple[Path, Job], caplog: p
     job.settled(8)
     assert taken(where) == 8 and not caplog.text
     retention.void(FileStorage(str(where)), [SnapshotId(LINEAGE, 8), SnapshotId(b"x" * 16, 7)])
-    assert (
-        taken(where) == 7
-        and "newer ones are of abandoned branches, or about to be removed" in caplog.text
-    )
+    assert taken(where) == 7 and "newer ones are of abandoned branches, or about to be removed" in caplog.text
     assert taken(where, 7) == 7 and not caplog.text
     for path, iteration in ((where, 8), (where / "iter_0000008", None)):
         assert taken(path, iteration) == 8
