@@ -18,7 +18,16 @@ from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
-from ftckpt.model.replicas import Holdings, Recheck, Sharing, each_its_own, find_sharing, private_key, without_small
+from ftckpt.model.replicas import (
+    Holdings,
+    Recheck,
+    ReplicaSets,
+    Sharing,
+    each_its_own,
+    find_sharing,
+    private_key,
+    without_small,
+)
 from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
@@ -103,12 +112,17 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
     )  # fmt: skip
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
-    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
-    differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
+    differing = _differing(fragments, sets) if replicated else {}
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
     derives = any(view.derives for view in views)
     belief = Belief(sets.again if replicated else None, look.held, derived, derives, bool(broken))
     return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
+
+
+def _differing(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[str, tuple[int, ...]]:
+    """Fragments whose replicas do not hold the same bytes, and the ranks that hold others."""
+    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if group == DIFFERING)
+    return {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:

@@ -204,10 +204,8 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     """
     every = checkpoints(storage)
     # A kill while it was set aside leaves it two names.
-    names = [
-        name,
-        *(one for one in every if one.iteration == name.iteration and _snapshot_of(storage, one) == snapshot),
-    ]
+    beside = (one for one in every if one.iteration == name.iteration)
+    names = [name, *(one for one in beside if _snapshot_of(storage, one) == snapshot)]
     others = [one for one in every if one not in names]
     if not others:
         raise StorageError(f"{storage.where}: {name} is the only whole checkpoint", lasting=True)
