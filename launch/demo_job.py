@@ -48,6 +48,8 @@ _STALL_SECS = 180.0
 """Without any progress, after which a run has failed. It may take as long as it likes."""
 _OCCASIONS = 8
 """Iterations in which a snapshot may be met that is written, or training waits for SMPs that protect one."""
+_EARLIER = 3
+"""Iterations before the fault in which training waits already: a snapshot is protected some after it was taken."""
 _ASK_SECS, _ANSWER_SECS = 1.0, 5.0
 """Between two questions to SMPs whether they do, and for an answer."""
 
@@ -181,12 +183,13 @@ class Strike:
     def plan(self) -> list[faults.Fault]:
         """The first of these that comes is the fault: not every iteration has a snapshot to interrupt.
 
-        A node is lost once a snapshot is protected: until then training waits in each iteration, and ``Watch`` ends
-        that.
+        A node is lost once a snapshot is protected: until then training waits in each iteration, from some before on,
+        and ``Watch`` ends that.
         """
         scene = self.scene
         if scene.rank is None:
-            waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in self._occasions())
+            iterations = range(self.iteration - _EARLIER, self.iteration + _OCCASIONS)
+            waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in iterations)
             # Not at the boundary: a rank that waits there has not chosen yet what the others have.
             return [faults.Fault(0, at, "forward", marker, "wait", secs=2 * _STALL_SECS) for at, marker in waits]
         first = faults.Fault(
