@@ -301,7 +301,7 @@ SYSTEMS: dict[str, tuple[type[System], dict[str, Any]]] = {
     "plain-batch": (Plain, {"batched": True}),
     "bubble": (Ftckpt, {}),
     "bubble-smp": (Ftckpt, {"smp": True}),
-    "bubble-64": (Ftckpt, {"smp": True, "chunk_mib": 64.0}),
+    "bubble-64": (Ftckpt, {"smp": True, "chunk_size": "64MiB"}),
     "stream": (Ftckpt, {"schedule": "stream"}),
     "sync": (Ftckpt, {"schedule": "sync"}),
     "dcp-stage": (Dcp, {}),

@@ -87,9 +87,8 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         sharing = gather_sharing(group, described)
     stepped, derived = _divided(described, ())
     look = Look(sharing, stepped)
-    views = gather_all(
-        group, lambda: _View.of(described, look, capacities, redundancy, num_ranks=group.size, cast=cast), _View
-    )
+    view = partial(_View.of, described, look, capacities, redundancy, num_ranks=group.size, cast=cast)
+    views = gather_all(group, view, _View)
     broken, summaries = _agreed(views), [view.summary for view in views]
     if broken:  # on any rank: nothing was told yet of pieces that were taken to follow from others
         stepped, derived = _divided(described, broken)
@@ -112,11 +111,11 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
     )  # fmt: skip
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
+    copied_bytes = sum(fragment.nbytes for fragment in manifest.stepped)
     differing = _differing(fragments, sets) if replicated else {}
-    copied = sum(fragment.nbytes for fragment in manifest.stepped)
-    derives = any(view.derives for view in views)
-    belief = Belief(sets.again if replicated else None, look.held, derived, derives, bool(broken))
-    return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
+    again, derives = sets.again if replicated else None, any(view.derives for view in views)
+    belief = Belief(again, look.held, derived, derives, bool(broken))
+    return Assignment(manifest, pieces, parts, derived, differing, copied_bytes, shares.spill, belief)
 
 
 def _differing(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[str, tuple[int, ...]]:

@@ -36,7 +36,7 @@ def full(settings: dict[str, Any], tmp_path: Path, arena_root: Path) -> Iterator
     (tmp_path / "storage").mkdir()
     node = arena_root / "ftckpt-test" / "node"
     settings |= {
-        "protect": "node", "chunk_mib": 0.0625, "objects_mib": 1, "persist": str(tmp_path / "storage"),
+        "protect": "node", "chunk_size": "64KiB", "objects_size": "1MiB", "persist": str(tmp_path / "storage"),
         "persist_interval": 1 << 30, "persist_timeout_secs": 60.0,
     }  # fmt: skip
     with tmpfs(arena_root, "64m"):
@@ -118,7 +118,7 @@ def train_with_small_files(rank: int, world_size: int, settings: dict[str, Any])
 
 def test_a_limit_of_file_sizes_is_named_again_and_again(settings: dict[str, Any], tmp_path: Path) -> None:
     """What a login node has (``ulimit -f``): such a job trains, and takes no snapshot at all."""
-    settings |= {"protect": "none", "objects_mib": 1}
+    settings |= {"protect": "none", "objects_size": "1MiB"}
     results = run_ranks(train_with_small_files, 2, settings)
     assert all(result.value[2] for result in results)
     for rank in range(2):
