@@ -19,6 +19,7 @@ import torch.distributed as dist
 from benchmarks.device_jobs import Job, synchronize
 
 SETTLING_SECS = 90.0
+SMP_SECS = 20.0
 MOST_COMPARED_BYTES = 6 << 30
 """State that is compared after a restart; more takes too long."""
 
@@ -149,7 +150,10 @@ class Ftckpt(System):
             if time.perf_counter() - begin > SETTLING_SECS:
                 raise TimeoutError(f"slots are not pinned after {SETTLING_SECS:g} s")
         self._settling_secs = time.perf_counter() - begin
-        self._has_smp = self.checkpointer.has_smp(20.0 if self._smp else 0.0)
+        begin, protection = time.perf_counter(), self.checkpointer._protection
+        while self._smp and not protection.smp_guards and time.perf_counter() - begin < SMP_SECS:
+            time.sleep(0.05)
+        self._has_smp = protection.smp_guards
         for _ in range(6):
             self.job.iterate(self)
         self._rates.clear()
@@ -297,7 +301,7 @@ SYSTEMS: dict[str, tuple[type[System], dict[str, Any]]] = {
     "plain-batch": (Plain, {"batched": True}),
     "bubble": (Ftckpt, {}),
     "bubble-smp": (Ftckpt, {"smp": True}),
-    "bubble-64": (Ftckpt, {"smp": True, "chunk_mib": 64.0}),
+    "bubble-64": (Ftckpt, {"smp": True, "chunk_size": "64MiB"}),
     "stream": (Ftckpt, {"schedule": "stream"}),
     "sync": (Ftckpt, {"schedule": "sync"}),
     "dcp-stage": (Dcp, {}),

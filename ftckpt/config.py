@@ -15,8 +15,9 @@ from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind
 from ftckpt.setting_checks import check
 from ftckpt.units import rate, seconds, size
 
-MOST_REST_SECS = 60.0
-"""However little of its cores a node has left for protection, a new target is chosen as often as this."""
+MAX_REST_SECS = 15.0
+"""The longest pause of an SMP after its work, however busy the cores are. With it a protected snapshot is at most
+30 s old where protection itself takes seconds."""
 
 BUSY_SHARE = 0.1
 """The part of smp_cores that an SMP takes where no core idles: training misses all of that."""
@@ -72,7 +73,7 @@ class Config:
     )
     protect_interval: int | Literal["auto"] = declare(
         "auto",
-        "snapshots between two that are protected; auto: as few as smp_cores allows, and one a minute at least",
+        "snapshots between two that are protected; auto: as few as smp_cores allows, and one in 15 s at least",
         minimum=1,
         auto=True,
     )

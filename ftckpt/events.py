@@ -194,8 +194,8 @@ EVENTS: dict[str, EventKind] = {
         again="whether protection had failed before",
     ),
     "protection_slow": _loud(
-        "the network limit lets no snapshot be protected in time",
-        secs="least time to receive what a snapshot needs", timeout_secs="setting", source="of the limit",
+        "snapshots are protected late; again only after one was protected in time",
+        secs="since a newer snapshot could have been protected, or that the network needs for one", reason="why",
     ),
     "not_protected": _loud(
         "a snapshot was given up as the next to protect, or for long none could be chosen", iteration=_ITERATION,
@@ -265,7 +265,8 @@ ADVICE = {
     "tested",
     "replicas_drift": "see the replicas_differ event that follows; a restart takes those snapshots only by name",
     "fallback": "memory of that node fails, or something has written into the arena: see its log of memory errors",
-    "protection_slow": "raise --ftckpt-network-rate or --ftckpt-protect-timeout-secs, or protect less",
+    "protection_slow": "ftckpt status says which node is behind; raise --ftckpt-smp-cores or --ftckpt-network-rate, "
+    "or protect less",
     "not_exported": "ftckpt convert makes it of the snapshot",
     "not_protected": "ftckpt status says which node is behind",
     "smp_error": "ftckpt status says whether snapshots are still protected",
@@ -285,9 +286,10 @@ ADVICE = {
 WORDS = {
     "turned_off": ": no more snapshots in this attempt: {reason}",
     "snapshot_error": ": a snapshot failed: {error}",
+    "protection_slow": ": protection delayed: {reason}",
     "protection_waits": ": snapshots are taken, and protected as soon as there is room: {reason}",
 }
-"""How loud events read that end training's snapshots; others show their fields as JSON."""
+"""How loud events read that concern all snapshots; others show their fields as JSON."""
 
 
 def _in_words(event: str, fields: Mapping[str, Any]) -> str:

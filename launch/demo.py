@@ -16,7 +16,7 @@ Megatron-core, runs of their own:
   limit    time is up: the snapshot goes to storage, memory is emptied, and four ranks go on from there
 
 Weights, masters and moments right after these restarts must be those of the reference, in every bit. The report
-is the page that ftckpt report makes of any run, with the verdict.
+is the page that ftckpt report makes of any run, with the verdict. Where a run fails it shows what came before.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftckpt.commands.event_log import count
+from ftckpt.commands.event_log import EventLogError, count
 from ftckpt.commands.history import read_history
 from ftckpt.commands.recovery import PARTS, Recovery
 from ftckpt.commands.report import write_report
@@ -219,8 +220,19 @@ def cost_table(restarts: Sequence[Recovery]) -> str:
     return aligned(rows, 0)
 
 
-def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[str, Any], list[Run]]:
-    """All runs, and what they have shown.
+@dataclass
+class Findings:
+    """What the runs have shown so far; ``runs`` has those that began, the reference first."""
+
+    runs: list[Run] = field(default_factory=list)
+    comparison: Comparison | None = None
+    faults: list[Recovery] = field(default_factory=list)
+    reshapes: list[dict[str, Any]] = field(default_factory=list)
+    failure: str = ""
+
+
+def train_all(args: argparse.Namespace, training: Sequence[str], found: Findings) -> None:
+    """All runs; fills ``found``.
 
     Raises:
         RunError: a run failed, or a fault did not do what it is there for.
@@ -234,9 +246,8 @@ def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[s
         "reference", args.out / "reference", framework, [*training, *length], every=5,
         digested=_RESHAPING_ITERATIONS if args.reshaping else None,
     )  # fmt: skip
+    found.runs.append(reference)
     execute(reference, job)
-    runs, faults = [reference], list[Recovery]()
-    comparison, reshapes, restarts = None, list[dict[str, Any]](), list[Recovery]()
     if args.scenes:
         folder = args.out / "faulted"
         parts = len(args.scenes) + 1
@@ -246,43 +257,36 @@ def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[s
         ]
         print(f"demo: the same with ftckpt and {count(len(strikes), 'fault')}: {', '.join(args.scenes)}", flush=True)
         faulted = Run("faulted", folder, framework, [*training, *length], {**SMALL, "job": job}, strikes)
+        found.runs.append(faulted)
         execute(faulted, job)
-        runs.append(faulted)
-        comparison = compare(reference, faulted)
-        faults = costs_of(faulted)
+        found.faults += costs_of(faulted)
+        found.comparison = compare(reference, faulted)
     for name in args.reshaping:
         run = reshaping_run(name, args, training, job)
         if storage := run.ftckpt.get("persist"):
             shutil.rmtree(storage, ignore_errors=True)  # of an earlier demo
             Path(storage).mkdir(parents=True)
+        found.runs.append(run)
         execute(run, job)
-        runs.append(run)
-        restarts += costs_of(run)
-        reshapes.append(compare_reshaped(reference, run, restarts[-1]))
-    print(cost_table([*faults, *restarts]), flush=True)
-    return summarize(framework, runs, comparison=comparison, faults=faults, reshapes=reshapes), runs
+        found.reshapes.append(compare_reshaped(reference, run, costs_of(run)[-1]))
+    restarts = [Recovery(**reshape["restart"]) for reshape in found.reshapes]
+    print(cost_table([*found.faults, *restarts]), flush=True)
 
 
-def summarize(
-    framework: Framework,
-    runs: Sequence[Run],
-    *,
-    comparison: Comparison | None = None,
-    faults: Sequence[Recovery] = (),
-    reshapes: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
-    """Everything that was found out. ``comparison`` is None where ``reshapes`` are all there is."""
-    compared = comparison or Comparison(0)
+def summarize(framework: Framework, found: Findings) -> dict[str, Any]:
+    """Everything that was found out."""
+    compared = found.comparison or Comparison(0)
     return {
+        "failure": found.failure,
         "framework": framework.title,
         "job": framework.job,
-        "bit_exact": comparison.equal if comparison else None,
+        "bit_exact": found.comparison.equal if found.comparison else None,
         "differences": list(compared.differences),
         "num_losses_compared": compared.num_losses,
         "num_tensors_compared": compared.compared,
-        "faults": [{**asdict(cost), "total_secs": cost.total_secs} for cost in faults],
-        "reshapes": list(reshapes),
-        "run_secs": {run.name: run.secs for run in runs},
+        "faults": [{**asdict(cost), "total_secs": cost.total_secs} for cost in found.faults],
+        "reshapes": found.reshapes,
+        "run_secs": {run.name: run.secs for run in found.runs},
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 
@@ -305,15 +309,20 @@ def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], 
 def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequence[str]) -> int:
     """Write the report and print the verdict; returns the exit code."""
     report = out / "report.html"
+    report.unlink(missing_ok=True)  # of an earlier demo
     summary["command"] = shlex.join(["launch/demo.sh", *argv])
-    history = write_report(runs[1].folder, report, additions_of(summary, runs))
-    summary["conditions"] = history.conditions
+    with suppress(EventLogError):  # a run failed before there were any
+        history = write_report(runs[min(1, len(runs) - 1)].folder, report, additions_of(summary, runs))
+        summary["conditions"] = history.conditions
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     exact, reshapes = summary["bit_exact"], summary["reshapes"]
     differences = [difference for reshape in reshapes for difference in reshape["differences"]]
     for difference in [*summary["differences"], *differences][:_MOST_NAMED]:
         print(f"demo: {difference}")
     verdicts: dict[str, Any] = {"framework": summary["framework"]}
+    if summary["failure"]:
+        verdicts["failure"] = summary["failure"].partition("\n")[0]
+        print(f"demo: {summary['failure']}", file=sys.stderr)
     for reshape in reshapes:
         verdict = "bit-equal" if reshape["bit_equal"] else f"NOT bit-equal, {_differ(reshape)}"
         where = f"from {reshape['from']} to {reshape['to']} in iteration {reshape['iteration']}"
@@ -327,7 +336,7 @@ def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequ
         verdict = "bit-exact" if exact else f"NOT bit-exact, {_differ(summary)}"
         print(f"demo: {verdict}, {count(num, 'fault')} survived, report in {report}")
     print(json.dumps(verdicts))
-    return 0 if exact is not False and bit_equal else 1
+    return 0 if exact is not False and bit_equal and not summary["failure"] else 1
 
 
 _TIME_IS_UP = "Time is up: the snapshot goes to storage, all memory is emptied, and one of two nodes starts again"
@@ -355,7 +364,11 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
             text += f" What lay in the memory of a lost node, {human(nbytes)}, was rebuilt from parity."
     lost = [difference for reshape in reshapes for difference in reshape["differences"]]
     differences = lost if reshaped else summary["differences"]
-    if not good:
+    title = f"Not {equal}" if not good else equal[0].upper() + equal[1:]
+    if summary["failure"]:
+        good, differences = False, [summary["failure"].partition("\n")[0]]
+        title, text = "A run failed", "The page shows what came before:"
+    elif not good:
         text = f"{len(differences)} losses or tensors differ from the reference; the first are:"
     tiles, sections = {}, [_reshape_section(reshape) for reshape in reshapes]
     if exact is not None:
@@ -369,7 +382,7 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
         note = "Losses as hexadecimal floats, tensors as SHA-256 of their bytes, of every rank."
         sections.append(Section("What was compared", note, heads=["kind", "compared"], rows=rows))
     return Additions(
-        title=f"Not {equal}" if not good else equal[0].upper() + equal[1:],
+        title=title,
         text=text,
         tone="good" if good else "bad",
         items=[] if good else differences[:_MOST_NAMED],
@@ -414,11 +427,12 @@ def main(argv: Sequence[str]) -> int:
     for signum in _INTERRUPTS:
         signal.signal(signum, _interrupt)
     try:
-        summary, runs = train_all(args, training)
-        return conclude(summary, runs, args.out, argv)
-    except RunError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
+        found = Findings()
+        try:
+            train_all(args, training, found)
+        except RunError as error:
+            found.failure = str(error)
+        return conclude(summarize(args.framework, found), found.runs, args.out, argv)
     except KeyboardInterrupt:
         print("demo: interrupted; everything it started has been stopped", file=sys.stderr)
         return 130

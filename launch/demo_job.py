@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ftckpt.config import Config
-from ftckpt.errors import ArenaError
+from ftckpt.errors import ArenaError, FtckptError
+from ftckpt.smp.client import SmpClient
 from ftckpt.store.directory import clean_job, job_node_path, list_arenas
 from tests.support import faults
 from tests.support.processes import ARENA, ROOT, STOP_SECS, Processes, RunError, is_running
@@ -43,11 +44,14 @@ SMALL: Mapping[str, Any] = {"enabled": True, "chunk_size": "128KiB", "objects_si
 _RENDEZVOUS = "join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=6"
 _LAST_CALL_SECS = 10
 _POLL_SECS = 0.02
-_TIMEOUT_SECS, _STALL_SECS = 600.0, 180.0
+_STALL_SECS = 180.0
+"""Without any progress, after which a run has failed. It may take as long as it likes."""
 _OCCASIONS = 8
-"""Iterations in which a snapshot may be met that is written: beside busy cores they wait for protection."""
-_WAIT_SECS, _MOST_WAIT_SECS = 1.0, 8.0
-"""By which an iteration is longer while protection is waited for."""
+"""Iterations in which a snapshot may be met that is written, or training waits for SMPs that protect one."""
+_EARLIER = 3
+"""Iterations before the fault in which training waits already: a snapshot is protected some after it was taken."""
+_ASK_SECS, _ANSWER_SECS = 1.0, 5.0
+"""Between two questions to SMPs whether they do, and for an answer."""
 
 Settings = Mapping[str, Any]
 """Fields of ftckpt's ``Config``; empty: train without ftckpt."""
@@ -179,13 +183,15 @@ class Strike:
     def plan(self) -> list[faults.Fault]:
         """The first of these that comes is the fault: not every iteration has a snapshot to interrupt.
 
-        A node that is to be lost waits for protection: until then iterations are long enough for a busy machine.
+        A node is lost once a snapshot is protected: until then training waits in each iteration, from some before on,
+        and ``Watch`` ends that.
         """
         scene = self.scene
         if scene.rank is None:
-            waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in self._occasions())
-            secs = _wait_secs()
-            return [faults.Fault(0, at, "boundary", marker, "stall", secs=secs) for at, marker in waits]
+            iterations = range(self.iteration - _EARLIER, self.iteration + _OCCASIONS)
+            waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in iterations)
+            # Not at the boundary: a rank that waits there has not chosen yet what the others have.
+            return [faults.Fault(0, at, "forward", marker, "wait", secs=2 * _STALL_SECS) for at, marker in waits]
         first = faults.Fault(
             scene.rank, self.iteration, scene.point, self.marker, "kill", scene.ordinal, scene.secs
         )  # fmt: skip
@@ -203,11 +209,6 @@ class Strike:
             return [json.loads(path.read_text()) for path in paths]
         except (FileNotFoundError, json.JSONDecodeError):  # not there, or being written
             return []
-
-
-def _wait_secs() -> float:
-    """How long an iteration is until something is protected: SMPs leave cores that others use to them."""
-    return min(_MOST_WAIT_SECS, max(_WAIT_SECS, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 @dataclass
@@ -341,12 +342,13 @@ class Watch:
         self._restored: dict[str, set[int]] = {}
         self._protected: int | None = None
         self._lose_at: float | None = None
+        self._ask_at = 0.0
 
     def until_end(self) -> None:
         """Watch until all agents have ended well.
 
         Raises:
-            RunError: an agent failed, or a deadline passed.
+            RunError: an agent failed, or nothing moved for long.
         """
         begin = moved = time.monotonic()
         while True:
@@ -358,8 +360,8 @@ class Watch:
             if ended:
                 self._run.secs = now - begin
                 return
-            if now - begin > _TIMEOUT_SECS or now - moved > _STALL_SECS:
-                raise RunError(f"{self._run.name}: no end after {now - begin:.0f} s\n{self._ends_of_logs()}")
+            if now - moved > _STALL_SECS:
+                raise RunError(f"{self._run.name}: nothing moved for {_STALL_SECS:.0f} s\n{self._ends_of_logs()}")
             time.sleep(_POLL_SECS)
 
     def look(self) -> bool:
@@ -382,6 +384,7 @@ class Watch:
             self._ended.add(pid)
             self._note("ended", time.time(), pid=pid)
         self._take_nodes_when_due()
+        self._end_waits()
         return new
 
     def _appended(self, path: Path) -> Iterator[dict[str, Any]]:
@@ -456,6 +459,7 @@ class Watch:
         iteration = lines[-1]["iteration"] + 1
         for wait in strike.plan():  # no more of them
             wait.marker_of(0).touch()
+            wait.go_on()
         if not strike.scene.node:
             self._end_all(strike, iteration)
             self._start(NODES[0], alone=True)
@@ -463,6 +467,27 @@ class Watch:
         self._lose_node(strike, iteration)
         if strike.scene.replacement:
             self._start(strike.scene.replacement)
+
+    def _end_waits(self) -> None:
+        """Let training go on where no SMP protects a snapshot: ranks learn that one is protected, and choose the next
+        one, at the boundaries of iterations."""
+        plans = (strike.plan() for strike in self._waiting if strike.scene.rank is None)
+        waits = [wait for plan in plans for wait in plan if wait.fired(0) and not wait.over.exists()]
+        now = time.monotonic()
+        if waits and now < self._ask_at:
+            return
+        self._ask_at = now + _ASK_SECS
+        if waits and not any(self._protects(node) for node in set(self._nodes.values())):
+            for wait in waits:
+                wait.go_on()
+
+    def _protects(self, node: str) -> bool:
+        """Whether the SMP of ``node`` works on a snapshot, or has not even the time to answer."""
+        client = SmpClient(job_node_path(ARENA, self._job, node), ARENA, self._job, node)
+        try:
+            return bool(client.status(_ANSWER_SECS)["duties"]["covering"])
+        except FtckptError:
+            return True
 
     def _lose_node(self, strike: Strike, iteration: int) -> None:
         shards = [path.name.rpartition(".")[0] for path in list_arenas(self._node_dir)]
@@ -478,7 +503,7 @@ class Watch:
         storage, memory is emptied."""
         when = time.time()
         self._processes.end(NODES)
-        for words in (["save", self._job, "--timeout", "60"], ["clean", self._job]):
+        for words in (["save", self._job, "--timeout", "150"], ["clean", self._job]):
             command = [sys.executable, "-m", "ftckpt.commands.main", *words, "--arena", str(ARENA)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_STALL_SECS, check=False)
             if done.returncode:

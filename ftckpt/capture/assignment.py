@@ -86,9 +86,8 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         sharing = gather_sharing(group, described)
     stepped, derived = _divided(described, ())
     look = Look(sharing, stepped)
-    views = gather_all(
-        group, lambda: _View.of(described, look, capacities, redundancy, num_ranks=group.size, cast=cast), _View
-    )
+    view = partial(_View.of, described, look, capacities, redundancy, num_ranks=group.size, cast=cast)
+    views = gather_all(group, view, _View)
     broken, summaries = _agreed(views), [view.summary for view in views]
     if broken:  # on any rank: nothing was told yet of pieces that were taken to follow from others
         stepped, derived = _divided(described, broken)

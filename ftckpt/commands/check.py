@@ -133,7 +133,7 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
     elif "device" in areas:
         from ftckpt.commands.check_device import look_at_device
 
-        yield from look_at_device(arguments.arena, arguments.mib)
+        yield from look_at_device(arguments.arena, arguments.size)
         if site is not None:
             site.meet()
     if "network" in areas:

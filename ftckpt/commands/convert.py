@@ -62,7 +62,7 @@ def add_convert(commands: Any) -> None:
     parser.add_argument("--verify", action="store_true", help="read DST again and compare all with SRC")
     parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
     parser.add_argument(
-        "--background", action="store_true", help="be last at the disks, and end when standard input does"
+        "--background", action="store_true", help="be last at cores and disks, and end when standard input does"
     )
     parser.set_defaults(run=run)
 
@@ -80,10 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _stay_behind() -> None:
     """Memory is bounded by ``--max-memory`` alone, whatever the SMP that starts this may take."""
-    from ftckpt.smp.footprint import yield_disks
+    from ftckpt.smp.footprint import yield_cores, yield_disks
 
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    yield_cores()
     yield_disks()
     threading.Thread(target=_end_with_input, name="ftckpt-input", daemon=True).start()
 

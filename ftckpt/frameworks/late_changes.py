@@ -43,7 +43,9 @@ class LateChanges:
 
     def begin(self) -> None:
         """An iteration begins: its batch is there, or is about to be drawn where a restart sets RNG only then."""
-        if self._noted is None or torch.cuda.is_current_stream_capturing():  # which reading state would end
+        if self._noted is None:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # which reading state would end
             return
         noted, self._noted = self._noted, None
         changed = {name for name, digest in self._digests().items() if name in noted and noted[name] != digest}

@@ -189,7 +189,7 @@ class Checkpointer:
                 "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
             )
         unproven = not may_load or self.config.on_lost != "storage"
-        loaded = LoadedCheckpoint(newer_than, rollback, lasting, in_training)
+        loaded = LoadedCheckpoint(newer_than, rollback, lasting, in_training, may_load)
         try:
             with no_collections():
                 return self._restore(loaded, unproven)

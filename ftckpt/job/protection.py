@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.capture.redundancy import Redundancy
-from ftckpt.config import MOST_REST_SECS, Config
+from ftckpt.config import MAX_REST_SECS, Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
@@ -413,7 +413,7 @@ class Protection:
         if config.protect_interval != "auto":
             return f"of one snapshot of {config.protect_interval}"
         share = f"{config.smp_cores:g} of a node's idle cores allows" if config.smp_cores else "it is done"
-        return f"as often as {share}, and once in {MOST_REST_SECS:.0f} s at least"
+        return f"as often as {share}, and once in {MAX_REST_SECS:.0f} s at least"
 
     def _tell_network(self, nbytes: int) -> None:
         """What this node takes of the network for a snapshot, of which it receives ``nbytes``."""
@@ -423,7 +423,8 @@ class Protection:
         secs = limit.secs(nbytes)
         self._events.announce(f"protection: network: {limit}; a snapshot needs {human(nbytes)}: {secs:.1f} s or more")
         if secs > timeout_secs:
-            self._events.emit("protection_slow", secs=round(secs, 1), timeout_secs=timeout_secs, source=str(limit))
+            reason = f"a snapshot needs {secs:.1f} s of the network: {limit}"
+            self._events.emit("protection_slow", secs=round(secs, 1), reason=reason)
 
     def _require_room(self, account: Ledger, coming_bytes: int, node_dir: Path, lacking: bool) -> None:
         need_bytes = account.later_bytes

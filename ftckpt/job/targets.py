@@ -6,13 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ftckpt.config import MOST_REST_SECS, Config
+from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.snapshot import SnapshotId
 
 _RESTS = 2
 """After a target that took too long, this many times that wait pass before another one is chosen."""
+_MAX_DELAY_SECS = 30.0
+"""Protection that is behind by more is delayed, and the log says so; it is not once it is behind by half at most."""
+_WHY_DELAYED = {
+    Coverage.DONE: "the SMP of some node has used its share of the idle cores",
+    Coverage.WORKING: "the SMP of some node still works on snapshot {}: it has too few cores, or too little network",
+}
 
 
 class Guard(NamedTuple):
@@ -38,14 +44,12 @@ class Targets:
     A snapshot that is whole becomes the ``target``; when all nodes have done their part for it, it is
     ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
     no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots between two that are
-    to be protected; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part, and
-    ``most_rest_secs`` how long after a target was chosen, once anything is protected, no other one is because some
-    node rests.
+    to be protected; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part. Once anything is
+    protected, no other target is chosen while some node rests: its SMP bounds that.
     """
 
     interval: int
     timeout_secs: float = 0.0
-    most_rest_secs: float = 0.0
     protected: SnapshotId | None = None
     target: SnapshotId | None = None
     degraded: bool = False
@@ -58,6 +62,10 @@ class Targets:
     rests_until_secs: float = 0.0
     unable_since_secs: float | None = None
     """Since when some node could not protect what would be the target."""
+    behind_since_secs: float | None = None
+    """Since when a newer snapshot than the protected one is, or could be, the target."""
+    delayed: bool = False
+    """Whether protection was behind for long, and none was protected soon since."""
 
     def __post_init__(self) -> None:
         self.rounds_since = self.interval
@@ -65,20 +73,21 @@ class Targets:
     @classmethod
     def of(cls, config: Config) -> Targets:
         """As configured, where anything is protected."""
-        if config.protect_interval == "auto":
-            return cls(1, config.protect_timeout_secs, MOST_REST_SECS)
-        return cls(config.protect_interval, config.protect_timeout_secs)
+        return cls(1 if config.protect_interval == "auto" else config.protect_interval, config.protect_timeout_secs)
 
     def learn(self, verdict: Verdict, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
         """What a verdict changes, with an event for each target that was protected or given up, and where for long
         none could be chosen."""
         yield from self._settle(verdict, now_secs)
+        yield from self._note_delay(verdict, now_secs)
         self.rounds_since += 1
         if not self.interval or self.rounds_since < self.interval or verdict.whole < 0:
             return
         newest = SnapshotId(lineage, verdict.whole)
         if self.target is not None or newest == self.protected:
             return
+        if self.behind_since_secs is None:
+            self.behind_since_secs = now_secs
         if verdict.cover == Coverage.DONE:  # some node rests
             self.unable_since_secs = None
         elif verdict.cover != Coverage.CANNOT:
@@ -96,8 +105,7 @@ class Targets:
             return -1, Coverage.READY
         ready = guard.alive and guard.configured and now_secs >= self.rests_until_secs
         # Not before anything is protected.
-        is_early = self.protected is not None and now_secs - self.chosen_secs < self.most_rest_secs
-        done = Coverage.DONE if guard.rests and is_early else Coverage.READY
+        done = Coverage.DONE if guard.rests and self.protected is not None else Coverage.READY
         if self.target is None:  # none is chosen while a node could not protect it
             return -1, done if ready else Coverage.CANNOT
         # What is covered stays so without an SMP, but not where other groups have taken the place of these.
@@ -114,7 +122,7 @@ class Targets:
 
     def forget(self) -> None:
         """What was protected is not any more: training went back, or the arenas were laid out anew."""
-        self.protected = self.target = None
+        self.protected = self.target = self.behind_since_secs = None
 
     def stop(self) -> None:
         """Nothing is protected from now on."""
@@ -131,11 +139,24 @@ class Targets:
             yield Announcement("protected", {"iteration": target.iteration, "secs": secs, "again": again})
             self.protected, self.degraded, self.rests_until_secs = target, False, 0.0
             self.given_up = False
+            since = self.chosen_secs if self.behind_since_secs is None else self.behind_since_secs
+            self.delayed = self.delayed and now_secs - since > _MAX_DELAY_SECS / 2
+            self.behind_since_secs = None
         else:
             if not self.degraded:
                 yield self._not_protected(target)
             self.degraded = self.given_up = True
         self.target = None
+
+    def _note_delay(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:
+        since = self.behind_since_secs
+        if since is None or now_secs - since <= _MAX_DELAY_SECS or self.delayed or self.degraded:
+            return
+        why = _WHY_DELAYED.get(verdict.cover)
+        if why is not None:
+            self.delayed = True
+            reason = why.format(verdict.target)
+            yield Announcement("protection_slow", {"secs": round(now_secs - since, 1), "reason": reason})
 
     def _not_protected(self, snapshot: SnapshotId, **why: str) -> Announcement:
         protected = self.protected.iteration if self.protected is not None else None

@@ -165,18 +165,23 @@ def newest(lineages: Iterable[Lineage]) -> Lineage:
     return replace(head, found=max((one.found for one in same), default=-1), doubtful=tuple(doubtful))
 
 
+_LOAD_OF = "load of iteration "
+
+
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """The checkpoint of its own that a script has loaded at its start, by iteration; 0 or less: none to compare.
 
     ``named``: the user has named it; otherwise it is the newest that the script has found. ``lasting``: a later start
     finds it again, unless somebody removes it on purpose. ``in_training``: it was loaded over what the job had.
+    ``may_follow``: the script may load one behind this start.
     """
 
     iteration: int = -1
     named: bool = False
     lasting: bool = True
     in_training: bool = False
+    may_follow: bool = False
 
     @property
     def is_one(self) -> bool:
@@ -186,7 +191,13 @@ class LoadedCheckpoint:
     @property
     def request(self) -> str:
         """The explicit act that this load is; empty where it is the newest that the script has found."""
-        return f"load of iteration {self.iteration}" if self.named else ""
+        return f"{_LOAD_OF}{self.iteration}" if self.named else ""
+
+    def requests(self, request: Request, head: Lineage) -> tuple[str, ...]:
+        """The explicit acts of this start. One that the script may repeat yet is remembered."""
+        repeats = self.may_follow and not self.is_one
+        kept = [one for one in head.requests if repeats and one.startswith(_LOAD_OF)]
+        return tuple(filter(None, (*request.texts, self.request, *kept)))
 
     def beside(self, job: str) -> str:
         """What the script had loaded where a snapshot counts, as a message part."""

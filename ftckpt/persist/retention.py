@@ -63,17 +63,12 @@ def pin(storage: Storage, name: CheckpointName) -> bool:
         StorageError: there is none, or storage fails.
     """
     storage.put(_pin(name), b"pinned\n")
-    void = voided(storage)
     # In this order: who has removed it meanwhile has taken the mark away after the manifest.
+    void, snapshot = voided(storage), _snapshot_of(storage, name)
     if name not in checkpoints(storage):
         unpin(storage, name)
         raise StorageError(f"{storage.where}: there is no checkpoint {name}", lasting=True)
-    try:
-        return read_manifest(storage, name).snapshot in void
-    except StorageError as error:
-        if not error.lasting:
-            raise
-        return False
+    return snapshot in void
 
 
 def unpin(storage: Storage, name: CheckpointName) -> bool:
@@ -209,7 +204,8 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     """
     every = checkpoints(storage)
     # A kill while it was set aside leaves it two names.
-    names = [name, *(one for one in every if one.iteration == name.iteration and _is_of(storage, one, snapshot))]
+    beside = (one for one in every if one.iteration == name.iteration)
+    names = [name, *(one for one in beside if _snapshot_of(storage, one) == snapshot)]
     others = [one for one in every if one not in names]
     if not others:
         raise StorageError(f"{storage.where}: {name} is the only whole checkpoint", lasting=True)
@@ -222,13 +218,14 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     storage.remove([f"{folder}/{shard.file}" for shard in stored.shards.values()])
 
 
-def _is_of(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> bool:
+def _snapshot_of(storage: Storage, name: CheckpointName) -> SnapshotId | None:
+    """What a checkpoint is of; None: its manifest cannot be read, or is gone."""
     try:
-        return read_manifest(storage, name).snapshot == snapshot
+        return read_manifest(storage, name).snapshot
     except StorageError as error:
         if not error.lasting:
             raise
-        return False
+        return None
 
 
 def _below(storage: Storage, folder: str) -> Sequence[str]:

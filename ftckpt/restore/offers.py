@@ -26,6 +26,7 @@ import xxhash
 from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.group import Bytes
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment, Shape
+from ftckpt.model.manifest import PARITY_PREFIX
 from ftckpt.model.replicas import disagreement, private_key
 from ftckpt.model.text import listed
 from ftckpt.model.training_state import Piece
@@ -353,10 +354,11 @@ class SlotContents:
 
     @property
     def keys(self) -> set[str]:
-        """Of all tensors that the slot has a part of, under the names of the model."""
+        """Of all tensors that the slot has a part of, under the names of the model; parity is none."""
         end = _LENGTH_BYTES + int.from_bytes(self.table[:_LENGTH_BYTES], "little")
         shared = {str(key) for key, *_ in json.loads(_unpacked(self.table[_LENGTH_BYTES:end]))}
-        return shared | {fragment.key for fragment, _ in self.private}
+        keys = shared | {fragment.key for fragment, _ in self.private}
+        return {key for key in keys if not key.startswith(PARITY_PREFIX)}
 
     def hashes(self, read: Callable[[int, int], Bytes]) -> Hashes:
         """xxh3-64 of the bytes of each of ``copies``; ``read`` gives those of the slot from a begin to an end."""

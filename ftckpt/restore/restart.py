@@ -104,6 +104,7 @@ class Restart:
         from ``choose`` where nothing is loaded."""
         self._head = self._requested = UNKNOWN  # of the job, and with the branch that this start makes
         self._asked: tuple[str, ...] = ()  # the explicit acts of this start
+        self._abandons = False  # something on storage
         self._loaded = NO_CHECKPOINT
         self._nodes_know = False  # all of them, the head
         self.lineage = UNKNOWN
@@ -142,7 +143,7 @@ class Restart:
         shelf_look = ShelfLook(self._group, self._storage, self._events, request, lineage=lineage)
         seen = look(self._group, self._topology, self._arenas, shelf_look, loaded)
         self._loaded, self._head, self._shelf, self._reports = seen.loaded, seen.head, seen.shelf, seen.reports
-        self._asked = tuple(filter(None, (*request.texts, seen.loaded.request)))
+        self._asked = seen.loaded.requests(request, seen.head)
         self._adopt_head(seen)
         there = _There.of(seen)
         new = self._requests_since(request, seen, there)
@@ -379,6 +380,7 @@ class Restart:
         """The lineage of what follows is known: what storage has of newer ones was bad, or cannot be read."""
         there = [one.snapshot.iteration for one in self._offered.snapshots]
         self.on_storage = max((one for one in there if iteration is None or one <= iteration), default=-1)
+        self._abandons = any(iteration is None or one > iteration for one in there)
         self.lineage = lineage_after(self._requested, self._loaded, iteration, max(there, default=-1), self._asked)
 
     def record_lineage(self) -> None:
@@ -393,8 +395,10 @@ class Restart:
         is_same = (lineage.branches, lineage.requests, lineage.found) == (head.branches, head.requests, head.found)
         if is_same and self._nodes_know:
             return
-        if lineage != self._requested:
-            self._claim(lineage)  # first: what storage remembers counts for nodes that were killed before they did
+        if lineage != self._requested and self._abandons:
+            # First: what storage remembers counts for nodes that are killed before they do. Where nothing on it is
+            # abandoned, the claim beside training is early enough.
+            self._claim(lineage)
         leads = self._topology.is_node_leader
         together(self._group, lambda: adopt(self._node_dir, lineage, self._head) if leads else None)
 

@@ -60,7 +60,7 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
     from ftckpt.smp.footprint import bound_process
 
     # Before the daemon starts threads: it sets the size of their stacks.
-    bound_process(own_session=arguments.detach)
+    bound_process()
     daemon = _daemon(arguments)
     logging.getLogger("ftckpt").setLevel(logging.INFO)
     if arguments.detach:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from ftckpt.config import BUSY_SHARE, MOST_REST_SECS
+from ftckpt.config import BUSY_SHARE, MAX_REST_SECS
 
 _LOOK_SECS = 1.0
 """Between two looks at the cores: what idled is counted in hundredths of a second."""
@@ -46,7 +46,8 @@ def core_secs(cores: Collection[int]) -> CoreSecs | None:
 
 class CoreShare:
     """Pays for processor time: when all that this process has taken, its threads and what went to storage among it,
-    is no more than its share of the cores that idle, and a part of that where none does.
+    is no more than its share of the cores that idle, and a part of that where none does. However much it has taken,
+    that is paid after ``MAX_REST_SECS``.
 
     Args:
         cores: processor seconds for each second while all cores idle; 0: any.
@@ -78,8 +79,8 @@ class CoreShare:
         left_secs = max(0.0, self._debt_secs - self._rate * (now - self._noted))
         self._look_again(used_secs, now)
         free_secs = _FREE_SECS * self._cores
-        # Targets come as often as this at least: what is not paid by then never is.
-        most_secs = free_secs + MOST_REST_SECS * self._rate
+        # The guaranteed minimum: what is not paid by then never is.
+        most_secs = free_secs + MAX_REST_SECS * self._rate
         self._debt_secs = min(left_secs + used_secs - self._noted_secs, most_secs)
         self._noted_secs, self._noted = used_secs, now
         self.due_secs = now + max(0.0, self._debt_secs - free_secs) / self._rate

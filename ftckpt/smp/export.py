@@ -1,6 +1,6 @@
 """What others load, made of a snapshot that is on storage: ``ftckpt convert`` in a process of its own.
 
-That process loads torch, which an SMP does not. It has the SMP's priority and less of the disks, and ends with it.
+That process loads torch, which an SMP does not. It yields cores and disks to all others, and ends with the SMP.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _convert(
     with TemporaryFile() as said:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, cwd="/", env=environment(),
-            umask=umask,
+            umask=umask, start_new_session=True,
         )  # fmt: skip
         try:
             while process.poll() is None:

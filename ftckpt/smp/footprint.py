@@ -164,21 +164,17 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 """The number of the system call: the C library has no name for it."""
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_IDLE, _IOPRIO_CLASS_SHIFT = 1, 3, 13
 
-NICE = 5
-"""A seventh of a core beside two threads that spin on it, as ranks do that wait for their network; at 19 it is a
-140th, and neither signs of life nor parity come in time. ``benchmarks/smp_priority.py`` measures it.
-
-Where the kernel weighs sessions against each other, the session gets it as well: the process's own then says nothing
-beyond it, and an SMP alone in one would take as much as all threads of a rank together."""
+NICE = 10
+"""Of conversions, which nobody waits for: a tenth of a thread that runs beside them."""
 
 
-def yield_to_training(own_session: bool) -> None:
-    """Training's threads come first, and leave this process a share of each core. Whatever is refused is left."""
-    os.nice(NICE)  # from the starter's on, which may be nice itself
-    with suppress(OSError):
-        # It takes no core from a thread that runs at the moment when this one wakes.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if own_session:  # others in it would be slowed, too
+def yield_cores() -> None:
+    """Other processes come first. Whatever is refused is left.
+
+    Where the kernel weighs sessions against each other, a process's own niceness says nothing beyond its session.
+    """
+    os.nice(NICE)
+    if os.getsid(0) == os.getpid():  # others in it would be slowed, too
         with suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(NICE))
 
@@ -190,9 +186,13 @@ def yield_disks() -> None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << _IOPRIO_CLASS_SHIFT)
 
 
-def bound_process(own_session: bool) -> None:
-    """Behind training on every core, bounded memory, as many descriptors as allowed."""
-    yield_to_training(own_session)
+def bound_process() -> None:
+    """Bounded memory, as many descriptors as allowed, and no core from a thread that runs when this process wakes.
+
+    Its niceness stays its starter's: a nicer one starves beside busy cores. It pauses instead, see ``CoreShare``.
+    """
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with suppress(AttributeError):  # of another C library
         # Without this glibc learns from each large block that is freed to keep the next one.
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

@@ -97,7 +97,7 @@ def test_storage_newer_than_memory_wins(name: str, settings: dict[str, Any], tmp
     resumed = ds_jobs.outcomes(loading)
     assert {outcome.start for outcome in resumed} == {6}
     assert resumed == ds_jobs.outcomes(replace(loading, settings=None))
-    [older, *_] = jobs.events(settings, "older_than_storage")
+    [older, *_] = jobs.events(settings, "memory_older_than_storage")
     assert (older["in_memory"], older["loaded"]) == (AT - 1, 6)
 
 
@@ -106,7 +106,7 @@ def test_a_tag_goes_back_once_and_not_at_each_restart(settings: dict[str, Any], 
     attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20), argv=argv)
     back = (*argv, "--load", str(tmp_path / "ds"), "--load-tag", "global_step2")
     attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "again", "kill", secs=20), argv=back)
-    told = [(event["loaded"], event["in_memory"]) for event in jobs.events(settings, "rolled_back")]
+    told = [(event["iteration"], event["newest"]) for event in jobs.events(settings, "rolled_back")]
     assert told == [(2, AT - 1)] * 2
     resumed = ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, back))
     assert {outcome.start for outcome in resumed} == {AT - 1} and len(jobs.events(settings, "rolled_back")) == 2

@@ -227,7 +227,7 @@ def concluded(
     runs: list[Run], out: Path, capsys: pytest.CaptureFixture[str], **findings: Any
 ) -> tuple[int, list[str], str]:
     """Exit code, lines and page of a demo that has shown this."""
-    summary = demo.summarize(FRAMEWORKS["megatron"], runs, **findings)
+    summary = demo.summarize(FRAMEWORKS["megatron"], demo.Findings(runs, **findings))
     code = demo.conclude(summary, runs, out, ["--scene", "<script>"])
     assert json.loads((out / "summary.json").read_text())["bit_exact"] == summary["bit_exact"]
     text = (out / "report.html").read_text()
@@ -274,6 +274,51 @@ def test_report_and_verdict_of_a_reshape(
     assert verdicts["bit_equal"] is equal and ("faults" in verdicts) is not alone
     assert ("4 logical tensors, all equal" in text) == equal
     assert ('<header class="good">' in text) == equal
+
+
+def test_a_run_that_fails_leaves_the_report_of_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(run: Run, job: str) -> None:
+        if run.name == SHRINK:
+            raise RunError("shrink: nothing moved\n--- node0:\nits log")
+        passed = (
+            made_up(run.name, tmp_path, REFERENCE)
+            if not run.strikes
+            else with_faults(tmp_path, *(strike.name for strike in run.strikes), lines=REFERENCE)
+        )
+        run.lines, run.folder, run.final, run.strikes = passed.lines, passed.folder, passed.final, passed.strikes
+
+    monkeypatch.setattr(demo, "execute", execute)
+    assert demo.main(["--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["failure"].startswith("shrink: nothing moved") and found["bit_exact"] is True
+    assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all", "node"]
+    out, err = capsys.readouterr()
+    assert "its log" in err and json.loads(out.splitlines()[-1])["failure"] == "shrink: nothing moved"
+    page = (tmp_path / "report.html").read_text()
+    check_page(page)
+    assert '<header class="bad">' in page and "shrink: nothing moved" in page
+
+
+def test_training_waits_while_an_smp_protects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strike = Strike("node", 3, tmp_path / "marker")
+    run = made_up("faulted", tmp_path, [], strikes=[strike])
+    watch, asked = Watch(run, "j", Lost(), Lost().start), []  # type: ignore[arg-type]
+    monkeypatch.setattr(demo_job, "_ASK_SECS", 0.0)
+    monkeypatch.setattr(watch, "_protects", lambda node: asked.append(node) or len(asked) < 4)
+    watch._on_event({"event": "joined", "node": "node1", "rank": 4, "pid": os.getpid()})
+    first, second, *_ = strike.plan()
+    watch.look()
+    assert not asked and first.action == "wait", "nobody waits yet"
+    first.marker_of(0).touch()
+    for _ in range(3):
+        watch.look()
+        assert not first.over.exists()
+    watch.look()
+    assert first.over.exists() and not second.over.exists() and asked == ["node1"] * 4
+    watch.look()
+    assert len(asked) == 4
 
 
 def test_deepspeed_has_no_such_scene(capsys: pytest.CaptureFixture[str]) -> None:

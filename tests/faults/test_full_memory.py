@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from ftckpt.job import reminder
-from ftckpt.persist.commit import committed
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_STATE_NAME, end_smp, list_arenas
@@ -21,7 +20,8 @@ from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs, plain
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import run_ranks
-from tests.support.waiting import meet
+from tests.support.stored import committed
+from tests.support.waiting import meet, until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -36,8 +36,8 @@ def full(settings: dict[str, Any], tmp_path: Path, arena_root: Path) -> Iterator
     (tmp_path / "storage").mkdir()
     node = arena_root / "ftckpt-test" / "node"
     settings |= {
-        "protect": "node", "chunk_mib": 0.0625, "objects_mib": 1, "persist": str(tmp_path / "storage"),
-        "persist_interval": 1 << 30, "persist_timeout_secs": 60.0,
+        "protect": "node", "chunk_size": "64KiB", "objects_size": "1MiB", "persist": str(tmp_path / "storage"),
+        "persist_interval": 1 << 30, "flush_secs": 60.0,
     }  # fmt: skip
     with tmpfs(arena_root, "64m"):
         run_ranks(train_then_die, RANKS, settings, expect_failures=True)
@@ -49,10 +49,15 @@ def full(settings: dict[str, Any], tmp_path: Path, arena_root: Path) -> Iterator
         end_smp(node, 10.0)
 
 
+def guarded(checkpointer: Any) -> bool:
+    """Whether an SMP knows what it has to do."""
+    return bool(checkpointer._protection.smp_guards)
+
+
 def train_then_die(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
-    assert checkpointer.has_smp(30.0)
+    until(lambda: guarded(checkpointer), secs=30)
     for iteration in range(1, KILLED_AT + 1):
         plain.iterate(checkpointer, state, iteration)
     meet(Path(settings["events"]).parent / "trained", world_size)
@@ -72,7 +77,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = Fal
         plain.iterate(checkpointer, state, iteration)
         time.sleep(0.02)
         if iteration == 20:
-            assert settings["protect"] == "none" or checkpointer.has_smp(30.0), "it does not know what it has to do"
+            until(lambda: settings["protect"] == "none" or guarded(checkpointer), secs=30)
             silent = bool(Pulse.open(checkpointer.node_dir, None).ranks()[rank].counts[PulseCount.NO_SNAPSHOTS])
             meet(here / "looked", world_size)
             if room and rank == 0:
@@ -118,7 +123,7 @@ def train_with_small_files(rank: int, world_size: int, settings: dict[str, Any])
 
 def test_a_limit_of_file_sizes_is_named_again_and_again(settings: dict[str, Any], tmp_path: Path) -> None:
     """What a login node has (``ulimit -f``): such a job trains, and takes no snapshot at all."""
-    settings |= {"protect": "none", "objects_mib": 1}
+    settings |= {"protect": "none", "objects_size": "1MiB"}
     results = run_ranks(train_with_small_files, 2, settings)
     assert all(result.value[2] for result in results)
     for rank in range(2):

@@ -307,7 +307,7 @@ def test_what_is_on_storage_is_shown_verified_and_converted(arena_root: Path) ->
         job.settled(7)
         shown = run(block("bash", "readme-stored"))
         assert shown.returncode == 0, shown.stderr
-        assert "a restart would take iteration 7" in shown.stdout and "iteration 7 is pinned" in shown.stdout
+        assert "a restart would take iter_0000007" in shown.stdout and "iter_0000007 is pinned" in shown.stdout
         assert (runs[1] / "manifest.json").exists()
     finally:
         job.close()

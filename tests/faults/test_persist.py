@@ -430,7 +430,7 @@ def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: d
     else:
         for path in Path(persisting["persist"]).glob("iter_*/manifest.json"):
             path.write_text("{}")
-    text = "none of the snapshots on storage" if what == "shards" else "what is on storage cannot be seen"
+    text = "none of the snapshots on storage" if what == "shards" else "storage cannot be read"
     with pytest.raises(RankFailure, match=text):
         run_ranks(restored, 4, persisting)
     assert not Path(persisting["persist"], "readers").exists(), "a start that was refused reads no more"

@@ -28,7 +28,7 @@ def refused(settings: dict[str, Any], argv: list[str], text: str, ranks: int = 2
 
 def test_another_model(settings: dict[str, Any]) -> None:
     jobs.broken(2, jobs.Run([], 3, settings, end="die"))
-    refused(settings, ["--hidden", "64"], "MismatchError.*another model.*shape.*clean JOB")
+    refused(settings, ["--hidden", "64"], "MismatchError.*another model.*clean JOB")
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
 
 

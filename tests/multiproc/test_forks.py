@@ -141,7 +141,7 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     from ftckpt.store.outcome import launcher_run
 
     config = ftckpt.Config(
-        enabled=True, job="j", node="n", arena=arena, protect="none", copy_gbps=0.001, schedule="stream",
+        enabled=True, job="j", node="n", arena=arena, protect="none", copy_rate="1MB/s", schedule="stream",
         fence_timeout_secs=1.0, slots=3,
     )  # fmt: skip
     model = torch.nn.Linear(256, 256)

@@ -53,7 +53,12 @@ def train_launched(rank: int, world_size: int, settings: dict[str, Any], launch:
 @pytest.mark.slow
 def test_a_job_that_is_launched_again_without_memory(settings: dict[str, Any], tmp_path: Path) -> None:
     """It restarts from storage, and by another launcher: its end before was no failure."""
-    settings |= {"protect": "node", "persist": str(tmp_path / "storage"), "persist_interval": 1, "objects_mib": 1}
+    settings |= {
+        "protect": "node",
+        "persist": str(tmp_path / "storage"),
+        "persist_interval": 1,
+        "objects_size": "1MiB",
+    }
     (tmp_path / "storage").mkdir()
     run_ranks(train_launched, 2, settings, "first", False, expect_failures=True)
     root = Path(settings["arena"])

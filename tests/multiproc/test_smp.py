@@ -21,7 +21,7 @@ from ftckpt.errors import ArenaError, ConfigError, SmpError
 from ftckpt.smp import client as client_module
 from ftckpt.smp.channel import HELLO, MAGIC, RefusedError, Trust, connect, socket_address
 from ftckpt.smp.client import SmpClient, find_or_start
-from ftckpt.smp.footprint import NICE, SmpConfig
+from ftckpt.smp.footprint import SmpConfig
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
@@ -119,9 +119,9 @@ def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp
         assert parent != starter.pid and starter.pid not in (group, session) and pid not in (group, session)
         for thread in Path(f"/proc/{pid}/task").iterdir():  # each inherits it from who has started it
             of_thread = (thread / "stat").read_text().rpartition(")")[2].split()
-            assert int(of_thread[16]) == min(19, os.nice(0) + NICE) and int(of_thread[38]) == os.SCHED_BATCH
+            assert int(of_thread[16]) == os.nice(0) and int(of_thread[38]) == os.SCHED_BATCH
         if Path("/proc/self/autogroup").exists():
-            assert proc(pid, "autogroup").split()[-1] == str(NICE)
+            assert proc(pid, "autogroup").split()[-1] == "0"
         links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.exists()]
         allowed = ("/dev/null", "socket:", "anon_inode:", str(site.node_dir))
         assert all(link.startswith(allowed) for link in links), links

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.commit import claim, folder_of
+from ftckpt.persist.commit import checkpoints, claim, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import Place
 from ftckpt.persist.shard_file import ShardFile
@@ -15,7 +15,6 @@ from ftckpt.persist.shards import StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
 from ftckpt.store.pulse import FlushState
 from tests.support.smp_nodes import Node, Smp, describe
-from tests.support.stored import committed
 from tests.support.waiting import until
 
 NODES = ("a", "b")
@@ -92,10 +91,9 @@ def leftovers(where: str) -> list[str]:
     """Files that no checkpoint names."""
     storage = FileStorage(where)
     named = {"latest", "owner.json"}
-    for iteration in committed(storage):
-        folder = folder_of(iteration)
-        named |= {f"{folder}/manifest.json"}
-        named |= {f"{folder}/{name}" for name in files_of(storage.read(f"{folder}/manifest.json")) or ()}
+    for one in checkpoints(storage):
+        files = files_of(storage.read(one.manifest)) or ()
+        named |= {one.manifest, *(f"{folder_of(one.iteration)}/{name}" for name in files)}
     # Not by ``rglob``, which fails where a directory goes meanwhile.
     there = {os.path.relpath(Path(folder, name), where) for folder, _, names in os.walk(where) for name in names}
     return sorted(there - named)

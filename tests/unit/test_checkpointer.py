@@ -191,7 +191,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     monkeypatch.setattr(start, "Restart", lambda *_, **__: found)
     protection: Any = Protection.__new__(Protection)
     protection._held = [_ArenaRemains(mark, (snapshot,)) for mark in (snapshot, None)]
-    protection.modes, protection._arena = Modes(node=True), None
+    protection.modes, protection._arena, protection.smp = Modes(node=True), None, SimpleNamespace()
     rank = rank_of(state=state, protection=protection, storage=SimpleNamespace(snapshots=""))
     rank.group, rank.arenas, rank.training_state = None, SimpleNamespace(path=Path()), SimpleNamespace(reshapes=False)
     loaded = start.load(rank, SimpleNamespace(), None, NO_CHECKPOINT, True)  # type: ignore[arg-type]

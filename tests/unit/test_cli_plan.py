@@ -435,7 +435,6 @@ def test_what_is_given_up_before_it_is_protected_is_answered_with_no(capsys: pyt
         ),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --mtbf 5", "--mtbf: '5' is not a time with its unit"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --persist foo:bar", "--persist: 'foo:bar' begins with no store"),
-        ("--dp 8 --gpus-per-node 4 --params 1e9 --persist deepspeed", "--persist: 'deepspeed' names no directory"),
         ("--dp 8 --gpus-per-node 3 --params 1e9", "--gpus-per-node: 8 ranks"),
         ("--tp 0 --gpus-per-node 3 --params 1e9", "--tp: 0 is too small"),
         ("--dp 8 --gpus-per-node 8 --params 0", "--params: 0"),

@@ -192,8 +192,9 @@ def test_snapshots_are_found_by_one_rule(
         words = [str(where)] if command != "convert" else [str(where), str(tmp_path / f"out{number}"), "--dry-run"]
         assert main([command, *words]) == 0
         told.append(capsys.readouterr().out)
-    assert "iteration 8" in told[0] and "iteration 8" in told[1] and "iteration 8" in told[2]
-    assert "iteration 7" in told[3] and "iteration 8" not in told[3]
+    newest, other = ("iteration 8", "iteration 7") if command == "convert" else ("iter_0000008", "iter_0000007")
+    assert all(newest in text for text in told[:3])
+    assert other in told[3] and newest not in told[3]
 
 
 def test_snapshots_in_memory_and_on_storage_are_told_apart(

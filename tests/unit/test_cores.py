@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.config import MOST_REST_SECS
+from ftckpt.config import MAX_REST_SECS
 from ftckpt.smp import cores as cores_module
 from ftckpt.smp.cores import CoreSecs, CoreShare, core_secs
 
@@ -52,10 +52,12 @@ class Machine:
     ("busy", "part"), [(0.0, 1.0), (0.25, 0.75), (0.5, 0.5), (0.88, 0.12), (0.95, 0.1), (1.0, 0.1)]
 )
 def test_no_more_than_a_share_of_the_cores_that_idle_is_taken(busy: float, part: float, secs: float) -> None:
-    """And a tenth of it where none idles, however much the SMP itself has taken before."""
+    """And a tenth of it where none idles, however much the SMP itself has taken before; no pause is longer than the
+    longest."""
     machine = Machine(busy)
     machine.taken(60.0, secs)  # nothing was known at first
-    assert machine.taken(600.0, secs) == pytest.approx(0.1 * CORES * part, rel=0.1)
+    least = secs / (secs + MAX_REST_SECS)
+    assert machine.taken(600.0, secs) == pytest.approx(max(0.1 * CORES * part, least), rel=0.1)
 
 
 def test_the_share_goes_by_what_idles_now() -> None:
@@ -100,10 +102,23 @@ def test_what_was_taken_long_ago_is_not_paid_for_ever_and_without_a_share_never(
             each.go(1000.0, 1.0)
             each.share.note()
         assert free.share.paid and not machine.share.paid
-        machine.go(MOST_REST_SECS)
+        machine.go(MAX_REST_SECS)
         assert machine.share.paid
         machine.work(0.01)
         assert machine.share.due_secs - machine.now < 1.0, "what was not paid by then never is"
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("protect_secs", [0.05, 5.0, 500.0])
+def test_what_was_taken_is_paid_in_time_however_busy_the_cores_are(busy: float, protect_secs: float) -> None:
+    """The guaranteed minimum: protection waits no longer than that after any piece of work."""
+    machine = Machine(busy)
+    for _ in range(20):
+        machine.go(protect_secs, 1.0)
+        machine.share.note()
+        assert machine.share.due_secs - machine.now <= MAX_REST_SECS + 1e-6
+        machine.go(MAX_REST_SECS)
+        assert machine.share.paid
 
 
 STAT = """\

@@ -205,7 +205,7 @@ from types import SimpleNamespace
 from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, session
 from ftckpt.errors import UnsupportedError
-session.support.check = session.check_isolated = lambda *_: None
+session.support.check = session.check_isolated = session.check_engine = lambda *_: None
 def start(config, place, **_):
     place()
     raise AssertionError("a start without hooks for the optimizer")

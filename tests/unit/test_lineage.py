@@ -10,6 +10,7 @@ from ftckpt.model import codec
 from ftckpt.model.lineage import (
     NO_CHECKPOINT,
     NO_LIMIT,
+    NO_REQUEST,
     UNKNOWN,
     Branch,
     Lineage,
@@ -108,6 +109,14 @@ def test_a_restart_continues_its_lineage_and_remembers_what_was_asked_and_found(
     assert (after, after.requests, after.found) == (FIRST, ("rollback-before 61",), 50)
     assert lineage_after(after, LoadedCheckpoint(30), 60, -1, ()).found == 50
     assert not lineage_after(after, NO_CHECKPOINT, 60, -1, ()).requests
+
+
+def test_a_start_that_may_load_yet_remembers_what_it_has_loaded_before() -> None:
+    """DeepSpeed restores first, and loads a tag behind that: the same tag at each restart rolls back once."""
+    before = Lineage(FIRST.branches, ("rollback-before 41", "load of iteration 20"))
+    assert LoadedCheckpoint(may_follow=True).requests(NO_REQUEST, before) == ("load of iteration 20",)
+    assert LoadedCheckpoint().requests(NO_REQUEST, before) == ()
+    assert LoadedCheckpoint(30, named=True, may_follow=True).requests(NO_REQUEST, before) == ("load of iteration 30",)
 
 
 def test_what_storage_has_and_a_restart_skips_is_abandoned() -> None:

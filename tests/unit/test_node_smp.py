@@ -233,7 +233,7 @@ def test_what_helps_against_a_hazard_is_told_once(tmp_path: Path, monkeypatch: p
     events = SimpleNamespace(emit=lambda event, **_: emitted.append(event), announce=lines.append)
     smp = NodeSmp(Config(), Topology(0, PLACES[:1], {"dp": 1}), None, events, ["machine"])  # type: ignore[arg-type]
     smp.tell_hazards(tmp_path)
-    (tmp_path / "dp0.1234").mkdir()
+    (tmp_path / "dp0.12345678").mkdir()
     smp.tell_hazards(tmp_path)
     assert emitted == ["environment"] * 2
     assert lines == ["little room; more of it", "little room; ftckpt check says what to do"]

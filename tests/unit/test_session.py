@@ -132,29 +132,37 @@ def test_after_a_target_that_took_too_long_a_node_rests() -> None:
     assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, Coverage.READY)
 
 
-def test_a_node_that_has_taken_its_share_of_the_cores_rests_but_never_for_long() -> None:
-    """Of each Kth snapshot that was asked for nothing keeps it."""
-    auto, each = Targets.of(Config()), Targets.of(Config(protect_interval=1))
-    resting = GUARDING._replace(covered=True, rests=True)
-    for targets, after_secs, cover in (
-        (auto, 0.0, Coverage.DONE), (auto, 59.0, Coverage.DONE), (auto, 60.0, Coverage.READY),
-        (each, 0.0, Coverage.READY),
-    ):  # fmt: skip
-        targets.protected, targets.target, targets.chosen_secs = at(3), at(4), NOW_SECS
-        assert targets.report(resting, NOW_SECS + after_secs) == (4, cover)
-        targets.target = None
-        assert targets.report(resting, NOW_SECS + after_secs) == (-1, cover)
-    unable = resting._replace(alive=False)
-    assert auto.report(unable, NOW_SECS) == (-1, Coverage.CANNOT)
-    auto.protected = None
-    assert auto.report(resting, NOW_SECS) == (-1, Coverage.READY), "nothing is protected yet"
+def test_a_node_that_has_taken_its_share_of_the_cores_rests_once_anything_is_protected() -> None:
+    targets, resting = Targets(1), GUARDING._replace(covered=True, rests=True)
+    targets.protected, targets.target, targets.chosen_secs = at(3), at(4), NOW_SECS
+    assert targets.report(resting, NOW_SECS) == (4, Coverage.DONE)
+    targets.target = None
+    assert targets.report(resting, NOW_SECS) == (-1, Coverage.DONE)
+    assert targets.report(resting._replace(rests=False), NOW_SECS) == (-1, Coverage.READY)
+    assert targets.report(resting._replace(alive=False), NOW_SECS) == (-1, Coverage.CANNOT)
+    targets.protected = None
+    assert targets.report(resting, NOW_SECS) == (-1, Coverage.READY), "nothing is protected yet"
+
+
+def test_protection_that_is_behind_is_logged_once_until_it_is_in_time_again() -> None:
+    """Each of these snapshots takes so many seconds from the moment when it is chosen."""
+    targets, number, now_secs, logged = Targets(1, timeout_secs=120.0), 0, NOW_SECS, []
+    learn(targets, verdict(number))
+    for index, took_secs in enumerate((20, 20, 40, 50, 20, 40, 10, 40)):
+        now_secs += took_secs
+        for cover in (Coverage.WORKING, Coverage.READY):
+            number += 1
+            assert targets.target is not None
+            news = targets.learn(verdict(number, targets.target.iteration, cover), LINEAGE, now_secs)
+            logged += [(index, one.fields["secs"]) for one in news if one.event == "protection_slow"]
+    assert logged == [(2, 40.0), (7, 40.0)]
 
 
 def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
     targets = Targets(1, timeout_secs=30.0)
     learn(targets, verdict(4))
     assert learn(targets, verdict(5, 4, Coverage.DONE)) == ["protected"] and kept(targets) == {at(4)}
-    resting = [(verdict(n, cover=Coverage.DONE), NOW_SECS + 10 * n) for n in range(6, 20)]
+    resting = [(verdict(n, cover=Coverage.DONE), NOW_SECS + n) for n in range(6, 20)]
     assert [news.event for v, secs in resting for news in targets.learn(v, LINEAGE, secs)] == []
     assert targets.target is None
     learn(targets, verdict(20))

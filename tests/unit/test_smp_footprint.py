@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from ftckpt.store.locks import FileLock
 
 SCRIPT = """
 from ftckpt.smp.footprint import anon_bytes, bound_process
-bound_process(own_session=False)
+bound_process()
 before = anon_bytes()
 for _ in range(3):
     large = b"x" * (8 << 20)
@@ -26,6 +27,26 @@ print(anon_bytes() - before)
 def test_large_blocks_go_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60.0)
     assert int(done.stdout) < 4 << 20
+
+
+PRIORITY = """
+import os
+from pathlib import Path
+from ftckpt.smp.footprint import bound_process
+os.setsid()
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+bound_process()
+autogroup = Path("/proc/self/autogroup")
+group = autogroup.read_text().split()[-1] if autogroup.exists() else "0"
+print(os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0) == os.SCHED_BATCH, group)
+"""
+
+
+def test_without_privileges_it_starts_no_nicer_than_who_starts_it() -> None:
+    done = subprocess.run([sys.executable, "-c", PRIORITY], capture_output=True, text=True, check=True, timeout=60.0)
+    assert done.stdout.split() == [str(os.nice(0)), "True", "0"]
 
 
 def test_a_file_that_another_process_writes_at_the_moment_stays(tmp_path: Path) -> None:

@@ -72,13 +72,13 @@ def test_what_is_void_is_passed_over_or_told(filled: tuple[Path, Job], caplog: p
     job.settled(8)
     assert taken(where) == 8 and not caplog.text
     retention.void(FileStorage(str(where)), [SnapshotId(LINEAGE, 8), SnapshotId(b"x" * 16, 7)])
-    assert taken(where) == 7 and "iter_0000007 is taken: what is newer there is void" in caplog.text
+    assert taken(where) == 7 and "newer ones are of abandoned branches, or about to be removed" in caplog.text
     assert taken(where, 7) == 7 and not caplog.text
     for path, iteration in ((where, 8), (where / "iter_0000008", None)):
         assert taken(path, iteration) == 8
-        assert "iter_0000008 is void: bad, or of a past that the job has left" in caplog.text
+        assert "iter_0000008 is about to be removed" in caplog.text
     retention.void(FileStorage(str(where)), [SnapshotId(LINEAGE, 7)])
-    with raises(ConvertError, str(where), "all snapshots there are void", "--iteration"):
+    with raises(ConvertError, str(where), "all snapshots there are of abandoned branches", "--iteration"):
         SnapshotReader(where)
     (where / "iter_0000008" / "manifest.json").write_bytes(b"{}")
     with raises(ConvertError, "iter_0000008/manifest.json"):
