@@ -18,6 +18,7 @@ from ftckpt import forks
 from ftckpt.store import ends
 from ftckpt.store.pulse import Pulse
 from tests.support import ds_jobs, jobs
+from tests.support.constants import configured
 from tests.support.pool import run_ranks
 from tests.support.recorder import Recorder
 from tests.support.waiting import until
@@ -142,7 +143,7 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
 
     config = ftckpt.Config(
         enabled=True, job="j", node="n", arena=arena, protect="none", copy_rate="1MB/s", schedule="stream",
-        fence_timeout_secs=1.0, slots=3,
+        slots=3, **configured({"fence_secs": 1.0}),
     )  # fmt: skip
     model = torch.nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(model.parameters())
