@@ -103,7 +103,7 @@ def megatron_hooks(rank: int, world_size: int) -> Any:
 
 
 def deepspeed_hooks(rank: int, world_size: int) -> Any:
-    from ftckpt.standin import deepspeed as standin
+    from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed
