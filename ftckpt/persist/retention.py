@@ -64,7 +64,7 @@ def pin(storage: Storage, name: CheckpointName) -> bool:
     """
     storage.put(_pin(name), b"pinned\n")
     # In this order: who has removed it meanwhile has taken the mark away after the manifest.
-    void, snapshot = voided(storage), _snapshot_of(storage, name)
+    void, snapshot = voided(storage), snapshot_of(storage, name)
     if name not in checkpoints(storage):
         unpin(storage, name)
         raise StorageError(f"{storage.where}: there is no checkpoint {name}", lasting=True)
@@ -205,7 +205,7 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     every = checkpoints(storage)
     # A kill while it was set aside leaves it two names.
     beside = (one for one in every if one.iteration == name.iteration)
-    names = [name, *(one for one in beside if _snapshot_of(storage, one) == snapshot)]
+    names = [name, *(one for one in beside if snapshot_of(storage, one) == snapshot)]
     others = [one for one in every if one not in names]
     if not others:
         raise StorageError(f"{storage.where}: {name} is the only whole checkpoint", lasting=True)
@@ -218,7 +218,7 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     storage.remove([f"{folder}/{shard.file}" for shard in stored.shards.values()])
 
 
-def _snapshot_of(storage: Storage, name: CheckpointName) -> SnapshotId | None:
+def snapshot_of(storage: Storage, name: CheckpointName) -> SnapshotId | None:
     """What a checkpoint is of; None: its manifest cannot be read, or is gone."""
     try:
         return read_manifest(storage, name).snapshot

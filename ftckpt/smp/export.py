@@ -17,10 +17,10 @@ from typing import IO
 from ftckpt.errors import StorageError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import CheckpointName, checkpoints, folder_of, require_owner
+from ftckpt.persist.commit import checkpoints, folder_of, require_owner
 from ftckpt.persist.exports import Exports
 from ftckpt.persist.place import Place
-from ftckpt.persist.retention import read_manifest
+from ftckpt.persist.retention import snapshot_of
 from ftckpt.persist.storage import Storage
 from ftckpt.smp.client import environment
 
@@ -64,18 +64,9 @@ def export(
 
 def _there(storage: Storage, snapshots: Iterable[SnapshotId]) -> set[SnapshotId]:
     """Those of ``snapshots`` that are committed; of what cannot be read nobody knows whether it is another."""
-    there = {name: _snapshot_of(storage, name) for name in checkpoints(storage)}
+    there = {name: snapshot_of(storage, name) for name in checkpoints(storage)}
     unreadable = {name.iteration for name, snapshot in there.items() if snapshot is None}
     return {one for one in snapshots if one in there.values() or one.iteration in unreadable}
-
-
-def _snapshot_of(storage: Storage, name: CheckpointName) -> SnapshotId | None:
-    try:
-        return read_manifest(storage, name).snapshot
-    except StorageError as error:
-        if not error.lasting:
-            raise
-        return None
 
 
 def _convert(
