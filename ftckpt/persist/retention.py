@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ftckpt.errors import StorageError
-from ftckpt.model.lineage import Lineage, is_past, last_shared
+from ftckpt.model.lineage import Lineage, is_doubtful, is_past, last_shared
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
     PINS,
@@ -39,19 +39,26 @@ def kept(iterations: Collection[int], keep: int) -> set[int]:
     return set(sorted(iterations)[-keep:])  # -0: all
 
 
-def surplus(
-    lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int
-) -> set[CheckpointName]:  # fmt: skip
+def restorable(lineages: Mapping[CheckpointName, Lineage], head: Lineage) -> set[CheckpointName]:
+    """The checkpoints with these lineages that a start takes by itself: in the past of ``head`` and in no doubt."""
+    return {
+        name for name, lineage in lineages.items()
+        if is_past(lineage, name.iteration, head) and not is_doubtful(lineage, name.iteration, head)
+    }  # fmt: skip
+
+
+def surplus(lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int) -> set[CheckpointName]:
     """The checkpoints that ``kept`` does not let stay, of those there are with these lineages.
 
-    One that is not in the past of ``head`` goes once ``keep`` newer ones of the branch that abandoned it are there.
+    An abandoned one goes once ``keep`` restorable ones of the branch that abandoned it are there, a doubtful one once
+    there are as many after it.
     """
-    past = [name for name, lineage in lineages.items() if is_past(lineage, name.iteration, head)]
-    stay = kept([name.iteration for name in past], keep)
-    gone = {name for name in past if name.iteration not in stay}
-    for name in lineages.keys() - set(past):
-        since = last_shared(lineages[name], head)
-        if 0 < keep <= sum(one.iteration > since for one in past):
+    counting = restorable(lineages, head)
+    stay = kept([name.iteration for name in counting], keep)
+    gone = {name for name in counting if name.iteration not in stay}
+    for name in lineages.keys() - counting:
+        since = min(name.iteration, last_shared(lineages[name], head))
+        if 0 < keep <= sum(one.iteration > since for one in counting):
             gone.add(name)
     return gone
 

@@ -11,7 +11,7 @@ from ftckpt.errors import LostError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.model import codec
-from ftckpt.model.lineage import UNKNOWN, Lineage, Request, Selection, is_past, newest
+from ftckpt.model.lineage import UNKNOWN, Lineage, Request, Selection, is_doubtful, is_past, newest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.shards import StoredSnapshot
@@ -237,6 +237,8 @@ def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> 
                     found = found._replace(abandoned=(*found.abandoned, str(name)))
                     continue
                 found.manifests.append(manifest)
+                if is_doubtful(stored.lineage, name.iteration, head):
+                    continue  # a start takes it by name alone
             wanted = [wanted[0] - 1, wanted[1] - is_older]
     except StorageError as error:
         events.emit("storage_fails", error=str(error))

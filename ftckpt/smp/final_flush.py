@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ftckpt.errors import StorageError, in_words
 from ftckpt.events import Events
-from ftckpt.model.lineage import is_past
+from ftckpt.model.lineage import Selection, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.storage import Storage, open_storage
@@ -147,8 +147,8 @@ class FinalFlush:
         return not flush.found
 
     def _choose(self, call: RollCall, there: SnapshotId | None) -> SnapshotId:
-        """The newest snapshot that all arenas of all nodes hold; ``there``: what is on storage, and nobody waits who
-        had no more than that."""
+        """The newest snapshot that all arenas of all nodes hold, in doubt only where all are; ``there``: what is on
+        storage, and nobody waits who had no more than that."""
         while True:
             self._patiently(call.beat)
             held = self._patiently(call.present)
@@ -171,7 +171,9 @@ class FinalFlush:
                 "which reconstructs from parity",
                 lasting=True,
             )
-        return max(everywhere)
+        head = read_lineage(self._arenas.node_dir)
+        certain = {one for one in everywhere if not is_doubtful(head, one.iteration, head)}
+        return max(certain or everywhere)
 
     def _newest(self, storage: Storage, lineages: Collection[bytes]) -> SnapshotId | None:
         """The newest that the job has on storage in its history.
@@ -191,7 +193,7 @@ class FinalFlush:
                 if not error.lasting:
                     raise  # it may be the newest
                 continue  # one that is damaged is nothing to rely on
-            counts = there.snapshot not in void and is_past(there.lineage, name.iteration, head)
+            counts = there.snapshot not in void and Selection(head).takes(there.lineage, there.snapshot)
             is_ours = there.job == self.orders.job and (is_own or there.snapshot.lineage in lineages)
             if is_ours and counts:
                 return there.snapshot

@@ -20,7 +20,7 @@ import numpy as np
 
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
-from ftckpt.model.lineage import Lineage, is_past
+from ftckpt.model.lineage import Lineage, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
@@ -188,7 +188,10 @@ class Flush:
             self._events.emit("flush_failed", iteration=self.snapshot.iteration, reason=reason)
 
     def _export(self, storage: Storage, exports: ExportPlace) -> None:
+        head = read_lineage(self._arenas.node_dir)
         try:
+            if is_doubtful(head, self.snapshot.iteration, head):
+                raise StorageError("replicas differed, so that it may mix their states", lasting=True)
             export(
                 storage, Place(self._orders.where, exports), self.snapshot, self._events, owner=self._orders.owner,
                 deadline=self._begun + _EXPORTED_BY * self._orders.timeout_secs, pause=self._pause,
@@ -361,14 +364,18 @@ class Flush:
 
     def _retain(self, storage: Storage, lineage: Lineage) -> None:
         """Remove checkpoints beyond those that are kept."""
+        # Doubts may have come up since the snapshot's own lineage was read.
+        now = read_lineage(self._arenas.node_dir)
+        lineage = now if now == lineage else lineage
         there = self._whole(storage)
         lineages = {name: stored.lineage for name, stored in there.items()}
         surplus = retention.surplus(lineages, lineage, self._orders.keep)
         doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
         if not self._owns(storage):
             return
-        # What it names may be of a branch that is abandoned.
-        newest = max(name.iteration for name, one in lineages.items() if is_past(one, name.iteration, lineage))
+        # What it names may be of a branch that is abandoned, or in doubt by now.
+        certain = retention.restorable(lineages, lineage)
+        newest = max((name.iteration for name in certain), default=self.snapshot.iteration)
         if commit.latest(storage) != newest:
             commit.name_latest(storage, newest)
         snapshots = {stored.snapshot for stored in there.values()}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftckpt.commands.main import main
 from ftckpt.errors import MemoryBudgetError
 from tests.support import jobs
 from tests.support.faults import Fault
@@ -179,3 +182,21 @@ def test_a_drift_is_proven_and_each_holder_copies_its_own_from_then_on(settings:
     assert {one["fragments"][0].partition("|")[0] for one in jobs.events(settings, "replicas_differ")}
     taken = sorted({one["iteration"] for one in jobs.events(settings, "snapshot")} - set(range(DRIFTS_AT + 1)))
     assert taken == list(range(DRIFTS_AT + 8, DRIFTS_AT + 13))
+
+
+@pytest.mark.slow
+def test_a_drift_goes_to_storage_only_as_doubtful_and_what_was_before_it_stays(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job ends between the alarm and the proof, with ``DRIFTS_AT`` as the newest whole snapshot."""
+    where = tmp_path / "storage"
+    settings |= {"persist": str(where), "persist_format": "safetensors", "persist_interval": 100, "persist_keep": 1}
+    run = jobs.Run(ARGV, until=DRIFTS_AT + 3, settings=settings)
+    jobs.outcomes(RANKS, replace(run, until=10))  # its last snapshot goes to storage
+    run_ranks(drifting, RANKS, run)
+    assert [path.name for path in where.glob("iter_*")] == ["iter_0000010"], "a doubtful one is not exported"
+    capsys.readouterr()
+    main(["list", str(where), "--json"])
+    stored = json.loads(capsys.readouterr().out)["snapshots"]
+    assert {one["iteration"]: one["doubtful"] for one in stored} == {10: False, DRIFTS_AT: True}
+    assert {one.start for one in jobs.outcomes(RANKS, run)} == {10}

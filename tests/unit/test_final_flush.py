@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import SmpError, StorageError
+from ftckpt.model.lineage import FIRST
 from ftckpt.parity.modes import Modes
 from ftckpt.persist import commit
 from ftckpt.persist.commit import claim
@@ -22,6 +23,7 @@ from ftckpt.smp import flush as flushing
 from ftckpt.smp.flush import Flush
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.store.arena import Arena
+from ftckpt.store.lineage_file import write_lineage
 from ftckpt.store.pulse import FlushState
 from tests.support.errors import raises
 from tests.support.flush_jobs import Job
@@ -238,6 +240,16 @@ def test_what_was_saved_before_of_this_training_is_not_given_up_for_less(job: Jo
         arena.control.void(1)
     assert saved_by_both(job, request) == 8
     assert committed(FileStorage(str(tmp_path / "final"))) == [8]
+
+
+@pytest.mark.parametrize(("after", "brought"), [(7, 7), (6, 8)], ids=["newest in doubt", "all in doubt"])
+def test_a_doubtful_snapshot_is_brought_where_nothing_else_is_there(job: Job, after: int, brought: int) -> None:
+    for node in job.nodes:
+        write_lineage(node.dir, FIRST.doubt(after, 8))
+    job.snapshot(0, 7)
+    job.snapshot(1, 8)
+    checked(job, 8)
+    assert saved_by_both(job, PersistRequest("", 20.0, True)) == brought
 
 
 def test_what_a_lost_node_has_said_before_does_not_count(job: Job) -> None:

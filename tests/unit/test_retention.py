@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,21 @@ def test_abandoned_ones_go_when_as_many_of_the_branch_are_there_as_stay(keep: in
     lineages = {name(iteration): FIRST for iteration in (20, 40, 60, 70, 80)}
     lineages |= {name(iteration): back for iteration in (90, 100)}
     assert surplus(lineages, back, keep) == {name(iteration) for iteration in gone}
+
+
+def test_doubtful_ones_take_the_place_of_none_that_a_restart_reads_about(storage: Storage) -> None:
+    for iteration in range(5, 16):
+        write(storage, iteration, OLD)
+        stored = retention.read_manifest(storage, name(iteration))
+        storage.put(name(iteration).manifest, replace(stored, lineage=FIRST).encode())
+    found = _read(storage, Seen(), NO_REQUEST, FIRST.doubt(4, 15))
+    assert {name for name, _ in found.manifests} == {str(name(iteration)) for iteration in range(1, 16)}
+
+
+@pytest.mark.parametrize(("newest", "gone"), [(80, {20}), (90, {20, 40}), (100, {20, 40, 60, 70, 80})])
+def test_doubtful_ones_count_for_nothing_and_go_when_as_many_as_stay_came_after(newest: int, gone: set[int]) -> None:
+    lineages = {name(iteration): FIRST for iteration in range(20, newest + 1, 10) if iteration not in (30, 50)}
+    assert surplus(lineages, FIRST.doubt(60, 80), 2) == {name(iteration) for iteration in gone}
 
 
 # --- at the same moment ---
