@@ -18,7 +18,9 @@ class Writing(Enum):
     OPTION = "option"
 
 
-_FLAG = re.compile(r"--ftckpt(?:-([a-z]+(?:-[a-z]+)*))?(?![\w*-])(?=(:?))")
+_FLAG = re.compile(r"--ftckpt(?:-([a-z]+(?:-[a-z]+)*))?(?![\w*-])(?=(:?))( (?=\d))?")
+"""Of a flag its name, whether a colon follows, and the space before its number."""
+
 _writing: dict[str, Writing] = {}  # of single settings; of all others under ""
 
 
@@ -33,12 +35,13 @@ def written(text: str) -> str:
     def name(match: re.Match[str]) -> str:
         setting = (match[1] or "enabled").replace("-", "_")
         writing = _writing.get(setting, _writing.get("", Writing.PYTHON))
+        before_value = match[3] or ""
         if writing is Writing.FLAG:
             return match[0]
         if writing is Writing.OPTION:
-            return f"--{match[1] or 'ftckpt'}"
+            return f"--{match[1] or 'ftckpt'}{before_value}"
         if writing is Writing.JSON:
-            return f'"{setting}"'
+            return f'"{setting}"{before_value and ": "}'
         return setting if match[2] else f"{setting}="
 
     return _FLAG.sub(name, text)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ftckpt import config as config_module
 from ftckpt.config import Config, add_flags
 from ftckpt.deepspeed import section
-from ftckpt.errors import ConfigError, written
+from ftckpt.errors import ConfigError, Writing, settings_are_written, written
 from ftckpt.setting import kind_of
 from ftckpt.store.control import MAX_SLOTS
 from ftckpt.units import rate, seconds, size
@@ -234,6 +234,20 @@ def test_flags_beside_json_are_named_as_flags() -> None:
         section.merged({"slots": 1})
     assert "--ftckpt-slots: 1 is too small" in str(raised.value)
     assert written("--ftckpt-* and --ftckpt-on-lost") == '--ftckpt-* and "on_lost"'
+
+
+@pytest.mark.parametrize(
+    ("writing", "said"),
+    [
+        (Writing.FLAG, "--ftckpt-slots 3 or --ftckpt-pin"),
+        (Writing.OPTION, "--slots 3 or --pin"),
+        (Writing.JSON, '"slots": 3 or "pin"'),
+        (Writing.PYTHON, "slots=3 or pin="),
+    ],
+)
+def test_a_number_follows_its_setting_as_the_user_writes_it(writing: Writing, said: str) -> None:
+    settings_are_written(writing, ("slots", "pin"))
+    assert written("--ftckpt-slots 3 or --ftckpt-pin") == said
 
 
 def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
