@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt import config as config_module
+from ftckpt import errors
 from ftckpt.config import Config, add_flags
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError, Writing, settings_are_written, written
@@ -245,7 +246,10 @@ def test_flags_beside_json_are_named_as_flags() -> None:
         (Writing.PYTHON, "slots=3 or pin="),
     ],
 )
-def test_a_number_follows_its_setting_as_the_user_writes_it(writing: Writing, said: str) -> None:
+def test_a_number_follows_its_setting_as_the_user_writes_it(
+    writing: Writing, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_writing", {})
     settings_are_written(writing, ("slots", "pin"))
     assert written("--ftckpt-slots 3 or --ftckpt-pin") == said
 
