@@ -170,15 +170,22 @@ def boundary(iteration: int, num_floating_point_operations_so_far: float) -> Non
             _charts.draw(door.checkpointer, iteration)
 
 
-def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
-    """In each schedule: the configuration it shall use, a copy that tells where the schedule is."""
+def is_followed(forward_only: bool) -> bool:
+    """Whether a schedule that begins to run is one of training, and a checkpointer follows it."""
     if door.checkpointer is None:
-        return config
+        return False
     if forward_only:
         door.checkpointer.pause()
-        return config
+        return False
     if door.state is not None:
         door.state.late_changes.begin()
+    return True
+
+
+def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
+    """In each schedule: the configuration it shall use, a copy that tells where the schedule is."""
+    if not is_followed(forward_only):
+        return config
     phases: Any = importlib.import_module("ftckpt.megatron.phases")
     # A copy: one line at the start of a schedule could not take the listeners out of the loop's own at its end.
     config = copy.copy(config)

@@ -145,13 +145,8 @@ def _release() -> str:
 
 
 def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
-    if door.checkpointer is None:
+    if not callbacks.is_followed(kwargs.get("forward_only", False)):
         return original(**kwargs)
-    if kwargs.get("forward_only", False):
-        door.checkpointer.pause()
-        return original(**kwargs)
-    if door.state is not None:
-        door.state.late_changes.begin()
     model = kwargs["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)
     # Read at each run: a train loop may set them between two iterations.
