@@ -175,8 +175,9 @@ class Pulse:
 
     def tell_copying(self, copying: bool) -> None:
         """Whether this rank copies now; for one thread at a time."""
-        if self._base is not None:
-            self._words[self._base + _COPIES_UNTIL_NS] = time.monotonic_ns() + _COPY_LEASE_NS if copying else 0
+        base = self._base  # once: the training thread may leave meanwhile
+        if base is not None:
+            self._words[base + _COPIES_UNTIL_NS] = time.monotonic_ns() + _COPY_LEASE_NS if copying else 0
 
     def ranks_copy(self) -> bool:
         """Whether any rank of the node copies now."""
