@@ -172,8 +172,10 @@ def boundary(iteration: int, num_floating_point_operations_so_far: float) -> Non
 
 
 def follower(forward_only: bool) -> Checkpointer | None:
-    """The checkpointer that follows a schedule which begins to run; None where there is none, or nothing is trained."""
-    if forward_only and door.checkpointer is not None:
+    """The checkpointer that follows a schedule which begins to run; None where nothing is followed, or trained."""
+    if door.checkpointer is None:
+        return None
+    if forward_only:
         door.checkpointer.pause()
         return None
     if door.state is not None:
