@@ -22,7 +22,6 @@ from ftckpt.capture.copier import Flight
 from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.windows.clock import HostClock
-from ftckpt.windows.node_budget import NoBudget
 from ftckpt.windows.pacer import Pacer
 
 STEP_SECS = 0.030
@@ -62,7 +61,7 @@ def iteration_secs(pacer: Pacer, events: Events, micro_batches: int, number: int
 def measure(micro_batches: int, folder: Path | None) -> list[float]:
     """Seconds of each iteration; events go to ``folder``."""
     events = Events(folder, 0)
-    pacer = Pacer(Config(), HostClock(), NoBudget(), events, {"tp": 0, "pp": 0, "dp": 0})
+    pacer = Pacer(Config(), HostClock(), events, {"tp": 0, "pp": 0, "dp": 0})
     secs = [iteration_secs(pacer, events, micro_batches, number) for number in range(1, ITERATIONS + 1)]
     events.close()
     return secs

@@ -161,7 +161,7 @@ class Runner:
         self._timers.interference = 1.0 if rung.schedule == "thread" else self._interference
         checkpointer = attach(
             self._job, self._folder, name, schedule=rung.schedule, chunk_size=self._layout.chunk_size,
-            overhead_budget=0.0, objects_size="1MiB", copy_rate="1000TB/s",
+            overhead_budget=0.0, objects_size="1MiB",
         )  # fmt: skip
         rank = dist.get_rank()
         nbytes = read_events(self._folder, name, rank, "plan")[-1]["copied_bytes"]

@@ -152,9 +152,6 @@ class Config:
         "a plain thread, or all of it at the boundary while training waits",
         choices=("bubble", "stream", "thread", "sync"),
     )
-    copy_rate: str = declare(
-        "0", "copy budget of a node, shared by its ranks, such as 40GB/s; 0: no limit", quantity=rate
-    )
     overhead_budget: float = declare(
         0.01,
         "share of training that snapshots may cost before they become rarer: all that they cost with interval auto, "

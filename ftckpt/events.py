@@ -131,7 +131,6 @@ EVENTS: dict[str, EventKind] = {
     "replanned": _quiet(
         "the fence cost too much: windows are measured anew", fence_share="of an iteration", overhead_budget="setting"
     ),
-    "no_budget": _loud("the node's copy budget cannot be shared: this rank copies without", error="why"),
     # Replicas and what is derived.
     "replicas_differ": _loud(
         "ranks that should hold the same bits do not: each copies its own from now on", fragments="the first of them",
@@ -260,7 +259,6 @@ EVENTS: dict[str, EventKind] = {
 
 ADVICE = {
     "turned_off": "training goes on without snapshots: start the job again when the reason is mended",
-    "no_budget": "see whether the arena can be written",
     "replicas_differ": "where the script does not let them drift this is silent corruption: have that hardware "
     "tested",
     "replicas_drift": "see the replicas_differ event that follows; a restart takes those snapshots only by name",

@@ -229,10 +229,7 @@ def _broken(described: Description, cast: Collection[str]) -> list[str]:
 
 def rule_holds(piece: Piece) -> bool:
     """Whether the piece is, bit for bit, the round-to-nearest cast of what it is derived from."""
-    if piece.derived_from is None:
-        return False
-    cast = cast_master(piece.derived_from, torch.empty_like(piece.tensor))
-    return torch.equal(as_bytes(cast), as_bytes(piece.tensor))
+    return piece.derived_from is not None and _follow(([piece.derived_from], [piece.tensor]))
 
 
 def gather_sharing(group: Group, described: Description, broken: Collection[str] = ()) -> Sharing:

@@ -24,13 +24,19 @@ from ftckpt.host_memory import host_memory
 from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import Clock, DeviceClock, HostClock, Moment
 from ftckpt.windows.device_events import DeviceEvent
-from ftckpt.windows.node_budget import Budget, NoBudget
 
 _JOIN_SECS = 10.0
 """For a thread that ends."""
 
 Cores = Set[int] | None
 """Where background threads run; None: anywhere."""
+
+TellCopying = Callable[[bool], None]
+"""Called as copies begin and end: whether any is under way."""
+
+
+def tell_nobody(_copying: bool) -> None:
+    """For a copier whose copies nobody makes room for."""
 
 
 class Worker:
@@ -244,8 +250,8 @@ class Copier(Protocol):
 
 def make_copier(
     clock: Clock,
-    budget: Budget,
     own_stream: bool = True,
+    tell_copying: TellCopying = tell_nobody,
     *,
     locality: Locality = Locality(),  # noqa: B008 - frozen
     turns: Path | None = None,
@@ -260,8 +266,8 @@ def make_copier(
         from ftckpt.capture.device_copier import DeviceCopier
 
         registrar = Registrar(clock.device, locality, turns, tell_far, pins)
-        return DeviceCopier(clock, budget, own_stream, registrar, locality.cores)
-    return HostCopier(budget, locality.cores)
+        return DeviceCopier(clock, own_stream, registrar, locality.cores, tell_copying)
+    return HostCopier(locality.cores, tell_copying)
 
 
 class Finisher:
@@ -320,9 +326,9 @@ class HostCopier:
 
     in_graph = False
 
-    def __init__(self, budget: Budget | None = None, cores: Cores = None) -> None:
+    def __init__(self, cores: Cores = None, tell_copying: TellCopying = tell_nobody) -> None:
         self._clock = HostClock()
-        self._budget = budget or NoBudget()
+        self._tell_copying = tell_copying
         self._worker = Worker("ftckpt-copy", cores, yields=True)
         self._finisher = Finisher(cores)
         self._at_once: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -396,14 +402,13 @@ class HostCopier:
         self._finisher.end(flight)
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
-        begin = self._clock.mark()
-        self._budget.start()
+        self._tell_copying(True)
         try:
+            begin = self._clock.mark()
             copy_chunk(tensors, copy, flight.slot)
-            end = self._clock.mark()  # what follows is the budget's time, and no copy
-            self._budget.pace(copy.nbytes, begin, flight.hurry)
+            end = self._clock.mark()
         finally:
-            self._budget.stop()
+            self._tell_copying(False)
         base = flight.base if flight.base is not None else begin
         flight.timed.append((begin - base, end - base, copy.nbytes))
 

@@ -18,6 +18,7 @@ the fence, which waits on the host for that, stands before the optimizer.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,18 @@ import torch
 
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto, xor_parts
-from ftckpt.capture.copier import Cores, Finisher, Flight, Slot, Worker, by_home, copy_chunk, copy_host_state
+from ftckpt.capture.copier import (
+    Cores,
+    Finisher,
+    Flight,
+    Slot,
+    TellCopying,
+    Worker,
+    by_home,
+    copy_chunk,
+    copy_host_state,
+    tell_nobody,
+)
 from ftckpt.capture.driver import device_buffer, on_device, separate_stream
 from ftckpt.capture.registration import PIECE_BYTES, Registrar
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
@@ -36,7 +48,6 @@ from ftckpt.host_memory import pinned_memory
 from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.device_events import DeviceEvent
-from ftckpt.windows.node_budget import Budget
 
 _XOR_BYTES = 8 << 20
 """Parity is made in so much of the device's memory at a time."""
@@ -71,12 +82,12 @@ class DeviceCopier:
     """
 
     def __init__(
-        self, clock: DeviceClock, budget: Budget, own_stream: bool, registrar: Registrar | None = None,
-        cores: Cores = None,
+        self, clock: DeviceClock, own_stream: bool, registrar: Registrar | None = None, cores: Cores = None,
+        tell_copying: TellCopying = tell_nobody,
     ) -> None:  # fmt: skip
         device = self._device = clock.device
         self._clock = clock
-        self._budget = budget
+        self._under_way = _UnderWay(tell_copying)
         self._own_stream = own_stream
         current = torch.cuda.current_stream(device)
         self._stream = separate_stream(device) if own_stream else current
@@ -291,30 +302,29 @@ class DeviceCopier:
 
     def _enqueue(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> DeviceEvent:
         """Returns what stands behind the copy."""
-        if self._budget.limited:
-            # What is enqueued ahead cannot be slowed down any more: go along with the device.
-            self._sleep_until_done(self._stream)
-        self._budget.start()
-        begin = self._clock.mark()
-        if copy.xor:
-            for part in xor_parts(copy, _XOR_BYTES):
-                self._xor(tensors, part, flight.slot)
-        else:
-            self._to_slot(tensors, copy_host_state(tensors, copy, flight.slot), flight.slot)
-        end = self._clock.mark()
-        # Behind both marks: when the event has come the copy's times can be read.
-        event = flight.last_copy = self._event_behind(self._stream)
+        self._under_way.begin()
+        try:
+            begin = self._clock.mark()
+            if copy.xor:
+                for part in xor_parts(copy, _XOR_BYTES):
+                    self._xor(tensors, part, flight.slot)
+            else:
+                self._to_slot(tensors, copy_host_state(tensors, copy, flight.slot), flight.slot)
+            end = self._clock.mark()
+            # Behind both marks: when the event has come the copy's times can be read.
+            event = flight.last_copy = self._event_behind(self._stream)
+        except BaseException:
+            self._under_way.end()
+            raise
         self._finisher.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))
-        if self._budget.limited:
-            event.synchronize()
-            secs = self._clock.secs(begin, end) or 0.0
-            self._budget.pace(copy.nbytes, time.perf_counter() - secs, flight.hurry)
         return event
 
     def _landed(self, flight: Flight, nbytes: int, begin: Moment, end: Moment, event: DeviceEvent) -> None:
         with on_device(self._device):
-            event.synchronize()
-            self._budget.stop()
+            try:
+                event.synchronize()
+            finally:
+                self._under_way.end()
             # All three have come, and the driver, which may be busy, need not be asked with the interpreter's lock.
             if flight.base is not None and begin is not None and end is not None:
                 begin_secs, end_secs = (float(flight.base.secs_until(mark)) for mark in (begin, end))
@@ -388,6 +398,26 @@ class DeviceCopier:
 
     def _sleep_until_done(self, stream: torch.cuda.Stream) -> None:
         self._event_behind(stream).synchronize()
+
+
+class _UnderWay:
+    """Counts copies that the device has been given and that have not landed; several threads do."""
+
+    def __init__(self, tell_copying: TellCopying) -> None:
+        self._tell_copying = tell_copying
+        self._number = 0
+        self._guard = threading.Lock()
+
+    def begin(self) -> None:
+        with self._guard:
+            self._number += 1
+            self._tell_copying(True)
+
+    def end(self) -> None:
+        with self._guard:
+            self._number -= 1
+            if self._number == 0:
+                self._tell_copying(False)
 
 
 def _parts(copy: ChunkCopy) -> Iterable[ChunkCopy]:

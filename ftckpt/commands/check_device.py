@@ -25,7 +25,6 @@ from ftckpt.errors import in_words
 from ftckpt.model.text import human
 from ftckpt.windows.bubbles import Always, Turn, Windows
 from ftckpt.windows.clock import Clock, make_clock
-from ftckpt.windows.node_budget import NoBudget
 
 _AREA = "device"
 _QUEUES = "GPU_MAX_HW_QUEUES" if torch.version.hip else "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -136,7 +135,7 @@ def bench_on(arena: Path, clock: Clock, nbytes: int) -> Iterator[Bench]:
     with tempfile.TemporaryFile(dir=arena) as file:
         os.posix_fallocate(file.fileno(), 0, size)
         slot = torch.frombuffer(memoryview(mmap.mmap(file.fileno(), size)), dtype=torch.uint8)
-        copier = make_copier(clock, NoBudget())
+        copier = make_copier(clock)
         try:
             bench = Bench(clock, copier, slot, state)
             copier.prepare([slot])

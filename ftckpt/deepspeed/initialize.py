@@ -134,7 +134,8 @@ def remove() -> None:
 
     Snapshots stay where they are.
     """
-    _unwatch()
+    if _watch in sys.meta_path:
+        sys.meta_path.remove(_watch)
     try:
         leave()
     finally:  # a checkpointer that cannot be closed must not leave ``deepspeed.initialize`` replaced
@@ -142,11 +143,6 @@ def remove() -> None:
         _others.clear()
         section.configure({})
         door.remove()
-
-
-def _unwatch() -> None:
-    if _watch in sys.meta_path:
-        sys.meta_path.remove(_watch)
 
 
 def leave_the_end_to_the_runner() -> None:

@@ -144,9 +144,9 @@ class TrainLoop:
         if _DATA in initialize.objects:
             raise ConfigError(f"register: the name {_DATA!r} is taken, by the counters of Megatron-DeepSpeed")
         # Not with --finetune, which begins to count at 0, whatever is loaded.
-        named = engine.global_steps > 0 and is_named(
-            engine.load_checkpoint, (arguments.load,), {"tag": _load_tag(arguments)}
-        )
+        # Releases before February 2024 have no --load-tag, and load what ``latest`` names.
+        tag = {"tag": getattr(arguments, "load_tag", None)}
+        named = engine.global_steps > 0 and is_named(engine.load_checkpoint, (arguments.load,), tag)
         counters, objects = LoopCounters(arguments), initialize.objects
         session = EngineSession(
             engine, {**objects, _DATA: counters}, config, EpochBegins(), named, check_counted=self.check_counted
@@ -213,12 +213,6 @@ def _check_counters(arguments: Any, names: Sequence[str]) -> None:
             f"this Megatron-DeepSpeed has no {', '.join(lacks)}, by which ftckpt knows where it stands in its data: "
             "install a tested release, or switch ftckpt off"
         )
-
-
-def _load_tag(arguments: Any) -> str | None:
-    """What --load-tag says; releases before February 2024 have no such flag, and load what ``latest`` names."""
-    tag: str | None = getattr(arguments, "load_tag", None)
-    return tag
 
 
 def install(training: Any) -> None:

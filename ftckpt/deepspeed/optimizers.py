@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ftckpt.deepspeed import inner_optimizers
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
-from ftckpt.frameworks.tensors import ParameterBoxes
+from ftckpt.frameworks.tensors import ParameterBoxes, flat
 from ftckpt.model.training_state import Piece
 
 
@@ -103,18 +103,14 @@ def spread(optimizer: Any) -> None:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-def _gather_flat(optimizer: Any, flat: Any, partitions: Any) -> None:
+def _gather_flat(optimizer: Any, flats: Any, partitions: Any) -> None:
     all_gather_dp_groups(
-        groups_flat=flat,
+        groups_flat=flats,
         partitioned_param_groups=partitions,
         dp_process_group=optimizer.real_dp_process_group,
         start_alignment_factor=optimizer.nccl_start_alignment_factor,
         allgather_bucket_size=optimizer.allgather_bucket_size,
     )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1)
 
 
 def _ranges(optimizer: Any) -> Iterator[ParameterRange]:
@@ -126,19 +122,19 @@ def _read_plain(optimizer: Any) -> Iterator[ParameterRange]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
-                yield ParameterRange(parameter, 0, _flat(parameter), parameter)
+                yield ParameterRange(parameter, 0, flat(parameter), parameter)
 
 
 def _read_unfused(optimizer: Any) -> Iterator[ParameterRange]:
     for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for parameter, master in zip(parameters, masters, strict=True):
-            yield ParameterRange(parameter, 0, _flat(parameter), master)
+            yield ParameterRange(parameter, 0, flat(parameter), master)
 
 
 def _read_fused(optimizer: Any) -> Iterator[ParameterRange]:
     groups = zip(optimizer.fp16_groups, optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True)
-    for parameters, flat, master in groups:
-        yield from _in_flat(parameters, flat, master, 0)
+    for parameters, every, master in groups:
+        yield from _in_flat(parameters, every, master, 0)
 
 
 def _read_bf16(optimizer: Any) -> Iterator[ParameterRange]:
@@ -155,25 +151,25 @@ def _read_partitions(optimizer: Any, groups: Any, flats: Any, masters: Any) -> I
     """Experts' groups are divided over other ranks than the rest."""
     # One process group for each group of parameters.
     ranks = map(dist.get_rank, optimizer.real_dp_process_group)
-    for parameters, flat, master, rank in zip(groups, flats, masters, ranks, strict=True):
+    for parameters, every, master, rank in zip(groups, flats, masters, ranks, strict=True):
         # Partitions of a group are equal in size: the flat tensor is padded until they are.
-        yield from _in_flat(parameters, flat, master, rank * master.numel())
+        yield from _in_flat(parameters, every, master, rank * master.numel())
 
 
 def _in_flat(
-    parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor, owner: torch.Tensor, begin: int
+    parameters: Sequence[torch.nn.Parameter], every: torch.Tensor, owner: torch.Tensor, begin: int
 ) -> Iterator[ParameterRange]:
-    """Of each parameter what ``owner`` has of it: elements ``begin`` and on of ``flat``, as many as it has."""
+    """Of each parameter what ``owner`` has of it: elements ``begin`` and on of ``every``, as many as it has."""
     for parameter in parameters:
-        offset = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
-        if not 0 <= offset <= flat.numel() - parameter.numel():
+        offset = (parameter.data_ptr() - every.data_ptr()) // every.element_size()
+        if not 0 <= offset <= every.numel() - parameter.numel():
             raise UnsupportedError(
                 "a parameter does not lie in the flat tensor of its optimizer group: its data was replaced after "
                 "deepspeed.initialize; load weights before it, or in place"
             )
         low, high = max(offset, begin), min(offset + parameter.numel(), begin + owner.numel())
         if low < high:
-            yield ParameterRange(parameter, low - offset, _flat(flat)[low:high], owner, low - begin)
+            yield ParameterRange(parameter, low - offset, flat(every)[low:high], owner, low - begin)
 
 
 def _read_stage3(optimizer: Any) -> Iterator[ParameterRange]:
@@ -192,7 +188,7 @@ def partition(parameter: Any) -> tuple[int, torch.Tensor]:
     """Of a parameter under ZeRO 3: the first element of this rank's partition, and the partition without padding."""
     size = int(parameter.partition_numel())
     first = dist.get_rank(parameter.ds_process_group) * size
-    return first, _flat(parameter.ds_tensor)[: max(0, min(size, int(parameter.ds_numel) - first))]
+    return first, flat(parameter.ds_tensor)[: max(0, min(size, int(parameter.ds_numel) - first))]
 
 
 def owned(parameter: Any) -> tuple[int, torch.Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from ftckpt.errors import UnsupportedError
 _EMPTY = tuple(b"\x80" + bytes([protocol]) + value for protocol in (4, 5) for value in (b"N.", b"}\x94."))
 """None and {} as Transformer Engine before 2.4 pickles them where a module keeps nothing: never unpickled."""
 _LOOKS = 2
-_NONE = torch.nn.Module.get_extra_state
-_modules, _values = attrgetter("_modules"), methodcaller("values")
 
 
 class ExtraState:
@@ -38,10 +34,9 @@ class ExtraState:
 
     def refuse(self) -> None:
         """Raises UnsupportedError, which names a module, if one keeps extra state."""
-        for module in _with_extra_state(self._model):
-            kept = "" if self._apart(module) else _kept(module)
-            if kept:
-                name = next(name for name, one in self._model.named_modules() if one is module)
+        for name, module in self._model.named_modules():
+            has_some = type(module).get_extra_state is not torch.nn.Module.get_extra_state
+            if has_some and not self._apart(module) and (kept := _kept(module)):
                 raise UnsupportedError(f"module {name} keeps {kept}, which ftckpt cannot save yet")
 
     def look_again(self) -> None:
@@ -74,20 +69,6 @@ def _metas(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
     # Operations that can be fused have one for each direction, or none at all.
     metas: Iterable[Any] = (getattr(module, "_fp8_metas", None) or {}).values()
     yield from (meta for meta in (whole, *metas) if isinstance(meta, dict))
-
-
-def _with_extra_state(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of ``model`` whose class has some, level by level: they may be thousands, and training waits."""
-    found: list[torch.nn.Module] = []
-    seen: set[int] = set()
-    level = [model]
-    while level:
-        seen.update(map(id, level))
-        own = {kind for kind in set(map(type, level)) if getattr(kind, "get_extra_state", _NONE) is not _NONE}
-        found += [module for module in level if type(module) in own] if own else []
-        below = chain.from_iterable(map(_values, map(_modules, level)))
-        level = [module for module in below if module is not None and id(module) not in seen]
-    return found
 
 
 def _kept(module: torch.nn.Module) -> str:

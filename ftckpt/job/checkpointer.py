@@ -204,7 +204,8 @@ class Checkpointer:
         described, near, self._pacer, kept = meet(rank)
         shard = self._shard = Shard(
             self.config, self.topology, self.group, arenas=rank.arenas, events=self.events, described=described,
-            pacer=self._pacer, locality=near, redundancy=self._protection.redundancy,
+            pacer=self._pacer, locality=near, tell_copying=self._protection.tell_copying,
+            redundancy=self._protection.redundancy,
         )  # fmt: skip
         now = load(rank, shard, described, loaded, unproven)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.

@@ -293,6 +293,11 @@ class Protection:
         if self._pulse is not None:
             self._pulse.beat(iteration, phase)
 
+    def tell_copying(self, copying: bool) -> None:
+        """Whether this rank copies now: the SMP leaves cores and memory to its copies. For any thread."""
+        if self._pulse is not None:
+            self._pulse.tell_copying(copying)
+
     def tell_counts(self, counts: Sequence[int]) -> None:
         """What this rank has counted: who watches the node sees it."""
         if self._pulse is not None:

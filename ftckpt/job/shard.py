@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
-from ftckpt.capture.copier import make_copier
+from ftckpt.capture.copier import TellCopying, make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.capture.sample import Sampler, Words
 from ftckpt.config import Config
@@ -31,9 +30,6 @@ from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import PINNING_NAME
-from ftckpt.units import rate
-from ftckpt.windows.clock import make_clock
-from ftckpt.windows.node_budget import NodeBudget
 from ftckpt.windows.pacer import Pacer
 
 _MIN_SLOTS = 2
@@ -78,6 +74,7 @@ class Shard:
         described: Description,
         pacer: Pacer,
         locality: Locality,
+        tell_copying: TellCopying,
         redundancy: Redundancy = NO_REDUNDANCY,
     ) -> None:
         self._config = config
@@ -88,6 +85,7 @@ class Shard:
         self._described: Description | None = described
         self._pacer = pacer
         self._locality = locality
+        self._tell_copying = tell_copying
         self._redundancy = redundancy
         self.capacities: list[int] | None = None
         self.capture: Capture | None = None
@@ -257,8 +255,8 @@ class Shard:
     def _use(self, assignment: Assignment, arena: Arena) -> None:
         pacer, own_stream = self._pacer, self._config.schedule != "thread"
         copier = make_copier(
-            pacer.clock, pacer.budget, own_stream, locality=self._locality, turns=self._arenas.path / PINNING_NAME,
-            tell_far=self._tell_far, pins=self._config.pin == "on",
+            pacer.clock, own_stream, self._tell_copying, locality=self._locality,
+            turns=self._arenas.path / PINNING_NAME, tell_far=self._tell_far, pins=self._config.pin == "on",
         )  # fmt: skip
         self._assignment = assignment
         try:
@@ -326,15 +324,6 @@ def corruption_text(topology: Topology, proof: Proof, iteration: int, trusted: i
         f"same at {since}: have that hardware tested, then start again {back}; where the script lets them drift, "
         "--ftckpt-on-corruption report goes on"
     )
-
-
-def make_pacer(config: Config, topology: Topology, device: torch.device, directory: Path, events: Events) -> Pacer:
-    """The pacer for training on ``device``; ``directory`` is the node's."""
-    local = topology.ranks_on(topology.me.node)
-    budget = NodeBudget.open(directory, local.index(topology.rank), len(local), rate(config.copy_rate))
-    if budget.problem is not None:
-        events.emit("no_budget", error=budget.problem)
-    return Pacer(config, make_clock(device), budget, events, topology.me.coords)
 
 
 def device_of(described: Description) -> torch.device:

@@ -12,12 +12,13 @@ from ftckpt.job.attempt import AttemptSight
 from ftckpt.job.conditions import conditions
 from ftckpt.job.node_entry import Sight
 from ftckpt.job.rank_parts import RankParts
-from ftckpt.job.shard import Shard, device_of, make_pacer
+from ftckpt.job.shard import Shard, device_of
 from ftckpt.model import objects
 from ftckpt.model.lineage import LoadedCheckpoint, Request
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description
 from ftckpt.restore.restart import Restart
+from ftckpt.windows.clock import make_clock
 from ftckpt.windows.pacer import Pacer
 
 
@@ -53,17 +54,12 @@ def meet(rank: RankParts) -> Preparation:
     rank.arenas.entry.enter()
     rank.protection.smp.tell_hazards(rank.arenas.path)
     prepared: list[Preparation] = []
-    try:
-        places, attempts, _ = gather_each(
-            rank.group, (rank.arenas.entry.look, Sight), (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
-            (lambda: prepared.append(_prepare(rank)), type(None)),
-        )  # fmt: skip
-        rank.arenas.entry.require_one_directory(places)
-        rank.attempt.begin(attempts)
-    except BaseException:
-        for own in prepared:
-            own.pacer.close()
-        raise
+    places, attempts, _ = gather_each(
+        rank.group, (rank.arenas.entry.look, Sight), (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
+        (lambda: prepared.append(_prepare(rank)), type(None)),
+    )  # fmt: skip
+    rank.arenas.entry.require_one_directory(places)
+    rank.attempt.begin(attempts)
     return prepared[0]
 
 
@@ -83,7 +79,7 @@ def _prepare(rank: RankParts) -> Preparation:
     device = device_of(described)
     near = locality(device)
     rank.arenas.cores = near.cores
-    pacer = make_pacer(config, rank.topology, device, rank.arenas.path, rank.events)
+    pacer = Pacer(config, make_clock(device), rank.events, rank.topology.me.coords)
     return Preparation(described, near, pacer, kept)
 
 

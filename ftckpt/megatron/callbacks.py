@@ -26,6 +26,7 @@ from ftckpt.frameworks import doors, launcher
 from ftckpt.megatron import door
 
 if TYPE_CHECKING:
+    from ftckpt.job.checkpointer import Checkpointer
     from ftckpt.megatron.charts import Charts
     from ftckpt.megatron.counters import Counters
 
@@ -170,19 +171,27 @@ def boundary(iteration: int, num_floating_point_operations_so_far: float) -> Non
             _charts.draw(door.checkpointer, iteration)
 
 
-def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
-    """In each schedule: the configuration it shall use, a copy that tells where the schedule is."""
+def follower(forward_only: bool) -> Checkpointer | None:
+    """The checkpointer that follows a schedule which begins to run; None where nothing is followed, or trained."""
     if door.checkpointer is None:
-        return config
+        return None
     if forward_only:
         door.checkpointer.pause()
-        return config
+        return None
     if door.state is not None:
         door.state.late_changes.begin()
+    return door.checkpointer
+
+
+def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
+    """In each schedule: the configuration it shall use, a copy that tells where the schedule is."""
+    checkpointer = follower(forward_only)
+    if checkpointer is None:
+        return config
     phases: Any = importlib.import_module("ftckpt.megatron.phases")
     # A copy: one line at the start of a schedule could not take the listeners out of the loop's own at its end.
     config = copy.copy(config)
-    phases.follow(door.checkpointer, config, num_microbatches)
+    phases.follow(checkpointer, config, num_microbatches)
     return config
 
 

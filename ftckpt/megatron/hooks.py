@@ -145,19 +145,15 @@ def _release() -> str:
 
 
 def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
-    if door.checkpointer is None:
+    checkpointer = callbacks.follower(kwargs.get("forward_only", False))
+    if checkpointer is None:
         return original(**kwargs)
-    if kwargs.get("forward_only", False):
-        door.checkpointer.pause()
-        return original(**kwargs)
-    if door.state is not None:
-        door.state.late_changes.begin()
     model = kwargs["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)
     # Read at each run: a train loop may set them between two iterations.
     before = config.finalize_model_grads_func, config.timers
     try:
-        phases.follow(door.checkpointer, config, kwargs["num_microbatches"])
+        phases.follow(checkpointer, config, kwargs["num_microbatches"])
         return original(**kwargs)
     finally:
         config.finalize_model_grads_func, config.timers = before

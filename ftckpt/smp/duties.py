@@ -30,7 +30,6 @@ from ftckpt.smp.work import Pace, Task
 from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import FlushState, Pulse
 from ftckpt.units import rate
-from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
 
 NETWORK_PHASES = frozenset({"tail", "fence", "optimizer"})
 """Phases of training in which transfers would take the network from it: from the last backward on gradients are
@@ -88,9 +87,6 @@ class Duties:
         self._events = events
         self._arenas = GuardedArenas(node_dir)
         self._peers = Peers(deadlines)
-        self._budget = NodeBudget.open(node_dir, None, MAX_PLACES, 0)
-        if self._budget.problem is not None:
-            events.emit("smp_error", error=self._budget.problem)
         self._pulse = Pulse.open(node_dir, None)
         self._description: dict[str, Any] | None = None
         self._duty = Duty()
@@ -285,11 +281,10 @@ class Duties:
             last.join(max(0.0, deadline - time.monotonic()))
         self._peers.close()
         self._arenas.close()
-        self._budget.close()
 
     def _new_pace(self, settings: Mapping[str, Any]) -> Pace:
         return Pace(
-            lambda: self._budget.copying() > 0,
+            self._pulse.ranks_copy,
             self._network_in_use,
             rate(settings.get("smp_rate", "0")),
             self._network.bytes_per_sec,
@@ -341,7 +336,7 @@ class Duties:
             self._flush.stop()
         orders = self._flush_orders
         if wanted is not None and orders.where:
-            pace = Pace(lambda: self._budget.copying() > 0, self._network_in_use, orders.bytes_per_sec)
+            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec)
             before = self._last_at.get(orders.where)
             self._flush = self._last_at[orders.where] = Flush(
                 orders, self._arenas, pace, self._events, wanted, before=before

@@ -25,8 +25,6 @@ from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of
 from ftckpt.store.process import Process
 
 LOCK_NAME = "lock"
-BUDGET_NAME = ".budget"
-"""The page in a node's directory through which its ranks divide the node's copy budget."""
 PINNING_NAME = "pinning.lock"
 """The lock by which a node's ranks take turns to pin their slots for their devices."""
 PULSE_NAME = ".pulse"
@@ -47,7 +45,7 @@ SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_
 """All files of the SMP in a node's directory, ``.mirror``, half-made ones and what lies in arenas apart."""
 _END_SECS = 10.0
 """For an SMP to end; after half of it SIGKILL."""
-NODE_NAMES = (BUDGET_NAME, PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, JOB_LOCK_NAME)
+NODE_NAMES = (PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, JOB_LOCK_NAME)
 """All other files in a node's directory. What has none of these names, nor an arena's, is nobody's to remove."""
 SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 """Of names of shards: with digest and suffix one still is a file name, and never a path."""

@@ -13,6 +13,7 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
 * 7: a rank's number plus 1; 0: unknown; of the SMP the key of the snapshot that it writes to storage; 0: none
 * 8: of the SMP how far that is
 * 9: of the SMP the CLOCK_MONOTONIC in ns until which it rests, once it has protected the target
+* 10: the CLOCK_MONOTONIC in ns until which a rank copies, unless it says so again; 0: it does not copy
 * 16 to 25: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
@@ -41,9 +42,12 @@ _ENTRY_WORDS = 32
 _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
 _STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = range(4, 10)
+_COPIES_UNTIL_NS = 10
 _COUNTS = 16
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
+_COPY_LEASE_NS = 500_000_000
+"""A rank that says for this long neither that it copies nor that it does not is stopped, or gone."""
 
 
 class SmpState(IntEnum):
@@ -168,6 +172,19 @@ class Pulse:
         words[base + _PHASE], words[base + _PHASE_END] = code
         words[base + _BEATS] = self._beats
         words[base + _BEAT_NS] = time.monotonic_ns()  # last: an age says how old the rest is at the most
+
+    def tell_copying(self, copying: bool) -> None:
+        """Whether this rank copies now; for one thread at a time."""
+        base = self._base  # once: the training thread may leave meanwhile
+        if base is not None:
+            self._words[base + _COPIES_UNTIL_NS] = time.monotonic_ns() + _COPY_LEASE_NS if copying else 0
+
+    def ranks_copy(self) -> bool:
+        """Whether any rank of the node copies now."""
+        untils = self._words[_COPIES_UNTIL_NS : _SMP * _ENTRY_WORDS : _ENTRY_WORDS].tolist()
+        # The clock is read last: a lease that is longer than a lease was never given.
+        now = time.monotonic_ns()
+        return any(0 < until - now <= _COPY_LEASE_NS for until in untils)
 
     def tell_counts(self, counts: Sequence[int]) -> None:
         """What this rank has counted so far, by ``PulseCount``."""

@@ -37,7 +37,6 @@ class HostClock:
     on_device = False
 
     def mark(self) -> Moment:
-        # On Linux the clock of ``time.monotonic``, by which the node's budget paces copies.
         return time.perf_counter()
 
     def secs(self, begin: Moment, end: Moment) -> float | None:

@@ -16,7 +16,6 @@ from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Windows
 from ftckpt.windows.clock import Clock, Moment
 from ftckpt.windows.cost import CostMeter, Wish, shortest_interval
 from ftckpt.windows.iteration import Iteration, Profile, in_windows
-from ftckpt.windows.node_budget import Budget
 
 _JUDGED = 5
 """Snapshots over which rates of copying and costs of fences are judged."""
@@ -88,18 +87,10 @@ class Pacer:
     ``ftckpt.windows.iteration``; any of them may be missing: what is not entered is no window.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        clock: Clock,
-        budget: Budget,
-        events: Events,
-        coords: Mapping[str, int],
-    ) -> None:
+    def __init__(self, config: Config, clock: Clock, events: Events, coords: Mapping[str, int]) -> None:
         self._config = config
         self._coords = dict(coords)
         self.clock = clock
-        self.budget = budget
         self._events = events
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
@@ -220,14 +211,13 @@ class Pacer:
         if iteration.copies:
             spent = sum(end - begin for begin, end, _ in iteration.copies)
             copied = sum(nbytes for _, _, nbytes in iteration.copies)
-            # Without waits for turns and for the budget: what the hardware gives.
+            # Without waits for turns: what the hardware gives.
             self._rates.append(copied / max(spent, 1e-9))
             self._watch_fence(iteration)
             self._report(iteration, passed)
 
     def close(self) -> None:
-        """Give up the place in the node's budget, and forget what was not learned."""
-        self.budget.close()
+        """Forget what was not learned."""
         self._pending.clear()
         self._marks, self._copies, self._paused = [], None, None
 
@@ -279,7 +269,7 @@ class Pacer:
         timeline = self._profile.timeline
         if timeline is None or not self._rates:
             return None
-        rate, share = self.budget.share(statistics.median(self._rates)), _MOVED_SHARE
+        rate, share = statistics.median(self._rates), _MOVED_SHARE
         old, moved = self._plan, 1.0
         if old is not None:
             moved = old.timeline.distance(timeline)

@@ -11,7 +11,7 @@ import pytest
 
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.events import Events
-from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME
+from ftckpt.store.directory import PULSE_NAME
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.pool import RankFailure, run_ranks, spawn_ranks
@@ -85,20 +85,15 @@ def test_a_refusal_after_the_arenas_were_made_leaves_nothing(settings: dict[str,
 
 
 @pytest.mark.slow
-def test_pages_that_cannot_be_shared_are_said_and_training_goes_on(
+def test_a_page_that_cannot_be_shared_is_said_and_training_goes_on(
     settings: dict[str, Any], arena_root: Path
 ) -> None:
     node = arena_root / "ftckpt-test" / "node"
-    for name in (BUDGET_NAME, PULSE_NAME):
-        (node / name).mkdir(parents=True)
+    (node / PULSE_NAME).mkdir(parents=True)
     jobs.outcomes(2, jobs.Run([], 4, {**settings, "protect": "node"}))
-    for name, page, problem in (
-        ("no_budget", BUDGET_NAME, "no copy budget"),
-        ("smp_error", PULSE_NAME, "no signs of life"),
-    ):
-        errors = {event["rank"]: event["error"] for event in jobs.events(settings, name)}
-        assert sorted(errors) == [0, 1], "a rank is silent"
-        assert all(str(node / page) in error and problem in error for error in errors.values())
+    errors = {event["rank"]: event["error"] for event in jobs.events(settings, "smp_error")}
+    assert sorted(errors) == [0, 1], "a rank is silent"
+    assert all(str(node / PULSE_NAME) in error and "no signs of life" in error for error in errors.values())
     assert {event["iteration"] for event in jobs.events(settings, "snapshot")} == {1, 2, 3, 4}
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from ftckpt.windows.bubbles import Turn
 from ftckpt.windows.iteration import Iteration
-from ftckpt.windows.node_budget import NoBudget
 from tests.support.device_states import CPU, prepared
 from tests.support.fake_device import PAGE, SECS, FakeDevice, install
 from tests.support.fake_training import KINDS, Run, slot_for
@@ -153,67 +151,17 @@ def test_each_copy_is_timed_once_and_inside_its_window(fake: FakeDevice) -> None
     assert iteration.moved_bytes == {kind: chunks * PAGE for kind, chunks in expected.items()}
 
 
-class Limited(NoBudget):
-    """Bytes per second held by the sum of all waits, as if copies took no time."""
-
-    limited = True
-
-    def __init__(self, bytes_per_sec: float) -> None:
-        self.bytes_per_sec = bytes_per_sec
-        self.under_way = self.paced = 0
-        self.ahead: list[int] = []
-        self.started_early = 0
-        self.begin = 0.0
-
-    def start(self) -> None:
-        self.begin = self.begin or time.perf_counter()
-        self.under_way += 1
-        # On the side stream nothing waits for a window any more: the device copies from now on.
-        self.started_early += bool(FakeDevice.now.side.queue)
-
-    def stop(self) -> None:
-        self.under_way -= 1
-
-    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
-        self.paced += nbytes
-        self.ahead.append(FakeDevice.now.copies - len([e for e in FakeDevice.now.log if isinstance(e, int)]))
-        left = self.begin + self.paced / self.bytes_per_sec - time.perf_counter()
-        if left > 0:
-            hurry.wait(left)
-
-
-@pytest.mark.parametrize("own_stream", [True, False])
-def test_a_limit_keeps_its_rate(fake: FakeDevice, own_stream: bool) -> None:
-    """Nothing is enqueued ahead of the device, where it could not be slowed down any more."""
-    slot, budget = slot_for(13), Limited(40 * PAGE)
-    with prepared([slot], CPU, budget, own_stream) as copier:
-        run = Run(fake, copier, slot, 13)
-        run.start()
-        run.enter(range(1, 9))
-        begin = time.perf_counter()
-        assert run.flight.submitted.wait(SECS)
-        assert time.perf_counter() - begin > 0.8 * 13 / 40
-        run.fence_and_step()
-        run.finish()
-    assert budget.ahead == [0] * 13
-    assert not own_stream or budget.started_early == 0
-    assert budget.paced == 13 * PAGE
-    assert budget.under_way == 0, "a copy that is through still counts"
-
-
-def test_a_limit_does_not_hold_up_the_fence(fake: FakeDevice) -> None:
-    """Neither its pace nor gates that the device reaches late keep copies back for ever."""
-    slot, budget = slot_for(13), Limited(PAGE / 60)
-    with prepared([slot], CPU, budget) as copier:
+def test_copies_are_told_until_the_last_has_landed(fake: FakeDevice) -> None:
+    slot, told = slot_for(13), list[bool]()
+    with prepared([slot], CPU, tell_copying=told.append) as copier:
         slow = fake.hold(fake.compute)
-        threading.Timer(0.1, slow.set).start()
         run = Run(fake, copier, slot, 13)
         run.start()
         run.enter(range(1, 9))
-        begin = time.perf_counter()
+        slow.set()
         run.fence_and_step()
-        assert time.perf_counter() - begin < SECS / 2
         run.finish()
+    assert told.count(True) == 13 and told[-1] is False
 
 
 def test_a_turn_without_a_gate_follows_the_last_gate(fake: FakeDevice) -> None:

@@ -38,7 +38,7 @@ def test_on_a_cpu(arena_root: Path) -> None:
 
 
 def test_a_copier_that_tears_is_found(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_device, "make_copier", lambda clock, budget: Impatient(budget))
+    monkeypatch.setattr(check_device, "make_copier", lambda clock: Impatient())
     with bench_on(arena_root, make_clock(CPU), 4 << 20) as bench, pytest.raises(AssertionError, match="seed 7"):
         train_randomly(bench, 60.0, seed=7)
 

@@ -23,7 +23,6 @@ from ftckpt.capture.registration import Registrar
 from ftckpt.store.locks import FileLock
 from ftckpt.windows.bubbles import Always
 from ftckpt.windows.clock import DeviceClock
-from ftckpt.windows.node_budget import NoBudget
 from tests.support.device_snapshots import Snapshots
 from tests.support.device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, install, pages_present
@@ -90,7 +89,7 @@ def test_a_flight_ends_although_its_submission_was_stuck_during_close(
 
 def test_a_copier_without_work_closes_at_once(fake: FakeDevice) -> None:
     begin = time.monotonic()
-    DeviceCopier(DeviceClock(CPU), NoBudget(), own_stream=True).close()
+    DeviceCopier(DeviceClock(CPU), own_stream=True).close()
     assert time.monotonic() - begin < SECS / 4
     assert len(fake.streams) == 2 and all(isinstance(stream, FakeStream) for stream in fake.streams)
 
@@ -186,7 +185,7 @@ def test_where_nothing_is_to_be_pinned_copies_are_staged(fake: FakeDevice) -> No
     tensors = live_state()
     copies, size = plan(tensors, 3 * PAGE)
     slot, registrar = shared_slot(size), Registrar(CPU, Locality(), None, None, pins=False)
-    with closing(DeviceCopier(DeviceClock(CPU), NoBudget(), True, registrar)) as copier:
+    with closing(DeviceCopier(DeviceClock(CPU), True, registrar)) as copier:
         copier.prepare([slot])
         assert copier.pin_now(SECS), "dealt with"
         seen = Landings(copies, slot)

@@ -139,7 +139,7 @@ class Careless(HostCopier):
 
 def test_a_copier_that_tears_or_loses_bytes_is_found(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for copier in (Hasty, Careless):
-        monkeypatch.setattr(check_device, "make_copier", lambda clock, budget, copier=copier: copier(budget))
+        monkeypatch.setattr(check_device, "make_copier", lambda clock, copier=copier: copier())
         found = found_of(arena_root, "exact copies")
         assert found.state == FAILED and "bytes of 5 snapshots" in found.text, copier
 

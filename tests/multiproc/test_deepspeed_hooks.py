@@ -148,13 +148,13 @@ def test_the_model_names_the_places_that_a_stage_comes_to(stages: int, micro_bat
 def test_deepspeeds_schedule_is_the_models(stages: int, micro_batches: int) -> None:
     from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-    from ftckpt.windows.schedule import one_forward_one_backward
+    from ftckpt.windows.schedule import pipeline_orders
 
     names = {ForwardPass: "forward", BackwardPass: "backward"}
-    for stage in range(stages):
+    for stage, modelled in enumerate(pipeline_orders(stages, micro_batches) or ()):
         steps = TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
         order = [names[type(command)] for commands in steps for command in commands if type(command) in names]
-        assert order == [step.kind for step in one_forward_one_backward(stages, stage, micro_batches)]
+        assert order == [step.kind for step in modelled]
 
 
 def evaluated(rank: int, world_size: int, shape: Shape, folder: str) -> list[str]:

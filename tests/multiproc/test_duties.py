@@ -28,7 +28,6 @@ from ftckpt.store.parity_file import ParityFile, parity_path
 from ftckpt.store.pulse import Pulse
 from ftckpt.store.record import HEADER_BYTES
 from ftckpt.store.slots import slot_name
-from ftckpt.windows.node_budget import NodeBudget
 from tests.support.smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, groups_of, parity_of
 from tests.support.waiting import until
 
@@ -106,14 +105,14 @@ def test_what_is_not_as_the_trainer_left_it_is_never_checked(node: Node, smp: Sm
 
 def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Node, smp: Smp) -> None:
     arena = node.arenas[0]
-    hold = NodeBudget.open(node.dir, 0, 1, 0)  # a rank that copies: the SMP goes slowly
+    rank = Pulse.open(node.dir, 0)
     node.snapshot(0, 7)
-    hold.start()
+    rank.tell_copying(True)  # the SMP goes slowly
     smp.start()
     checks, deadline = None, time.monotonic() + 60
     while checks is None or not checks.leased(0):
         assert time.monotonic() < deadline, "the SMP was too quick"
-        hold.pace(1, time.monotonic(), Event())  # it still copies
+        rank.tell_copying(True)
         checks = arena.checks
     arena.control.begin(0)
     with arena.slot(0) as view:
@@ -121,11 +120,10 @@ def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Nod
     until(lambda: not checks.leased(0), "it lets go of the slot")
     assert arena.check(0) is None
     fill(arena, 0, 8)
-    hold.stop()
+    rank.tell_copying(False)
     until(lambda: arena.state(0) == SlotState.CHECKED, "the new one is checked")
     assert not arena.verify(0)
     assert [e["iteration"] for e in smp.events.of("checked") if e["shard"] == "dp0"] == [8]
-    hold.close()
 
 
 def test_a_target_is_covered_by_packages_and_node_parity(node: Node, smp: Smp) -> None:
@@ -182,17 +180,16 @@ def test_a_target_that_is_given_up_is_left_and_another_one_covered(node: Node, s
     node.snapshot(1, 2)
     smp.start()
     until(lambda: node.checked(1) and node.checked(2), "checked")
-    slow = NodeBudget.open(node.dir, 0, 1, 0)
-    slow.start()
+    slow = Pulse.open(node.dir, 0)
+    slow.tell_copying(True)
     node.target(1)
     until(lambda: smp.duties.status()["target"] is not None, "taken up")
     node.target(-1)
     until(lambda: smp.duties.status()["target"] is None, "given up")
     node.target(2)
-    slow.stop()
+    slow.tell_copying(False)
     until(lambda: node.covered(2), "covered")
     assert check_parity([node], NODE, 2) > 5 and not node.covered(1)
-    slow.close()
 
 
 def test_an_smp_that_starts_anew_uses_what_is_sealed(node: Node, smp: Smp) -> None:
@@ -574,17 +571,16 @@ def test_an_arena_that_is_made_anew_is_opened_again(arena_root: Path, node: Node
 
 
 def test_work_goes_on_however_long_ranks_copy(node: Node, smp: Smp) -> None:
-    budget = NodeBudget.open(node.dir, 0, 1, 0)
+    rank = Pulse.open(node.dir, 0)
     node.snapshot(0, 7)
     node.target(7)
     smp.start()
 
     def covered() -> bool:
-        budget.start()
+        rank.tell_copying(True)
         return node.covered(7)
 
     until(covered, "covered", secs=30)
-    budget.close()
 
 
 def test_the_limit_of_reads_is_kept(node: Node, smp: Smp) -> None:

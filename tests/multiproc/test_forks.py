@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,19 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     tempfile.tempdir = records
     import ftckpt
     import ftckpt.plain
+    from ftckpt.capture import copier
     from ftckpt.store.outcome import launcher_run
 
+    copy_chunk = copier.copy_chunk
+
+    def slow_copy(*arguments: Any) -> None:
+        time.sleep(0.3)
+        copy_chunk(*arguments)
+
+    copier.copy_chunk = slow_copy
     config = ftckpt.Config(
-        enabled=True, job="j", node="n", arena=arena, protect="none", copy_rate="1MB/s", schedule="stream",
-        slots=3, **configured({"fence_secs": 1.0}),
+        enabled=True, job="j", node="n", arena=arena, protect="none", schedule="stream", slots=3,
+        **configured({"fence_secs": 1.0}),
     )  # fmt: skip
     model = torch.nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(model.parameters())

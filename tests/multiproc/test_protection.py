@@ -304,9 +304,7 @@ def train_until_protected(ranks: RankGroup, plan: Plan) -> None:
 def kept(plan: Plan, root: Path, number: int) -> Plan:
     """A copy of the job's memory, for a restart that may spoil it."""
     copy = root / str(number)
-    shutil.copytree(
-        folder(plan), copy / folder(plan).name, ignore=shutil.ignore_patterns("smp*", ".pulse", ".budget")
-    )
+    shutil.copytree(folder(plan), copy / folder(plan).name, ignore=shutil.ignore_patterns("smp*", ".pulse"))
     return replace(plan, iterations=1, settings={**plan.settings, "arena": str(copy), "protect": "none", "slots": 3})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.windows.schedule import Step, interleaved, one_forward_one_backward, place_lengths
+from ftckpt.windows.schedule import Orders, Step, pipeline_orders
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -20,15 +20,12 @@ FLUSH = {"overlap_p2p_comm_warmup_flush": True}
 def build(argv: list[str], micro_batches: int, changes: dict[str, Any]) -> Any:
     """The example job, one sample to a micro-batch, with ``changes`` to Megatron's configuration."""
     import train_gpt
-    from megatron.core import parallel_state
 
     batches = ["--micro-batch", "1", "--global-batch", str(micro_batches)]
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, *batches]))
     for name, value in changes.items():
         assert hasattr(job.config, name)
         setattr(job.config, name, value)
-    if "virtual_pipeline_model_parallel_size" in changes:
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(changes["virtual_pipeline_model_parallel_size"])
     return job
 
 
@@ -60,8 +57,8 @@ def real_order(
     return tuple(order)
 
 
-def assert_orders(argv: list[str], micro_batches: int, modelled: list[tuple[Step, ...]], **changes: Any) -> None:
-    place_lengths(modelled, 0)  # refuses orders that wait for each other for ever
+def assert_orders(argv: list[str], micro_batches: int, modelled: Orders | None, **changes: Any) -> None:
+    assert modelled is not None
     results = run_ranks(real_order, len(modelled), argv, micro_batches, changes)
     for stage, (result, order) in enumerate(zip(results, modelled, strict=True)):
         assert result.value == order, f"stage {stage}"
@@ -69,7 +66,7 @@ def assert_orders(argv: list[str], micro_batches: int, modelled: list[tuple[Step
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_no_pipelining(micro_batches: int) -> None:
-    assert_orders([], micro_batches, [one_forward_one_backward(1, 0, micro_batches)])
+    assert_orders([], micro_batches, pipeline_orders(1, micro_batches))
 
 
 @pytest.mark.parametrize(
@@ -77,8 +74,7 @@ def test_no_pipelining(micro_batches: int) -> None:
     by_default([(2, 1), (2, 4), (4, 1), (4, 2), (4, 3), (4, 4), (4, 6)], [(2, 1), (4, 3), (4, 6)]),
 )
 def test_one_forward_one_backward(stages: int, micro_batches: int) -> None:
-    modelled = [one_forward_one_backward(stages, stage, micro_batches) for stage in range(stages)]
-    assert_orders(["--pp", str(stages), "--layers", "4"], micro_batches, modelled)
+    assert_orders(["--pp", str(stages), "--layers", "4"], micro_batches, pipeline_orders(stages, micro_batches))
 
 
 @pytest.mark.parametrize(
@@ -100,19 +96,10 @@ def test_one_forward_one_backward(stages: int, micro_batches: int) -> None:
 def test_interleaved(
     stages: int, micro_batches: int, chunks: int, group: int | None, changes: dict[str, Any]
 ) -> None:
-    modelled = [interleaved(stages, stage, micro_batches, chunks, group) for stage in range(stages)]
     argv = ["--pp", str(stages), "--vpp", str(chunks), "--layers", str(stages * chunks)]
     if group is not None:
         changes = {**changes, "microbatch_group_size_per_vp_stage": group}
-    assert_orders(argv, micro_batches, modelled, **changes)
-
-
-def test_interleaved_with_one_chunk_is_not_plain_1f1b() -> None:
-    modelled = [interleaved(2, stage, 4, 1) for stage in range(2)]
-    assert modelled[0] != one_forward_one_backward(2, 0, 4)
-    # With overlap_p2p_comm Megatron fails on one chunk: its last stage has no warm-up forward, whose output it reads.
-    one_chunk = {"virtual_pipeline_model_parallel_size": 1, "overlap_p2p_comm": False, "batch_p2p_comm": False}
-    assert_orders(["--pp", "2"], 4, modelled, **one_chunk)
+    assert_orders(argv, micro_batches, pipeline_orders(stages, micro_batches, chunks, group), **changes)
 
 
 class FakeGroup:
@@ -140,20 +127,13 @@ def compare_tables(rank: int, world_size: int) -> int:
 
     from megatron.core.pipeline_parallel import schedules
 
-    from ftckpt.errors import ConfigError
-
     compared = 0
-    shapes = itertools.product((2, 3, 4, 8), range(2, 20), (1, 2, 4), (2, 3, 4, 5, 8, 9), (False, True))
-    for stages, micros, chunks, group, experts in shapes:
+    for stages, micros, chunks, group in itertools.product((2, 3, 4, 8), range(2, 20), (2, 4), (2, 3, 4, 5, 8, 9)):
         table = schedules.get_schedule_table(micros, chunks, group)
-        for stage in range(stages):
-            try:
-                order = interleaved(stages, stage, micros, chunks, group, extra_warmup=int(experts))
-            except ConfigError:
-                break
+        for stage, order in enumerate(pipeline_orders(stages, micros, chunks, group) or ()):
             communicator = FakeCommunicator(stages, stage, chunks)
             total, _, warmup, _ = schedules.get_pp_rank_microbatches(
-                micros, chunks, group, False, experts, communicator
+                micros, chunks, group, False, False, communicator
             )
             forwards = [(step.micro, step.chunk) for step in order if step.kind == "forward"]
             assert forwards == table
@@ -166,7 +146,7 @@ def compare_tables(rank: int, world_size: int) -> int:
 
 
 def test_warm_up_and_table_over_many_shapes() -> None:
-    assert run_ranks(compare_tables, 1)[0].value > 1000
+    assert run_ranks(compare_tables, 1)[0].value > 300
 
 
 def refusal(rank: int, world_size: int, argv: list[str], cases: list[tuple[int, int]]) -> list[str]:
@@ -190,12 +170,9 @@ def refusal(rank: int, world_size: int, argv: list[str], cases: list[tuple[int, 
 
 
 def test_interleaved_refuses_what_megatron_refuses() -> None:
-    from ftckpt.errors import ConfigError
-
     cases = [(1, 2), (2, 3), (4, 1), (5, 2), (7, 3), (9, 4)]
     for micro_batches, group in cases:
-        with pytest.raises(ConfigError):
-            interleaved(2, 0, micro_batches, 2, group)
+        assert pipeline_orders(2, micro_batches, 2, group) is None
     results = run_ranks(refusal, 2, ["--pp", "2", "--vpp", "2", "--layers", "4"], cases)
     for result in results:
         assert result.value == ["ValueError"] * 3 + ["RuntimeError"] * 3

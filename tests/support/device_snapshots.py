@@ -16,7 +16,6 @@ from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.control import SlotState
 from ftckpt.windows.clock import DeviceClock
-from ftckpt.windows.node_budget import NoBudget
 from tests.support.device_states import CPU, assert_holds, live_state, plan, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice
 from tests.support.waiting import until
@@ -96,7 +95,7 @@ class Snapshots:
             SimpleNamespace(tensor=tensor, counted=None, fragment=SimpleNamespace(key=str(at)))
             for at, tensor in enumerate(self.tensors)
         ]
-        self.copier = DeviceCopier(DeviceClock(CPU), NoBudget(), own_stream=True)
+        self.copier = DeviceCopier(DeviceClock(CPU), own_stream=True)
         self.capture = Capture(arena, pieces, [], self.copier, windows)
         if settled:
             self.copier._registrar.begin()

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 import torch
 
 from ftckpt.capture.chunks import ChunkCopy, Segment
-from ftckpt.capture.copier import Flight
+from ftckpt.capture.copier import Flight, TellCopying, tell_nobody
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.windows.bubbles import Always, Turn
 from ftckpt.windows.clock import DeviceClock, Moment
-from ftckpt.windows.node_budget import Budget, NoBudget
 from tests.support.fake_device import PAGE, SECS
 
 CPU = torch.device("cpu")
@@ -114,10 +113,13 @@ class Blocked(Always):
 
 @contextmanager
 def prepared(
-    slots: Sequence[torch.Tensor], device: torch.device, budget: Budget | None = None, own_stream: bool = True
+    slots: Sequence[torch.Tensor],
+    device: torch.device,
+    own_stream: bool = True,
+    tell_copying: TellCopying = tell_nobody,
 ) -> Iterator[DeviceCopier]:
     """A copier whose registration is through, one way or the other."""
-    copier = DeviceCopier(DeviceClock(device), budget or NoBudget(), own_stream)
+    copier = DeviceCopier(DeviceClock(device), own_stream, tell_copying=tell_copying)
     copier.prepare(slots)
     assert copier.pin_now(SECS)
     try:

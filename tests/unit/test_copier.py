@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +14,8 @@ import torch
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk, make_copier
-from ftckpt.config import Config
-from ftckpt.events import Events
-from ftckpt.job.shard import device_of, make_pacer
-from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.model.training_state import Description
 from ftckpt.windows.bubbles import Always
 from ftckpt.windows.clock import HostClock
-from ftckpt.windows.node_budget import NoBudget, NodeBudget
 
 LONG_SECS = 20.0
 """Deadline of what is expected to happen."""
@@ -304,7 +297,7 @@ def test_a_stuck_thread_does_not_hold_up_close() -> None:
 
 
 def test_host_memory_gets_the_host_copier() -> None:
-    with closing(make_copier(HostClock(), NoBudget())) as made:
+    with closing(make_copier(HostClock())) as made:
         assert isinstance(made, HostCopier)
 
 
@@ -330,55 +323,10 @@ def test_copies_in_host_memory_take_no_core_from_a_rank_that_computes() -> None:
     assert os.sched_getscheduler(0) == own
 
 
-class Told(NoBudget):
-    """Writes down what a copier says to the budget."""
-
-    def __init__(self) -> None:
-        self.told: list[object] = []
-
-    def start(self) -> None:
-        self.told.append("start")
-
-    def stop(self) -> None:
-        self.told.append("stop")
-
-    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
-        assert 0 <= time.perf_counter() - begin < LONG_SECS and not hurry.is_set()
-        self.told.append(nbytes)
-
-
-def test_each_copy_is_paced_by_the_budget() -> None:
-    budget, watched = Told(), Watched()
-    with closing(HostCopier(budget)) as copier:
-        assert watched.start(copier).wait(LONG_SECS)
-    assert budget.told == ["start", 16, "stop"] * 4
-    assert [nbytes for _, _, nbytes in watched.flight.timed] == [16] * 4
-
-
-class Sleeping(NoBudget):
-    """A limit that makes each copy wait far longer than it takes."""
-
-    secs = 0.05
-
-    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
-        time.sleep(self.secs)
-
-
-def test_a_budgets_sleep_is_no_time_of_copying() -> None:
-    """What is measured is the rate of copies: the plan of windows rests on it."""
+def test_each_copy_is_told_while_it_is_under_way() -> None:
+    told: list[bool] = []
     watched = Watched()
-    with closing(HostCopier(Sleeping())) as copier:
+    with closing(HostCopier(tell_copying=told.append)) as copier:
         assert watched.start(copier).wait(LONG_SECS)
-    assert min(end - begin for begin, end, _ in watched.flight.timed) < Sleeping.secs / 2
-
-
-def test_the_configured_budget_is_the_nodes(tmp_path: Path) -> None:
-    members = tuple(RankPlace({"dp": rank}, "a" if rank < 2 else "b") for rank in range(5))
-    device = device_of(Description((), ()))
-    for given, rate in (("0", 0.0), ("2.5GB/s", 2.5e9)):
-        config = Config(copy_rate=given)
-        pacer = make_pacer(config, Topology(3, members, {"dp": 5}), device, tmp_path, Events(None, 3))
-        with closing(pacer):
-            assert isinstance(pacer.budget, NodeBudget) and pacer.budget.problem is None
-            assert (pacer.budget.place, pacer.budget.places) == (1, 3)
-            assert (pacer.budget.limited, pacer.budget.limit) == (rate > 0, rate)
+    assert told == [True, False] * 4
+    assert [nbytes for _, _, nbytes in watched.flight.timed] == [16] * 4

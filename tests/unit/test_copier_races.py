@@ -16,7 +16,6 @@ from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
 from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan
 from ftckpt.windows.iteration import IterationForecast
-from ftckpt.windows.node_budget import NoBudget
 
 LONG_SECS = 20.0
 NUM = 8
@@ -154,16 +153,15 @@ def test_a_finisher_that_fails_stops_copies_and_ends_the_flight_behind_them(
 ) -> None:
     live, slot, failed = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), threading.Event()
 
-    class SecondLate(NoBudget):
-        chunks = 0
+    told: list[bool] = []
 
-        def stop(self) -> None:
-            self.chunks += 1
-            if self.chunks == 2:
-                assert failed.wait(LONG_SECS)
-                assert not snapshot.flight.wait(0.05), "ended in the middle of a copy"
+    def second_late(copying: bool) -> None:
+        told.append(copying)
+        if told == [True, False] * 2:
+            assert failed.wait(LONG_SECS)
+            assert not snapshot.flight.wait(0.05), "ended in the middle of a copy"
 
-    with closing(HostCopier(SecondLate())) as copier:
+    with closing(HostCopier(tell_copying=second_late)) as copier:
         snapshot = Snapshot(live, slot, random.Random(0))
         snapshot.fails_at, snapshot.chunk = "landed", 0
         landed = snapshot.flight._landed

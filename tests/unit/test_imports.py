@@ -46,11 +46,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": set(),
     "parity": {"model"},
     "store": {"model", "parity"},
-    "windows": {"model", "store.page", "store.directory"},
+    "windows": {"model"},
     "capture": {"parity", "store", "model", "windows", "group", "host_memory"},
-    "smp": {
-        "store", "parity", "model", "windows.node_budget", "persist", "restore.inventory", "restore.locations",
-    },
+    "smp": {"store", "parity", "model", "persist", "restore.inventory", "restore.locations"},
     "persist": {"store", "parity", "model"},
     "restore": {"store", "parity", "persist", "model", "group", "host_memory"},
     "convert": {"model", "store", "persist", "restore"},

@@ -228,7 +228,7 @@ def test_a_fork_that_counts_no_iterations_is_refused_by_name() -> None:
 def test_a_fork_has_what_it_has() -> None:
     arguments = Namespace(iteration=5, consumed_train_samples=40)  # of none of the later flags and counters
     state = LoopCounters(arguments).state_dict()
-    assert state["counters"] == vars(arguments) and megatron_deepspeed._load_tag(arguments) is None
+    assert state["counters"] == vars(arguments)
     restored = Namespace(iteration=0, consumed_train_samples=0)
     LoopCounters(restored).load_state_dict(state)
     assert restored == arguments

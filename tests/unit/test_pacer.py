@@ -12,7 +12,6 @@ import torch
 from ftckpt.capture.copier import Flight
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.windows.node_budget import NoBudget
 from ftckpt.windows.pacer import Pacer
 from tests.support.event_logs import read_events
 
@@ -45,7 +44,7 @@ class Rank:
         self.clock = clock or Clock()
         self.folder = folder
         self.events = Events(folder, 0)
-        self.pacer = Pacer(Config(**settings), self.clock, NoBudget(), self.events, {"pp": 1})
+        self.pacer = Pacer(Config(**settings), self.clock, self.events, {"pp": 1})
         self.number = 0
         self.pacer.boundary()
 
@@ -102,24 +101,6 @@ def test_where_no_events_are_kept_iterations_are_learnt_some_at_once(tmp_path: P
         rank.pacer.begin(10 * MB, MB)
     assert rank.pacer.capacity_bytes == 12 * MB
     assert rank.pacer.wish.iteration_secs == 12.0
-
-
-class Halved(NoBudget):
-    """A limit of half of what the hardware gives."""
-
-    def share(self, bytes_per_sec: float) -> float:
-        return min(bytes_per_sec, 1 * MB)
-
-
-def test_windows_take_what_the_budget_lets_through(tmp_path: Path) -> None:
-    """Rates are measured without the waits for it."""
-    rank = Rank(tmp_path)
-    rank.pacer.budget = Halved()
-    for _ in range(4):
-        rank.iterate()
-    rank.pacer.begin(10 * MB, MB)
-    (planned,) = rank.told("planned")
-    assert planned["bytes_per_sec"] == MB and rank.pacer.capacity_bytes == 3 * MB
 
 
 def test_the_plan_is_made_anew_when_windows_have_moved(tmp_path: Path) -> None:

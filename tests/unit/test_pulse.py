@@ -15,6 +15,7 @@ import pytest
 
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.directory import PULSE_NAME
+from ftckpt.store.page import map_page
 from ftckpt.store.pulse import FlushState, Pulse, SmpState
 from tests.support.waiting import until
 
@@ -32,7 +33,11 @@ time.sleep(100)  # until it is killed
 
 
 def rank(directory: Path, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RANK, str(directory), *map(str, arguments)]
+    return started(RANK, directory, *arguments)
+
+
+def started(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
     assert process.stdout is not None and process.stdout.readline() == "None\n"
     return process
@@ -209,3 +214,51 @@ def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
     assert (rank.flush_state(one), rank.flush_state(other)) == (FlushState.NONE, FlushState.WORKING)
     smp.tell_flush(None, FlushState.NONE)
     assert rank.flush_state(other) == FlushState.NONE
+
+
+HAMMER = """
+import sys
+from pathlib import Path
+from ftckpt.store.page import map_page
+words = map_page(Path(sys.argv[1]))
+print(None, flush=True)
+while True:
+    for _ in range(10000):
+        words[2] = 0
+        words[2] = 0xFFFFFFFFFFFFFFFF
+"""
+
+
+def test_a_word_is_never_seen_half_written(arena_root: Path) -> None:
+    page = map_page(arena_root / PULSE_NAME)
+    seen: set[int] = set()
+    process = started(HAMMER, arena_root / PULSE_NAME)
+    try:
+        begin = time.monotonic()
+        while time.monotonic() < begin + (1.0 if len(seen) > 1 else 30.0):
+            seen.update(page[2] for _ in range(5000))
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+    assert seen == {0, 0xFFFFFFFFFFFFFFFF}
+
+
+def test_any_rank_that_copies_is_seen(arena_root: Path) -> None:
+    ranks, smp = [Pulse.open(arena_root, place) for place in (0, 254)], Pulse.open(arena_root, None)
+    for rank in ranks:
+        assert not smp.ranks_copy()
+        rank.tell_copying(True)
+        assert smp.ranks_copy()
+        rank.tell_copying(False)
+    smp.tell_copying(True)
+    assert not smp.ranks_copy(), "who only looks never copies"
+    words(arena_root)[:] = 0xFFFFFFFFFFFFFFFF
+    assert not smp.ranks_copy(), "foreign bytes"
+
+
+def test_a_rank_killed_in_its_copy_copies_no_longer(arena_root: Path) -> None:
+    smp = Pulse.open(arena_root, None)
+    process = started(RANK.replace("pulse.beat", "pulse.tell_copying(True)\npulse.beat"), arena_root, 3, 17, 41, "")
+    process.kill()
+    process.communicate(timeout=10)
+    assert until(lambda: not smp.ranks_copy()) < 10
