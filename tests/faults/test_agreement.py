@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from ftckpt.capture import copier
+from ftckpt.capture.capture import Capture
+from ftckpt.config import Config
 from ftckpt.errors import CaptureError
 from ftckpt.job import deadlines
-from ftckpt.job.agreement import AgreementError
+from ftckpt.job.agreement import AgreementError, Will
+from ftckpt.job.shard import Proof, Shard
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
 from ftckpt.store.package import list_packages
 from tests.support import jobs, plain
 from tests.support.faults import Fault
@@ -173,8 +178,6 @@ def test_what_was_sealed_before_the_first_mark_is_not_lost_in_silence(damage: st
 
 
 def late_error(rank: int, world_size: int, settings: dict[str, Any]) -> bool:
-    from ftckpt.capture import copier
-
     # As on a device: the fence returns when copies are submitted.
     def fence(self: object, flight: copier.Flight, timeout_secs: float) -> bool:
         flight.hurry.set()
@@ -214,7 +217,6 @@ def after_storage(rank: int, world_size: int, settings: dict[str, Any], loaded: 
     import train_gpt
 
     import ftckpt.megatron
-    from ftckpt.config import Config
 
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "6"]))
     steps = loaded * job.args.global_batch
@@ -266,8 +268,6 @@ def test_one_of_two_halves_differs_between_replicas(settings: dict[str, Any]) ->
 
 
 def slowly_sealed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    from ftckpt.store.arena import Arena
-
     hash_chunk = Arena.hash_chunk
     # Hashes that take longer than it is from the last boundary to the end.
     Arena.hash_chunk = lambda *args: (time.sleep(0.1), hash_chunk(*args))[1]  # type: ignore[method-assign, assignment]
@@ -337,8 +337,6 @@ def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) ->
 def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str) -> tuple[float, int, bool]:
     """The longest boundary, what was whole at the last, and whether ftckpt was off; something of rank 1 fails that
     nobody has foreseen, once or from then on."""
-    from ftckpt.capture.capture import Capture
-
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
     capture, protection = checkpointer.capture, checkpointer._protection
@@ -385,9 +383,6 @@ def test_what_fails_on_one_rank_shifts_no_rounds(where: str, settings: dict[str,
 
 def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str) -> list[bool]:
     """Whether this rank said of itself in each proof that it is late; rank 1 is in trouble before the fourth."""
-    from ftckpt.job.agreement import Will
-    from ftckpt.job.shard import Proof, Shard
-
     said: list[bool] = []
     prove = Shard.prove
 

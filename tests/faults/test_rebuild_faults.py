@@ -16,6 +16,7 @@ import pytest
 from ftckpt.errors import LostError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
+from ftckpt.restore.build import Build
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages, load, pack, package_path, store
@@ -271,8 +272,6 @@ def test_a_rebuild_that_is_killed_is_done_again(point: str, loss: str, arena_roo
 
 
 def restart_that_is_killed(rank: int, world_size: int, job: Job, events: Path, point: str) -> dict[str, Any]:
-    from ftckpt.restore.build import Build
-
     if rank == 1:
         if point == "put":
             puts = []
@@ -317,8 +316,6 @@ def test_a_rank_that_fails_to_rebuild_is_an_error_on_all(arena_root: Path, tmp_p
 
 
 def restart_that_fails(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
-    from ftckpt.restore.build import Build
-
     def put(self: Build, chunk: int, begin: int, data: Any) -> None:
         raise OSError("out of luck")
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import atexit
 import functools
+import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ftckpt.capture.assignment import as_bytes
 from ftckpt.convert import safetensors
 from ftckpt.convert.catalog import Catalog, Reader, Tensor
 from ftckpt.convert.consolidation import Consolidator
@@ -26,7 +32,7 @@ from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter
 from ftckpt.convert.language.spec import Spec
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Fragment
-from ftckpt.model.objects import decode
+from ftckpt.model.objects import decode, encode
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
@@ -91,7 +97,6 @@ def build(shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
 
 def held(job: Any) -> list[Elements]:
     """What this rank has, as ftckpt describes it, with bytes."""
-    from ftckpt.capture.assignment import as_bytes
     from ftckpt.deepspeed.state import DeepSpeedState
 
     described = DeepSpeedState(job.engine, {}).describe()
@@ -104,7 +109,6 @@ def save(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[El
     import train_deepspeed
 
     from ftckpt.deepspeed.state import DeepSpeedState
-    from ftckpt.model.objects import encode
 
     job = build(shape)
     for _ in range(STEPS):
@@ -119,8 +123,6 @@ def save(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[El
 
 @functools.cache
 def _root() -> Path:
-    import atexit
-
     root = Path(tempfile.mkdtemp(prefix="ftckpt-ds-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
@@ -295,8 +297,6 @@ PARTS = {
 
 def to_universal(rank: int, world_size: int, source: str, destination: str) -> None:
     """DeepSpeed's own converter."""
-    import argparse
-
     from deepspeed.checkpoint import ds_to_universal
 
     arguments = argparse.Namespace(
@@ -308,8 +308,6 @@ def to_universal(rank: int, world_size: int, source: str, destination: str) -> N
 
 def said_otherwise(name: str, info: Mapping[str, Any], label: str = "other") -> Path:
     """The same checkpoint, which says something else of its parameters."""
-    import torch
-
     path = _root() / f"{name}-{label}"
     if not path.exists():
         shutil.copytree(saved(name).path, path)
@@ -337,10 +335,6 @@ def by_deepspeed(name: str) -> tuple[Path, Path]:
 )
 def test_what_we_write_is_what_deepspeeds_converter_writes(name: str) -> None:
     """Element by element, with the numbers by which a loader divides a parameter."""
-    import os
-
-    import torch
-
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # some files hold objects of DeepSpeed's, which import it
     path, theirs = by_deepspeed(name)
     ours = _root() / f"{name}-compared"
@@ -432,8 +426,6 @@ def test_a_specification_says_where_parts_lie_if_the_checkpoint_does_not() -> No
 
 def changed(name: str, file: str, change: Any, label: str) -> Path:
     """A copy of a checkpoint with one file changed, or removed where ``change`` gives None."""
-    import torch
-
     path = _root() / f"{name}-{label}"
     if not path.exists():
         shutil.copytree(saved(name).path, path)
@@ -532,8 +524,6 @@ def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read()
 
 def test_parameters_that_a_fused_optimizer_laid_end_to_end_are_found() -> None:
     def fused(state: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
         optimizer = state["optimizer"]
         (masters,), inner = optimizer.pop("fp32_groups"), optimizer["optimizer_state_dict"]
         states = list(inner["state"].values())
@@ -566,10 +556,6 @@ def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
 
 def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As all others, in strips that the test makes small: the same files but for what is inside of archives."""
-    import zipfile
-
-    import torch
-
     monkeypatch.setattr(deepspeed_universal_writer, "STRIP_BYTES", 5000)
     monkeypatch.setattr(safetensors, "STRIP_BYTES", 5000)
     convert_to_deepspeed(DeepSpeedReader(saved("zero1-three").path), tmp_path / "made")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.language.spec import Spec
@@ -74,8 +76,6 @@ def sharded_state(job: Any, metadata: dict[str, Any], **loading: bool) -> dict[s
 
 
 def pieces(state: Any) -> list[tuple[Fragment, bytes]]:
-    import torch
-
     described = state.describe()
     return [
         (piece.fragment, piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -234,7 +234,6 @@ def test_optimizer_state_of_one_layout_is_refused_with_the_flag_to_save_otherwis
 
 def saved_legacy(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[tuple[Fragment, bytes]]:
     """Train two iterations and write what ``save_checkpoint`` writes in the ``torch`` format."""
-    import torch
     import train_gpt
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
@@ -273,8 +272,6 @@ def gather(optimizer: Any) -> Any:
 
 def arguments(args: Any, mpu: Any) -> Any:
     """What Megatron's own command line would have put into the checkpoint, by its names; an enumeration among it."""
-    import argparse
-
     from megatron.core.transformer.enums import AttnBackend
 
     return argparse.Namespace(

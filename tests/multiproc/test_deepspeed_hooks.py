@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ftckpt.frameworks.doors import Patches
+from ftckpt.windows.schedule import one_forward_one_backward
 from tests.support import ds_jobs
 from tests.support.ds_jobs import BF16, Shape, fp16, zero
 from tests.support.pool import run_ranks
@@ -46,7 +49,6 @@ def listen(engine: Any, recorder: Recorder) -> Any:
     """The hooks of a session, without one."""
     from ftckpt.deepspeed.hooks import EngineHooks
     from ftckpt.deepspeed.pipeline import follow_pipeline
-    from ftckpt.frameworks.doors import Patches
 
     def begin() -> None:
         # Of each batch; here the first one counts.
@@ -148,8 +150,6 @@ def test_the_model_names_the_places_that_a_stage_comes_to(stages: int, micro_bat
 def test_deepspeeds_schedule_is_the_models(stages: int, micro_batches: int) -> None:
     from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-    from ftckpt.windows.schedule import one_forward_one_backward
-
     names = {ForwardPass: "forward", BackwardPass: "backward"}
     for stage in range(stages):
         steps = TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
@@ -158,8 +158,6 @@ def test_deepspeeds_schedule_is_the_models(stages: int, micro_batches: int) -> N
 
 
 def evaluated(rank: int, world_size: int, shape: Shape, folder: str) -> list[str]:
-    import torch
-
     job = build(shape)
     recorder = Recorder()
     hooks = listen(job.engine, recorder)

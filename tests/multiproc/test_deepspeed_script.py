@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ftckpt.errors import ConfigError
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -38,8 +40,6 @@ class Counters:
 
 
 def train(engine: Any, args: argparse.Namespace, how: str) -> None:
-    import torch
-
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
         engine.step()
@@ -54,10 +54,8 @@ def script(rank: int, world_size: int, arena: str, how: str) -> tuple[str, int, 
 
     standin.install()
     import deepspeed
-    import torch
 
     import ftckpt.deepspeed
-    from ftckpt.errors import ConfigError
 
     args = argparse.Namespace(iteration=0, consumed=0, one=1, three=3, flag=False)
     lines: list[str] = []

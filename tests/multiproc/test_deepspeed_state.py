@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ftckpt.capture.assignment import as_bytes, assign, content_hashes, rule_holds
+from ftckpt.config import Config
+from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
+from ftckpt.frameworks import doors
+from ftckpt.model.objects import decode, encode
 from ftckpt.model.replicas import WHOLE_SHARE
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.pool import run_ranks
@@ -98,9 +104,6 @@ def steps(job: Any, number: int) -> list[dict[str, Any]]:
 
 
 def live(rank: int, world_size: int, shape: Shape) -> Life:
-    from ftckpt.capture.assignment import as_bytes, rule_holds
-    from ftckpt.model.objects import encode
-
     job, state = build(shape)
     described = state.describe()
     first = elements(described.stepped)
@@ -163,7 +166,6 @@ def told_by_deepspeed(job: Any) -> list[tuple[str, Any, np.ndarray[Any, Any]]]:
 
 def watch(job: Any, pieces: Any) -> list[str]:
     """Will name pieces that are changed between the end of one optimizer step and the beginning of the next."""
-    from ftckpt.capture.assignment import as_bytes, content_hashes
     from ftckpt.deepspeed import optimizers
 
     def hashes() -> list[int]:
@@ -192,7 +194,6 @@ def watch(job: Any, pieces: Any) -> list[str]:
 
 def end_of(job: Any, described: Any) -> dict[str, str]:
     """Hashes of all that a rank has: pieces, the weights that it computes with, RNG, counters, learning rates."""
-    import torch
     import train_deepspeed
 
     from ftckpt.deepspeed import optimizers
@@ -284,10 +285,6 @@ def test_no_stepped_byte_changes_between_boundary_and_step(name: str) -> None:
 
 def resume(rank: int, world_size: int, shape: Shape, saved: list[tuple[Any, bytes]], dirty: bool) -> Any:
     """Bring a new job to what was saved and train on. ``dirty``: it has trained on something else before."""
-    import torch
-
-    from ftckpt.model.objects import decode
-
     job, state = build(shape)
     described = state.describe()
     if dirty:
@@ -314,8 +311,6 @@ def resume(rank: int, world_size: int, shape: Shape, saved: list[tuple[Any, byte
 
 def spoil(job: Any, described: Any) -> None:
     """Whatever is not loaded or gathered shows."""
-    import torch
-
     with torch.no_grad():
         for parameter in job.engine.module.parameters():
             parameter.fill_(float("nan"))
@@ -374,10 +369,7 @@ def test_steps_are_skipped_where_the_loss_scale_overflows() -> None:
 def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
     """What a rank copies, of the pieces that it holds."""
 
-    from ftckpt.capture.assignment import assign
-    from ftckpt.config import Config
     from ftckpt.deepspeed.geometry import coordinates, layout_sizes
-    from ftckpt.frameworks import doors
 
     job, state = build(shape)
     described = state.describe()
@@ -457,8 +449,6 @@ BY_JSON = {
 def refused_by_json(rank: int, world_size: int, texts: list[str]) -> dict[str, str]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    from ftckpt.errors import UnsupportedError
-
     job, _ = build(Shape(1))
     from ftckpt.deepspeed import support
 
@@ -493,8 +483,6 @@ REFUSED = {
 
 
 def refused(rank: int, world_size: int, shape: Shape) -> str:
-    from ftckpt.errors import UnsupportedError
-
     try:
         build(shape)[1].describe()
     except UnsupportedError as error:
@@ -511,8 +499,6 @@ def test_engines_that_are_not_known_are_refused(text: str) -> None:
 
 def spoilt_marks(rank: int, world_size: int, shape: Shape) -> list[str]:
     """What is said of parameters whose place is not known."""
-    from ftckpt.errors import UnsupportedError
-
     job, state = build(shape)
     (name, weight), *_ = [(n, p) for n, p in job.engine.module.named_parameters() if n.endswith("query.weight")]
     told = []
@@ -546,7 +532,6 @@ def test_a_parameter_whose_place_is_not_known_is_refused_by_name() -> None:
 
 def replaced(rank: int, world_size: int, shape: Shape, what: str) -> str:
     from ftckpt.deepspeed import optimizers
-    from ftckpt.errors import CaptureError
 
     job, state = build(shape)
     state.describe()
@@ -610,10 +595,7 @@ def test_compiled_optimizers_go_on_to_the_bit(name: str) -> None:
 
 def small_state(rank: int, world_size: int, shape: Shape) -> None:
     """What the model above does not make use of comes back as well."""
-    import torch
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-
-    from ftckpt.model.objects import decode, encode
 
     job, state = build(shape)
     state.describe()
@@ -642,8 +624,6 @@ def test_named_generators_and_what_seeds_layers_come_back() -> None:
 
 
 def without_object(rank: int, world_size: int) -> str:
-    from ftckpt.errors import MismatchError
-
     _, state = build(Shape(1))
     state.describe()
     saved = state.save_objects()

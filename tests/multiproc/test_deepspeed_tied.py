@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
@@ -25,8 +26,6 @@ JSON: dict[str, Any] = {
 
 def trained(rank: int, world_size: int, section: Any, until: int) -> tuple[list[float], dict[str, list[float]], Any]:
     """Losses, the stage's parameters at the end, and what the places of these are called."""
-    import torch
-
     from tests.support.standin import deepspeed as standin
 
     standin.install()

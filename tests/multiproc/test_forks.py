@@ -14,8 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt import forks
+import ftckpt
+import ftckpt.plain
+from ftckpt import forks, plain
+from ftckpt.plain.hooks import follow
+from ftckpt.plain.state import PlainState
 from ftckpt.store import ends
+from ftckpt.store.outcome import launcher_run
 from ftckpt.store.pulse import Pulse
 from tests.support import ds_jobs, jobs
 from tests.support.constants import configured
@@ -66,10 +71,6 @@ def steps_of(trainer: Trainer, step: Callable[[], object]) -> tuple[list[str], b
 
 
 def plain_hooks(rank: int, world_size: int) -> Any:
-    from ftckpt import plain
-    from ftckpt.plain.hooks import follow
-    from ftckpt.plain.state import PlainState
-
     trainer, model = Trainer(), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     follow(plain.patches, trainer, model, optimizer, PlainState(model, optimizer, None, {}))  # type: ignore[arg-type]
@@ -137,9 +138,6 @@ def test_a_child_that_steps_its_copy_is_not_followed(framework: Callable[..., An
 def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     """Train, and fork a child that does all that a trainer does; whether the parent finds all as it was."""
     tempfile.tempdir = records
-    import ftckpt
-    import ftckpt.plain
-    from ftckpt.store.outcome import launcher_run
 
     config = ftckpt.Config(
         enabled=True, job="j", node="n", arena=arena, protect="none", copy_rate="1MB/s", schedule="stream",

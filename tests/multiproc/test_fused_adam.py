@@ -7,10 +7,12 @@ checkout, over kernels in torch.
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 
 from ftckpt.errors import UnsupportedError
 from tests.support import ds_jobs, fused, jobs
@@ -76,8 +78,6 @@ def test_megatron_goes_on_bit_for_bit(library: str, scene: str, settings: dict[s
 
 def counted(rank: int, world_size: int, setup: fused.Setup, run: jobs.Run) -> set[Any]:
     """The steps that groups have when ``run`` has restored and trained."""
-    import sys
-
     fused.train(rank, world_size, run, setup)
     return fused.steps([leaf.optimizer for leaf in sys.modules["ftckpt.megatron"].door.state._leaves])
 
@@ -107,8 +107,6 @@ def test_state_that_megatron_does_not_show_is_refused_by_its_setting() -> None:
 
 
 def refusals(rank: int, world_size: int, library: fused.Library) -> list[str]:
-    import torch
-
     train_gpt = fused.prepare(fused.Setup(library, REMAINDERS if library.name == "te" else {}))
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY]))
     from ftckpt.megatron.state import MegatronState

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.errors import FtckptError
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -48,7 +49,6 @@ def attempt(
     standin.install()
     sys.path.insert(0, str(LOOP))
     import ftckpt.deepspeed
-    from ftckpt.errors import FtckptError
 
     training: Any = importlib.import_module("megatron.training")  # the one of LOOP
     begun = []

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from ftckpt.capture.assignment import as_bytes, assign, content_hashes, rule_holds
+from ftckpt.config import Config
 from ftckpt.errors import MismatchError
+from ftckpt.frameworks import doors
+from ftckpt.model import objects
 from tests.support import jobs
 from tests.support.errors import a_rank_raises
 from tests.support.pool import run_ranks
@@ -63,8 +70,6 @@ def test_fragments_of_all_ranks_make_up_every_tensor(name: str) -> None:
 
 
 def flat_positions(fragment: Any) -> list[int]:
-    import numpy as np
-
     whole = np.arange(int(np.prod(fragment.global_shape, dtype=int))).reshape(fragment.global_shape)
     box = tuple(
         slice(offset, offset + size) for offset, size in zip(fragment.box.offset, fragment.box.shape, strict=True)
@@ -76,8 +81,6 @@ def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> l
     """Keys of stepped pieces that changed between the boundary and the fence, over three iterations."""
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
-
-    from ftckpt.capture.assignment import as_bytes, content_hashes
 
     job, state = build(argv)
     pieces = state.describe().stepped
@@ -118,9 +121,6 @@ def test_no_stepped_byte_changes_between_boundary_and_fence(argv: list[str]) -> 
 
 
 def captured(rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
-    from ftckpt.capture.assignment import assign
-    from ftckpt.config import Config
-    from ftckpt.frameworks import doors
     from ftckpt.megatron.geometry import coordinates, layout_sizes
 
     _, state = build(argv)
@@ -158,8 +158,6 @@ def test_router_bias_and_counts_are_volatile() -> None:
 
 def weights_off_their_masters(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     """What is taken as derived once one weight is no cast of its master any more."""
-    from ftckpt.capture.assignment import rule_holds
-
     _, state = build([])
     pieces = [p for p in state.describe().stepped if p.derived_from is not None]
     before = [p.fragment.key for p in pieces if not rule_holds(p)]
@@ -182,8 +180,6 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
     """What a rank saves after some iterations."""
     import train_gpt
 
-    from ftckpt.model import objects
-
     job, state = build(argv)
     state.describe()
     for _ in range(iterations):
@@ -193,11 +189,8 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
 
 def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -> dict[str, Any]:
     """What a rank of another layout has taken from these, and what it draws then, twice."""
-    import torch
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    from ftckpt.model import objects
 
     job, state = build(argv)
     state.describe()
@@ -232,8 +225,6 @@ def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -
 
 def saved(world_size: int, argv: list[str], iterations: int) -> tuple[list[bytes], list[dict[str, Any]]]:
     """What each rank saves, encoded and not."""
-    from ftckpt.model import objects
-
     encoded = [result.value for result in run_ranks(objects_after, world_size, argv, iterations)]
     return encoded, [objects.decode(of_rank) for of_rank in encoded]
 
@@ -275,11 +266,9 @@ def test_groups_of_experts_are_found_whether_experts_are_divided_or_not() -> Non
 
 def graph_safe_tracker(rank: int, world_size: int) -> list[bool]:
     """With generators in the place of states, as ``use_cudagraphable_rng`` makes them on a device."""
-    import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     from ftckpt.megatron.state import load_rng, save_rng
-    from ftckpt.model import objects
 
     build([])
     tracker = get_cuda_rng_tracker()
@@ -302,8 +291,6 @@ def test_generators_of_a_graph_safe_tracker_come_back_as_generators() -> None:
 
 
 def test_a_group_that_no_layout_had_is_an_error() -> None:
-    from ftckpt.model import objects
-
     source = saved(1, [], 1)[1][0]
     for optimizer in source["optimizers"]:
         optimizer["groups"] = [group for group in optimizer["groups"] if group["wd_mult"]]
@@ -312,8 +299,6 @@ def test_a_group_that_no_layout_had_is_an_error() -> None:
 
 
 def test_log_sums_come_from_the_last_stage() -> None:
-    from argparse import Namespace
-
     from ftckpt.megatron.counters import Counters
 
     counters = Counters(Namespace(iteration=0))

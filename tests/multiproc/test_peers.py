@@ -16,6 +16,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.smp import sources
 from ftckpt.smp.channel import Channel, Delivery
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
+from ftckpt.smp.sources import Feed
 from ftckpt.store.checks import CheckState
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
@@ -253,9 +254,6 @@ def test_bad_bytes_of_another_node_make_no_parity(cluster: Cluster) -> None:
 
 
 def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftckpt.smp import sources
-    from ftckpt.smp.sources import Feed
-
     most = [0]
     ask = Feed._request_next
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import ftckpt.errors
+from ftckpt.errors import CaptureError
 from tests.support.pool import run_ranks
 from tests.support.resuming import HALF, Parts, attach, resumed, simple
 
@@ -105,8 +110,6 @@ def own_generators(attempt: int) -> Parts:
 
 
 def given_generators(attempt: int) -> Parts:
-    import random
-
     given = {
         "a": torch.Generator(),
         "b": np.random.default_rng(1),
@@ -139,7 +142,6 @@ def made_contiguous(attempt: int) -> Parts:
 def compressed(attempt: int) -> Parts:
     """DDP whose gradients PowerSGD compresses, with the state that the refusal of it asks for."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-    from torch.nn.parallel import DistributedDataParallel
 
     class Kept(powerSGD_hook.PowerSGDState):
         def state_dict(self) -> dict[str, Any]:
@@ -174,8 +176,6 @@ CASES: dict[str, tuple[Any, int]] = {
 
 
 def resume(rank: int, world_size: int, name: str, arena: str) -> tuple[int, bool]:
-    import os
-
     os.environ.pop("TORCHDYNAMO_DISABLE")  # which ranks of tests have
     return resumed(CASES[name][0], arena)
 
@@ -189,9 +189,6 @@ def test_a_restart_has_the_bits_of_an_unbroken_run(name: str, arena_root: Path) 
 def hooked(rank: int, world_size: int, arena: str) -> list[str]:
     """What DDP's communication hooks come to: with state that cannot be saved, without, and registered too late."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    import ftckpt.errors
 
     def ddp() -> Any:
         return DistributedDataParallel(nn.Linear(8, 8))
@@ -227,8 +224,6 @@ def test_hooks_with_state_are_refused_by_name(arena_root: Path) -> None:
 def accumulated(rank: int, world_size: int, arena: str) -> list[int]:
     """Boundaries at which no snapshot was taken, of a script that steps its optimizer every second iteration; one
     iteration has a gradient that a GradScaler skips."""
-    from ftckpt.errors import CaptureError
-
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpointer, _ = attach(simple(model, optimizer), arena)
@@ -261,10 +256,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def left(rank: int, world_size: int, arena: str, kind: str) -> str:
     """Three iterations with an optimizer, or what keeps it from going on."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    import ftckpt.errors
-
     model = DistributedDataParallel(layers())
     parts = simple(model, OPTIMIZERS[kind](model.parameters()))
     try:
@@ -290,8 +281,6 @@ def test_a_snapshot_of_another_optimizer_is_refused_in_its_layout_and_in_another
 
 def attached_twice(rank: int, world_size: int, arena: str) -> list[str]:
     """A second attach in one process: before the first is closed, behind that, and with a second optimizer."""
-    import ftckpt.errors
-
     found = []
     first, _ = attach(simple(layers()), arena)
     try:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.support.pool import RankFailure, preload, run_ranks, spawn_ranks
 from tests.support.processes import is_running
@@ -32,9 +34,6 @@ def no_folders_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, str | None, int]:
-    import torch
-    import torch.distributed as dist
-
     total = torch.tensor([rank + offset])
     dist.all_reduce(total)
     return int(total), os.environ.get("POOL_TEST"), torch.get_num_threads()

@@ -27,6 +27,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.persist.storage import open_storage
+from ftckpt.store import ledger
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp, list_arenas
 from tests.support.errors import a_rank_raises
@@ -594,8 +595,6 @@ def train_until_protected(rank: int, world_size: int, attempt: Attempt) -> list[
 
 
 def train_without_room(rank: int, world_size: int, attempt: Attempt) -> Ended:
-    from ftckpt.store import ledger
-
     def refuse(path: Path, need_bytes: int) -> None:
         raise MemoryBudgetError("no room in this test")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from ftckpt.errors import ConfigError
 from ftckpt.windows.schedule import Step, interleaved, one_forward_one_backward, place_lengths
 from tests.support import jobs
 from tests.support.pool import run_ranks
@@ -136,11 +138,7 @@ class FakeCommunicator:
 
 def compare_tables(rank: int, world_size: int) -> int:
     """Megatron's own warm-up counts and table of forwards against the model, over many shapes; how many."""
-    import itertools
-
     from megatron.core.pipeline_parallel import schedules
-
-    from ftckpt.errors import ConfigError
 
     compared = 0
     shapes = itertools.product((2, 3, 4, 8), range(2, 20), (1, 2, 4), (2, 3, 4, 5, 8, 9), (False, True))
@@ -190,8 +188,6 @@ def refusal(rank: int, world_size: int, argv: list[str], cases: list[tuple[int, 
 
 
 def test_interleaved_refuses_what_megatron_refuses() -> None:
-    from ftckpt.errors import ConfigError
-
     cases = [(1, 2), (2, 3), (4, 1), (5, 2), (7, 3), (9, 4)]
     for micro_batches, group in cases:
         with pytest.raises(ConfigError):

@@ -6,10 +6,13 @@ Restart tests compare with an unbroken run, which says something only where two 
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -96,11 +99,6 @@ def test_a_pipeline_without_dropout_computes_what_one_stage_does(tmp_path: Path)
 
 def train_from_common_weights(rank: int, world_size: int, argv: list[str]) -> list[float]:
     """Weights that depend on their layer's name alone, so that all layouts start alike."""
-    import re
-    import zlib
-
-    import torch
-
     from launch import train_gpt
 
     job = train_gpt.build(train_gpt.parse_args(argv))

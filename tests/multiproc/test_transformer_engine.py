@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -130,8 +131,6 @@ def test_replicas_share_scales(settings: dict[str, Any]) -> None:
 
 def scales(rank: int, world_size: int, setup: Setup, run: jobs.Run) -> dict[str, Any]:
     """Of each module, as they are when ``run`` has restored and trained, by a name that no layout changes."""
-    import sys
-
     train(rank, world_size, run, setup)
     door, fp8 = sys.modules["ftckpt.megatron"].door, sys.modules["ftckpt.megatron.fp8"]
     unpacked = fp8._unpacked(door.state._scaling.save())
