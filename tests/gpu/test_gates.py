@@ -11,13 +11,8 @@ from ftckpt.windows.bubbles import Turn
 from ftckpt.windows.iteration import Iteration
 from ftckpt.windows.node_budget import NoBudget
 from tests.support.device_states import CPU, prepared
-from tests.support.fake_device import PAGE, SECS, FakeDevice, install
+from tests.support.fake_device import PAGE, SECS, FakeDevice
 from tests.support.fake_training import KINDS, Run, slot_for
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    return install(monkeypatch)
 
 
 @pytest.mark.parametrize("num", [1, 6, 10, 13])
