@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from ftckpt.capture.assignment import as_bytes
 from ftckpt.convert import safetensors
 from ftckpt.convert.catalog import Catalog, Reader, Tensor
 from ftckpt.convert.consolidation import Consolidator
@@ -31,9 +30,10 @@ from ftckpt.convert.deepspeed.universal_reader import DeepSpeedUniversalReader
 from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter
 from ftckpt.convert.language.spec import Spec
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import Fragment
 from ftckpt.model.objects import decode, encode
+from tests.support import elements
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
+from tests.support.elements import Elements, Wholes, wholes
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -73,8 +73,6 @@ SAVED = {
 
 QUICK = ("fp32", "zero1-freeze", "zero2-round-robin", "zero3-three", "pp2-tp2-dp2", "moe-ep2-zero2")
 
-Elements = tuple[Fragment, bytes]
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -100,8 +98,7 @@ def held(job: Any) -> list[Elements]:
     from ftckpt.deepspeed.state import DeepSpeedState
 
     described = DeepSpeedState(job.engine, {}).describe()
-    pieces = (*described.stepped, *described.volatile)
-    return [(piece.fragment, as_bytes(piece.tensor).numpy().tobytes()) for piece in pieces]
+    return elements.held((*described.stepped, *described.volatile))
 
 
 def save(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[Elements], bytes]:
@@ -115,10 +112,10 @@ def save(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[El
         train_deepspeed.train_step(job)
     job.engine.module.universal_checkpoint_info = INFO
     job.engine.save_checkpoint(folder)
-    elements = held(job)
+    of_rank = held(job)
     state = DeepSpeedState(job.engine, {})
     state.describe()
-    return elements, encode(state.save_objects())
+    return of_rank, encode(state.save_objects())
 
 
 @functools.cache
@@ -135,38 +132,12 @@ def saved(name: str) -> Checkpoint:
     return Checkpoint(path, [result.value[0] for result in results], results[0].value[1])
 
 
-Tensors = dict[str, tuple[str, tuple[int, ...], np.ndarray[Any, Any]]]
-
-
-def together(found: Sequence[Elements]) -> Tensors:
-    """Whole tensors from fragments: complete, and holders of the same elements agree."""
-    tensors: Tensors = {}
-    holes: dict[str, np.ndarray[Any, Any]] = {}
-    for fragment, data in found:
-        size = fragment.item_bytes
-        new = (fragment.dtype, fragment.global_shape, np.zeros((int(np.prod(fragment.global_shape)), size), np.uint8))
-        dtype, shape, tensor = tensors.setdefault(fragment.key, new)
-        hole = holes.setdefault(fragment.key, np.ones(len(tensor), bool))
-        assert (dtype, shape) == (fragment.dtype, fragment.global_shape), fragment.name
-        box = fragment.box
-        inside = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
-        at = np.arange(len(tensor)).reshape(shape)[inside].reshape(-1)[fragment.start : fragment.stop]
-        values = np.frombuffer(data, np.uint8).reshape(-1, size)
-        there = ~hole[at]
-        assert np.array_equal(tensor[at][there], values[there]), fragment.name
-        tensor[at] = values
-        hole[at] = False
-    for key, hole in holes.items():
-        assert not hole.any(), f"{key}: {hole.sum()} of {hole.size} elements are nowhere"
-    return tensors
-
-
-def read_all(source: Any) -> Tensors:
+def read_all(source: Any) -> Wholes:
     catalog = source.catalog
-    return together([(f, source.read(index).tobytes()) for index, f in enumerate(catalog.fragments)])
+    return wholes([(f, source.read(index).tobytes()) for index, f in enumerate(catalog.fragments)])
 
 
-def differing(mine: Tensors, theirs: Tensors) -> list[str]:
+def differing(mine: Wholes, theirs: Wholes) -> list[str]:
     keys = mine.keys() & theirs.keys()
     return [k for k in sorted(keys) if mine[k][:2] != theirs[k][:2] or not np.array_equal(mine[k][2], theirs[k][2])]
 
@@ -176,7 +147,7 @@ def test_a_checkpoint_holds_what_the_ranks_held(name: str) -> None:
     checkpoint = saved(name)
     assert deepspeed_files.recognises(checkpoint.path)
     source = DeepSpeedReader(checkpoint.path)
-    live = together([pair for rank in checkpoint.live for pair in rank])
+    live = wholes([pair for rank in checkpoint.live for pair in rank])
     found = read_all(source)
     assert not differing(found, live)
     derived = source.catalog.derived
@@ -228,8 +199,8 @@ LOADS = {
 @pytest.mark.parametrize("name", by_default(LOADS, ["zero2-round-robin", "zero3-three", "pp2-tp2-dp2"]))
 def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> None:
     results = run_ranks(load, LOADS[name].ranks, LOADS[name], str(converted(name)), stand_in=False)
-    live = together([pair for rank in saved(name).live for pair in rank])
-    loaded = together([pair for result in results for pair in result.value[0]])
+    live = wholes([pair for rank in saved(name).live for pair in rank])
+    loaded = wholes([pair for result in results for pair in result.value[0]])
     assert set(loaded) == set(live)
     assert not differing(loaded, live)
     said = DeepSpeedReader(saved(name).path).catalog.objects["deepspeed"]
@@ -268,8 +239,8 @@ def test_what_ftckpt_saved_of_a_job_is_loaded_by_deepspeed(tmp_path: Path) -> No
     convert_to_deepspeed(Live("pp2-tp2-dp2"), tmp_path / "made")
     shape = Shape(4, ["--pp", "2", "--tp", "2", "--tie"], BF16 | zero(1))
     results = run_ranks(load, 4, shape, str(tmp_path / "made"), stand_in=False)
-    live = together([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
-    loaded = together([pair for result in results for pair in result.value[0]])
+    live = wholes([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
+    loaded = wholes([pair for result in results for pair in result.value[0]])
     assert set(loaded) == set(live) and not differing(loaded, live)
     said = DeepSpeedReader(saved("pp2-tp2-dp2").path).catalog.objects["deepspeed"]
     rate = said["optimizer"]["param_groups"][0]["lr"]
@@ -388,7 +359,7 @@ def test_universal_directories_are_read(name: str) -> None:
         assert back.catalog.padded == source.catalog.padded & again.keys()
 
 
-def consolidated(source: Any) -> Tensors:
+def consolidated(source: Any) -> Wholes:
     """All that a conversion would write."""
     filler = Consolidator(source)
     found = {}
@@ -417,7 +388,7 @@ def test_a_specification_says_where_parts_lie_if_the_checkpoint_does_not() -> No
     with raises(ConvertError, "2 tensor-parallel ranks", "universal_checkpoint_info", "--spec"):
         DeepSpeedReader(path)
     found = read_all(DeepSpeedReader(path, Spec.parse(SPEC, "example")))
-    live = together([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
+    live = wholes([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
     assert set(found) == set(live) and not differing(found, live)
     narrow = {"rules": SPEC["rules"][1:]}
     with raises(ConvertError, "rule", "attention.key.weight"):

@@ -19,6 +19,7 @@ from ftckpt.frameworks import doors
 from ftckpt.model.objects import decode, encode
 from ftckpt.model.replicas import WHOLE_SHARE
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
+from tests.support.elements import Elements, held, wholes
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -58,9 +59,6 @@ QUICK = (
 """At least one of each kind of optimizer, partition and axis."""
 BEFORE, AFTER = 3, 2
 """Iterations before the boundary that is saved, and after it."""
-
-Elements = tuple[Any, np.ndarray[Any, Any]]
-"""A fragment, or its key and box, with its elements."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def steps(job: Any, number: int) -> list[dict[str, Any]]:
 def live(rank: int, world_size: int, shape: Shape) -> Life:
     job, state = build(shape)
     described = state.describe()
-    first = elements(described.stepped)
+    first = held(described.stepped)
     built = as_built(job) if rank == 0 else {}
     changed = watch(job, described.stepped)
     rows = steps(job, BEFORE)
@@ -115,13 +113,9 @@ def live(rank: int, world_size: int, shape: Shape) -> Life:
         data = None if rule_holds(piece) else as_bytes(piece.tensor).numpy().tobytes()
         pieces.append((piece.fragment.name, data))
     objects = encode(state.save_objects())
-    at_boundary, told = elements(described.stepped), told_by_deepspeed(job)
+    at_boundary, told = held(described.stepped), told_by_deepspeed(job)
     rows += steps(job, AFTER)
     return Life(first, built, at_boundary, told, changed, pieces, objects, rows, end_of(job, described))
-
-
-def elements(pieces: Any) -> list[Elements]:
-    return [(piece.fragment, piece.tensor.detach().double().numpy().copy()) for piece in pieces]
 
 
 def as_built(job: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -219,23 +213,16 @@ def lives(name: str) -> list[Life]:
     return [result.value for result in run_ranks(live, shape.ranks, shape, stand_in=False)]
 
 
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 def together(found: list[list[Elements]]) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors that the fragments of all ranks make up; ranks that claim the same element agree on it."""
-    tensors: dict[str, np.ndarray[Any, Any]] = {}
-    holes: dict[str, np.ndarray[Any, Any]] = {}
-    for fragment, values in (pair for of_rank in found for pair in of_rank):
-        tensor = tensors.setdefault(fragment.key, np.zeros(fragment.global_shape))
-        hole = holes.setdefault(fragment.key, np.ones(fragment.global_shape, bool))
-        assert tensor.shape == fragment.global_shape, fragment.name
-        whole = np.arange(tensor.size).reshape(tensor.shape)
-        places = whole[slices(fragment.box)].reshape(-1)[fragment.start : fragment.stop]
-        told = ~hole.flat[places]
-        assert np.array_equal(tensor.flat[places][told], values[told], equal_nan=True), fragment.name
-        tensor.flat[places] = values
-        hole.flat[places] = False
-    for key, hole in holes.items():
-        assert not hole.any(), f"{key}: {hole.sum()} of {hole.size} elements are on no rank"
-    return tensors
+    """The tensors that the fragments of all ranks make up, as numbers."""
+    joined = wholes(pair for of_rank in found for pair in of_rank)
+    return {
+        key: torch.from_numpy(data).view(DTYPES[dtype]).double().numpy().reshape(shape)
+        for key, (dtype, shape, data) in joined.items()
+    }
 
 
 def slices(box: Any) -> tuple[slice, ...]:

@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from ftckpt.errors import MismatchError
 from ftckpt.frameworks import doors
 from ftckpt.model import objects
 from tests.support import jobs
+from tests.support.elements import Elements, held, put_together
 from tests.support.errors import a_rank_raises
 from tests.support.pool import run_ranks
 
@@ -41,40 +41,20 @@ def build(argv: list[str]) -> tuple[Any, Any]:
     return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
 
 
-def described_tensors(rank: int, world_size: int, argv: list[str]) -> list[tuple[Any, list[float]]]:
+def described_tensors(rank: int, world_size: int, argv: list[str]) -> list[Elements]:
     _, state = build(argv)
-    return [(piece.fragment, piece.tensor.float().tolist()) for piece in state.describe().stepped]
+    return held(state.describe().stepped)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fragments_of_all_ranks_make_up_every_tensor(name: str) -> None:
-    """No element is missing, and ranks that claim the same element hold the same value."""
+    """Under the distributed optimizer the owned ranges of a parameter make it up as well."""
     world_size, argv = LAYOUTS[name]
-    elements: dict[str, dict[int, float]] = defaultdict(dict)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for result in run_ranks(described_tensors, world_size, argv):
-        for fragment, values in result.value:
-            assert shapes.setdefault(fragment.key, fragment.global_shape) == fragment.global_shape
-            for position, value in zip(flat_positions(fragment), values, strict=True):
-                assert elements[fragment.key].setdefault(position, value) == value, fragment.name
-    for key, shape in shapes.items():
-        numel = 1
-        for size in shape:
-            numel *= size
-        role = key.partition("/")[0]
-        # Under the distributed optimizer the owned ranges of a parameter make it up as well.
-        assert len(elements[key]) == numel, f"{key}: {len(elements[key])} of {numel} ({role})"
-    roles = {key.partition("/")[0] for key in shapes}
+    ranks = [result.value for result in run_ranks(described_tensors, world_size, argv)]
+    assert not (wrong := put_together(ranks)), wrong[:3]
+    roles = {fragment.key.partition("/")[0] for of_rank in ranks for fragment, _ in of_rank}
     assert {"weight", "exp_avg", "exp_avg_sq", "step"} <= roles
     assert ("master" in roles) == ("fp32" not in name)
-
-
-def flat_positions(fragment: Any) -> list[int]:
-    whole = np.arange(int(np.prod(fragment.global_shape, dtype=int))).reshape(fragment.global_shape)
-    box = tuple(
-        slice(offset, offset + size) for offset, size in zip(fragment.box.offset, fragment.box.shape, strict=True)
-    )
-    return whole[box].reshape(-1)[fragment.start : fragment.stop].tolist()
 
 
 def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> list[str]:

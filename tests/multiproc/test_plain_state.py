@@ -26,6 +26,7 @@ from ftckpt.plain.geometry import local, place_rank
 from ftckpt.plain.hooks import follow
 from ftckpt.plain.state import PlainState
 from ftckpt.store.outcome import launcher_run
+from tests.support.elements import positions
 from tests.support.pool import run_ranks
 from tests.support.recorder import Recorder
 
@@ -172,10 +173,8 @@ def test_every_element_is_where_the_fragment_says(name: str) -> None:
                 continue
             value = full[fragment.key]
             assert fragment.global_shape == value.shape
-            places = zip(fragment.box.offset, fragment.box.shape, strict=True)
-            box = tuple(slice(offset, offset + size) for offset, size in places)
-            np.testing.assert_array_equal(value[box].reshape(-1)[fragment.start : fragment.stop], elements)
-            at = np.arange(value.size).reshape(value.shape)[box].reshape(-1)
+            at = positions(fragment)
+            np.testing.assert_array_equal(value.reshape(-1)[at], elements)
             seen[fragment.key][at] = True
     missing = [key for key, mask in seen.items() if not mask.all()]
     assert not missing

@@ -15,6 +15,7 @@ import xxhash
 from ftckpt.config import Config
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
+from tests.support.elements import positions
 from tests.support.jobs import TINY
 
 ITERATION = 3
@@ -185,18 +186,6 @@ def _spec(script: Any, model: Model, config: Any, stage: int | None) -> Any:
         attention.core_attention = NoAttention
     layers = get_num_layers_to_build(config, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=script.LayerNorm)
-
-
-def positions(fragment: Fragment) -> npt.NDArray[np.int64]:
-    """Of each element of a fragment its flat place in the logical tensor."""
-    places = np.arange(fragment.start, fragment.stop)
-    found = np.zeros(len(places), np.int64)
-    stride = 1
-    box = fragment.box
-    for offset, size, whole in zip(box.offset[::-1], box.shape[::-1], fragment.global_shape[::-1], strict=True):
-        found += (places % size + offset) * stride
-        places, stride = places // size, stride * whole
-    return found
 
 
 def expected(fragment: Fragment) -> npt.NDArray[np.float32]:
