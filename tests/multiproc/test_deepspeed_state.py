@@ -20,6 +20,7 @@ from ftckpt.model.objects import decode, encode
 from ftckpt.model.replicas import WHOLE_SHARE
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.elements import Elements, held, wholes
+from tests.support.errors import message_of
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -442,10 +443,7 @@ def refused_by_json(rank: int, world_size: int, texts: list[str]) -> dict[str, s
     found = {}
     for text in texts:
         job.engine._config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 2, **BY_JSON[text]})
-        try:
-            support.check(job.engine)
-        except UnsupportedError as error:
-            found[text] = str(error)
+        found[text] = message_of(lambda: support.check(job.engine), UnsupportedError)
     return found
 
 
@@ -470,11 +468,10 @@ REFUSED = {
 
 
 def refused(rank: int, world_size: int, shape: Shape) -> str:
-    try:
+    def describe() -> None:
         build(shape)[1].describe()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+
+    return message_of(describe, UnsupportedError)
 
 
 @pytest.mark.parametrize("text", REFUSED)
@@ -498,10 +495,7 @@ def spoilt_marks(rank: int, world_size: int, shape: Shape) -> list[str]:
         parameter = job.engine.module.get_parameter("1.positions") if mark == "requires_grad" else weight
         before = getattr(parameter, mark, True)
         setattr(parameter, mark, wrong)
-        try:
-            state.describe()
-        except UnsupportedError as error:
-            told.append(str(error))
+        told.append(message_of(state.describe, UnsupportedError))
         setattr(parameter, mark, 1 if mark == "partition_stride" else before)
     state.describe()
     return [text.replace(name, "NAME") for text in told]
@@ -530,11 +524,7 @@ def replaced(rank: int, world_size: int, shape: Shape, what: str) -> str:
     else:
         parameter = next(job.engine.module.parameters())
         parameter.data = parameter.data.clone()
-    try:
-        state.save_objects()
-    except CaptureError as error:
-        return str(error)
-    return ""
+    return message_of(state.save_objects, CaptureError)
 
 
 @pytest.mark.parametrize("what", ["state", "weights"])
@@ -615,11 +605,7 @@ def without_object(rank: int, world_size: int) -> str:
     state.describe()
     saved = state.save_objects()
     saved["objects"] = {}
-    try:
-        state.load_objects(saved)
-    except MismatchError as error:
-        return str(error)
-    return ""
+    return message_of(lambda: state.load_objects(saved), MismatchError)
 
 
 def test_an_object_that_the_snapshot_does_not_have_is_named() -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ftckpt.errors
-from ftckpt.errors import CaptureError
+from ftckpt.errors import ArenaError, CaptureError, MismatchError, UnsupportedError
+from tests.support.errors import message_of
 from tests.support.pool import run_ranks
 from tests.support.resuming import HALF, Parts, attach, resumed, simple
 
@@ -193,13 +193,10 @@ def hooked(rank: int, world_size: int, arena: str) -> list[str]:
     def ddp() -> Any:
         return DistributedDataParallel(nn.Linear(8, 8))
 
-    found = []
     model = ddp()
     model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-    try:
-        attach(simple(model), arena)
-    except ftckpt.errors.UnsupportedError as error:
-        found.append(str(error))
+    stateful = simple(model)
+    found = [message_of(lambda: attach(stateful, arena), UnsupportedError)]
     model = ddp()
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     parts = simple(model)
@@ -208,17 +205,14 @@ def hooked(rank: int, world_size: int, arena: str) -> list[str]:
     checkpointer.training_state.save_objects()
     late = parts.model
     late._comm_hooks.append((None, powerSGD_hook.PowerSGDState(None)))  # torch takes one before the first backward
-    try:
-        checkpointer.training_state.save_objects()
-    except ftckpt.errors.CaptureError as error:
-        found.append(str(error))
+    found.append(message_of(checkpointer.training_state.save_objects, CaptureError))
     checkpointer.close(remove=True)
     return found
 
 
 def test_hooks_with_state_are_refused_by_name(arena_root: Path) -> None:
     (found,) = [result.value for result in run_ranks(hooked, 1, str(arena_root), stand_in=False)]
-    assert "powerSGD_hook" in found[0] and "PowerSGDState" in found[0] and len(found) == 2
+    assert "powerSGD_hook" in found[0] and "PowerSGDState" in found[0] and found[1]
 
 
 def accumulated(rank: int, world_size: int, arena: str) -> list[int]:
@@ -260,7 +254,7 @@ def left(rank: int, world_size: int, arena: str, kind: str) -> str:
     parts = simple(model, OPTIMIZERS[kind](model.parameters()))
     try:
         checkpointer, start = attach(parts, arena)
-    except ftckpt.errors.MismatchError as error:
+    except MismatchError as error:
         return str(error)
     for iteration in range(start + 1, start + 4):
         parts.train(iteration)
@@ -281,19 +275,13 @@ def test_a_snapshot_of_another_optimizer_is_refused_in_its_layout_and_in_another
 
 def attached_twice(rank: int, world_size: int, arena: str) -> list[str]:
     """A second attach in one process: before the first is closed, behind that, and with a second optimizer."""
-    found = []
     first, _ = attach(simple(layers()), arena)
-    try:
-        attach(simple(layers()), arena)
-    except ftckpt.errors.ArenaError as error:
-        found.append(str(error))
+    found = [message_of(lambda: attach(simple(layers()), arena), ArenaError)]
     first.close()
     attach(simple(layers()), arena)[0].close()
     model = layers()
-    try:
-        attach(simple(model, torch.optim.AdamW(model[0].parameters())), arena)
-    except ftckpt.errors.UnsupportedError as error:
-        found.append(str(error))
+    of_one_layer = torch.optim.AdamW(model[0].parameters())
+    found.append(message_of(lambda: attach(simple(model, of_one_layer), arena), UnsupportedError))
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 0.5}]
     attach(simple(model, torch.optim.AdamW(groups)), arena)[0].close()
     return found

@@ -27,6 +27,7 @@ from ftckpt.plain.hooks import follow
 from ftckpt.plain.state import PlainState
 from ftckpt.store.outcome import launcher_run
 from tests.support.elements import positions
+from tests.support.errors import message_of
 from tests.support.pool import run_ranks
 from tests.support.recorder import Recorder
 
@@ -208,10 +209,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     for name, given in {
         "swapped": (optimizer, model), "no optimizer": (model, None), "listed": (model, optimizer, None, [model]),
     }.items():  # fmt: skip
-        try:
-            ftckpt.plain.attach(*given, config=config)
-        except FtckptError as error:
-            said[name] = str(error)
+        said[name] = message_of(lambda given=given: ftckpt.plain.attach(*given, config=config))
 
     def refused(name: str, model: nn.Module, optimizer: Any = None, **more: Any) -> None:
         optimizer = optimizer or torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
@@ -282,11 +280,7 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
     module.sgd = written
 
     def save() -> str:
-        try:
-            state.save_objects()
-        except CaptureError as error:
-            return str(error)
-        return ""
+        return message_of(state.save_objects, CaptureError)
 
     seen: dict[str, Any] = {}
     model(torch.randn(2, 6)).sum().backward()
@@ -371,11 +365,7 @@ def without_process_group(rank: int, world_size: int) -> str:
     model = Odd()
     optimizer = torch.optim.Adam(model.parameters())
     assert ftckpt.plain.attach(model, optimizer) is None, "off by default"
-    try:
-        ftckpt.plain.attach(model, optimizer, config=Config(enabled=True))
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+    return message_of(lambda: ftckpt.plain.attach(model, optimizer, config=Config(enabled=True)), ConfigError)
 
 
 def test_a_process_group_is_needed() -> None:

@@ -30,6 +30,7 @@ from ftckpt.persist.storage import open_storage
 from ftckpt.store import ledger
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp, list_arenas
+from tests.support.choosing import inventory_of
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, RankResult, run_ranks
@@ -465,19 +466,45 @@ def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_roo
     assert list(arena_root.iterdir()) == []
 
 
-@pytest.mark.parametrize("source", ["memory", "storage"])
+@pytest.mark.parametrize(
+    ("source", "before", "after"),
+    [("memory", OLD, NEW), ("storage", OLD, NEW), ("memory", Layout(tp=2, dp=2), Layout())],
+    ids=["memory", "storage", "memory, all copies read by one rank"],
+)
 def test_a_buffer_that_differs_between_ranks_is_no_buffer_of_the_model(
-    source: str, plan: dict[str, Any], arena_root: Path, tmp_path: Path
+    source: str, before: Layout, after: Layout, plan: dict[str, Any], arena_root: Path, tmp_path: Path
 ) -> None:
+    """The copy that differs is not the first."""
     if source == "storage":
         (tmp_path / "storage").mkdir()
         plan |= {"persist": str(tmp_path / "storage"), "persist_interval": 2, "slots": 0}
-    restarted(Attempt(OLD, LAST, plan, spoil="buffer/bias", persists=source == "storage"))
+    restarted(Attempt(before, LAST, plan, spoil="buffer/bias", persists=source == "storage"))
     if source == "storage":
         clean_job(arena_root, "test")
     differs = r"MismatchError.*buffer/bias\S* does not have the same bits in tp0-pp0-dp0 and tp0-pp0-dp1"
     with pytest.raises(RankFailure, match=differs):
-        restarted(Attempt(NEW, LAST, plan))
+        restarted(Attempt(after, LAST, plan))
+
+
+def sealed(arena_root: Path) -> set[int]:
+    """Iterations of which a slot is there, on any node."""
+    reports = inventory_of(*arena_root.glob("ftckpt-test/n*")).arenas
+    assert len(reports) == OLD.size and not any(report.problems for report in reports)
+    return {slot.snapshot.iteration for report in reports for slot in report.slots}
+
+
+@pytest.mark.faults
+def test_slots_of_the_old_layout_that_are_newer_are_void(plan: dict[str, Any], arena_root: Path) -> None:
+    """Else they would count again, beside what was trained since, when the one that is missing comes back."""
+    restarted(Attempt(OLD, LAST, plan))
+    (path,) = arena_root.glob("ftckpt-test/n1/tp1-pp0-dp1.*")
+    with closing(Arena.open(path, writable=True)) as arena:
+        for snapshot, slot in arena.snapshots().items():
+            if snapshot.iteration == LAST:
+                arena.control.void(slot)
+    assert sealed(arena_root) == {LAST - 1, LAST}
+    broken(Attempt(NEW, LAST + 1, plan, kill="objects there"))
+    assert sealed(arena_root) == {LAST - 1}
 
 
 def test_replicas_that_differ_are_not_mixed(plan: dict[str, Any]) -> None:
