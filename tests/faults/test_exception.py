@@ -24,6 +24,7 @@ from tests.support import constants
 from tests.support.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
 from tests.support.launching import ITERATIONS, ROOT, Launched
 from tests.support.pool import run_ranks
+from tests.support.processes import command_line, is_running
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -82,7 +83,7 @@ class Failing(Launched):
             for pid in {event["pid"] for rank in range(2) for event in self.events(rank, "joined")} | {
                 one["pid"] for one in fired(self.failures)
             }:
-                if pid not in self.ended and not runs(pid):
+                if pid not in self.ended and not is_running(pid):
                     self.ended[pid] = time.time()
 
     def steps(self, rank: int = 1) -> list[tuple[float, int]]:
@@ -120,13 +121,6 @@ class Failing(Launched):
 def crowd() -> float:
     """How many processes share a core, and so how much longer everything takes than by itself."""
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -309,7 +303,7 @@ def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> No
     os.kill(script.pid, by)
     assert script.wait(60) != 0
     print(f"{by.name} to the launcher: it ended in {time.time() - at:.2f} s")
-    assert not [pid for pid in failing.pids() if "ftckpt.smp" not in command(pid)]
+    assert not [pid for pid in failing.pids() if "ftckpt.smp" not in command_line(pid)]
     newest = max(event["iteration"] for event in failing.events(0, "snapshot"))
     failing.scripts.clear()
     failing.training += ["--iterations", str(newest + 10)]
@@ -349,10 +343,3 @@ def test_deepspeed(tmp_path: Path, arena_root: Path) -> None:
         job.check_went_on(restarts=len(DEEPSPEED) - 1)  # one comes before anything is restored
     finally:
         job.stop()
-
-
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""

@@ -10,11 +10,13 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.launching import ROOT, Launched, free_ports
+from tests.support.processes import command_line, running
 from tests.support.waiting import until
 
 pytestmark = [
@@ -43,13 +45,10 @@ def launched(tmp_path: Path, arena_root: Path) -> Iterator[Launched]:
 def processes_of(group: int) -> dict[int, str]:
     """Process ids and command lines below a script: it has a session of its own."""
     found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == group and fields[0] != "Z":
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
+    for pid in running():
+        with suppress(OSError):
+            if os.getsid(pid) == group:
+                found[pid] = command_line(pid)
     return found
 
 

@@ -472,7 +472,7 @@ def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_roo
     ids=["memory", "storage", "memory, all copies read by one rank"],
 )
 def test_a_buffer_that_differs_between_ranks_is_no_buffer_of_the_model(
-    source: str, before: Layout, after: Layout, plan: dict[str, Any], arena_root: Path, tmp_path: Path
+    source: str, before: Layout, after: Layout, plan: dict[str, Any], tmp_path: Path
 ) -> None:
     """The copy that differs is not the first."""
     if source == "storage":
@@ -480,7 +480,7 @@ def test_a_buffer_that_differs_between_ranks_is_no_buffer_of_the_model(
         plan |= {"persist": str(tmp_path / "storage"), "persist_interval": 2, "slots": 0}
     restarted(Attempt(before, LAST, plan, spoil="buffer/bias", persists=source == "storage"))
     if source == "storage":
-        clean_job(arena_root, "test")
+        clean_job(Path(plan["arena"]), "test")
     differs = r"MismatchError.*buffer/bias\S* does not have the same bits in tp0-pp0-dp0 and tp0-pp0-dp1"
     with pytest.raises(RankFailure, match=differs):
         restarted(Attempt(after, LAST, plan))

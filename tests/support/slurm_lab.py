@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import command_line, mounts_of, running
 from tests.support.waiting import until
 
 NODES = ("node0", "node1")
@@ -131,17 +132,8 @@ class SlurmLab:
 
     def pids(self, node: str, words: str) -> list[int]:
         """Processes in the mounts of a node whose command line has ``words``."""
-        mounts = os.readlink(f"/proc/{self._daemons[node]}/ns/mnt")
-        found = []
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and os.readlink(folder / "ns" / "mnt") == mounts:
-                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if words in line:
-                        found.append(int(folder.name))
-            except OSError:  # it has ended
-                continue
-        return found
+        mounts = mounts_of(self._daemons[node])
+        return [pid for pid in running() if mounts_of(pid) == mounts and words in command_line(pid)]
 
     def memory(self, node: str) -> Path:
         """A node's /dev/shm, seen from here."""
