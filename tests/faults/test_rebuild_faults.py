@@ -23,6 +23,7 @@ from ftckpt.store.package import list_packages, load, pack, package_path, store
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
+from tests.support.killing import die_at
 from tests.support.pool import run_ranks
 from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, restart, slot_of
 from tests.support.tiers import by_default
@@ -286,24 +287,9 @@ def restart_that_is_killed(rank: int, world_size: int, job: Job, events: Path, p
 
             Build.put = put  # type: ignore[method-assign]
         else:
-            from ftckpt.store.control import ControlBlock
-
-            name, after = {"begin": ("begin", True), "before_seal": ("seal", False), "after_seal": ("seal", True)}[
-                point
-            ]
-            kill_at(ControlBlock, name, after)
+            call = {"begin": "begin", "before_seal": "seal", "after_seal": "seal"}[point]
+            die_at(f"ftckpt.store.control:ControlBlock.{call}", after=point != "before_seal")
     return restart(rank, world_size, job, events)
-
-
-def kill_at(owner: Any, name: str, after: bool) -> None:
-    original = getattr(owner, name)
-
-    def killed(*args: Any, **kwargs: Any) -> Any:
-        if after:
-            original(*args, **kwargs)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, name, killed)
 
 
 def test_a_rank_that_fails_to_rebuild_is_an_error_on_all(arena_root: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import shutil
@@ -30,9 +29,11 @@ from ftckpt.persist.storage import open_storage
 from ftckpt.store import ledger
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp, list_arenas
+from tests.support import plain
 from tests.support.choosing import inventory_of
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
+from tests.support.killing import die_at
 from tests.support.pool import RankFailure, RankResult, run_ranks
 from tests.support.stored import committed
 from tests.support.tiers import by_default
@@ -199,11 +200,6 @@ class Ended:
     scratch: list[float]
 
 
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)  # the kill comes when the call returns, at the latest
-
-
 def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
     layout = attempt.layout
     assert world_size == layout.size
@@ -239,25 +235,10 @@ def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
 # --- points at which an attempt is killed ---
 
 
-def _at(dotted: str, rank: int, only: int | None, after: bool = True, nth: int = 1) -> None:
-    """Die at the ``nth`` call of a function, on all ranks or on one."""
-    module, _, name = dotted.partition(":")
-    owner: Any = importlib.import_module(module)
-    *classes, name = name.split(".")
-    for class_name in classes:
-        owner = getattr(owner, class_name)
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        here = next(calls) == nth and only in (None, rank)
-        if here and not after:
-            die()
-        result = original(*args, **options)
-        if here:
-            die()
-        return result
-
-    setattr(owner, name, wrapped)
+def _at(dotted: str, rank: int, only: int | None, after: bool = True) -> None:
+    """Die at the first call of a function, on all ranks or on one."""
+    if only in (None, rank):
+        die_at(dotted, after=after)
 
 
 def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -> None:
@@ -272,7 +253,7 @@ def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -
             capture.settle(20.0)
             assert capture.newest is not None and capture.newest.iteration == iteration
         checkpointer.group.barrier()
-        die()
+        plain.die()
 
     checkpointer.step = step  # type: ignore[method-assign]
 

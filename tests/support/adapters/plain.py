@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ftckpt.config import Config
 from tests.support.adapters import ScriptJob
+from tests.support.conformance.adapter import Adapter
 
 TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8"]
 CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -56,24 +56,7 @@ class PlainJob(ScriptJob):
         getattr(self._job.model, "module", self._job.model).extra = torch.nn.Linear(2, 2, bias=False)
 
 
-@dataclass(frozen=True)
-class PlainAdapter:
-    """One of ``CONFIGURATIONS``."""
-
-    configuration: str
-    framework: str = "plain"
-    masters: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return CONFIGURATIONS[self.configuration][0]
-
-    @property
-    def pool(self) -> Mapping[str, Any]:
-        return {"stand_in": False}
-
-    def build(self) -> PlainJob:
-        return PlainJob(CONFIGURATIONS[self.configuration][1])
-
-
-ADAPTERS = tuple(map(PlainAdapter, CONFIGURATIONS))
+ADAPTERS = tuple(
+    Adapter("plain", name, ranks, False, partial(PlainJob, argv), {"stand_in": False})
+    for name, (ranks, argv) in CONFIGURATIONS.items()
+)
