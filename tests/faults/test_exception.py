@@ -159,15 +159,6 @@ ELSEWHERE = [
     Failure("data", ALL),
     Failure("forward", 0, nth=3 * MICRO + 2, cleanup="destroy"),
 ]
-SLOW = [pytest.mark.slow]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failures", [WHILE_TRAINING, ELSEWHERE], ids=["some places", "other places"])
-def test_an_error_while_training(failures: list[Failure], failing: Failing) -> None:
-    check(failing, failures)
-    raised = [one for one in fired(failing.failures) if failures[one["number"]].how == "raise"]
-    assert told(failing).count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(raised)
 
 
 RESTARTING = [Failure("after step", 0), Failure("load object", 1, nth=1)]
@@ -204,12 +195,6 @@ def test_an_error_at_a_restart(failing: Failing) -> None:
     assert text.count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(RESTARTING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("failures", "restored"), [(RESTARTING_ELSEWHERE, 2), (RESTARTING_ELSEWISE, 5)])
-def test_an_error_elsewhere_at_a_start(failures: list[Failure], restored: int, failing: Failing) -> None:
-    check(failing, failures, restored=restored)
-
-
 LEAVING = [Failure("after fence", 1, "exit"), Failure("data", 0, "SIGTERM")]
 LEAVING_ELSEWISE = [
     Failure("data", 1, "exit at once"),
@@ -219,12 +204,6 @@ LEAVING_ELSEWISE = [
     Failure("proof", 1, "exit"),
     Failure("data", ALL, "exit"),
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failures", [LEAVING, LEAVING_ELSEWISE], ids=["some", "others"])
-def test_a_rank_leaves(failures: list[Failure], failing: Failing) -> None:
-    check(failing, failures)
 
 
 AT_THE_END = [Failure("end", 0, nth=1), Failure("close", 1, nth=1), Failure("closed", 0, nth=1)]
@@ -247,12 +226,27 @@ CLEANING_UP = [
     Failure("forward", 1, nth=3 * MICRO + 2, cleanup="close"),
     Failure("data", ALL, cleanup="close"),
 ]
+"""``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
+GOES_ON = {
+    "while training": (WHILE_TRAINING, None),
+    "elsewhere in training": (ELSEWHERE, None),
+    "at a start": (RESTARTING_ELSEWHERE, 2),
+    "elsewhere at a start": (RESTARTING_ELSEWISE, 5),
+    "a rank leaves": (LEAVING, None),
+    "a rank leaves elsewhere": (LEAVING_ELSEWISE, None),
+    "the script closes": (CLEANING_UP, None),
+}
+"""Failures, and how often the job goes on from memory if not after each."""
 
 
 @pytest.mark.slow
-def test_a_script_that_always_closes(failing: Failing) -> None:
-    """``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
-    check(failing, CLEANING_UP)
+@pytest.mark.parametrize("where", GOES_ON)
+def test_a_job_goes_on_after_each_failure(where: str, failing: Failing) -> None:
+    failures, restored = GOES_ON[where]
+    check(failing, failures, restored=restored)
+    if "training" in where:
+        raised = [one for one in fired(failing.failures) if failures[one["number"]].how == "raise"]
+        assert told(failing).count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(raised)
 
 
 @pytest.mark.slow
@@ -293,7 +287,7 @@ def test_others_do_not_wait(stage: str, failing: Failing) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)], ids=lambda by: by.name)
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=lambda by: by.name)
 def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> None:
     """As by a scheduler or by Ctrl-C: all processes end, and a later start of the job goes on from memory."""
     failing.training += ["--iterations", "100000"]

@@ -70,10 +70,7 @@ def test_megatron_goes_on_bit_for_bit(library: str, scene: str, settings: dict[s
     def outcomes(run: jobs.Run) -> list[jobs.Outcome]:
         return [found.value for found in run_ranks(fused.train, shown.ranks, run, setup, timeout_secs=200.0)]
 
-    whole = outcomes(replace(run, settings=None))
-    outcomes(replace(run, until=shown.stop, end="keep"))
-    assert jobs.assert_continues(whole, outcomes(run)) == shown.stop
-    assert not jobs.events(settings, "snapshot_error")
+    assert jobs.goes_on(outcomes, run, shown.stop) == shown.stop
 
 
 def counted(rank: int, world_size: int, setup: fused.Setup, run: jobs.Run) -> set[Any]:
@@ -153,11 +150,8 @@ def test_deepspeed_goes_on_bit_for_bit(library: str, shape: str, settings: dict[
         results = run_ranks(train, run.shape.ranks, run, timeout_secs=200.0, stand_in=False)
         return [result.value for result in results]
 
-    whole = outcomes(replace(run, settings=None))
-    outcomes(replace(run, until=3, end="keep"))
     # Its ranks exit at the third boundary: whether they still agree on its snapshot is not known.
-    assert jobs.assert_continues(whole, outcomes(run)) in (2, 3)
-    assert not jobs.events(settings, "snapshot_error")
+    assert jobs.goes_on(outcomes, run, 3) in (2, 3)
 
 
 MASTERS = {"master_weights": True}
@@ -185,7 +179,4 @@ def test_plain_torch_goes_on_bit_for_bit(library: str, case: str, settings: dict
     def outcomes(run: jobs.Run) -> list[jobs.Outcome]:
         return [result.value for result in run_ranks(train, 2, run, timeout_secs=200.0, stand_in=False)]
 
-    whole = outcomes(replace(run, settings=None))
-    outcomes(replace(run, until=3, end="keep"))
-    assert jobs.assert_continues(whole, outcomes(run)) == 3
-    assert not jobs.events(settings, "snapshot_error")
+    assert jobs.goes_on(outcomes, run, 3) == 3

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,18 @@ def assert_continues(reference: Sequence[Outcome], resumed: Sequence[Outcome]) -
         assert rest.history == whole.history[start:], f"rank {rank}: losses differ"
         wrong = [name for name in whole.hashes if whole.hashes[name] != rest.hashes[name]]
         assert not wrong, f"rank {rank}: {len(wrong)} tensors differ, such as {wrong[:3]}"
+    return start
+
+
+def goes_on(train: Callable[[Any], list[Outcome]], run: Any, stop: int) -> int:
+    """Train ``run`` without ftckpt, with it until iteration ``stop``, and from there to its end, to the same bits.
+
+    Returns the iteration that was restored. No snapshot may fail.
+    """
+    whole = train(replace(run, settings=None))
+    train(replace(run, until=stop, end="keep"))
+    start = assert_continues(whole, train(run))
+    assert not events(run.settings, "snapshot_error")
     return start
 
 
