@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import constants
+from tests.support import constants, jobs
 from tests.support.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
 from tests.support.launching import ITERATIONS, ROOT, Launched
 from tests.support.pool import run_ranks
@@ -37,19 +37,12 @@ START_SECS = 60.0
 """For one start of all processes, and what it trains until its failure."""
 
 
-def undisturbed(rank: int, world_size: int) -> list[float | None]:
-    import train_gpt
-
-    words = [*MODEL, "--iterations", str(ITERATIONS), "--log-file", os.devnull]
-    return [metrics["loss"] for metrics in train_gpt.train(train_gpt.build(train_gpt.parse_args(words)))]
-
-
 @functools.cache
 def reference() -> list[str]:
     """Losses of a run without failures, every bit of them."""
-    return [
-        loss.hex() for loss in run_ranks(undisturbed, 2, timeout_secs=START_SECS * 2)[-1].value if loss is not None
-    ]
+    words = [*MODEL, "--iterations", str(ITERATIONS)]
+    found = run_ranks(jobs.losses, 2, words, timeout_secs=START_SECS * 2)[-1].value
+    return [loss.hex() for loss in found if loss is not None]
 
 
 class Failing(Launched):

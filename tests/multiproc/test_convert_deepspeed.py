@@ -32,7 +32,7 @@ from ftckpt.convert.language.spec import Spec
 from ftckpt.errors import ConvertError
 from ftckpt.model.objects import decode, encode
 from tests.support import elements
-from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
+from tests.support.ds_jobs import BF16, SHAPES, Shape, build, fp16, zero
 from tests.support.elements import Elements, Wholes, wholes
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
@@ -83,16 +83,6 @@ class Checkpoint:
     objects: bytes
 
 
-def build(shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
-    from tests.support.standin import deepspeed as standin
-
-    standin.install()
-    import train_deepspeed
-
-    args = train_deepspeed.parse_args([*TINY, *shape.argv])
-    return train_deepspeed.build(args, {**shape.json(), **(more or {})})
-
-
 def held(job: Any) -> list[Elements]:
     """What this rank has, as ftckpt describes it, with bytes."""
     from ftckpt.deepspeed.state import DeepSpeedState
@@ -107,7 +97,7 @@ def save(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[El
 
     from ftckpt.deepspeed.state import DeepSpeedState
 
-    job = build(shape)
+    job = build(shape, TINY)
     for _ in range(STEPS):
         train_deepspeed.train_step(job)
     job.engine.module.universal_checkpoint_info = INFO
@@ -175,7 +165,7 @@ def converted(name: str) -> Path:
 
 def load(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[Elements], list[Any]]:
     """Load a universal checkpoint with DeepSpeed's own code; what this rank then has, of tensors and of the rest."""
-    job = build(shape, {"checkpoint": {"load_universal": True}})
+    job = build(shape, TINY, checkpoint={"load_universal": True})
     engine = job.engine
     engine.load_checkpoint(folder)
     rest = [engine.global_steps, engine.skipped_steps, engine.global_samples, engine.get_lr()[0]]

@@ -53,15 +53,6 @@ CASES = {
 }
 
 
-def build(argv: Sequence[str]) -> tuple[Any, Any]:
-    import train_gpt
-
-    from ftckpt.megatron.state import MegatronState
-
-    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
-    return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
-
-
 def sharded_state(job: Any, metadata: dict[str, Any], **loading: bool) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -86,7 +77,7 @@ def saved(rank: int, world_size: int, argv: Sequence[str], path: str, sharding: 
     import train_gpt
     from megatron.core import dist_checkpointing
 
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     for _ in range(2):
         train_gpt.train_step(job)
     metadata = {
@@ -107,7 +98,7 @@ def loaded(rank: int, world_size: int, argv: Sequence[str], path: str, iteration
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    job, state = build([*argv, *SEED])
+    job, state = jobs.built(*argv, *SEED)
     metadata = dist_checkpointing.load_content_metadata(path)
     found = dist_checkpointing.load(sharded_state(job, metadata, is_loading=True), path)
     for index, chunk in enumerate(job.model):
@@ -172,7 +163,7 @@ def loaded_weights(rank: int, world_size: int, argv: Sequence[str], path: str) -
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    job, state = build([*argv, *SEED])
+    job, state = jobs.built(*argv, *SEED)
     wanted = sharded_state(job, dist_checkpointing.load_content_metadata(path), is_loading=True)
     found = dist_checkpointing.load({"model": wanted["model"]}, path)
     unwrap_model(job.model[0]).load_state_dict(found["model"])
@@ -218,7 +209,7 @@ def saved_legacy(rank: int, world_size: int, argv: Sequence[str], path: str) -> 
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
 
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     for _ in range(2):
         train_gpt.train_step(job)
     name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"

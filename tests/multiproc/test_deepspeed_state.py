@@ -18,6 +18,7 @@ from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
 from ftckpt.frameworks import doors
 from ftckpt.model.objects import decode, encode
 from ftckpt.model.replicas import WHOLE_SHARE
+from tests.support import ds_jobs
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.elements import Elements, held, wholes
 from tests.support.errors import message_of
@@ -84,13 +85,7 @@ class Life:
 
 def build(shape: Shape) -> tuple[Any, Any]:
     """A job and its state."""
-    from tests.support.standin import deepspeed as standin
-
-    standin.install()
-    import train_deepspeed
-
-    job = train_deepspeed.build(train_deepspeed.parse_args([*TINY, *shape.argv]), shape.json())
-
+    job = ds_jobs.build(shape, TINY)
     from ftckpt.deepspeed.state import DeepSpeedState
 
     return job, DeepSpeedState(job.engine, {"data": job.data})

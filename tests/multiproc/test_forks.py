@@ -104,16 +104,10 @@ def megatron_hooks(rank: int, world_size: int) -> Any:
 
 
 def deepspeed_hooks(rank: int, world_size: int) -> Any:
-    from tests.support.standin import deepspeed as standin
-
-    standin.install()
-    import train_deepspeed
-
     from ftckpt.deepspeed import initialize
     from ftckpt.deepspeed.hooks import EngineHooks
 
-    args = train_deepspeed.parse_args([*ds_jobs.TINY, "--iterations", "9"])
-    engine = train_deepspeed.build(args, ds_jobs.Shape(1).json()).engine
+    engine = ds_jobs.build(ds_jobs.Shape(1), [*ds_jobs.TINY, "--iterations", "9"]).engine
     trainer = Trainer()
     hooks = EngineHooks(initialize.door.hooks, engine, trainer, lambda: None)  # type: ignore[arg-type]
     hooks.follow_micro_batches()

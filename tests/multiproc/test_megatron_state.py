@@ -31,18 +31,8 @@ LAYOUTS = {
 }
 
 
-def build(argv: list[str]) -> tuple[Any, Any]:
-    """A job and its state."""
-    import train_gpt
-
-    from ftckpt.megatron.state import MegatronState
-
-    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
-    return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
-
-
 def described_tensors(rank: int, world_size: int, argv: list[str]) -> list[Elements]:
-    _, state = build(argv)
+    _, state = jobs.built(*argv)
     return held(state.describe().stepped)
 
 
@@ -62,7 +52,7 @@ def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> l
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     pieces = state.describe().stepped
     changed: list[str] = []
     fences: list[int] = []
@@ -103,7 +93,7 @@ def test_no_stepped_byte_changes_between_boundary_and_fence(argv: list[str]) -> 
 def captured(rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
     from ftckpt.megatron.geometry import coordinates, layout_sizes
 
-    _, state = build(argv)
+    _, state = jobs.built(*argv)
     described = state.describe()
     is_distributed = "--no-distributed-optimizer" not in argv
     start = doors.start(Config(job="job", node="node"), lambda: (coordinates(), layout_sizes(is_distributed)))
@@ -138,7 +128,7 @@ def test_router_bias_and_counts_are_volatile() -> None:
 
 def weights_off_their_masters(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     """What is taken as derived once one weight is no cast of its master any more."""
-    _, state = build([])
+    _, state = jobs.built()
     pieces = [p for p in state.describe().stepped if p.derived_from is not None]
     before = [p.fragment.key for p in pieces if not rule_holds(p)]
     pieces[0].tensor[0] += 1
@@ -160,7 +150,7 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
     """What a rank saves after some iterations."""
     import train_gpt
 
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     state.describe()
     for _ in range(iterations):
         train_gpt.train_step(job)
@@ -172,7 +162,7 @@ def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     state.describe()
     kinds = [[group["is_expert_parallel"] for group in leaf.optimizer.param_groups] for leaf in state._leaves]
     before = torch.cuda.get_rng_state()
@@ -250,7 +240,7 @@ def graph_safe_tracker(rank: int, world_size: int) -> list[bool]:
 
     from ftckpt.megatron.state import load_rng, save_rng
 
-    build([])
+    jobs.built()
     tracker = get_cuda_rng_tracker()
     tracker.set_states({name: torch.Generator().manual_seed(7) for name in tracker.get_states()})
     saved = objects.decode(objects.encode(save_rng()))

@@ -75,6 +75,16 @@ def add_parameter(chunk: Any) -> None:
     unwrap_model(chunk).extra = torch.nn.Linear(2, 2, bias=False)
 
 
+def built(*argv: str, iterations: int = 9) -> tuple[Any, Any]:
+    """The example job, and its state as ftckpt describes it."""
+    import train_gpt
+
+    from ftckpt.megatron.state import MegatronState
+
+    job = train_gpt.build(train_gpt.parse_args([*TINY, *argv, "--iterations", str(iterations)]))
+    return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
+
+
 def train(rank: int, world_size: int, run: Run) -> Outcome:
     """Build the example job, restore, train and end as ``run`` says."""
     import torch
@@ -113,6 +123,14 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     if job.checkpointer is not None:
         job.checkpointer.close(remove=run.end == "close")
     return Outcome(start, rows, hashes)
+
+
+def losses(rank: int, world_size: int, words: Sequence[str]) -> list[float | None]:
+    """What each iteration of the example job gives without ftckpt; None but on the last stage."""
+    import train_gpt
+
+    args = train_gpt.parse_args([*words, "--log-file", os.devnull])
+    return [metrics["loss"] for metrics in train_gpt.train(train_gpt.build(args))]
 
 
 def train_and_tell(rank: int, world_size: int, run: Run, train_job: Callable[..., Outcome] = train) -> Any:

@@ -30,15 +30,9 @@ CONFIGURATIONS: dict[str, ds_jobs.Shape] = {
 
 class DeepSpeedJob(ScriptJob):
     def __init__(self, shape: ds_jobs.Shape) -> None:
-        from tests.support.standin import deepspeed as standin
-
-        standin.install()
-        import train_deepspeed
-
         import ftckpt.deepspeed  # noqa: F401 - before the script registers its data
 
-        args = train_deepspeed.parse_args([*ds_jobs.TINY, *shape.argv, "--iterations", "1000"])
-        super().__init__(train_deepspeed, train_deepspeed.build(args, shape.json()))
+        super().__init__(ds_jobs.script(), ds_jobs.build(shape, [*ds_jobs.TINY, "--iterations", "1000"]))
 
     @property
     def iteration(self) -> int:
