@@ -16,6 +16,8 @@ import torch
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, MismatchError, UnsupportedError
 from tests.support import jobs, plain
+from tests.support.ds_jobs import SMALL
+from tests.support.event_logs import logged
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -23,12 +25,7 @@ pytestmark = pytest.mark.multiproc
 pytest.importorskip("deepspeed")
 
 WIDTH, SAMPLES = 4, 20
-JSON: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "steps_per_print": None,
-    "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-}
+JSON = {**SMALL, "zero_optimization": {"stage": 1}}
 
 
 def results(function: Any, ranks: int, *args: Any) -> list[Any]:
@@ -340,10 +337,7 @@ def draws_first(rank: int, world_size: int, arena: str, until: int, begins: bool
     and what was reported. Leaves the arenas."""
     import ftckpt.deepspeed
 
-    reported: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ftckpt").addHandler(handler)
+    reported = logged(logging.WARNING)
     counter = Counter()
     ftckpt.deepspeed.register("counter", counter)
     engine = initialize(section(arena) if arena else None)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import FtckptError
+from tests.support.ds_jobs import SMALL
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -22,10 +23,8 @@ pytest.importorskip("deepspeed")
 
 LOOP = Path(__file__).parents[1] / "support" / "megatron_loop"
 JSON: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
+    **SMALL,
     "gradient_accumulation_steps": 2,
-    "steps_per_print": None,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 9}},
 }
 ARGUMENTS: dict[str, Any] = {

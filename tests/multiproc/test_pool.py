@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import RankFailure, preload, run_ranks, spawn_ranks
+from tests.support.pool import RankFailure, run_ranks, spawn_ranks
 from tests.support.processes import is_running
 from tests.support.waiting import until
 
@@ -156,8 +156,3 @@ def unpicklable(rank: int, world_size: int) -> Any:
 def test_a_value_that_cannot_travel_is_a_failure() -> None:
     with pytest.raises(RankFailure, match=r"(?i)pickle"):
         run_ranks(unpicklable, 1, init_process_group=False)
-
-
-def test_preload_after_the_first_rank_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="before the first"):
-        preload("json")

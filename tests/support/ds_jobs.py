@@ -21,6 +21,12 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
 }
+SMALL: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": None,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+}
+"""Of models of some rows."""
 BF16 = {"bf16": {"enabled": True}}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 from ftckpt.config import Config
 from tests.support import waiting
 from tests.support.constants import configured
-from tests.support.event_logs import read_events
+from tests.support.event_logs import logged, read_events
 from tests.support.faults import Fault
 from tests.support.pool import RankResult, run_ranks
 
@@ -135,9 +133,8 @@ def losses(rank: int, world_size: int, words: Sequence[str]) -> list[float | Non
 
 def train_and_tell(rank: int, world_size: int, run: Run, train_job: Callable[..., Outcome] = train) -> Any:
     """The outcome of ``train_job``, and what ftckpt logged meanwhile."""
-    stream = io.StringIO()
-    logging.getLogger("ftckpt").addHandler(logging.StreamHandler(stream))
-    return train_job(rank, world_size, run), stream.getvalue()
+    lines = logged()
+    return train_job(rank, world_size, run), "\n".join(lines)
 
 
 def outcomes(world_size: int, run: Run, timeout_secs: float = 120.0) -> list[Outcome]:

@@ -15,12 +15,13 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes import command_line, mounts_of, running
+from tests.support.s3_server import free_ports
 from tests.support.waiting import until
 
 NODES = ("node0", "node1")
@@ -72,14 +73,6 @@ def may_run() -> str:
     if os.geteuid():
         return "a cluster of one's own needs root"
     return "" if Path("/sys/fs/cgroup/freezer").is_dir() else "no cgroup freezer of version 1"
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 class SlurmLab:
@@ -146,7 +139,7 @@ class SlurmLab:
 
     def _configure(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        port, *node_ports = _free_ports(1 + len(NODES))
+        port, *node_ports = free_ports(1 + len(NODES))
         lines = [
             f"NodeName={node} NodeHostName={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=64 RealMemory=2000 "
             "Gres=gpu:8 State=UNKNOWN\n" for node, node_port in zip(NODES, node_ports, strict=True)
