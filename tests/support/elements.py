@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ftckpt.capture.assignment import as_bytes
 from ftckpt.model.fragment import Fragment
 
 Elements = tuple[Fragment, bytes]
@@ -18,8 +19,6 @@ Wholes = dict[str, tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]]
 
 def held(pieces: Iterable[Any]) -> list[Elements]:
     """What a rank has of these pieces now."""
-    from ftckpt.capture.assignment import as_bytes
-
     return [(piece.fragment, as_bytes(piece.tensor).cpu().numpy().tobytes()) for piece in pieces]
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
+import ftckpt.plain
 from ftckpt.config import Config
+from ftckpt.plain.state import PlainState
 from tests.support.adapters import ScriptJob
 from tests.support.conformance.adapter import Adapter
 
@@ -35,24 +39,18 @@ class PlainJob(ScriptJob):
         return self._job.progress.iteration
 
     def attach(self, config: Config) -> Any:
-        import ftckpt.plain
-
         job = self._job
         job.checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, config)
         job.checkpointer.restore()
         return job.checkpointer
 
     def state(self) -> Any:
-        from ftckpt.plain.state import PlainState
-
         return PlainState(self._job.model, self._job.optimizer, self._job.scheduler, self._job.objects)
 
     def optimizers(self) -> list[Any]:
         return [self._job.optimizer]
 
     def add_parameter(self) -> None:
-        import torch
-
         getattr(self._job.model, "module", self._job.model).extra = torch.nn.Linear(2, 2, bias=False)
 
 

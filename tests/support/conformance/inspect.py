@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ftckpt.capture.assignment import assign, rule_holds
 from ftckpt.errors import UnsupportedError
 from ftckpt.group import Group
@@ -113,8 +115,6 @@ def _with_one_element_changed(piece: Piece | None, action: Callable[[], list[str
 
 def _refusal_of_state(job: Job) -> str:
     """What is said of a tensor ``mystery`` that an optimizer keeps, and that is neither per element nor a number."""
-    import torch
-
     for optimizer in job.optimizers():
         for state in optimizer.state.values():
             sizes = [value.numel() for value in state.values() if isinstance(value, torch.Tensor)]
