@@ -119,8 +119,7 @@ def test_on_error_raise_reverses_it(settings: dict[str, Any], tmp_path: Path) ->
 
 
 def grown(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     state.save_objects = lambda: {"blob": bytes(2 << 20)}  # type: ignore[method-assign]
     plain.iterate(checkpointer, state, 1)
 
@@ -135,8 +134,7 @@ def written_early(rank: int, world_size: int, settings: dict[str, Any], when: st
     hold = threading.Event()
     hold.set()
     plain.before_each_copy(lambda: hold.wait(20) and None)
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     plain.iterate(checkpointer, state, 1)
     plain.iterate(checkpointer, state, 2)
     checkpointer.fence()
@@ -170,8 +168,7 @@ def test_what_the_script_writes_before_the_fence_is_in_no_snapshot(
 def captured(rank: int, world_size: int, settings: dict[str, Any], computes: bool) -> list[tuple[bool, int]]:
     """Whether it is off, and the last snapshot, behind each boundary; rank 1 captures its third step. Where it
     ``computes`` what it has was posted before."""
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     found = []
     for iteration in range(1, 6):
         if computes and iteration == 3:

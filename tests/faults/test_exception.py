@@ -22,7 +22,7 @@ import pytest
 
 from tests.support import constants, jobs
 from tests.support.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
-from tests.support.launching import ITERATIONS, ROOT, Launched
+from tests.support.launching import ITERATIONS, ROOT, Launched, deepspeed_config
 from tests.support.pool import run_ranks
 from tests.support.processes import command_line, is_running
 
@@ -314,11 +314,7 @@ DEEPSPEED = [
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed(tmp_path: Path, arena_root: Path) -> None:
-    section = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
-    section["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled first, which takes minutes
-    section["gradient_accumulation_steps"] = 2
-    config = tmp_path / "deepspeed.json"
-    config.write_text(json.dumps(section))
+    config = deepspeed_config(tmp_path)
     training = [SCRIPT, "--deepspeed_config", str(config), "--pp", "2", "--layers", "2", "--hidden", "32"]
     job = Failing(tmp_path, arena_root, [*training, "--seq", "32"])
     job.runner = "ftckpt.deepspeed"

@@ -65,19 +65,15 @@ def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> It
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+def left(module_root: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """What a job of four ranks has left on storage: three snapshots or more. Its memory is gone."""
-    root, folder = Path("/dev/shm") / f"ftckpt-test-{os.getpid()}-left", tmp_path_factory.mktemp("left")
-    root.mkdir()
-    try:
-        settings = {"job": "test", "arena": str(root), "persist": str(folder), "persist_interval": 4}
-        settings |= {"protect": "none", "chunk_size": "64KiB", "objects_size": "1MiB", "persist_keep": 0}
-        settings |= {"persist_compress": getattr(request, "param", "none")}
-        run_ranks(train_until_persisted, 4, settings, 3)
-        clean_job(root, "test")
-        yield folder
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    folder = tmp_path_factory.mktemp("left")
+    settings = {"job": "test", "arena": str(module_root), "persist": str(folder), "persist_interval": 4}
+    settings |= {"protect": "none", "chunk_size": "64KiB", "objects_size": "1MiB", "persist_keep": 0}
+    settings |= {"persist_compress": getattr(request, "param", "none")}
+    run_ranks(train_until_persisted, 4, settings, 3)
+    clean_job(module_root, "test")
+    return folder
 
 
 @pytest.fixture
@@ -475,8 +471,7 @@ def train_until_persisted_then_die(rank: int, world_size: int, settings: dict[st
 
 def train_to_the_end(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    for number in range((checkpointer.restore() or 0) + 1, last + 1):
-        plain.iterate(checkpointer, state, number)
+    plain.train(checkpointer, state, range((checkpointer.restore() or 0) + 1, last + 1))
     checkpointer.close()
 
 
@@ -521,8 +516,7 @@ def test_where_a_flush_is_given_up_all_ranks_raise_at_one_iteration_and_wait_for
 
 def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any], place: Path) -> tuple[int, str]:
     """Storage goes as soon as training begins."""
-    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings, NODES[:world_size])
     if rank == 0:
         shutil.rmtree(settings["persist"])
     for number in range(1, 2000):
@@ -690,12 +684,10 @@ def test_what_proves_bad_beside_what_was_brought_is_brought_too(persisting: dict
 
 
 def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings, NODES[:world_size])
     if rank == 0:
         shutil.rmtree(settings["persist"])
-    for number in range(1, 7):
-        plain.iterate(checkpointer, state, number)
+    plain.train(checkpointer, state, range(1, 7))
     checkpointer.close()
 
 
@@ -754,8 +746,7 @@ def test_a_node_that_is_missing_is_named_and_nothing_is_saved(
 
 def save_beside_training(rank: int, world_size: int, settings: dict[str, Any]) -> int:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    for number in range((checkpointer.restore() or 0) + 1, 4):
-        plain.iterate(checkpointer, state, number)
+    plain.train(checkpointer, state, range((checkpointer.restore() or 0) + 1, 4))
     code = main(["save", "test", "--arena", settings["arena"], "--timeout", "1"]) if rank == 0 else 0
     checkpointer.close()
     return code
@@ -773,8 +764,7 @@ def die_before_the_smp_is_told(rank: int, world_size: int, settings: dict[str, A
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     monkey = pytest.MonkeyPatch()
     monkey.setattr(node_smp, "find_or_start", lambda *_: time.sleep(3600))
-    for number in range((checkpointer.restore() or 0) + 1, last + 1):
-        plain.iterate(checkpointer, state, number)
+    plain.train(checkpointer, state, range((checkpointer.restore() or 0) + 1, last + 1))
     die_together(checkpointer, settings, world_size)
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +103,9 @@ QUICK = [
 
 
 @pytest.fixture
-def settings() -> Iterator[dict[str, Any]]:
-    path = Path("/dev/shm") / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
-    path.mkdir()
+def settings(arena_root: Path) -> dict[str, Any]:
     small = {"chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2, "protect": "none", "start_timeout_secs": 60.0}
-    yield {"job": "test", "node": "node", "arena": str(path), **small}
-    shutil.rmtree(path, ignore_errors=True)
+    return {"job": "test", "node": "node", "arena": str(arena_root), **small}
 
 
 OPTIONS: dict[str, Any] = {"stand_in": False, "timeout_secs": 600.0, "pg_timeout_secs": 600.0}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -399,16 +398,11 @@ def test_there_and_back_again(plan: dict[str, Any], arena_root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def old_arenas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def old_arenas(module_root: Path) -> Path:
     """What a job in the layout OLD has left: iteration LAST is whole."""
-    root = Path("/dev/shm") / f"ftckpt-test-{os.getpid()}-layouts"
-    root.mkdir()
-    try:
-        settings = {"job": "test", "arena": str(root), "chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2}
-        restarted(Attempt(OLD, LAST, settings))
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    settings = {"job": "test", "arena": str(module_root), "chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2}
+    restarted(Attempt(OLD, LAST, settings))
+    return module_root
 
 
 def copied(source: Path, target: Path) -> None:

@@ -412,6 +412,16 @@ class Nodes(Launched):
         assert left == [], "an ended job left something behind"
 
 
+def deepspeed_config(folder: Path) -> Path:
+    """The configuration of the example with pipeline stages, for tests on a CPU."""
+    section = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
+    section["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled first, which takes minutes
+    section["gradient_accumulation_steps"] = 2
+    config = folder / "deepspeed.json"
+    config.write_text(json.dumps(section))
+    return config
+
+
 def free_ports(count: int) -> int:
     """The first of ``count`` neighbouring ports that are free now. Another process may take one before it is used."""
     for _ in range(100):
