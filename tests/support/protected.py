@@ -240,6 +240,7 @@ def record_begin(job: Job, rank: int, iteration: int) -> int:
 
 
 def flip(path: Path, offset: int) -> None:
+    """One bit of a byte goes bad."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
