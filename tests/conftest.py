@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import hypothesis
 import pytest
 
 from ftckpt import errors
-from tests.support.mounting import unmount_below
+from tests.support.mounting import in_memory
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
@@ -47,11 +45,15 @@ def logs_of_smps(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def arena_root() -> Iterator[Path]:
     """A directory of its own on a tmpfs."""
-    root = Path("/dev/shm") / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
-    root.mkdir()
-    yield root
-    unmount_below(root)
-    shutil.rmtree(root, ignore_errors=True)
+    with in_memory() as root:
+        yield root
+
+
+@pytest.fixture(scope="module")
+def module_root() -> Iterator[Path]:
+    """One that the tests of a module share."""
+    with in_memory() as root:
+        yield root
 
 
 @pytest.fixture

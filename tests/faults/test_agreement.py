@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from ftckpt.capture import copier
+from ftckpt.capture.capture import Capture
+from ftckpt.config import Config
 from ftckpt.errors import CaptureError
 from ftckpt.job import deadlines
-from ftckpt.job.agreement import AgreementError
+from ftckpt.job.agreement import AgreementError, Will
+from ftckpt.job.shard import Proof, Shard
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
 from ftckpt.store.package import list_packages
 from tests.support import jobs, plain
 from tests.support.faults import Fault
@@ -48,8 +53,7 @@ def failing_in_turn(
     plain.before_each_copy(disturb)
     if (0, -5) in failing:  # rank 0 fails at 5 before it touches a slot
         state.failing = {5: CaptureError("an object could not be saved once")}
-    for iteration in range(1, at + 1):
-        plain.iterate(checkpointer, state, iteration)
+    plain.train(checkpointer, state, range(1, at + 1))
     checkpointer.capture.flight.hurry.set()  # type: ignore[union-attr]  # no window comes, and no fence
     assert copying.wait(20)
     meet(Path(settings["events"]).parent / "copying", world_size)
@@ -71,8 +75,7 @@ def test_only_what_all_ranks_name_is_whole(
 
 
 def going_back(rank: int, world_size: int, settings: dict[str, Any], nodes: list[str]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings, nodes)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings, nodes)
     iteration, deadline, protects = 0, time.monotonic() + 60, settings["protect"] != "none"
     while iteration < 6 or (protects and checkpointer.protected is None):
         iteration += 1
@@ -80,8 +83,7 @@ def going_back(rank: int, world_size: int, settings: dict[str, Any], nodes: list
         assert time.monotonic() < deadline
     checkpointer.fence()
     # With protection some slot may hold any of the first ones: they, too, are undone.
-    for iteration in range(1 if protects else 3, 7):
-        plain.iterate(checkpointer, state, iteration, offset=100.0)
+    plain.train(checkpointer, state, range(1 if protects else 3, 7), offset=100.0)
     if checkpointer.capture is not None and checkpointer.capture.flight is not None:
         checkpointer.capture.flight.wait(20)  # what is copied, wrongly, is sealed
     assert not protects or list_packages(checkpointer.node_dir), "what the SMP has made, or was at, stays there"
@@ -105,17 +107,13 @@ def counts_backwards(rank: int, world_size: int, settings: dict[str, Any], is_of
     """A script counts 4 after 6, as one that counts in epochs does; what the next start restores, and its row."""
     settings |= {"slots": 8, "error_limit": 2, "replica_check_interval": 0}
     settings |= {"objects_size": "1MiB", "chunk_size": "64KiB"}
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
-    for iteration in range(1, 7):
-        plain.iterate(checkpointer, state, iteration)
+    checkpointer, state = plain.restarted(rank, world_size, settings)
+    plain.train(checkpointer, state, range(1, 7))
     checkpointer.fence()
     if is_off:
         state.failing = {iteration: OSError("cannot be saved") for iteration in range(7, 20)}
-        for iteration in range(7, 20):
-            plain.iterate(checkpointer, state, iteration)
-    for iteration in (4, 5, 6, 3, 40):
-        plain.iterate(checkpointer, state, iteration, offset=100.0)
+        plain.train(checkpointer, state, range(7, 20))
+    plain.train(checkpointer, state, (4, 5, 6, 3, 40), offset=100.0)
     assert checkpointer.off
     checkpointer.close(remove=False)
     checkpointer, state = plain.make(rank, world_size, settings)
@@ -131,8 +129,7 @@ def test_a_smaller_number_stops_snapshots_and_gives_up_none(is_off: bool, settin
 
 
 def weight_off_on_one_rank(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     for iteration in range(1, 6):
         checkpointer.fence()
         state.advance(iteration, float(iteration))
@@ -149,10 +146,8 @@ def test_a_weight_that_is_derived_on_some_ranks_only_is_each_ranks_own(settings:
 
 
 def long_interval(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings, ["a", "b"])
-    checkpointer.restore()
-    for iteration in range(1, 15):
-        plain.iterate(checkpointer, state, iteration)
+    checkpointer, state = plain.restarted(rank, world_size, settings, ["a", "b"])
+    plain.train(checkpointer, state, range(1, 15))
     until(lambda: 10 in plain.sealed(settings, rank), "sealed, some time after the fence")
     plain.die()
 
@@ -173,24 +168,20 @@ def test_what_was_sealed_before_the_first_mark_is_not_lost_in_silence(damage: st
 
 
 def late_error(rank: int, world_size: int, settings: dict[str, Any]) -> bool:
-    from ftckpt.capture import copier
-
     # As on a device: the fence returns when copies are submitted.
     def fence(self: object, flight: copier.Flight, timeout_secs: float) -> bool:
         flight.hurry.set()
         return True
 
     copier.HostCopier.fence = fence  # type: ignore[method-assign]
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
 
     def fail() -> None:
         time.sleep(0.1)  # a device that takes longer than the fence
         raise OSError("late device error")
 
     plain.before_each_copy(fail)
-    for iteration in range(1, 8):
-        plain.iterate(checkpointer, state, iteration)
+    plain.train(checkpointer, state, range(1, 8))
     return checkpointer.off
 
 
@@ -214,7 +205,6 @@ def after_storage(rank: int, world_size: int, settings: dict[str, Any], loaded: 
     import train_gpt
 
     import ftckpt.megatron
-    from ftckpt.config import Config
 
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "6"]))
     steps = loaded * job.args.global_batch
@@ -266,15 +256,11 @@ def test_one_of_two_halves_differs_between_replicas(settings: dict[str, Any]) ->
 
 
 def slowly_sealed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    from ftckpt.store.arena import Arena
-
     hash_chunk = Arena.hash_chunk
     # Hashes that take longer than it is from the last boundary to the end.
     Arena.hash_chunk = lambda *args: (time.sleep(0.1), hash_chunk(*args))[1]  # type: ignore[method-assign, assignment]
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
-    for iteration in range(1, 4):
-        plain.iterate(checkpointer, state, iteration)
+    checkpointer, state = plain.restarted(rank, world_size, settings)
+    plain.train(checkpointer, state, range(1, 4))
     checkpointer.close(remove=False)
 
 
@@ -317,8 +303,7 @@ def test_a_rank_that_reads_two_verdicts_at_once_keeps_what_the_first_one_named(s
 
 
 def used_after_close(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     plain.iterate(checkpointer, state, 1)
     checkpointer.close()
     before = len(checkpointer._pacer._marks)
@@ -337,10 +322,7 @@ def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) ->
 def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str) -> tuple[float, int, bool]:
     """The longest boundary, what was whole at the last, and whether ftckpt was off; something of rank 1 fails that
     nobody has foreseen, once or from then on."""
-    from ftckpt.capture.capture import Capture
-
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     capture, protection = checkpointer.capture, checkpointer._protection
     goes_on, seal = threading.Event(), Capture._seal
 
@@ -385,9 +367,6 @@ def test_what_fails_on_one_rank_shifts_no_rounds(where: str, settings: dict[str,
 
 def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str) -> list[bool]:
     """Whether this rank said of itself in each proof that it is late; rank 1 is in trouble before the fourth."""
-    from ftckpt.job.agreement import Will
-    from ftckpt.job.shard import Proof, Shard
-
     said: list[bool] = []
     prove = Shard.prove
 
@@ -396,8 +375,7 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
         return prove(self, late, *rest)
 
     Shard.prove = recorded  # type: ignore[method-assign]
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     free, ended = threading.Event(), threading.Event()
 
     def disturb() -> None:

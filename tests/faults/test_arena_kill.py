@@ -6,11 +6,9 @@ import hashlib
 import itertools
 import os
 import random
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -38,10 +36,8 @@ MANIFEST = Manifest({"tp": 0}, {"tp": 1}, (WEIGHTS,), (RNG,), 4096, 16384)
 
 
 @pytest.fixture
-def node_dir() -> Iterator[Path]:
-    root = Path(tempfile.mkdtemp(prefix="ftckpt-test-kill-", dir="/dev/shm"))
-    yield node_directory(root, "job", "node")
-    shutil.rmtree(root)
+def node_dir(arena_root: Path) -> Path:
+    return node_directory(arena_root, "job", "node")
 
 
 def pattern(iteration: int) -> tuple[bytes, bytes]:

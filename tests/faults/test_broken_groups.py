@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ftckpt.job import reminder
 from ftckpt.persist.storage import open_storage
@@ -60,8 +61,6 @@ def stand_still(rank: int, here: Path) -> None:
 
 def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, end: str) -> Any:
     """Returns the iteration of the newest whole snapshot, and how many ranks say at the end that they take none."""
-    import torch.distributed as dist
-
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
     reminder._REPEAT_SECS = REPEAT_SECS

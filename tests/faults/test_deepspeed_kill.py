@@ -154,14 +154,6 @@ def test_a_job_that_lost_its_storage_and_nothing_else(settings: dict[str, Any], 
 
 
 @pytest.mark.slow
-def test_two_faults_one_after_the_other(settings: dict[str, Any], tmp_path: Path) -> None:
-    attempt(PIPELINE, settings, Fault(3, 3, "forward", tmp_path / "first", "kill"))
-    attempt(PIPELINE, settings, Fault(0, 3, "begin", tmp_path / "second", "kill"))
-    attempt(PIPELINE, settings, Fault(2, 6, "copy", tmp_path / "third", "kill"))
-    assert resume(PIPELINE, settings) in {4, 5}
-
-
-@pytest.mark.slow
 def test_zero_3_with_tensor_parallelism(settings: dict[str, Any], tmp_path: Path) -> None:
     attempt("zero3-tp2", settings, Fault(1, AT, "before_step", tmp_path / "fired", "kill"))
     assert resume("zero3-tp2", settings) in POINTS["before_step"]

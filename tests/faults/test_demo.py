@@ -21,7 +21,7 @@ from ftckpt.config import Config
 from launch import demo, demo_job
 from launch.demo_job import FRAMEWORKS, LIMIT, RESHAPING, SCENES, SHRINK, SMALL, Run, Strike, Watch
 from tests.support.errors import raises
-from tests.support.processes import RunError
+from tests.support.processes import RunError, environment, kill_all, running
 from tests.support.run_logs import RunLogs, check_page
 from tests.support.waiting import until
 
@@ -381,18 +381,11 @@ def start_demo(out: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
     finally:
         child.kill()
         child.communicate()
-        for pid in owned(owner):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(lambda: owned(owner), 30.0)
 
 
 def owned(owner: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{OWNER_VAR}={owner}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+    return [pid for pid in running() if f"{OWNER_VAR}={owner}" in environment(pid)]
 
 
 @pytest.mark.slow

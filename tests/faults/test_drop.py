@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,9 +79,6 @@ def test_too_many_errors_turn_it_off_on_all_ranks(settings: dict[str, Any], tmp_
 
 def turned_off(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
     """Of each boundary from the last before it is off, how many of the described views are held yet."""
-    import gc
-    import weakref
-
     checkpointer, state = plain.make(rank, world_size, settings)
     views: list[Any] = []
     described = state.description
@@ -119,8 +119,7 @@ def test_on_error_raise_reverses_it(settings: dict[str, Any], tmp_path: Path) ->
 
 
 def grown(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     state.save_objects = lambda: {"blob": bytes(2 << 20)}  # type: ignore[method-assign]
     plain.iterate(checkpointer, state, 1)
 
@@ -132,13 +131,10 @@ def test_objects_that_grow_beyond_their_room_are_an_error_that_names_the_field(s
 
 def written_early(rank: int, world_size: int, settings: dict[str, Any], when: str) -> None:
     """After the boundary of iteration 3 the script writes to its row, while it is copied or when it has been."""
-    import threading
-
     hold = threading.Event()
     hold.set()
     plain.before_each_copy(lambda: hold.wait(20) and None)
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     plain.iterate(checkpointer, state, 1)
     plain.iterate(checkpointer, state, 2)
     checkpointer.fence()
@@ -172,8 +168,7 @@ def test_what_the_script_writes_before_the_fence_is_in_no_snapshot(
 def captured(rank: int, world_size: int, settings: dict[str, Any], computes: bool) -> list[tuple[bool, int]]:
     """Whether it is off, and the last snapshot, behind each boundary; rank 1 captures its third step. Where it
     ``computes`` what it has was posted before."""
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     found = []
     for iteration in range(1, 6):
         if computes and iteration == 3:

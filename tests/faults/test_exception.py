@@ -20,10 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import constants
+from tests.support import constants, jobs
 from tests.support.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
-from tests.support.launching import ITERATIONS, ROOT, Launched
+from tests.support.launching import ITERATIONS, ROOT, Launched, deepspeed_config
 from tests.support.pool import run_ranks
+from tests.support.processes import command_line, is_running
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -36,19 +37,12 @@ START_SECS = 60.0
 """For one start of all processes, and what it trains until its failure."""
 
 
-def undisturbed(rank: int, world_size: int) -> list[float | None]:
-    import train_gpt
-
-    words = [*MODEL, "--iterations", str(ITERATIONS), "--log-file", os.devnull]
-    return [metrics["loss"] for metrics in train_gpt.train(train_gpt.build(train_gpt.parse_args(words)))]
-
-
 @functools.cache
 def reference() -> list[str]:
     """Losses of a run without failures, every bit of them."""
-    return [
-        loss.hex() for loss in run_ranks(undisturbed, 2, timeout_secs=START_SECS * 2)[-1].value if loss is not None
-    ]
+    words = [*MODEL, "--iterations", str(ITERATIONS)]
+    found = run_ranks(jobs.losses, 2, words, timeout_secs=START_SECS * 2)[-1].value
+    return [loss.hex() for loss in found if loss is not None]
 
 
 class Failing(Launched):
@@ -82,7 +76,7 @@ class Failing(Launched):
             for pid in {event["pid"] for rank in range(2) for event in self.events(rank, "joined")} | {
                 one["pid"] for one in fired(self.failures)
             }:
-                if pid not in self.ended and not runs(pid):
+                if pid not in self.ended and not is_running(pid):
                     self.ended[pid] = time.time()
 
     def steps(self, rank: int = 1) -> list[tuple[float, int]]:
@@ -122,13 +116,6 @@ def crowd() -> float:
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def failing(tmp_path: Path, arena_root: Path) -> Iterator[Failing]:
     job = Failing(tmp_path, arena_root, [SCRIPT, *MODEL, *SETTINGS])
@@ -165,15 +152,6 @@ ELSEWHERE = [
     Failure("data", ALL),
     Failure("forward", 0, nth=3 * MICRO + 2, cleanup="destroy"),
 ]
-SLOW = [pytest.mark.slow]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failures", [WHILE_TRAINING, ELSEWHERE], ids=["some places", "other places"])
-def test_an_error_while_training(failures: list[Failure], failing: Failing) -> None:
-    check(failing, failures)
-    raised = [one for one in fired(failing.failures) if failures[one["number"]].how == "raise"]
-    assert told(failing).count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(raised)
 
 
 RESTARTING = [Failure("after step", 0), Failure("load object", 1, nth=1)]
@@ -210,12 +188,6 @@ def test_an_error_at_a_restart(failing: Failing) -> None:
     assert text.count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(RESTARTING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("failures", "restored"), [(RESTARTING_ELSEWHERE, 2), (RESTARTING_ELSEWISE, 5)])
-def test_an_error_elsewhere_at_a_start(failures: list[Failure], restored: int, failing: Failing) -> None:
-    check(failing, failures, restored=restored)
-
-
 LEAVING = [Failure("after fence", 1, "exit"), Failure("data", 0, "SIGTERM")]
 LEAVING_ELSEWISE = [
     Failure("data", 1, "exit at once"),
@@ -225,12 +197,6 @@ LEAVING_ELSEWISE = [
     Failure("proof", 1, "exit"),
     Failure("data", ALL, "exit"),
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failures", [LEAVING, LEAVING_ELSEWISE], ids=["some", "others"])
-def test_a_rank_leaves(failures: list[Failure], failing: Failing) -> None:
-    check(failing, failures)
 
 
 AT_THE_END = [Failure("end", 0, nth=1), Failure("close", 1, nth=1), Failure("closed", 0, nth=1)]
@@ -253,12 +219,27 @@ CLEANING_UP = [
     Failure("forward", 1, nth=3 * MICRO + 2, cleanup="close"),
     Failure("data", ALL, cleanup="close"),
 ]
+"""``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
+GOES_ON = {
+    "while training": (WHILE_TRAINING, None),
+    "elsewhere in training": (ELSEWHERE, None),
+    "at a start": (RESTARTING_ELSEWHERE, 2),
+    "elsewhere at a start": (RESTARTING_ELSEWISE, 5),
+    "a rank leaves": (LEAVING, None),
+    "a rank leaves elsewhere": (LEAVING_ELSEWISE, None),
+    "the script closes": (CLEANING_UP, None),
+}
+"""Failures, and how often the job goes on from memory if not after each."""
 
 
 @pytest.mark.slow
-def test_a_script_that_always_closes(failing: Failing) -> None:
-    """``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
-    check(failing, CLEANING_UP)
+@pytest.mark.parametrize("where", GOES_ON)
+def test_a_job_goes_on_after_each_failure(where: str, failing: Failing) -> None:
+    failures, restored = GOES_ON[where]
+    check(failing, failures, restored=restored)
+    if "training" in where:
+        raised = [one for one in fired(failing.failures) if failures[one["number"]].how == "raise"]
+        assert told(failing).count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(raised)
 
 
 @pytest.mark.slow
@@ -299,7 +280,7 @@ def test_others_do_not_wait(stage: str, failing: Failing) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)], ids=lambda by: by.name)
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=lambda by: by.name)
 def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> None:
     """As by a scheduler or by Ctrl-C: all processes end, and a later start of the job goes on from memory."""
     failing.training += ["--iterations", "100000"]
@@ -309,7 +290,7 @@ def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> No
     os.kill(script.pid, by)
     assert script.wait(60) != 0
     print(f"{by.name} to the launcher: it ended in {time.time() - at:.2f} s")
-    assert not [pid for pid in failing.pids() if "ftckpt.smp" not in command(pid)]
+    assert not [pid for pid in failing.pids() if "ftckpt.smp" not in command_line(pid)]
     newest = max(event["iteration"] for event in failing.events(0, "snapshot"))
     failing.scripts.clear()
     failing.training += ["--iterations", str(newest + 10)]
@@ -333,11 +314,7 @@ DEEPSPEED = [
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed(tmp_path: Path, arena_root: Path) -> None:
-    section = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
-    section["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled first, which takes minutes
-    section["gradient_accumulation_steps"] = 2
-    config = tmp_path / "deepspeed.json"
-    config.write_text(json.dumps(section))
+    config = deepspeed_config(tmp_path)
     training = [SCRIPT, "--deepspeed_config", str(config), "--pp", "2", "--layers", "2", "--hidden", "32"]
     job = Failing(tmp_path, arena_root, [*training, "--seq", "32"])
     job.runner = "ftckpt.deepspeed"
@@ -349,10 +326,3 @@ def test_deepspeed(tmp_path: Path, arena_root: Path) -> None:
         job.check_went_on(restarts=len(DEEPSPEED) - 1)  # one comes before anything is restored
     finally:
         job.stop()
-
-
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""

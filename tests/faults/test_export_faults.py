@@ -28,6 +28,7 @@ from tests.support import jobs
 from tests.support.event_logs import read_events
 from tests.support.flush_jobs import Job
 from tests.support.pool import RankFailure, run_ranks
+from tests.support.processes import command_line, running
 from tests.support.smp_nodes import Node, SmpProcess, describe
 from tests.support.stored import committed
 from tests.support.waiting import until
@@ -59,16 +60,9 @@ def settled(job: Job, iteration: int) -> list[dict[str, Any]]:
 
 def converters(where: Path) -> list[int]:
     """Processes that convert there."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            alive = (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            continue
-        if alive and b"convert" in words and any(word.startswith(os.fsencode(where)) for word in words):
-            found.append(int(process.name))
-    return found
+    lines = {pid: command_line(pid).split() for pid in running()}
+    there = [pid for pid, words in lines.items() if any(word.startswith(str(where)) for word in words)]
+    return [pid for pid in there if "convert" in lines[pid]]
 
 
 def converter(job: Job, where: Path) -> int:

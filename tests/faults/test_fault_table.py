@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
+from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_STATE_NAME
 from tests.support import jobs
 from tests.support.event_logs import read_events
-from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS, opened
+from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure
 from tests.support.tiers import by_default
@@ -103,7 +104,7 @@ def wants_sealed(node_dir: Path) -> bool:
 
 
 def snapshots(path: Path) -> dict[Any, int]:
-    with opened(path) as arena:
+    with closing(Arena.open(path)) as arena:
         return dict(arena.snapshots())
 
 

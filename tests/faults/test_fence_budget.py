@@ -15,8 +15,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 def train(rank: int, world_size: int, settings: dict[str, Any], iterations: int, slow_until: int) -> None:
     """Iterations of 20 ms; the copies of rank 1 take longer than that."""
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     slow = [True]
     plain.before_each_copy(lambda: time.sleep(0.1 if rank == 1 and slow[0] else 0.0))
     for iteration in range(1, iterations + 1):

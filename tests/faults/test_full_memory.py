@@ -55,11 +55,9 @@ def guarded(checkpointer: Any) -> bool:
 
 
 def train_then_die(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     until(lambda: guarded(checkpointer), secs=30)
-    for iteration in range(1, KILLED_AT + 1):
-        plain.iterate(checkpointer, state, iteration)
+    plain.train(checkpointer, state, range(1, KILLED_AT + 1))
     meet(Path(settings["events"]).parent / "trained", world_size)
     plain.die()
 

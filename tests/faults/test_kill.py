@@ -85,14 +85,6 @@ def test_stalled_failing_and_killed_ranks_together(settings: dict[str, Any], tmp
 
 
 @pytest.mark.slow
-def test_two_faults_one_after_the_other(settings: dict[str, Any], tmp_path: Path) -> None:
-    attempt(settings, Fault(3, 3, "forward", tmp_path / "first", "kill"))
-    attempt(settings, Fault(0, 3, "begin", tmp_path / "second", "kill"))
-    attempt(settings, Fault(2, 6, "copy", tmp_path / "third", "kill"))
-    assert resume(settings) == 5
-
-
-@pytest.mark.slow
 def test_old_arenas_stay_until_a_new_snapshot_is_whole(settings: dict[str, Any], tmp_path: Path) -> None:
     """After nodes swapped, new arenas are empty: until they hold a snapshot the old ones have the only one."""
     here, there = ["a", "a", "b", "b"], ["b", "b", "a", "a"]

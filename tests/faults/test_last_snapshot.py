@@ -197,8 +197,7 @@ def test_a_rank_that_is_killed_in_the_last_snapshot_leaves_the_one_before(ending
 
 
 def train_while_copies_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     copy_chunk = copier.copy_chunk
     for iteration in range(1, LAST + 1):
         if iteration == LAST and rank == 1:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import signal
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import ROOT, Launched, free_ports
+from tests.support.launching import ROOT, Launched, deepspeed_config, free_ports
+from tests.support.processes import command_line, running
 from tests.support.waiting import until
 
 pytestmark = [
@@ -28,11 +29,7 @@ SCRIPT = str(ROOT / "launch" / "deepspeed.sh")
 
 @pytest.fixture
 def launched(tmp_path: Path, arena_root: Path) -> Iterator[Launched]:
-    section = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
-    section["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled first, which takes minutes
-    section["gradient_accumulation_steps"] = 2
-    config = tmp_path / "deepspeed.json"
-    config.write_text(json.dumps(section))
+    config = deepspeed_config(tmp_path)
     training = [str(ROOT / "launch" / "train_deepspeed.py"), "--deepspeed_config", str(config), "--pp", "2"]
     job = Launched(tmp_path, arena_root, [*training, "--layers", "2", "--hidden", "32", "--seq", "32"])
     job.env |= {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -43,13 +40,10 @@ def launched(tmp_path: Path, arena_root: Path) -> Iterator[Launched]:
 def processes_of(group: int) -> dict[int, str]:
     """Process ids and command lines below a script: it has a session of its own."""
     found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == group and fields[0] != "Z":
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
+    for pid in running():
+        with suppress(OSError):
+            if os.getsid(pid) == group:
+                found[pid] = command_line(pid)
     return found
 
 

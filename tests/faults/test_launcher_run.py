@@ -77,6 +77,12 @@ def torchrun(here: Path, *words: str, restarts: int, job: str = "j", **env: str)
     return python(here, *command, **env)
 
 
+def trained_by_torchrun(here: Path, fault: str, arena: Path, *, restarts: int, **env: str) -> tuple[int, str]:
+    """Likewise, of ranks that train SCRIPT with a fault."""
+    (here / "train.py").write_text(SCRIPT)
+    return torchrun(here, str(here / "train.py"), str(here), fault, str(arena), restarts=restarts, **env)
+
+
 def python(here: Path, *words: str, **env: str) -> tuple[int, str]:
     """Likewise."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_", "FTCKPT"))}
@@ -104,9 +110,7 @@ def logged(here: Path, rank: int) -> list[list[object]]:
 
 @pytest.mark.slow
 def test_a_crash_after_the_end_begins_nothing_anew(tmp_path: Path, arena_root: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    words = (str(tmp_path / "train.py"), str(tmp_path), "in its exit", str(arena_root))
-    code, output = torchrun(tmp_path, *words, restarts=2)
+    code, output = trained_by_torchrun(tmp_path, "in its exit", arena_root, restarts=2)
     trained = [[0, "start"], [0, ["restored", None]], *([0, n] for n in (1, 2, 3, 4)), [0, "closed"]]
     assert code == 0 and logged(tmp_path, 0) == logged(tmp_path, 1) == trained, output
     assert output.count("ftckpt: job j finished at iteration 4: nothing is left to train") == 1
@@ -117,9 +121,7 @@ def test_a_crash_after_the_end_begins_nothing_anew(tmp_path: Path, arena_root: P
 @pytest.mark.slow
 def test_an_error_of_the_script_behind_the_end_is_tried_again(tmp_path: Path, arena_root: Path) -> None:
     """Of a rank that another one speaks for."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    words = (str(tmp_path / "train.py"), str(tmp_path), "behind its end", str(arena_root))
-    code, output = torchrun(tmp_path, *words, restarts=2)
+    code, output = trained_by_torchrun(tmp_path, "behind its end", arena_root, restarts=2)
     assert code == 0 and "upload of the model" in output and "nothing is left to train" not in output, output
     assert [attempt for attempt, what in logged(tmp_path, 0) if what == "closed"] == [0, 1]
 
@@ -170,9 +172,7 @@ def test_each_launch_of_a_program_trains(tmp_path: Path, arena_root: Path) -> No
 @pytest.mark.slow
 def test_attempts_without_a_snapshot_that_come_further_go_on(tmp_path: Path, arena_root: Path) -> None:
     """From checkpoints of the script's own, between which faults come more often than snapshots."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    words = (str(tmp_path / "train.py"), str(tmp_path), "every fourth", str(arena_root))
-    code, output = torchrun(tmp_path, *words, restarts=8, EVERY="50", LAST="21")
+    code, output = trained_by_torchrun(tmp_path, "every fourth", arena_root, restarts=8, EVERY="50", LAST="21")
     assert code == 0, output
     assert [what for _, what in logged(tmp_path, 1) if "fault" in str(what)] == [
         f"fault at {n}" for n in range(4, 21, 4)
@@ -181,9 +181,7 @@ def test_attempts_without_a_snapshot_that_come_further_go_on(tmp_path: Path, are
 
 @pytest.mark.slow
 def test_attempts_that_fail_at_the_same_place_end(tmp_path: Path, arena_root: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    words = (str(tmp_path / "train.py"), str(tmp_path), "at the fourth", str(arena_root))
-    code, output = torchrun(tmp_path, *words, restarts=6, EVERY="50")
+    code, output = trained_by_torchrun(tmp_path, "at the fourth", arena_root, restarts=6, EVERY="50")
     assert code != 0 and [what for _, what in logged(tmp_path, 0)].count(["restored", None]) == 3, output
     assert "3 attempts in a row have made no snapshot" in output
 

@@ -117,6 +117,15 @@ def test_one_of_two_nodes(make: Make, ranks: int, replacement: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_rank_of_the_only_node(make: Make) -> None:
+    nodes = make(1, FSDP, ranks=2)
+    nodes.start_node("a", "127.0.0.1")
+    nodes.kill_rank(1)
+    check_came_back(nodes, FSDP, protected=2)
+    assert {event["source"] for event in nodes.events(0, "restored")} == {None, "memory"}
+
+
+@pytest.mark.slow
 def test_one_of_four_nodes(make: Make) -> None:
     """Two replicas of two shards each; shards and replicas move to other ranks."""
     nodes = make(4, HSDP)

@@ -31,8 +31,7 @@ def in_containers(
         # What each rank withdraws the last one of its machine has.
         meet(Path(settings["events"]).parent / "refused", world_size)
         return None, str(error), sorted(os.listdir(arena))
-    for iteration in range(1, 4):
-        plain.iterate(checkpointer, state, iteration)
+    plain.train(checkpointer, state, range(1, 4))
     checkpointer.close(remove=False)
     return start, "", []
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import ftckpt
@@ -202,7 +203,6 @@ def test_six_lines_of_python(settings: dict[str, Any], arena_root: Path) -> None
 
 
 def six_plain_lines(rank: int, world_size: int, text: str, settings: dict[str, Any]) -> int:
-    import torch
     import train_plain
 
     job = train_plain.build(train_plain.parse_args(["--layers", "1", "--hidden", "16", "--iterations", "3"]))

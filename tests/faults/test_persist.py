@@ -21,6 +21,7 @@ from ftckpt.commands.main import main
 from ftckpt.errors import LostError, MemoryBudgetError, StorageError
 from ftckpt.events import Events
 from ftckpt.job import node_smp
+from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.persist import retention
 from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, iteration_of
 from ftckpt.persist.files import FileStorage
@@ -64,19 +65,22 @@ def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> It
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+def left(module_root: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """What a job of four ranks has left on storage: three snapshots or more. Its memory is gone."""
-    root, folder = Path("/dev/shm") / f"ftckpt-test-{os.getpid()}-left", tmp_path_factory.mktemp("left")
-    root.mkdir()
-    try:
-        settings = {"job": "test", "arena": str(root), "persist": str(folder), "persist_interval": 4}
-        settings |= {"protect": "none", "chunk_size": "64KiB", "objects_size": "1MiB", "persist_keep": 0}
-        settings |= {"persist_compress": getattr(request, "param", "none")}
-        run_ranks(train_until_persisted, 4, settings, 3)
-        clean_job(root, "test")
-        yield folder
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    folder = tmp_path_factory.mktemp("left")
+    settings = {"job": "test", "arena": str(module_root), "persist": str(folder), "persist_interval": 4}
+    settings |= {"protect": "none", "chunk_size": "64KiB", "objects_size": "1MiB", "persist_keep": 0}
+    settings |= {"persist_compress": getattr(request, "param", "none")}
+    run_ranks(train_until_persisted, 4, settings, 3)
+    clean_job(module_root, "test")
+    return folder
+
+
+@pytest.fixture
+def going_on(persisting: dict[str, Any], left: Path) -> dict[str, Any]:
+    """The settings of a job that finds on storage what another one has left."""
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    return persisting
 
 
 compressed_or_not = pytest.mark.parametrize("left", ["none", "zstd"], indirect=True)
@@ -85,6 +89,13 @@ compressed_or_not = pytest.mark.parametrize("left", ["none", "zstd"], indirect=T
 def train_until_persisted(rank: int, world_size: int, settings: dict[str, Any], times: int) -> list[int]:
     """Train until so many snapshots are on storage; returns their iterations."""
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    persisted = persisted_by(checkpointer, state, times)
+    checkpointer.close(remove=False)
+    return persisted
+
+
+def persisted_by(checkpointer: Checkpointer, state: plain.PlainState, times: int) -> list[int]:
+    """Restore and train until so many snapshots are on storage; returns their iterations."""
     number, persisted = checkpointer.restore() or 0, list[int]()
     while len(persisted) < times:
         number += 1
@@ -93,7 +104,6 @@ def train_until_persisted(rank: int, world_size: int, settings: dict[str, Any], 
         if checkpointer.persisted is not None and checkpointer.persisted.iteration not in persisted:
             persisted.append(checkpointer.persisted.iteration)
         time.sleep(ITERATION_SECS)
-    checkpointer.close(remove=False)
     return persisted
 
 
@@ -107,6 +117,11 @@ def restored(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
 def what_was(iteration: int) -> Any:
     """What ``restored`` gives of an iteration; weights are bfloat16."""
     return iteration, iteration, [float(iteration)], [float(torch.tensor(iteration).bfloat16())]
+
+
+def comes_back(settings: dict[str, Any], iteration: int) -> None:
+    """A start of four ranks restores this iteration."""
+    assert [result.value for result in run_ranks(restored, 4, settings)] == [what_was(iteration)] * 4
 
 
 def stored(settings: dict[str, Any]) -> list[StoredSnapshot]:
@@ -166,16 +181,14 @@ def arenas_of(settings: dict[str, Any]) -> Iterator[Arena]:
 
 
 @compressed_or_not
-def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, Any], left: Path) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest = stored(persisting)[0].snapshot.iteration
-    results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [what_was(newest)] * 4
-    assert {event["source"] for event in jobs.events(persisting, "restored")} == {"storage"}
-    for arena in arenas_of(persisting):
+def test_a_job_whose_memory_is_gone_goes_on_from_storage(going_on: dict[str, Any]) -> None:
+    newest = stored(going_on)[0].snapshot.iteration
+    comes_back(going_on, newest)
+    assert {event["source"] for event in jobs.events(going_on, "restored")} == {"storage"}
+    for arena in arenas_of(going_on):
         assert arena.control.slots == 5, "as many as the job wants"
         assert not arena.snapshots() and arena.control.whole() is None, "memory has the next snapshot as the first"
-    fetched = jobs.events(persisting, "fetched")
+    fetched = jobs.events(going_on, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4
 
 
@@ -195,14 +208,13 @@ def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots
 
 
 @pytest.mark.parametrize("by_slots", [False, True], ids=["straight", "by slots"])
-def test_nothing_is_put_in_place_before_it_has_come(by_slots: bool, persisting: dict[str, Any], left: Path) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    one = stored(persisting)[0]
+def test_nothing_is_put_in_place_before_it_has_come(by_slots: bool, going_on: dict[str, Any]) -> None:
+    one = stored(going_on)[0]
     newest = one.snapshot
     assert all(shard.spare_bytes > 0 for shard in one.shards.values()), "room for objects is not read"
-    results = [result.value for result in run_ranks(restored_late, 4, persisting, by_slots)]
+    results = [result.value for result in run_ranks(restored_late, 4, going_on, by_slots)]
     assert results == [what_was(newest.iteration)] * 4
-    there = [list(arena.snapshots()) for arena in arenas_of(persisting)]
+    there = [list(arena.snapshots()) for arena in arenas_of(going_on)]
     assert there == [[newest] if by_slots else []] * 4
 
 
@@ -233,24 +245,21 @@ def restored_by_slots(rank: int, world_size: int, settings: dict[str, Any]) -> A
 
 @pytest.mark.parametrize("restores", [restored, restored_by_slots], ids=["straight", "by slots"])
 @compressed_or_not
-def test_what_is_bad_on_storage_is_passed_over(
-    restores: Callable[..., Any], persisting: dict[str, Any], left: Path
-) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest, second, third, *_ = [one.snapshot.iteration for one in stored(persisting)]
-    damaged(persisting, newest, "dp2")
-    manifest = Path(persisting["persist"]) / f"iter_{second:07d}" / "manifest.json"
+def test_what_is_bad_on_storage_is_passed_over(restores: Callable[..., Any], going_on: dict[str, Any]) -> None:
+    newest, second, third, *_ = [one.snapshot.iteration for one in stored(going_on)]
+    damaged(going_on, newest, "dp2")
+    manifest = Path(going_on["persist"]) / f"iter_{second:07d}" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"job": "test"', '"job": "toast"'))
-    results = [result.value for result in run_ranks(restores, 4, persisting)]
+    results = [result.value for result in run_ranks(restores, 4, going_on)]
     assert results == [what_was(third)] * 4
-    told = jobs.events(persisting, "storage_damaged")
+    told = jobs.events(going_on, "storage_damaged")
     assert {event["iteration"] for event in told} == {newest, second}
     texts = "do not match their checksum", "cannot be unpacked"
     assert any(text in event["error"] for event in told for text in texts)
     assert any("damaged or edited" in event["error"] for event in told)
 
 
-def going_on(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int | None, int]:
+def next_flush(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int | None, int]:
     """From where, and what goes to storage next."""
     checkpointer, _ = plain.make(rank, world_size, settings, NODES[:world_size])
     start = checkpointer.restore()
@@ -258,15 +267,14 @@ def going_on(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int 
     return start, checkpointer._state.flushes.due
 
 
-def test_what_is_passed_over_is_nothing_that_the_job_has(persisting: dict[str, Any], left: Path) -> None:
+def test_what_is_passed_over_is_nothing_that_the_job_has(going_on: dict[str, Any]) -> None:
     """Neither what comes to storage next counts from it, nor is it the last of the job for an SMP without ranks."""
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest, second, *_ = [one.snapshot for one in stored(persisting)]
-    damaged(persisting, newest.iteration, "dp2")
+    newest, second, *_ = [one.snapshot for one in stored(going_on)]
+    damaged(going_on, newest.iteration, "dp2")
     interval = newest.iteration - second.iteration  # the next one is not before the bad one, were that counted
-    results = [result.value for result in run_ranks(going_on, 4, {**persisting, "persist_interval": interval})]
+    results = [result.value for result in run_ranks(next_flush, 4, {**going_on, "persist_interval": interval})]
     assert results == [(second.iteration, (second.iteration // interval + 1) * interval)] * 4
-    assert claimed_lineage(open_storage(persisting["persist"])).branches[-1].iteration == second.iteration
+    assert claimed_lineage(open_storage(going_on["persist"])).branches[-1].iteration == second.iteration
 
 
 def restored_while_reads_fail(rank: int, world_size: int, settings: dict[str, Any], is_away: bool) -> Any:
@@ -293,15 +301,14 @@ def restored_while_reads_fail(rank: int, world_size: int, settings: dict[str, An
         return restored(rank, world_size, settings)
 
 
-def test_storage_that_goes_away_is_not_bad(persisting: dict[str, Any], left: Path) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest, second, *_ = [one.snapshot for one in stored(persisting)]
+def test_storage_that_goes_away_is_not_bad(going_on: dict[str, Any]) -> None:
+    newest, second, *_ = [one.snapshot for one in stored(going_on)]
     with a_rank_raises(StorageError, f"iteration {newest.iteration}", "--ftckpt-rollback-before"):
-        run_ranks(restored_while_reads_fail, 4, persisting, True)
-    assert not jobs.events(persisting, "storage_damaged")
-    results = [result.value for result in run_ranks(restored_while_reads_fail, 4, persisting, False)]
+        run_ranks(restored_while_reads_fail, 4, going_on, True)
+    assert not jobs.events(going_on, "storage_damaged")
+    results = [result.value for result in run_ranks(restored_while_reads_fail, 4, going_on, False)]
     assert results == [what_was(second.iteration)] * 4, "one file of a storage that answers cannot be read"
-    assert names(persisting)[0] == f"iter_{newest.iteration:07d}", "it stays, and can be named"
+    assert names(going_on)[0] == f"iter_{newest.iteration:07d}", "it stays, and can be named"
 
 
 def announced(rank: int, world_size: int, settings: dict[str, Any]) -> list[str]:
@@ -313,13 +320,12 @@ def announced(rank: int, world_size: int, settings: dict[str, Any]) -> list[str]
 
 
 @pytest.mark.parametrize(("job", "says"), [("test", "from storage, in"), ("other", "from storage of job test, in")])
-def test_whose_snapshot_storage_gave_is_said(job: str, says: str, persisting: dict[str, Any], left: Path) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    persisting["job"] = job
+def test_whose_snapshot_storage_gave_is_said(job: str, says: str, going_on: dict[str, Any]) -> None:
+    going_on["job"] = job
     try:
-        told = run_ranks(announced, 4, persisting)[0].value
+        told = run_ranks(announced, 4, going_on)[0].value
     finally:
-        clean_job(Path(persisting["arena"]), job)
+        clean_job(Path(going_on["arena"]), job)
     assert any(says in text for text in told), told
 
 
@@ -340,47 +346,44 @@ def restored_while_nothing_is_seen(rank: int, world_size: int, settings: dict[st
 
 @pytest.mark.parametrize(("on_lost", "loaded"), [("storage", 1), ("fresh", -1), ("fail", -1)])
 def test_no_job_goes_back_because_storage_cannot_be_seen_for_a_moment(
-    on_lost: str, loaded: int, persisting: dict[str, Any], left: Path
+    on_lost: str, loaded: int, going_on: dict[str, Any]
 ) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest, persisting["on_lost"] = max(one.snapshot.iteration for one in stored(persisting)), on_lost
+    newest, going_on["on_lost"] = max(one.snapshot.iteration for one in stored(going_on)), on_lost
     with a_rank_raises(StorageError, "cannot be seen", "Input/output error", "start again when it is back"):
-        run_ranks(restored_while_nothing_is_seen, 4, persisting, loaded)
-    assert [result.value for result in run_ranks(restored, 4, persisting)] == [what_was(newest)] * 4
+        run_ranks(restored_while_nothing_is_seen, 4, going_on, loaded)
+    comes_back(going_on, newest)
     if on_lost == "fresh":  # which has brought it to memory
-        results = [result.value for result in run_ranks(restored_while_nothing_is_seen, 4, persisting, -1)]
+        results = [result.value for result in run_ranks(restored_while_nothing_is_seen, 4, going_on, -1)]
         assert results == [(newest, newest)] * 4, "memory has all that the job came to"
 
 
 @pytest.mark.parametrize("fails", by_default(["storage", "room", ""], ["storage", ""]))
 def test_what_memory_has_of_later_is_given_up_only_for_what_storage_gives(
-    fails: str, persisting: dict[str, Any], left: Path
+    fails: str, going_on: dict[str, Any]
 ) -> None:
     """A node is away, with its part of a newer snapshot; the older one on storage comes, or not."""
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    there = [one.snapshot.iteration for one in stored(persisting)]
-    in_memory = {name: value for name, value in persisting.items() if "persist" not in name} | {"protect": "none"}
+    there = [one.snapshot.iteration for one in stored(going_on)]
+    in_memory = {name: value for name, value in going_on.items() if "persist" not in name} | {"protect": "none"}
     run_ranks(train_past, 4, in_memory, there[0], expect_failures=True)
-    newest = min(max(arena.snapshots()).iteration for arena in arenas_of(persisting))
+    newest = min(max(arena.snapshots()).iteration for arena in arenas_of(going_on))
     assert newest > there[0]
-    node = Path(persisting["arena"]) / "ftckpt-test" / "n1"
+    node = Path(going_on["arena"]) / "ftckpt-test" / "n1"
     away = node.rename(node.parent.parent / "away")
-    persisting["protect"] = "none"
+    going_on["protect"] = "none"
     if fails == "storage":
         for iteration in there:
-            damaged(persisting, iteration, "dp1")
+            damaged(going_on, iteration, "dp1")
         with pytest.raises(RankFailure, match="was whole and cannot be restored"):
-            run_ranks(restored, 4, persisting)
+            run_ranks(restored, 4, going_on)
     elif fails == "room":
         with pytest.raises(RankFailure, match=r"MemoryBudgetError: .*no room"):
-            run_ranks(restored_without_room, 4, persisting)
+            run_ranks(restored_without_room, 4, going_on)
     else:
         newest = there[0]
-        assert [result.value for result in run_ranks(restored, 4, persisting)] == [what_was(newest)] * 4
+        comes_back(going_on, newest)
     shutil.rmtree(node, ignore_errors=True)
     away.rename(node)
-    results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [what_was(newest)] * 4
+    comes_back(going_on, newest)
 
 
 def train_past(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
@@ -390,6 +393,11 @@ def train_past(rank: int, world_size: int, settings: dict[str, Any], last: int) 
     while checkpointer.whole is None or checkpointer.whole.iteration <= last:
         number += 1
         plain.iterate(checkpointer, state, number)
+    die_together(checkpointer, settings, world_size)
+
+
+def die_together(checkpointer: Checkpointer, settings: dict[str, Any], world_size: int) -> None:
+    """At a boundary, once what was copied is sealed on each rank."""
     checkpointer.fence()
     checkpointer.capture.settle(20.0)  # type: ignore[union-attr]
     meet(Path(settings["events"]).parent / "trained", world_size)
@@ -421,23 +429,22 @@ def test_slots_without_one_for_storage_are_refused(persisting: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("what", ["manifests", "shards"])
-def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: dict[str, Any], left: Path) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    there = [one.snapshot.iteration for one in stored(persisting)]
+def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, going_on: dict[str, Any]) -> None:
+    there = [one.snapshot.iteration for one in stored(going_on)]
     if what == "shards":
         for iteration in there:
-            damaged(persisting, iteration, "dp1")
+            damaged(going_on, iteration, "dp1")
     else:
-        for path in Path(persisting["persist"]).glob("iter_*/manifest.json"):
+        for path in Path(going_on["persist"]).glob("iter_*/manifest.json"):
             path.write_text("{}")
     text = "none of the snapshots on storage" if what == "shards" else "storage cannot be read"
     with pytest.raises(RankFailure, match=text):
-        run_ranks(restored, 4, persisting)
-    assert not Path(persisting["persist"], "readers").exists(), "a start that was refused reads no more"
+        run_ranks(restored, 4, going_on)
+    assert not Path(going_on["persist"], "readers").exists(), "a start that was refused reads no more"
     if what == "manifests":
         return
-    persisting["on_lost"] = "fresh"
-    assert [result.value for result in run_ranks(restored, 4, persisting)] == [(None, 0, [0.0], [0.0])] * 4
+    going_on["on_lost"] = "fresh"
+    assert [result.value for result in run_ranks(restored, 4, going_on)] == [(None, 0, [0.0], [0.0])] * 4
 
 
 def test_only_what_memory_lost_comes_from_storage(persisting: dict[str, Any]) -> None:
@@ -446,8 +453,7 @@ def test_only_what_memory_lost_comes_from_storage(persisting: dict[str, Any]) ->
     run_ranks(train_until_persisted_then_die, 4, persisting, expect_failures=True)
     shutil.rmtree(Path(persisting["arena"]) / "ftckpt-test" / "n1")
     newest = stored(persisting)[0].snapshot.iteration
-    results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [what_was(newest)] * 4
+    comes_back(persisting, newest)
     (fetched, *_) = jobs.events(persisting, "fetched")
     assert fetched["shards"] == 2, "the other node has its own in memory yet"
 
@@ -465,8 +471,7 @@ def train_until_persisted_then_die(rank: int, world_size: int, settings: dict[st
 
 def train_to_the_end(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    for number in range((checkpointer.restore() or 0) + 1, last + 1):
-        plain.iterate(checkpointer, state, number)
+    plain.train(checkpointer, state, range((checkpointer.restore() or 0) + 1, last + 1))
     checkpointer.close()
 
 
@@ -476,8 +481,7 @@ def test_the_last_snapshot_of_a_job_that_ends_is_on_storage(persisting: dict[str
     assert not list(Path(persisting["arena"]).iterdir()), "memory is empty"
     assert [one.snapshot.iteration for one in stored(persisting)] == [6]
     assert [event["iteration"] for event in jobs.events(persisting, "persisted")] == [6] * 4
-    results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [what_was(6)] * 4
+    comes_back(persisting, 6)
 
 
 @pytest.mark.parametrize("on_error", ["continue", "raise"])
@@ -512,8 +516,7 @@ def test_where_a_flush_is_given_up_all_ranks_raise_at_one_iteration_and_wait_for
 
 def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any], place: Path) -> tuple[int, str]:
     """Storage goes as soon as training begins."""
-    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings, NODES[:world_size])
     if rank == 0:
         shutil.rmtree(settings["persist"])
     for number in range(1, 2000):
@@ -561,34 +564,32 @@ def abandoned(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> l
 
 
 def test_a_rollback_gives_up_nothing_and_can_be_taken_back(
-    persisting: dict[str, Any], left: Path, capsys: pytest.CaptureFixture[str]
+    going_on: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest, wanted, *_ = [one.snapshot for one in stored(persisting)]
-    before, name = names(persisting), f"iter_{newest.iteration:07d}"
-    back = persisting | {"rollback_before": newest.iteration}
+    newest, wanted, *_ = [one.snapshot for one in stored(going_on)]
+    before, name = names(going_on), f"iter_{newest.iteration:07d}"
+    back = going_on | {"rollback_before": newest.iteration}
     for _ in range(2):  # the flag stays in the script
-        assert [result.value for result in run_ranks(restored, 4, back)] == [what_was(wanted.iteration)] * 4
-        assert names(persisting) == before and abandoned(persisting, capsys) == [name]
-    assert [event["iteration"] for event in jobs.events(persisting, "rolled_back")] == [wanted.iteration] * 4
-    clean_job(Path(persisting["arena"]), "test")
-    results = [result.value for result in run_ranks(restored, 4, persisting)]
+        comes_back(back, wanted.iteration)
+        assert names(going_on) == before and abandoned(going_on, capsys) == [name]
+    assert [event["iteration"] for event in jobs.events(going_on, "rolled_back")] == [wanted.iteration] * 4
+    clean_job(Path(going_on["arena"]), "test")
+    results = [result.value for result in run_ranks(restored, 4, going_on)]
     assert results == [what_was(wanted.iteration)] * 4, "memory is gone, and the flag, too"
-    clean_job(Path(persisting["arena"]), "test")
-    forth = persisting | {"restore_from": name}
+    clean_job(Path(going_on["arena"]), "test")
+    forth = going_on | {"restore_from": name}
     for _ in range(2):
-        assert [result.value for result in run_ranks(restored, 4, forth)] == [what_was(newest.iteration)] * 4
-        clean_job(Path(persisting["arena"]), "test")
-    assert names(persisting) == before and not abandoned(persisting, capsys)
-    run_ranks(train_until_persisted, 4, persisting, 2)
-    clean_job(Path(persisting["arena"]), "test")
-    assert not {"void", "readers"} & {path.name for path in Path(persisting["persist"]).iterdir()}
+        comes_back(forth, newest.iteration)
+        clean_job(Path(going_on["arena"]), "test")
+    assert names(going_on) == before and not abandoned(going_on, capsys)
+    run_ranks(train_until_persisted, 4, going_on, 2)
+    clean_job(Path(going_on["arena"]), "test")
+    assert not {"void", "readers"} & {path.name for path in Path(going_on["persist"]).iterdir()}
 
 
-def test_a_name_that_is_not_there_is_refused(persisting: dict[str, Any], left: Path) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+def test_a_name_that_is_not_there_is_refused(going_on: dict[str, Any]) -> None:
     with a_rank_raises(StorageError, "--ftckpt-restore-from iter_0099999", "ftckpt list"):
-        run_ranks(restored, 4, persisting | {"restore_from": "iter_0099999"})
+        run_ranks(restored, 4, going_on | {"restore_from": "iter_0099999"})
 
 
 def back_by_name(rank: int, world_size: int, settings: dict[str, Any], loaded: int) -> None:
@@ -599,41 +600,30 @@ def back_by_name(rank: int, world_size: int, settings: dict[str, Any], loaded: i
 
 
 def test_what_was_rolled_back_from_does_not_come_back_where_memory_is_lost(
-    persisting: dict[str, Any], left: Path, capsys: pytest.CaptureFixture[str]
+    going_on: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The script has loaded a checkpoint of its own by name, and nothing of what follows has come to storage."""
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    persisting |= {"persist_interval": 1000, "persist_at_end": "off"}
-    run_ranks(back_by_name, 4, persisting, 2)
-    assert abandoned(persisting, capsys) == names(persisting)
-    clean_job(Path(persisting["arena"]), "test")
-    with a_rank_raises(LostError, "abandoned", "--ftckpt-restore-from", names(persisting)[0]):
-        run_ranks(restored, 4, persisting)
-    persisting["on_lost"] = "fresh"
-    assert [result.value[0] for result in run_ranks(restored, 4, persisting)] == [None] * 4
+    going_on |= {"persist_interval": 1000, "persist_at_end": "off"}
+    run_ranks(back_by_name, 4, going_on, 2)
+    assert abandoned(going_on, capsys) == names(going_on)
+    clean_job(Path(going_on["arena"]), "test")
+    with a_rank_raises(LostError, "abandoned", "--ftckpt-restore-from", names(going_on)[0]):
+        run_ranks(restored, 4, going_on)
+    going_on["on_lost"] = "fresh"
+    assert [result.value[0] for result in run_ranks(restored, 4, going_on)] == [None] * 4
 
 
-def test_a_rollback_that_nothing_followed_is_known_where_memory_is_lost(
-    persisting: dict[str, Any], left: Path
-) -> None:
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest, wanted, *_ = [one.snapshot for one in stored(persisting)]
-    run_ranks(restored, 4, persisting | {"rollback_before": newest.iteration})
-    clean_job(Path(persisting["arena"]), "test")
-    assert [result.value for result in run_ranks(restored, 4, persisting)] == [what_was(wanted.iteration)] * 4
+def test_a_rollback_that_nothing_followed_is_known_where_memory_is_lost(going_on: dict[str, Any]) -> None:
+    newest, wanted, *_ = [one.snapshot for one in stored(going_on)]
+    run_ranks(restored, 4, going_on | {"rollback_before": newest.iteration})
+    clean_job(Path(going_on["arena"]), "test")
+    comes_back(going_on, wanted.iteration)
 
 
 def counted_backwards(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
     """The script counts a number again when two snapshots are on storage; returns the iterations of those."""
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    number, persisted = checkpointer.restore() or 0, list[int]()
-    while len(persisted) < 2:
-        number += 1
-        assert number < 5000, "nothing came to storage"
-        plain.iterate(checkpointer, state, number)
-        if checkpointer.persisted is not None and checkpointer.persisted.iteration not in persisted:
-            persisted.append(checkpointer.persisted.iteration)
-        time.sleep(ITERATION_SECS)
+    persisted = persisted_by(checkpointer, state, 2)
     plain.iterate(checkpointer, state, persisted[0] + 1, offset=100.0)
     assert checkpointer.off
     checkpointer.close(remove=False)
@@ -648,14 +638,13 @@ def test_a_script_that_counts_backwards_loses_nothing_on_storage(persisting: dic
     assert result[0] >= newest
 
 
-def test_what_a_restart_reads_nobody_removes(persisting: dict[str, Any], left: Path) -> None:
+def test_what_a_restart_reads_nobody_removes(going_on: dict[str, Any]) -> None:
     """The SMPs of the attempt before it live yet, and one of them retires what is too old for it."""
-    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest, *_ = [one.snapshot for one in stored(persisting)]
-    results = [result.value for result in run_ranks(restored_while_it_is_retired, 4, persisting)]
+    newest, *_ = [one.snapshot for one in stored(going_on)]
+    results = [result.value for result in run_ranks(restored_while_it_is_retired, 4, going_on)]
     assert results == [what_was(newest.iteration)] * 4
-    assert newest.iteration in committed(open_storage(persisting["persist"]))
-    assert not Path(persisting["persist"], "readers").exists()
+    assert newest.iteration in committed(open_storage(going_on["persist"]))
+    assert not Path(going_on["persist"], "readers").exists()
 
 
 def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
@@ -688,20 +677,17 @@ def test_what_proves_bad_beside_what_was_brought_is_brought_too(persisting: dict
         assert slot is not None
         with arena.slot(slot) as view:
             view[arena.image.objects.begin] ^= 1
-    results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [what_was(newest.iteration)] * 4
+    comes_back(persisting, newest.iteration)
     first, second = jobs.events(persisting, "fetched")[::4]
     assert (first["shards"], second["shards"]) == (2, 1)
     assert second["bytes"] == 0, "its chunks are good where they are"
 
 
 def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings, NODES[:world_size])
     if rank == 0:
         shutil.rmtree(settings["persist"])
-    for number in range(1, 7):
-        plain.iterate(checkpointer, state, number)
+    plain.train(checkpointer, state, range(1, 7))
     checkpointer.close()
 
 
@@ -711,10 +697,7 @@ def train_then_die(rank: int, world_size: int, settings: dict[str, Any], last: i
     while number < last or (protects and checkpointer.protected is None):
         number += 1
         plain.iterate(checkpointer, state, number)
-    checkpointer.fence()
-    checkpointer.capture.settle(20.0)  # type: ignore[union-attr]
-    meet(Path(settings["events"]).parent / "trained", world_size)
-    plain.die()
+    die_together(checkpointer, settings, world_size)
 
 
 @pytest.mark.parametrize(
@@ -742,8 +725,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
     persisting["persist"] = str(where)
     assert [one.snapshot.iteration for one in stored(persisting)] == [6]
     assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json"}
-    results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [what_was(6)] * 4
+    comes_back(persisting, 6)
 
 
 def test_a_node_that_is_missing_is_named_and_nothing_is_saved(
@@ -764,8 +746,7 @@ def test_a_node_that_is_missing_is_named_and_nothing_is_saved(
 
 def save_beside_training(rank: int, world_size: int, settings: dict[str, Any]) -> int:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    for number in range((checkpointer.restore() or 0) + 1, 4):
-        plain.iterate(checkpointer, state, number)
+    plain.train(checkpointer, state, range((checkpointer.restore() or 0) + 1, 4))
     code = main(["save", "test", "--arena", settings["arena"], "--timeout", "1"]) if rank == 0 else 0
     checkpointer.close()
     return code
@@ -783,12 +764,8 @@ def die_before_the_smp_is_told(rank: int, world_size: int, settings: dict[str, A
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     monkey = pytest.MonkeyPatch()
     monkey.setattr(node_smp, "find_or_start", lambda *_: time.sleep(3600))
-    for number in range((checkpointer.restore() or 0) + 1, last + 1):
-        plain.iterate(checkpointer, state, number)
-    checkpointer.fence()
-    checkpointer.capture.settle(20.0)  # type: ignore[union-attr]
-    meet(Path(settings["events"]).parent / "trained", world_size)
-    plain.die()
+    plain.train(checkpointer, state, range((checkpointer.restore() or 0) + 1, last + 1))
+    die_together(checkpointer, settings, world_size)
 
 
 def test_what_a_job_left_is_saved_where_no_smp_has_run_yet(

@@ -18,7 +18,8 @@ import yaml
 from ftckpt.commands.main import main
 from ftckpt.store.directory import SMP_LOCK_NAME
 from tests.support.launching import ROOT
-from tests.support.pod_lab import Cluster, Pod, Provided, processes, python_image
+from tests.support.pod_lab import Cluster, Pod, Provided, python_image
+from tests.support.processes import command_line, running
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.slow]
@@ -145,14 +146,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     secret = {"run1-ftckpt": {"secret": os.urandom(32)}}
     with Cluster(Provided(python_image(), env, {"checkpoints": tmp_path}, secret)) as one:
         yield one
-    assert not [pid for pid in processes() if str(one.root) in _command(pid)]
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+    assert not [pid for pid in running() if str(one.root) in command_line(pid)]
 
 
 def iteration_at(job: Job, capsys: pytest.CaptureFixture[str]) -> int:

@@ -16,12 +16,14 @@ import pytest
 from ftckpt.errors import LostError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
+from ftckpt.restore.build import Build
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages, load, pack, package_path, store
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
+from tests.support.killing import die_at
 from tests.support.pool import run_ranks
 from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, restart, slot_of
 from tests.support.tiers import by_default
@@ -271,8 +273,6 @@ def test_a_rebuild_that_is_killed_is_done_again(point: str, loss: str, arena_roo
 
 
 def restart_that_is_killed(rank: int, world_size: int, job: Job, events: Path, point: str) -> dict[str, Any]:
-    from ftckpt.restore.build import Build
-
     if rank == 1:
         if point == "put":
             puts = []
@@ -287,24 +287,9 @@ def restart_that_is_killed(rank: int, world_size: int, job: Job, events: Path, p
 
             Build.put = put  # type: ignore[method-assign]
         else:
-            from ftckpt.store.control import ControlBlock
-
-            name, after = {"begin": ("begin", True), "before_seal": ("seal", False), "after_seal": ("seal", True)}[
-                point
-            ]
-            kill_at(ControlBlock, name, after)
+            call = {"begin": "begin", "before_seal": "seal", "after_seal": "seal"}[point]
+            die_at(f"ftckpt.store.control:ControlBlock.{call}", after=point != "before_seal")
     return restart(rank, world_size, job, events)
-
-
-def kill_at(owner: Any, name: str, after: bool) -> None:
-    original = getattr(owner, name)
-
-    def killed(*args: Any, **kwargs: Any) -> Any:
-        if after:
-            original(*args, **kwargs)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, name, killed)
 
 
 def test_a_rank_that_fails_to_rebuild_is_an_error_on_all(arena_root: Path, tmp_path: Path) -> None:
@@ -317,8 +302,6 @@ def test_a_rank_that_fails_to_rebuild_is_an_error_on_all(arena_root: Path, tmp_p
 
 
 def restart_that_fails(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
-    from ftckpt.restore.build import Build
-
     def put(self: Build, chunk: int, begin: int, data: Any) -> None:
         raise OSError("out of luck")
 

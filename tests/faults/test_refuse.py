@@ -44,10 +44,8 @@ def announced(rank: int, world_size: int, settings: dict[str, Any], steps: int) 
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Events, "announce", lambda _events, text: told.append(text))
-        checkpointer, state = plain.make(rank, world_size, settings)
-        checkpointer.restore()
-        for iteration in range(1, steps + 1):
-            plain.iterate(checkpointer, state, iteration)
+        checkpointer, state = plain.restarted(rank, world_size, settings)
+        plain.train(checkpointer, state, range(1, steps + 1))
         checkpointer.close()
     return told
 

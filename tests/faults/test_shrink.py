@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import jobs
 from tests.support.launching import ITERATIONS, ROOT, Nodes
 from tests.support.pool import run_ranks
 
@@ -31,18 +31,11 @@ ROUNDING = 0.03
 LAYOUTS = {4: "tp2pp2dp1", 2: "tp2pp1dp1"}
 
 
-def undisturbed(rank: int, world_size: int) -> list[float | None]:
-    """Losses of a rank."""
-    import train_gpt
-
-    words = [*MODEL, "--tp", "2", "--pp", "2", "--iterations", str(ITERATIONS), "--log-file", os.devnull]
-    return [metrics["loss"] for metrics in train_gpt.train(train_gpt.build(train_gpt.parse_args(words)))]
-
-
 @functools.cache
 def reference() -> list[float]:
     """Losses of a run in the first layout."""
-    return [loss for loss in run_ranks(undisturbed, 4)[-1].value if loss is not None]
+    words = [*MODEL, "--tp", "2", "--pp", "2", "--iterations", str(ITERATIONS)]
+    return [loss for loss in run_ranks(jobs.losses, 4, words)[-1].value if loss is not None]
 
 
 @pytest.fixture

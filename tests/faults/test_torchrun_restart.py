@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import ftckpt
 from ftckpt.frameworks.rendezvous import REMEDY
-from tests.support.waiting import until
+from tests.support.launching import Launched, free_ports
 
 pytestmark = pytest.mark.faults
-
-DEADLINE_SECS = 240.0
 
 # A fault (rank, step) fires once, in the order given: the file it leaves tells the following attempts, and
 # the test, that it did.
@@ -46,7 +37,7 @@ def fault_due(step):
     return False
 
 here, faults, rank = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["RANK"])
-done = isolate_attempts(timeout_secs=60) if sys.argv[3] == "isolate" else "not isolated"
+done = isolate_attempts(timeout_secs=60)
 log(event="start", done=done)
 dist.init_process_group("gloo", init_method="env://")
 world = dist.get_world_size()
@@ -64,79 +55,31 @@ dist.destroy_process_group()
 """
 
 
-@dataclass
-class Job:
+class Job(Launched):
     """The agents of one job, and the directory its workers write to."""
 
-    here: Path
-    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def start(self, *flags: str, faults: list[tuple[int, int]], isolate: bool = True, **env: str) -> None:
+    def agent(self, *flags: str, faults: list[tuple[int, int]], **env: str) -> None:
         script = self.here / "worker.py"
         script.write_text(WORKER)
-        root = str(Path(ftckpt.__file__).parent.parent)
         common = ("--max-restarts", "3", "--monitor-interval", "0.1")
         command = [sys.executable, "-m", "torch.distributed.run", *common, *flags]
-        arguments = [str(script), str(self.here), json.dumps(faults), "isolate" if isolate else "plain"]
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
-        clean |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.here), **env}
-        with open(self.here / f"agent{len(self.agents)}.log", "wb") as out:
-            agent = subprocess.Popen([*command, *arguments], env=clean, stdout=out, stderr=out)
-        self.agents.append(agent)
+        self.start([*command, str(script), str(self.here), json.dumps(faults)], TMPDIR=str(self.here), **env)
 
-    def wait(self) -> None:
-        """Until all agents have ended well.
-
-        :raises AssertionError: one failed, or not all ended in time; the text has their logs.
-        """
-
-        until(lambda: all(agent.poll() is not None for agent in self.agents), self.output, DEADLINE_SECS)
-        codes = [agent.returncode for agent in self.agents]
-        assert codes == [0] * len(codes), f"agents ended with {codes}\n{self.output()}"
-
-    def output(self) -> str:
-        """Of the agents and their workers."""
-        return "\n".join(path.read_text() for path in sorted(self.here.glob("agent*.log")))
-
-    def log(self, rank: int) -> list[dict[str, Any]]:
+    def log_of(self, rank: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.here / f"rank{rank}.jsonl").read_text().splitlines()]
-
-    def stop(self) -> None:
-        """Kill what is left: agents first, so that they start nothing anew, then the workers they orphan."""
-        for agent in self.agents:
-            agent.kill()
-            agent.wait()
-        for pid in workers_of(self.here / "worker.py"):
-            os.kill(pid, signal.SIGKILL)
-
-
-def workers_of(script: Path) -> list[int]:
-    """The processes that run ``script``, which lies in a directory that only this test has."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.fsencode(script) in (entry / "cmdline").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    started = Job(tmp_path)
+def job(tmp_path: Path, arena_root: Path) -> Iterator[Job]:
+    started = Job(tmp_path, arena_root, [])
     yield started
     started.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def check_finished(job: Job, world: int, num_faults: int) -> None:
     """Every fault fired, every rank finished, and all ranks of the last attempt had one name that was new."""
     assert [(job.here / f"fired{number}").exists() for number in range(num_faults)] == [True] * num_faults
-    logs = [job.log(rank) for rank in range(world)]
+    logs = [job.log_of(rank) for rank in range(world)]
     assert [log[-1].get("world") for log in logs] == [world] * world
     names = [[line["done"] for line in log if line["event"] == "start"] for log in logs]
     assert len({name[-1] for name in names}) == 1
@@ -145,53 +88,53 @@ def check_finished(job: Job, world: int, num_faults: int) -> None:
 
 @pytest.mark.slow
 def test_standalone(job: Job) -> None:
-    job.start("--standalone", "--nproc-per-node", "2", faults=[(1, 1), (0, 2)])
-    job.wait()
+    job.agent("--standalone", "--nproc-per-node", "2", faults=[(1, 1), (0, 2)])
+    job.finish()
     check_finished(job, world=2, num_faults=2)
-    assert REMEDY not in job.output()
+    assert REMEDY not in job.output(10**6)
 
 
 @pytest.mark.slow
 def test_two_c10d_agents(job: Job) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{free_ports(1)}"
     for node in ("a", "b"):
-        job.start(
+        job.agent(
             *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"),
             *("--rdzv-endpoint", endpoint, "--rdzv-conf", "last_call_timeout=1,join_timeout=60"),
             faults=[(3, 1), (0, 2)],
             FTCKPT_NODE=node,
         )
-    job.wait()
+    job.finish()
     check_finished(job, world=4, num_faults=2)
-    assert job.output().count(REMEDY) == 3, "rank 0 says at each start what lets a replaced node join"
+    assert job.output(10**6).count(REMEDY) == 3, "rank 0 says at each start what lets a replaced node join"
 
 
 @pytest.mark.slow
 def test_static(job: Job) -> None:
-    job.start(
+    job.agent(
         *("--rdzv-backend", "static", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_ports(1))),
         faults=[(0, 1)],
     )
-    job.wait()
+    job.finish()
     check_finished(job, world=2, num_faults=1)
 
 
 @pytest.mark.slow
 def test_c10d_through_a_file(job: Job) -> None:
-    job.start(
+    job.agent(
         *("--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "file"),
         *("--rdzv-endpoint", str(job.here / "rendezvous"), "--rdzv-conf", "store_type=file"),
         faults=[(1, 1)],
     )
-    job.wait()
+    job.finish()
     check_finished(job, world=2, num_faults=1)
 
 
 @pytest.mark.slow
 def test_a_private_store_needs_nothing(job: Job) -> None:
-    job.start(*("--standalone", "--nproc-per-node", "2"), faults=[(1, 1)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    job.wait()
-    starts = [line["done"] for line in job.log(0) if line["event"] == "start"]
+    job.agent(*("--standalone", "--nproc-per-node", "2"), faults=[(1, 1)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    job.finish()
+    starts = [line["done"] for line in job.log_of(0) if line["event"] == "start"]
     assert len(starts) == 2
     assert all("nothing to isolate" in done for done in starts)

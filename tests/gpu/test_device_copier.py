@@ -17,14 +17,20 @@ import torch
 from ftckpt.capture import copier as host
 from ftckpt.capture import device_copier, volatile_memory
 from ftckpt.windows.bubbles import Always, Turn
-from tests.support.device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
-from tests.support.fake_device import PAGE, SECS, FakeDevice, install
+from tests.support.device_states import (
+    CPU,
+    Blocked,
+    Landings,
+    assert_holds,
+    laid_out,
+    live_state,
+    plan,
+    prepared,
+    shared_slot,
+    started,
+)
+from tests.support.fake_device import PAGE, SECS, FakeDevice
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    return install(monkeypatch)
 
 
 class Failing(Always):
@@ -45,9 +51,7 @@ class Failing(Always):
 def test_snapshot_is_the_boundary_in_any_order(fake: FakeDevice, first: str, pinned: bool, own_stream: bool) -> None:
     """A write before ``start`` is in the snapshot and one after the fence is not, whoever runs first."""
     fake.refuse_pinning = not pinned
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     with prepared([slot], CPU, own_stream=own_stream) as copier:
         fake.first = fake.compute if first == "compute" else fake.side
         fake.compute.enqueue(lambda: tensors[0].add_(1))
@@ -68,15 +72,12 @@ def test_snapshot_is_the_boundary_in_any_order(fake: FakeDevice, first: str, pin
 
 
 def test_without_a_stream_of_its_own_copies_queue_behind_training(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     with prepared([slot], CPU, own_stream=False) as copier:
         assert fake.streams == [fake.compute]
         fake.go.clear()
         fake.compute_step("before")
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         assert copier.fence(seen.flight, SECS)
         fake.compute_step("after")
         fake.go.set()
@@ -86,13 +87,10 @@ def test_without_a_stream_of_its_own_copies_queue_behind_training(fake: FakeDevi
 
 
 def test_nothing_lands_before_the_device_is_done(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     with prepared([slot], CPU) as copier:
         fake.go.clear()
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         assert seen.flight.submitted.wait(SECS)
         assert not seen.flight.wait(0.05)
         assert not seen.chunks
@@ -107,14 +105,11 @@ def test_the_device_is_given_some_chunks_ahead_and_no_more(
 ) -> None:
     """What fills the driver's queue holds up the launches of training, too; whoever waits wants all of it."""
     monkeypatch.setattr(device_copier, "_MOST_AHEAD", 3)
-    tensors = live_state()
-    copies, size = plan(tensors, PAGE)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(PAGE)
     boundary = [tensor.clone() for tensor in tensors]
     with prepared([slot], CPU) as copier:
         slow = fake.hold(fake.side)
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         until(lambda: fake.copies >= 3, "submitted", SECS)
         assert not seen.flight.submitted.wait(0.1) and fake.copies == 3
         if lifted == "by the fence":
@@ -135,13 +130,10 @@ def test_a_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) 
 
     The fence need not wait for it: nothing is to be sealed.
     """
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     with prepared([slot], CPU) as copier:
         release = fake.hold(fake.side)
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Failing())
+        seen = started(copier, tensors, copies, slot, Failing())
         begin = time.monotonic()
         assert not copier.fence(seen.flight, SECS)
         assert time.monotonic() - begin < SECS / 4
@@ -156,9 +148,7 @@ def test_a_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) 
 
 def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of it is on its way, and no event of its own tells when that is through."""
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
 
     def half(*args: Any, **options: Any) -> None:
         fake.copy_chunk(*args, **options)
@@ -167,8 +157,7 @@ def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatc
     monkeypatch.setattr(device_copier, "copy_chunk", half)
     with prepared([slot], CPU) as copier:
         release = fake.hold(fake.side)
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         assert not copier.fence(seen.flight, SECS)
         assert not seen.flight.wait(0.05)
         release.set()
@@ -178,14 +167,11 @@ def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatc
 
 
 def test_the_host_does_not_wait_for_a_slow_copy_but_the_device_does(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     boundary = [tensor.clone() for tensor in tensors]
     with prepared([slot], CPU) as copier:
         slow = fake.hold(fake.side)
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         assert copier.fence(seen.flight, SECS)
         assert fake.compute.waits == [len(copies)], "one wait, behind the last copy"
         fake.compute.enqueue(tensors[0].zero_)
@@ -205,17 +191,14 @@ def test_state_in_host_memory_is_read_by_the_host_before_the_fence_lets_go(
 ) -> None:
     """The device stands still: what an offloaded optimizer keeps is in the slot, and may be written at once."""
     fake.refuse_pinning = not pinned
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     boundary = [tensor.clone() for tensor in tensors]
     offloaded = tensors[1]
     monkeypatch.setattr(host, "in_host_memory", lambda tensor: tensor is offloaded)
     with prepared([slot], CPU) as copier:
         if pinned:
             fake.go.clear()
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         assert copier.fence(seen.flight, SECS)
         offloaded.zero_()
         fake.compute.enqueue(tensors[0].zero_)
@@ -226,9 +209,7 @@ def test_state_in_host_memory_is_read_by_the_host_before_the_fence_lets_go(
 
 
 def test_volatile_state_in_host_memory_waits_for_no_device(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     monkeypatch.setattr(host, "in_host_memory", lambda tensor: True)
     with prepared([slot], CPU) as copier:
         fake.go.clear()
@@ -244,9 +225,7 @@ def test_volatile_state_is_that_of_the_boundary_and_training_does_not_wait(
     fake: FakeDevice, first: str, pinned: bool
 ) -> None:
     fake.refuse_pinning = not pinned
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out()
     with prepared([slot], CPU) as copier:
         copier.warm_up(tensors, [], copies)
         fake.first = fake.compute if first == "compute" else fake.side
@@ -270,9 +249,7 @@ def test_what_has_no_room_on_the_device_goes_to_the_slot_at_once(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(volatile_memory, "_MOST_BYTES", 7 * PAGE)
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out()
     with prepared([slot], CPU) as copier:
         copier.warm_up(tensors, [], copies)
         assert sum(buffer.numel() for buffer in fake.buffers) == 6 * PAGE, "two chunks of three"
@@ -288,25 +265,19 @@ def test_what_has_no_room_on_the_device_goes_to_the_slot_at_once(
 
 
 def test_what_has_landed_needs_no_wait(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     with prepared([slot], CPU) as copier:
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         seen.wait()
         assert copier.fence(seen.flight, 0.0)
     assert not fake.compute.waits
 
 
 def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     stuck = Blocked()
     with prepared([slot], CPU) as copier:
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, stuck)
+        seen = started(copier, tensors, copies, slot, stuck)
         assert not copier.fence(seen.flight, 0.05)
         assert seen.flight.cancel()
         assert not fake.compute.waits, "the device was told to wait for copies that it does not have"
@@ -319,9 +290,7 @@ def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> Non
 @pytest.mark.parametrize("when", ["landing", "after the last submission"])
 def test_a_failed_finisher_drops_the_snapshot_before_the_wait(fake: FakeDevice, when: str) -> None:
     """While chunks are submitted, or between the last submission and the fence."""
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
 
     def fail(chunk: int) -> None:
         raise OSError("no checksum")
@@ -341,13 +310,10 @@ def test_a_failed_finisher_drops_the_snapshot_before_the_wait(fake: FakeDevice, 
 
 
 def test_no_wait_is_captured_into_a_graph(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out(parity=True)
     with prepared([slot], CPU) as copier:
         slow = fake.hold(fake.side)
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         assert seen.flight.submitted.wait(SECS)
         fake.capturing = True
         assert not copier.fence(seen.flight, SECS)
@@ -376,13 +342,11 @@ class HeldUp(Always):
 @pytest.mark.parametrize("own_stream", [True, False])
 def test_copies_are_no_part_of_a_graph_that_training_captures(fake: FakeDevice, own_stream: bool) -> None:
     """Where both have one stream the snapshot is dropped, and ends when what the device had before has ended."""
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    slot, windows = shared_slot(size), HeldUp()
+    tensors, copies, slot = laid_out(parity=True)
+    windows = HeldUp()
     with prepared([slot], CPU, own_stream=own_stream) as copier:
         slow = fake.hold(fake.side)
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, windows)
+        seen = started(copier, tensors, copies, slot, windows)
         assert windows.asked.wait(SECS)
         fake.capturing = True
         windows.leave.set()
@@ -396,9 +360,8 @@ def test_copies_are_no_part_of_a_graph_that_training_captures(fake: FakeDevice, 
 
 
 def test_a_flight_that_finds_its_stream_captured_does_not_begin(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
-    slot, late = shared_slot(size), threading.Event()
+    tensors, copies, slot = laid_out()
+    late = threading.Event()
     with prepared([slot], CPU, own_stream=False) as copier:
         copier.warm_up(tensors, [], copies)
         copier.take(tensors, copies, slot)

@@ -9,13 +9,8 @@ import pytest
 from ftckpt.windows.bubbles import Turn
 from ftckpt.windows.iteration import Iteration
 from tests.support.device_states import CPU, prepared
-from tests.support.fake_device import PAGE, SECS, FakeDevice, install
+from tests.support.fake_device import PAGE, SECS, FakeDevice
 from tests.support.fake_training import KINDS, Run, slot_for
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    return install(monkeypatch)
 
 
 @pytest.mark.parametrize("num", [1, 6, 10, 13])

@@ -9,16 +9,11 @@ import torch
 
 from ftckpt.capture import registration
 from ftckpt.windows.bubbles import Always
-from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
+from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot, started
 from tests.support.fake_device import PAGE, SECS
 from tests.support.real_device import MIB, delay, host_pages, needs_device, state
 
 pytestmark = needs_device
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -30,8 +25,7 @@ def test_bytes_arrive_exactly(registered: bool, device: torch.device, monkeypatc
     if not registered:
         monkeypatch.setattr(registration, "pin_pages", lambda address, nbytes: False)
     with prepared([slot], device) as copier:
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         seen.wait()
         assert seen.flight.error is None
         assert (copier._staging is None) == registered

@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,47 +22,31 @@ pytestmark = [*needs_device, pytest.mark.multiproc, pytest.mark.faults]
 FRAMEWORKS = {"megatron": "megatron", "plain": "torch", "deepspeed": "deepspeed"}
 
 
-@dataclass(frozen=True)
-class OnDevice:
-    """An adapter of ``tests.support.adapters`` whose job runs on the device, with as many ranks as are named."""
-
-    framework: str
-    configuration: str
-    ranks: int
-
-    @property
-    def _adapter(self) -> Any:
-        adapters = importlib.import_module(f"tests.support.adapters.{self.framework}").ADAPTERS
-        return next(one for one in adapters if one.configuration == self.configuration)
-
-    @property
-    def masters(self) -> bool:
-        return bool(self._adapter.masters)
-
-    @property
-    def pool(self) -> Mapping[str, Any]:
-        return {"on_device": True, "backend": "cpu:gloo,cuda:nccl" if self.ranks == 1 else "gloo"}
-
-    def build(self) -> Any:
-        return self._adapter.build()
+def on_device(framework: str, configuration: str, ranks: int) -> Any:
+    """An adapter of ``tests.support.adapters`` whose job runs on the device, with so many ranks."""
+    adapters = importlib.import_module(f"tests.support.adapters.{framework}").ADAPTERS
+    adapter = next(one for one in adapters if one.configuration == configuration)
+    pool = {"on_device": True, "backend": "cpu:gloo,cuda:nccl" if ranks == 1 else "gloo"}
+    return replace(adapter, ranks=ranks, pool=pool)
 
 
 CASES = (
-    OnDevice("megatron", "dp2-fp32", 1), OnDevice("megatron", "dp2-fp16", 1), OnDevice("megatron", "dp2-fp16", 2),
-    OnDevice("megatron", "ep2", 2), OnDevice("megatron", "tp2pp2", 4),
-    OnDevice("plain", "none", 1), OnDevice("plain", "ddp", 3), OnDevice("plain", "fsdp2", 2),
-    OnDevice("deepspeed", "zero1", 1), OnDevice("deepspeed", "zero2", 1), OnDevice("deepspeed", "zero3", 1),
-    OnDevice("deepspeed", "offload", 1), OnDevice("deepspeed", "bf16", 2), OnDevice("deepspeed", "pp2dp2", 4),
+    ("megatron", "dp2-fp32", 1), ("megatron", "dp2-fp16", 1), ("megatron", "dp2-fp16", 2),
+    ("megatron", "ep2", 2), ("megatron", "tp2pp2", 4),
+    ("plain", "none", 1), ("plain", "ddp", 3), ("plain", "fsdp2", 2),
+    ("deepspeed", "zero1", 1), ("deepspeed", "zero2", 1), ("deepspeed", "zero3", 1),
+    ("deepspeed", "offload", 1), ("deepspeed", "bf16", 2), ("deepspeed", "pp2dp2", 4),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda one: f"{one.framework}-{one.configuration}-{one.ranks}")
-def test_conforms_on_the_device(case: OnDevice, arena_root: Path) -> None:
-    if importlib.util.find_spec(FRAMEWORKS[case.framework]) is None:
-        pytest.skip(f"{case.framework} is not installed")
-    if case.framework == "deepspeed" and os.environ.get("DS_ACCELERATOR") != "cuda":
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_conforms_on_the_device(case: tuple[str, str, int], arena_root: Path) -> None:
+    framework = case[0]
+    if importlib.util.find_spec(FRAMEWORKS[framework]) is None:
+        pytest.skip(f"{framework} is not installed")
+    if framework == "deepspeed" and os.environ.get("DS_ACCELERATOR") != "cuda":
         pytest.skip("DeepSpeed trains on the CPU here: set DS_ACCELERATOR=cuda")
-    suite, failures = Suite(case, arena_root), dict[str, str]()
+    suite, failures = Suite(on_device(*case), arena_root), dict[str, str]()
     for name in CHECKS:
         try:
             suite.check(name)

@@ -21,11 +21,6 @@ from tests.support.waiting import until
 pytestmark = needs_device
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 class HandedOver:
     """Every turn waits until the training thread has handed a gate over."""
 

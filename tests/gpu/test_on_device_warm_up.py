@@ -20,11 +20,6 @@ pytestmark = needs_device
 BUSY_SECS = 4.0
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def first_snapshot(warm: bool) -> None:
     """In a process of its own, in which nothing was loaded before, while another stream is busy."""
     device = torch.device("cuda", 0)

@@ -21,17 +21,19 @@ from ftckpt.capture.affinity import Locality
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
 from ftckpt.store.locks import FileLock
-from ftckpt.windows.bubbles import Always
 from ftckpt.windows.clock import DeviceClock
 from tests.support.device_snapshots import Snapshots
-from tests.support.device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
-from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, install, pages_present
+from tests.support.device_states import (
+    CPU,
+    Blocked,
+    assert_holds,
+    laid_out,
+    prepared,
+    shared_slot,
+    started,
+)
+from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, pages_present
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    return install(monkeypatch)
 
 
 def test_registration_is_undone_where_it_was_made(fake: FakeDevice) -> None:
@@ -50,15 +52,12 @@ def test_registration_is_undone_where_it_was_made(fake: FakeDevice) -> None:
 
 def test_a_stuck_flight_keeps_its_pages_registered(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unregistering pages that a device still writes to would be worse than leaving them."""
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
-    slot = shared_slot(size)
+    tensors, copies, slot = laid_out()
     with prepared([slot], CPU) as copier:
         with monkeypatch.context() as patch:
             patch.setattr(copier._finisher, "close", lambda: None)
             fake.go.clear()
-            seen = Landings(copies, slot)
-            copier.start(tensors, seen.flight, Always())
+            seen = started(copier, tensors, copies, slot)
             copier.close()
         assert fake.pinned
         fake.go.set()
@@ -69,12 +68,10 @@ def test_a_stuck_flight_keeps_its_pages_registered(fake: FakeDevice, monkeypatch
 def test_a_flight_ends_although_its_submission_was_stuck_during_close(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
-    slot, stuck = shared_slot(size), Blocked()
+    tensors, copies, slot = laid_out()
+    stuck = Blocked()
     with prepared([slot], CPU) as copier:
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, stuck)
+        seen = started(copier, tensors, copies, slot, stuck)
         assert stuck.asked.wait(SECS)
         assert seen.flight.cancel()
         with monkeypatch.context() as patch:
@@ -182,14 +179,12 @@ def registrar_with(turns: Path, slots: list[torch.Tensor]) -> Registrar:
 
 
 def test_where_nothing_is_to_be_pinned_copies_are_staged(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
-    slot, registrar = shared_slot(size), Registrar(CPU, Locality(), None, None, pins=False)
+    tensors, copies, slot = laid_out()
+    registrar = Registrar(CPU, Locality(), None, None, pins=False)
     with closing(DeviceCopier(DeviceClock(CPU), True, registrar)) as copier:
         copier.prepare([slot])
         assert copier.pin_now(SECS), "dealt with"
-        seen = Landings(copies, slot)
-        copier.start(tensors, seen.flight, Always())
+        seen = started(copier, tensors, copies, slot)
         seen.wait()
         assert not fake.pinned
     assert_holds(slot, copies, tensors)

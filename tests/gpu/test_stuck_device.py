@@ -13,13 +13,8 @@ from ftckpt.capture import capture as capture_module
 from ftckpt.errors import CaptureError
 from ftckpt.windows.bubbles import Always, Turn
 from tests.support.device_snapshots import Snapshots
-from tests.support.fake_device import SECS, FakeDevice, install
+from tests.support.fake_device import SECS, FakeDevice
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    return install(monkeypatch)
 
 
 @contextmanager

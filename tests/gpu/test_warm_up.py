@@ -17,12 +17,7 @@ from ftckpt.windows.clock import DeviceClock
 from ftckpt.windows.pacer import Pacer
 from tests.support.device_snapshots import Snapshots
 from tests.support.device_states import CPU, live_state
-from tests.support.fake_device import PAGE, FakeDevice, install
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    return install(monkeypatch)
+from tests.support.fake_device import PAGE, FakeDevice
 
 
 def odd_state() -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ def on_a_device(
         patch.setattr("ftckpt.capture.device_copier._STAGED_BYTES_PER_SEC", 1.0)
         patch.setattr(DeviceCopier, "_through_staging", lambda *_: pytest.fail("staged"))
     fake = install(patch)
-    patch.setattr("ftckpt.job.shard.make_clock", DeviceClock)
+    patch.setattr("ftckpt.job.start.make_clock", DeviceClock)
     patch.setattr(plain, "ROW", ROW)
     checkpointer, state = plain.make(rank, world_size, settings, NODES)
     checkpointer.restore()

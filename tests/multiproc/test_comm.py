@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ftckpt import connections, errors
+from ftckpt import group as comm
 from ftckpt.errors import FtckptError, LaunchError
-from ftckpt.group import Group
+from ftckpt.group import Group, together
+from ftckpt.job.agreement import Agreement, Coverage, Round, Will
+from ftckpt.smp.channel import RefusedError
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.processes import is_running
@@ -38,8 +44,6 @@ def test_who_does_not_come_at_all_is_named(tmp_path: Path) -> None:
 
 
 def gather_all(rank: int, size: int) -> list[Any]:
-    from ftckpt.group import Group
-
     group = Group(30.0)
     assert (group.rank, group.size) == (rank, size)
     mine = bytes([rank]) * (rank * 20_000)
@@ -76,10 +80,6 @@ def test_all_ranks_see_the_same_bytes_in_the_order_of_ranks() -> None:
 
 
 def pass_around(rank: int, size: int) -> list[int]:
-    import torch
-
-    from ftckpt.group import Group
-
     group = Group(30.0)
     mine, other = torch.full((5,), rank, dtype=torch.uint8), torch.empty(5, dtype=torch.uint8)
     if rank == 0:
@@ -97,8 +97,6 @@ def test_messages_reach_the_other_rank() -> None:
 
 
 def wait_for_late(rank: int, size: int, what: str) -> tuple[str, float]:
-    from ftckpt.group import Group
-
     group = Group(LATE_SECS / 3)
     begin = time.monotonic()
     if rank == 1:
@@ -125,9 +123,6 @@ def read(agreement: Any, timeout_secs: float) -> Any:
 
 
 def agree(rank: int, size: int) -> list[Any]:
-    from ftckpt.group import Group
-    from ftckpt.job.agreement import Agreement, Round, Will
-
     agreement = Agreement(Group(30.0))
     verdicts: list[Any] = [read(agreement, 5.0)]
     for newest, will in [((4, 5, 3)[rank], Will.GO), (6, Will.GO if rank else Will.SKIP)]:
@@ -146,9 +141,6 @@ def test_what_all_ranks_have_is_what_all_name_in_one_round() -> None:
 
 
 def turn_off(rank: int, size: int) -> list[Any]:
-    from ftckpt.group import Group
-    from ftckpt.job.agreement import Agreement, Round, Will
-
     agreement = Agreement(Group(30.0))
     agreement.post(Round(0, 4, Will.OFF if rank == 1 else Will.SKIP))
     agreement.post(Round(1, 5))
@@ -160,9 +152,6 @@ def test_off_of_one_rank_reaches_all_even_behind_later_posts() -> None:
 
 
 def lag(rank: int, size: int) -> tuple[list[Any], float]:
-    from ftckpt.group import Group
-    from ftckpt.job.agreement import Agreement, Round
-
     agreement = Agreement(Group(30.0))
     if rank == 1:
         time.sleep(LATE_SECS)
@@ -194,8 +183,6 @@ MANY = 100
 
 
 def post_many(rank: int, size: int) -> list[Any]:
-    from ftckpt.group import Group
-
     group, other = Group(60.0), Group(60.0)
     if rank == 1:
         other.barrier()
@@ -228,9 +215,6 @@ def test_what_is_posted_stays_until_it_is_finished_however_much_is_unread() -> N
 
 
 def wish(rank: int, size: int) -> list[Any]:
-    from ftckpt.group import Group
-    from ftckpt.job.agreement import Agreement, Round
-
     agreement = Agreement(Group(30.0))
     agreement.post(Round(4, 4, stretch=rank + 1))
     agreement.post(Round(6, 6))
@@ -245,9 +229,6 @@ def test_the_largest_wish_of_each_round_is_read_once_and_in_order() -> None:
 
 
 def cover(rank: int, size: int) -> list[Any]:
-    from ftckpt.group import Group
-    from ftckpt.job.agreement import Agreement, Coverage, Round
-
     agreement = Agreement(Group(30.0))
     agreement.post(Round(4, 4, target=3, cover=Coverage.WORKING if rank == 1 else Coverage.DONE))
     agreement.post(Round(5, 5, target=3, cover=Coverage.CANNOT if rank == 2 else Coverage.DONE))
@@ -263,9 +244,6 @@ def test_a_target_is_covered_when_all_post_that_of_the_same_one() -> None:
 
 
 def post_without_waiting(rank: int, size: int) -> float:
-    from ftckpt.group import Group
-    from ftckpt.job.agreement import Agreement, Round
-
     group = Group(30.0)
     agreement = Agreement(group)
     group.barrier()
@@ -284,10 +262,6 @@ def test_posting_never_waits_for_other_ranks() -> None:
 
 
 def share_errors(rank: int, size: int) -> list[str]:
-    from ftckpt import errors
-    from ftckpt.group import Group, together
-    from ftckpt.smp.channel import RefusedError
-
     group = Group(30.0)
     found = [str(together(group, lambda: rank * 10))]
 
@@ -315,8 +289,6 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_rank() -> None
 
 
 def fail_alone(rank: int, size: int) -> str:
-    from ftckpt.group import Group, together
-
     group = Group(LATE_SECS)
 
     def fail() -> None:
@@ -336,10 +308,6 @@ def test_a_foreign_error_of_one_rank_reaches_all() -> None:
 
 def outlive_a_stall(rank: int, size: int, number: int, is_recent: bool) -> list[str]:
     """One rank stands still for longer than the group's deadline, while another posts on."""
-    from ftckpt import connections
-    from ftckpt.group import Group
-    from ftckpt.job.agreement import Agreement, Round
-
     connections._IS_RECENT = is_recent
     agreement = Agreement(Group(LATE_SECS / 3))
     found: list[str] = []
@@ -366,9 +334,6 @@ FEW_SECS = 12.0
 
 def outlive(rank: int, size: int, lost: int, what: str, here: str) -> tuple[str, float]:
     """What a rank is told, and after how long, when another is lost before a collective."""
-    from ftckpt.group import Group
-    from ftckpt.job.agreement import Agreement, Round
-
     group = Group(GROUP_SECS)
     agreement = Agreement(group)
     pids = [int(pid) for pid in group.gather(str(os.getpid()).encode())]
@@ -405,10 +370,6 @@ def test_no_rank_waits_for_others_that_failed_where_a_rank_is_lost(what: str, tm
 
 def outlive_store(rank: int, size: int, here: str) -> float:
     """How long a rank waits for its neighbours, who never come, when the store is lost."""
-    import torch.distributed as dist
-
-    from ftckpt.group import Group
-
     port = Path(here, "port")
     if rank == 3:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -450,10 +411,6 @@ time.sleep(600)  # until it is killed
 
 def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int, here: str) -> tuple[str, float]:
     """What rank 1 is told, and after how long, when rank 0 never comes and the store has stopped to answer."""
-    import torch.distributed as dist
-
-    from ftckpt.group import Group
-
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
     group = Group(FEW_SECS / 4)
     group.barrier()
@@ -488,8 +445,6 @@ def test_no_rank_waits_on_when_the_store_does_not_answer(tmp_path: Path) -> None
 
 
 def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
-    from ftckpt.group import Group
-
     first = Group(GROUP_SECS)
     first._give_up("for a test")
     second = Group(GROUP_SECS)
@@ -499,8 +454,6 @@ def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
 
 def wait_for_the_name(rank: int, size: int) -> list[bytes]:
     """Rank 0 takes longer to say the name of the notice than a rank waits before it looks for one."""
-    from ftckpt import group as comm
-
     if rank == 0:
         urandom = os.urandom
         comm.os.urandom = lambda nbytes: (time.sleep(LATE_SECS), urandom(nbytes))[1]  # type: ignore[attr-defined]

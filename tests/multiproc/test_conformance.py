@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,20 +35,18 @@ QUICK = [case for case, (a, _) in CASES.items() if a.configuration not in VARIAN
 
 
 @pytest.fixture(scope="module")
-def suite_of() -> Iterator[Callable[[Any], Suite]]:
+def suite_of(module_root: Path) -> Callable[[Any], Suite]:
     """One suite per adapter, so that its checks share jobs."""
-    root = Path("/dev/shm") / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
     suites: dict[Any, Suite] = {}
 
     def suite(adapter: Any) -> Suite:
         if adapter not in suites:
-            folder = root / f"{adapter.framework}-{adapter.configuration}"
+            folder = module_root / f"{adapter.framework}-{adapter.configuration}"
             folder.mkdir(parents=True)
             suites[adapter] = Suite(adapter, folder)
         return suites[adapter]
 
-    yield suite
-    shutil.rmtree(root, ignore_errors=True)
+    return suite
 
 
 @pytest.mark.parametrize("case", by_default(CASES, QUICK))

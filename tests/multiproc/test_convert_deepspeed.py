@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import atexit
 import functools
+import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ftckpt.convert import safetensors
 from ftckpt.convert.catalog import Catalog, Reader, Tensor
@@ -25,9 +30,10 @@ from ftckpt.convert.deepspeed.universal_reader import DeepSpeedUniversalReader
 from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter
 from ftckpt.convert.language.spec import Spec
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import Fragment
-from ftckpt.model.objects import decode
-from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
+from ftckpt.model.objects import decode, encode
+from tests.support import elements
+from tests.support.ds_jobs import BF16, SHAPES, Shape, build, fp16, zero
+from tests.support.elements import Elements, Wholes, wholes
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -67,8 +73,6 @@ SAVED = {
 
 QUICK = ("fp32", "zero1-freeze", "zero2-round-robin", "zero3-three", "pp2-tp2-dp2", "moe-ep2-zero2")
 
-Elements = tuple[Fragment, bytes]
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -79,24 +83,12 @@ class Checkpoint:
     objects: bytes
 
 
-def build(shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
-    from tests.support.standin import deepspeed as standin
-
-    standin.install()
-    import train_deepspeed
-
-    args = train_deepspeed.parse_args([*TINY, *shape.argv])
-    return train_deepspeed.build(args, {**shape.json(), **(more or {})})
-
-
 def held(job: Any) -> list[Elements]:
     """What this rank has, as ftckpt describes it, with bytes."""
-    from ftckpt.capture.assignment import as_bytes
     from ftckpt.deepspeed.state import DeepSpeedState
 
     described = DeepSpeedState(job.engine, {}).describe()
-    pieces = (*described.stepped, *described.volatile)
-    return [(piece.fragment, as_bytes(piece.tensor).numpy().tobytes()) for piece in pieces]
+    return elements.held((*described.stepped, *described.volatile))
 
 
 def save(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[Elements], bytes]:
@@ -104,23 +96,20 @@ def save(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[El
     import train_deepspeed
 
     from ftckpt.deepspeed.state import DeepSpeedState
-    from ftckpt.model.objects import encode
 
-    job = build(shape)
+    job = build(shape, TINY)
     for _ in range(STEPS):
         train_deepspeed.train_step(job)
     job.engine.module.universal_checkpoint_info = INFO
     job.engine.save_checkpoint(folder)
-    elements = held(job)
+    of_rank = held(job)
     state = DeepSpeedState(job.engine, {})
     state.describe()
-    return elements, encode(state.save_objects())
+    return of_rank, encode(state.save_objects())
 
 
 @functools.cache
 def _root() -> Path:
-    import atexit
-
     root = Path(tempfile.mkdtemp(prefix="ftckpt-ds-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
@@ -133,38 +122,12 @@ def saved(name: str) -> Checkpoint:
     return Checkpoint(path, [result.value[0] for result in results], results[0].value[1])
 
 
-Tensors = dict[str, tuple[str, tuple[int, ...], np.ndarray[Any, Any]]]
-
-
-def together(found: Sequence[Elements]) -> Tensors:
-    """Whole tensors from fragments: complete, and holders of the same elements agree."""
-    tensors: Tensors = {}
-    holes: dict[str, np.ndarray[Any, Any]] = {}
-    for fragment, data in found:
-        size = fragment.item_bytes
-        new = (fragment.dtype, fragment.global_shape, np.zeros((int(np.prod(fragment.global_shape)), size), np.uint8))
-        dtype, shape, tensor = tensors.setdefault(fragment.key, new)
-        hole = holes.setdefault(fragment.key, np.ones(len(tensor), bool))
-        assert (dtype, shape) == (fragment.dtype, fragment.global_shape), fragment.name
-        box = fragment.box
-        inside = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
-        at = np.arange(len(tensor)).reshape(shape)[inside].reshape(-1)[fragment.start : fragment.stop]
-        values = np.frombuffer(data, np.uint8).reshape(-1, size)
-        there = ~hole[at]
-        assert np.array_equal(tensor[at][there], values[there]), fragment.name
-        tensor[at] = values
-        hole[at] = False
-    for key, hole in holes.items():
-        assert not hole.any(), f"{key}: {hole.sum()} of {hole.size} elements are nowhere"
-    return tensors
-
-
-def read_all(source: Any) -> Tensors:
+def read_all(source: Any) -> Wholes:
     catalog = source.catalog
-    return together([(f, source.read(index).tobytes()) for index, f in enumerate(catalog.fragments)])
+    return wholes([(f, source.read(index).tobytes()) for index, f in enumerate(catalog.fragments)])
 
 
-def differing(mine: Tensors, theirs: Tensors) -> list[str]:
+def differing(mine: Wholes, theirs: Wholes) -> list[str]:
     keys = mine.keys() & theirs.keys()
     return [k for k in sorted(keys) if mine[k][:2] != theirs[k][:2] or not np.array_equal(mine[k][2], theirs[k][2])]
 
@@ -174,7 +137,7 @@ def test_a_checkpoint_holds_what_the_ranks_held(name: str) -> None:
     checkpoint = saved(name)
     assert deepspeed_files.recognises(checkpoint.path)
     source = DeepSpeedReader(checkpoint.path)
-    live = together([pair for rank in checkpoint.live for pair in rank])
+    live = wholes([pair for rank in checkpoint.live for pair in rank])
     found = read_all(source)
     assert not differing(found, live)
     derived = source.catalog.derived
@@ -202,7 +165,7 @@ def converted(name: str) -> Path:
 
 def load(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[Elements], list[Any]]:
     """Load a universal checkpoint with DeepSpeed's own code; what this rank then has, of tensors and of the rest."""
-    job = build(shape, {"checkpoint": {"load_universal": True}})
+    job = build(shape, TINY, checkpoint={"load_universal": True})
     engine = job.engine
     engine.load_checkpoint(folder)
     rest = [engine.global_steps, engine.skipped_steps, engine.global_samples, engine.get_lr()[0]]
@@ -226,8 +189,8 @@ LOADS = {
 @pytest.mark.parametrize("name", by_default(LOADS, ["zero2-round-robin", "zero3-three", "pp2-tp2-dp2"]))
 def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> None:
     results = run_ranks(load, LOADS[name].ranks, LOADS[name], str(converted(name)), stand_in=False)
-    live = together([pair for rank in saved(name).live for pair in rank])
-    loaded = together([pair for result in results for pair in result.value[0]])
+    live = wholes([pair for rank in saved(name).live for pair in rank])
+    loaded = wholes([pair for result in results for pair in result.value[0]])
     assert set(loaded) == set(live)
     assert not differing(loaded, live)
     said = DeepSpeedReader(saved(name).path).catalog.objects["deepspeed"]
@@ -266,8 +229,8 @@ def test_what_ftckpt_saved_of_a_job_is_loaded_by_deepspeed(tmp_path: Path) -> No
     convert_to_deepspeed(Live("pp2-tp2-dp2"), tmp_path / "made")
     shape = Shape(4, ["--pp", "2", "--tp", "2", "--tie"], BF16 | zero(1))
     results = run_ranks(load, 4, shape, str(tmp_path / "made"), stand_in=False)
-    live = together([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
-    loaded = together([pair for result in results for pair in result.value[0]])
+    live = wholes([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
+    loaded = wholes([pair for result in results for pair in result.value[0]])
     assert set(loaded) == set(live) and not differing(loaded, live)
     said = DeepSpeedReader(saved("pp2-tp2-dp2").path).catalog.objects["deepspeed"]
     rate = said["optimizer"]["param_groups"][0]["lr"]
@@ -295,8 +258,6 @@ PARTS = {
 
 def to_universal(rank: int, world_size: int, source: str, destination: str) -> None:
     """DeepSpeed's own converter."""
-    import argparse
-
     from deepspeed.checkpoint import ds_to_universal
 
     arguments = argparse.Namespace(
@@ -308,8 +269,6 @@ def to_universal(rank: int, world_size: int, source: str, destination: str) -> N
 
 def said_otherwise(name: str, info: Mapping[str, Any], label: str = "other") -> Path:
     """The same checkpoint, which says something else of its parameters."""
-    import torch
-
     path = _root() / f"{name}-{label}"
     if not path.exists():
         shutil.copytree(saved(name).path, path)
@@ -337,10 +296,6 @@ def by_deepspeed(name: str) -> tuple[Path, Path]:
 )
 def test_what_we_write_is_what_deepspeeds_converter_writes(name: str) -> None:
     """Element by element, with the numbers by which a loader divides a parameter."""
-    import os
-
-    import torch
-
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # some files hold objects of DeepSpeed's, which import it
     path, theirs = by_deepspeed(name)
     ours = _root() / f"{name}-compared"
@@ -394,7 +349,7 @@ def test_universal_directories_are_read(name: str) -> None:
         assert back.catalog.padded == source.catalog.padded & again.keys()
 
 
-def consolidated(source: Any) -> Tensors:
+def consolidated(source: Any) -> Wholes:
     """All that a conversion would write."""
     filler = Consolidator(source)
     found = {}
@@ -423,7 +378,7 @@ def test_a_specification_says_where_parts_lie_if_the_checkpoint_does_not() -> No
     with raises(ConvertError, "2 tensor-parallel ranks", "universal_checkpoint_info", "--spec"):
         DeepSpeedReader(path)
     found = read_all(DeepSpeedReader(path, Spec.parse(SPEC, "example")))
-    live = together([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
+    live = wholes([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
     assert set(found) == set(live) and not differing(found, live)
     narrow = {"rules": SPEC["rules"][1:]}
     with raises(ConvertError, "rule", "attention.key.weight"):
@@ -432,8 +387,6 @@ def test_a_specification_says_where_parts_lie_if_the_checkpoint_does_not() -> No
 
 def changed(name: str, file: str, change: Any, label: str) -> Path:
     """A copy of a checkpoint with one file changed, or removed where ``change`` gives None."""
-    import torch
-
     path = _root() / f"{name}-{label}"
     if not path.exists():
         shutil.copytree(saved(name).path, path)
@@ -532,8 +485,6 @@ def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read()
 
 def test_parameters_that_a_fused_optimizer_laid_end_to_end_are_found() -> None:
     def fused(state: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
         optimizer = state["optimizer"]
         (masters,), inner = optimizer.pop("fp32_groups"), optimizer["optimizer_state_dict"]
         states = list(inner["state"].values())
@@ -566,10 +517,6 @@ def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
 
 def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As all others, in strips that the test makes small: the same files but for what is inside of archives."""
-    import zipfile
-
-    import torch
-
     monkeypatch.setattr(deepspeed_universal_writer, "STRIP_BYTES", 5000)
     monkeypatch.setattr(safetensors, "STRIP_BYTES", 5000)
     convert_to_deepspeed(DeepSpeedReader(saved("zero1-three").path), tmp_path / "made")

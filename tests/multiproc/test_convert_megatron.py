@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.language.spec import Spec
@@ -17,8 +18,9 @@ from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import DTYPE_BYTES, Fragment
+from ftckpt.model.fragment import DTYPE_BYTES
 from tests.support import jobs
+from tests.support.elements import Elements, held, wholes
 from tests.support.megatron_loading import steps_aside
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.tiers import by_default
@@ -51,15 +53,6 @@ CASES = {
 }
 
 
-def build(argv: Sequence[str]) -> tuple[Any, Any]:
-    import train_gpt
-
-    from ftckpt.megatron.state import MegatronState
-
-    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
-    return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
-
-
 def sharded_state(job: Any, metadata: dict[str, Any], **loading: bool) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -73,23 +66,18 @@ def sharded_state(job: Any, metadata: dict[str, Any], **loading: bool) -> dict[s
     return state
 
 
-def pieces(state: Any) -> list[tuple[Fragment, bytes]]:
-    import torch
-
+def pieces(state: Any) -> list[Elements]:
     described = state.describe()
-    return [
-        (piece.fragment, piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        for piece in (*described.stepped, *described.volatile)
-        if not piece.fragment.key.startswith("local/")
-    ]
+    stays = [p for p in (*described.stepped, *described.volatile) if not p.fragment.key.startswith("local/")]
+    return held(stays)
 
 
-def saved(rank: int, world_size: int, argv: Sequence[str], path: str, sharding: str) -> list[tuple[Fragment, bytes]]:
+def saved(rank: int, world_size: int, argv: Sequence[str], path: str, sharding: str) -> list[Elements]:
     """Train two iterations, save as Megatron does; what the rank holds."""
     import train_gpt
     from megatron.core import dist_checkpointing
 
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     for _ in range(2):
         train_gpt.train_step(job)
     metadata = {
@@ -105,14 +93,12 @@ def saved(rank: int, world_size: int, argv: Sequence[str], path: str, sharding: 
     return pieces(state)
 
 
-def loaded(
-    rank: int, world_size: int, argv: Sequence[str], path: str, iteration: int = 2
-) -> list[tuple[Fragment, bytes]]:
+def loaded(rank: int, world_size: int, argv: Sequence[str], path: str, iteration: int = 2) -> list[Elements]:
     """What a rank of another job holds once Megatron has loaded the checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    job, state = build([*argv, *SEED])
+    job, state = jobs.built(*argv, *SEED)
     metadata = dist_checkpointing.load_content_metadata(path)
     found = dist_checkpointing.load(sharded_state(job, metadata, is_loading=True), path)
     for index, chunk in enumerate(job.model):
@@ -127,23 +113,8 @@ def loaded(
 
 def consolidated(results: Sequence[Any]) -> State:
     """All ranks' pieces as whole tensors; replicas must be equal, and nothing may be missing."""
-    state: State = {}
-    seen: dict[str, npt.NDArray[np.bool_]] = {}
-    for fragment, data in (piece for result in results for piece in result.value):
-        values = np.frombuffer(data, f"u{DTYPE_BYTES[fragment.dtype]}")
-        whole = state.setdefault(fragment.key, np.zeros(fragment.global_shape, values.dtype))
-        mask = seen.setdefault(fragment.key, np.zeros(fragment.global_shape, bool))
-        box = tuple(
-            slice(offset, offset + size) for offset, size in zip(fragment.box.offset, fragment.box.shape, strict=True)
-        )
-        part, part_mask = whole[box].reshape(-1), mask[box].reshape(-1)
-        there = part_mask[fragment.start : fragment.stop]
-        assert (part[fragment.start : fragment.stop][there] == values[there]).all(), fragment.name
-        part[fragment.start : fragment.stop], part_mask[fragment.start : fragment.stop] = values, True
-        whole[box], mask[box] = part.reshape(whole[box].shape), part_mask.reshape(mask[box].shape)
-    for key, mask in seen.items():
-        assert mask.all(), f"{key}: {mask.size - mask.sum()} elements are missing"
-    return state
+    found = wholes(piece for result in results for piece in result.value)
+    return {key: data.view(f"u{DTYPE_BYTES[dtype]}").reshape(shape) for key, (dtype, shape, data) in found.items()}
 
 
 def contents(path: Path) -> State:
@@ -187,12 +158,12 @@ def test_megatron_to_universal_to_megatron_in_another_layout(name: str, tmp_path
     assert_equal(contents(tmp_path / "again"), contents(tmp_path / "universal"))
 
 
-def loaded_weights(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[tuple[Fragment, bytes]]:
+def loaded_weights(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[Elements]:
     """The weights and buffers of a rank of another job once Megatron has loaded them from the checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    job, state = build([*argv, *SEED])
+    job, state = jobs.built(*argv, *SEED)
     wanted = sharded_state(job, dist_checkpointing.load_content_metadata(path), is_loading=True)
     found = dist_checkpointing.load({"model": wanted["model"]}, path)
     unwrap_model(job.model[0]).load_state_dict(found["model"])
@@ -232,14 +203,13 @@ def test_optimizer_state_of_one_layout_is_refused_with_the_flag_to_save_otherwis
     assert_equal(contents(tmp_path / "universal"), {k: v for k, v in live.items() if k.startswith("weight/")})
 
 
-def saved_legacy(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[tuple[Fragment, bytes]]:
+def saved_legacy(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[Elements]:
     """Train two iterations and write what ``save_checkpoint`` writes in the ``torch`` format."""
-    import torch
     import train_gpt
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
 
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     for _ in range(2):
         train_gpt.train_step(job)
     name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
@@ -273,8 +243,6 @@ def gather(optimizer: Any) -> Any:
 
 def arguments(args: Any, mpu: Any) -> Any:
     """What Megatron's own command line would have put into the checkpoint, by its names; an enumeration among it."""
-    import argparse
-
     from megatron.core.transformer.enums import AttnBackend
 
     return argparse.Namespace(

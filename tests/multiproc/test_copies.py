@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.support.pool import run_ranks
+from tests.support.resuming import attach, simple
 
 pytestmark = pytest.mark.multiproc
 
@@ -30,8 +31,6 @@ def train(model: Any, optimizer: Any) -> None:
 
 def copied(rank: int, world_size: int, arena: str, how: str) -> dict[str, Any]:
     """Whether training a copy changes what its original does, and what the copies name."""
-    from tests.support.resuming import attach, simple
-
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -63,8 +62,6 @@ def test_copies_of_what_is_attached_have_no_part_in_it(how: str, arena_root: Pat
 
 def compiled(rank: int, world_size: int, arena: str) -> dict[str, Any]:
     """A model that is compiled after it was attached, as one graph; what a compiled step of the optimizer calls."""
-    from tests.support.resuming import attach, simple
-
     os.environ.pop("TORCHDYNAMO_DISABLE")  # which ranks of tests have
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
+import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support import jobs
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, FtckptError, MismatchError, UnsupportedError
+from tests.support import jobs, plain
+from tests.support.ds_jobs import SMALL
+from tests.support.event_logs import logged
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -17,12 +25,7 @@ pytestmark = pytest.mark.multiproc
 pytest.importorskip("deepspeed")
 
 WIDTH, SAMPLES = 4, 20
-JSON: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "steps_per_print": None,
-    "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-}
+JSON = {**SMALL, "zero_optimization": {"stage": 1}}
 
 
 def results(function: Any, ranks: int, *args: Any) -> list[Any]:
@@ -39,7 +42,6 @@ def initialize(ftckpt_section: Any = None, data: Any = None, scheduler: Any = No
 
     standin.install()
     import deepspeed
-    import torch
 
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.5))
@@ -51,8 +53,6 @@ def initialize(ftckpt_section: Any = None, data: Any = None, scheduler: Any = No
 
 
 def train_step(engine: Any, batch: Any = None) -> float:
-    import torch
-
     loss = engine(torch.ones(2, WIDTH) if batch is None else batch).square().mean()
     engine.backward(loss)
     engine.step()
@@ -69,8 +69,6 @@ class Samples:
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        import torch
-
         sample = torch.full((WIDTH,), float(index))
         sample[1:] += torch.rand(WIDTH - 1) if self.noisy else 0
         return sample
@@ -78,10 +76,6 @@ class Samples:
 
 def drawn(rank: int, world_size: int, arena: str, until: int, how: str) -> list[Any]:
     """Trains on the engine's own loader with a sampler that draws from torch's generator; leaves the arenas."""
-    import multiprocessing
-
-    import torch
-
     import ftckpt.deepspeed
 
     multiprocessing.set_start_method("fork", force=True)
@@ -143,11 +137,9 @@ def positions(rank: int, world_size: int, arena: str, items: int, begin: int = 0
 
     standin.install()
     import deepspeed
-    import torch
     from deepspeed.pipe import PipelineModule
 
     import ftckpt.deepspeed
-    from ftckpt.errors import ConfigError
 
     torch.distributed.barrier()
     deepspeed.init_distributed()
@@ -177,8 +169,6 @@ def test_items_that_were_drawn_from_a_scripts_iterator_are_skipped(arena_root: P
 
 def restored_rng(rank: int, world_size: int, arena: str) -> list[bool]:
     """Whether RNG is untouched by initialize, and what it is at the first batch."""
-    import torch
-
     import ftckpt.deepspeed
 
     engine = initialize(section(arena))
@@ -247,14 +237,7 @@ def test_a_good_end_leaves_nothing(how: str, arena_root: Path) -> None:
 def test_without_a_good_end_snapshots_stay(how: str, arena_root: Path) -> None:
     results(ended, 2, str(arena_root), how)
     assert len(list(arena_root.rglob("tp0-pp0-dp*"))) == 2
-    assert results(resumed, 2, str(arena_root)) in ([2, 2], [3, 3])
-
-
-def resumed(rank: int, world_size: int, arena: str) -> int:
-    import ftckpt.deepspeed  # noqa: F401 - the door
-
-    steps: int = initialize(section(arena)).global_steps
-    return steps
+    assert results(started_again, 2, str(arena_root)) in ([2, 2], [3, 3])
 
 
 def refused(rank: int, world_size: int, arena: str) -> list[str]:
@@ -262,7 +245,6 @@ def refused(rank: int, world_size: int, arena: str) -> list[str]:
     import deepspeed
 
     import ftckpt.deepspeed
-    from ftckpt.errors import FtckptError
 
     def message(**arguments: Any) -> str:
         try:
@@ -308,7 +290,6 @@ def test_wrong_starts_are_refused_on_all_ranks_in_one_line(arena_root: Path) -> 
 def several(rank: int, world_size: int, arena: str) -> dict[str, str]:
     """What a second engine comes to, and each remedy that its refusal names."""
     import ftckpt.deepspeed
-    from ftckpt.errors import ConfigError
 
     on, off = section(arena), {"enabled": False}
     reference = {"optimizer": {}, "zero_optimization": {"stage": 0}}
@@ -347,16 +328,9 @@ def test_a_second_engine_is_refused_and_each_remedy_is_accepted(arena_root: Path
 def draws_first(rank: int, world_size: int, arena: str, until: int, begins: bool) -> dict[str, Any]:
     """Draws noise before ``engine(batch)`` and counts after ``engine.step``; the iteration it resumes from, its rows,
     and what was reported. Leaves the arenas."""
-    import logging
-
-    import torch
-
     import ftckpt.deepspeed
 
-    reported: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ftckpt").addHandler(handler)
+    reported = logged(logging.WARNING)
     counter = Counter()
     ftckpt.deepspeed.register("counter", counter)
     engine = initialize(section(arena) if arena else None)
@@ -390,7 +364,6 @@ def test_what_a_script_changes_after_the_boundary_is_reported_and_the_remedy_is_
 def frozen_later(rank: int, world_size: int, arena: str, kind: str) -> Any:
     """Two iterations, of which the first freezes the bias; its flag at the start, or what keeps it from going on."""
     import ftckpt.deepspeed
-    from ftckpt.errors import MismatchError
 
     settings = {"type": kind, "params": {"lr": 1e-2, "torch_adam": True, "adam_w_mode": kind == "AdamW"}}
     try:
@@ -429,9 +402,7 @@ class Counter:
 def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
     """Attaches twice, as two starts of a job would; registers what cannot be registered."""
     import ftckpt.deepspeed
-    from ftckpt.config import Config
     from ftckpt.deepspeed import initialize as door
-    from ftckpt.errors import ConfigError
 
     found: list[Any] = []
     for name, value in (("a", object()), ("", Counter()), ("ftckpt.data", Counter())):
@@ -464,7 +435,6 @@ def test_an_engine_is_attached_by_hand_with_objects(arena_root: Path) -> None:
 
 def compiled(rank: int, world_size: int, arena: str) -> str:
     import ftckpt.deepspeed  # noqa: F401 - the door
-    from ftckpt.errors import UnsupportedError
 
     engine = initialize(section(arena))
     with pytest.raises(UnsupportedError) as raised:
@@ -479,7 +449,6 @@ def test_compiling_later_is_refused(arena_root: Path) -> None:
 def loaded_in_training(rank: int, world_size: int, arena: str, folder: str, dies: bool) -> list[int]:
     """A script goes back to what it saved, trains on, and perhaps dies before it has come as far as before."""
     import ftckpt.deepspeed
-    from tests.support import plain
 
     engine = initialize(section(arena, events=f"{folder}/events", schedule="sync"))
     for _ in range(2):
@@ -522,10 +491,7 @@ def test_what_was_taken_back_does_not_come_back(arena_root: Path, tmp_path: Path
 
 def loaded_beside_storage(rank: int, world_size: int, arena: str, folder: str) -> list[int]:
     """Goes back from what is on storage to an iteration, then to the beginning, and dies behind it."""
-    import time
-
     import ftckpt.deepspeed
-    from tests.support import plain
 
     storage = {"persist": f"{folder}/storage", "persist_interval": 2}
     engine = initialize(section(arena, events=f"{folder}/events", schedule="sync", protect="none", **storage))

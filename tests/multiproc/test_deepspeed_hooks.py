@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ftckpt.frameworks.doors import Patches
+from ftckpt.windows.schedule import pipeline_orders
 from tests.support import ds_jobs
 from tests.support.ds_jobs import BF16, Shape, fp16, zero
 from tests.support.pool import run_ranks
@@ -32,21 +35,13 @@ GAS = 2
 MICRO = ["forward", "backward", "window"]
 
 
-def build(shape: Shape, argv: Sequence[str] = ()) -> Any:
-    from tests.support.standin import deepspeed as standin
-
-    standin.install()
-    import train_deepspeed
-
-    args = train_deepspeed.parse_args([*ds_jobs.TINY, *shape.argv, *argv, "--iterations", "9"])
-    return train_deepspeed.build(args, shape.json())
+ITERATIONS = [*ds_jobs.TINY, "--iterations", "9"]
 
 
 def listen(engine: Any, recorder: Recorder) -> Any:
     """The hooks of a session, without one."""
     from ftckpt.deepspeed.hooks import EngineHooks
     from ftckpt.deepspeed.pipeline import follow_pipeline
-    from ftckpt.frameworks.doors import Patches
 
     def begin() -> None:
         # Of each batch; here the first one counts.
@@ -85,7 +80,7 @@ def followed(rank: int, world_size: int, shape: Shape, without: str) -> tuple[li
     """What is told in two iterations, of the two fences perhaps by one alone; and the model of the schedule."""
     import train_deepspeed
 
-    job = build(shape)
+    job = ds_jobs.build(shape, ITERATIONS)
     recorder = Recorder()
     hooks = listen(job.engine, recorder)
     note_writes(job.engine, recorder)
@@ -148,8 +143,6 @@ def test_the_model_names_the_places_that_a_stage_comes_to(stages: int, micro_bat
 def test_deepspeeds_schedule_is_the_models(stages: int, micro_batches: int) -> None:
     from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-    from ftckpt.windows.schedule import pipeline_orders
-
     names = {ForwardPass: "forward", BackwardPass: "backward"}
     for stage, modelled in enumerate(pipeline_orders(stages, micro_batches) or ()):
         steps = TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
@@ -158,9 +151,7 @@ def test_deepspeeds_schedule_is_the_models(stages: int, micro_batches: int) -> N
 
 
 def evaluated(rank: int, world_size: int, shape: Shape, folder: str) -> list[str]:
-    import torch
-
-    job = build(shape)
+    job = ds_jobs.build(shape, ITERATIONS)
     recorder = Recorder()
     hooks = listen(job.engine, recorder)
     if job.is_pipeline:
@@ -186,7 +177,7 @@ def test_evaluation_and_saving_are_pauses_and_no_training(name: str, tmp_path: P
 def skipping(rank: int, world_size: int, shape: Shape) -> tuple[list[str], int]:
     import train_deepspeed
 
-    job = build(shape)
+    job = ds_jobs.build(shape, ITERATIONS)
     recorder = Recorder()
     listen(job.engine, recorder)
     note_writes(job.engine, recorder)
@@ -216,7 +207,7 @@ def accumulated(rank: int, world_size: int, managed: bool) -> list[str]:
     shape = Shape(2, config=BF16 | zero(2) | {"gradient_accumulation_steps": 3})
     if not managed:
         shape = Shape(2, config=shape.config | {"managed_gradient_accumulation": False})
-    job = build(shape)
+    job = ds_jobs.build(shape, ITERATIONS)
     recorder = Recorder()
     listen(job.engine, recorder)
     for index in range(6):
@@ -235,7 +226,7 @@ def test_one_boundary_per_accumulation(managed: bool) -> None:
 
 
 def torch_style(rank: int, world_size: int) -> list[str]:
-    job = build(SHAPES["zero2"])
+    job = ds_jobs.build(SHAPES["zero2"], ITERATIONS)
     recorder = Recorder()
     listen(job.engine, recorder)
     for _ in range(GAS):
@@ -275,15 +266,14 @@ def removed(rank: int, world_size: int, shape: Shape, arena: str) -> list[str]:
 
     standin.install()
     original = deepspeed.initialize.__wrapped__
-    plain = build(shape)
+    plain = ds_jobs.build(shape, ITERATIONS)
     before = state_of(plain.engine)
-    args = train_deepspeed.parse_args([*ds_jobs.TINY, *shape.argv, "--iterations", "9"])
     ftckpt.deepspeed.remove()
     from ftckpt.deepspeed import initialize
 
     initialize.install()
     section = {"enabled": True, "node": "node", "job": "removed", "arena": arena}
-    job = train_deepspeed.build(args, {**shape.json(), "ftckpt": section})
+    job = ds_jobs.build(shape, ITERATIONS, ftckpt=section)
     checkpointer: Any = ftckpt.deepspeed.active()
     train_deepspeed.train_step(job)
     assert state_of(job.engine) != before

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ftckpt.errors import ConfigError
+from tests.support.ds_jobs import SMALL
+from tests.support.event_logs import logged
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 pytest.importorskip("deepspeed")
 
 WIDTH = 4
-JSON: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "steps_per_print": None,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-}
+JSON = {**SMALL, "gradient_accumulation_steps": 2}
 
 
 class Counters:
@@ -38,8 +36,6 @@ class Counters:
 
 
 def train(engine: Any, args: argparse.Namespace, how: str) -> None:
-    import torch
-
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
         engine.step()
@@ -54,22 +50,18 @@ def script(rank: int, world_size: int, arena: str, how: str) -> tuple[str, int, 
 
     standin.install()
     import deepspeed
-    import torch
 
     import ftckpt.deepspeed
-    from ftckpt.errors import ConfigError
 
     args = argparse.Namespace(iteration=0, consumed=0, one=1, three=3, flag=False)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ftckpt").addHandler(handler)
-    logging.getLogger("ftckpt").setLevel(logging.INFO)
+    lines = logged()
     if "registers" in how:
         ftckpt.deepspeed.register("counters", Counters(args))
     section = {"enabled": True, "job": "job", "node": "node", "arena": arena, "protect": "none"}
     engine, *_ = deepspeed.initialize(
-        args=args if "gives" in how else None, model=torch.nn.Linear(WIDTH, WIDTH), config={**JSON, "ftckpt": section}
+        args=args if "gives" in how else None,
+        model=torch.nn.Linear(WIDTH, WIDTH),
+        config={**JSON, "ftckpt": section},
     )
     if "loads" in how:
         _, state = engine.load_checkpoint(f"{arena}-saved", load_module_only="module" in how)

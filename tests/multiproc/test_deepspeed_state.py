@@ -10,9 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ftckpt.capture.assignment import as_bytes, assign, content_hashes, rule_holds
+from ftckpt.config import Config
+from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
+from ftckpt.frameworks import doors
+from ftckpt.model.objects import decode, encode
 from ftckpt.model.replicas import WHOLE_SHARE
+from tests.support import ds_jobs
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
+from tests.support.elements import Elements, held, wholes
+from tests.support.errors import message_of
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -53,9 +62,6 @@ QUICK = (
 BEFORE, AFTER = 3, 2
 """Iterations before the boundary that is saved, and after it."""
 
-Elements = tuple[Any, np.ndarray[Any, Any]]
-"""A fragment, or its key and box, with its elements."""
-
 
 @dataclass(frozen=True)
 class Life:
@@ -79,13 +85,7 @@ class Life:
 
 def build(shape: Shape) -> tuple[Any, Any]:
     """A job and its state."""
-    from tests.support.standin import deepspeed as standin
-
-    standin.install()
-    import train_deepspeed
-
-    job = train_deepspeed.build(train_deepspeed.parse_args([*TINY, *shape.argv]), shape.json())
-
+    job = ds_jobs.build(shape, TINY)
     from ftckpt.deepspeed.state import DeepSpeedState
 
     return job, DeepSpeedState(job.engine, {"data": job.data})
@@ -98,12 +98,9 @@ def steps(job: Any, number: int) -> list[dict[str, Any]]:
 
 
 def live(rank: int, world_size: int, shape: Shape) -> Life:
-    from ftckpt.capture.assignment import as_bytes, rule_holds
-    from ftckpt.model.objects import encode
-
     job, state = build(shape)
     described = state.describe()
-    first = elements(described.stepped)
+    first = held(described.stepped)
     built = as_built(job) if rank == 0 else {}
     changed = watch(job, described.stepped)
     rows = steps(job, BEFORE)
@@ -112,13 +109,9 @@ def live(rank: int, world_size: int, shape: Shape) -> Life:
         data = None if rule_holds(piece) else as_bytes(piece.tensor).numpy().tobytes()
         pieces.append((piece.fragment.name, data))
     objects = encode(state.save_objects())
-    at_boundary, told = elements(described.stepped), told_by_deepspeed(job)
+    at_boundary, told = held(described.stepped), told_by_deepspeed(job)
     rows += steps(job, AFTER)
     return Life(first, built, at_boundary, told, changed, pieces, objects, rows, end_of(job, described))
-
-
-def elements(pieces: Any) -> list[Elements]:
-    return [(piece.fragment, piece.tensor.detach().double().numpy().copy()) for piece in pieces]
 
 
 def as_built(job: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -163,7 +156,6 @@ def told_by_deepspeed(job: Any) -> list[tuple[str, Any, np.ndarray[Any, Any]]]:
 
 def watch(job: Any, pieces: Any) -> list[str]:
     """Will name pieces that are changed between the end of one optimizer step and the beginning of the next."""
-    from ftckpt.capture.assignment import as_bytes, content_hashes
     from ftckpt.deepspeed import optimizers
 
     def hashes() -> list[int]:
@@ -192,7 +184,6 @@ def watch(job: Any, pieces: Any) -> list[str]:
 
 def end_of(job: Any, described: Any) -> dict[str, str]:
     """Hashes of all that a rank has: pieces, the weights that it computes with, RNG, counters, learning rates."""
-    import torch
     import train_deepspeed
 
     from ftckpt.deepspeed import optimizers
@@ -218,23 +209,16 @@ def lives(name: str) -> list[Life]:
     return [result.value for result in run_ranks(live, shape.ranks, shape, stand_in=False)]
 
 
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 def together(found: list[list[Elements]]) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors that the fragments of all ranks make up; ranks that claim the same element agree on it."""
-    tensors: dict[str, np.ndarray[Any, Any]] = {}
-    holes: dict[str, np.ndarray[Any, Any]] = {}
-    for fragment, values in (pair for of_rank in found for pair in of_rank):
-        tensor = tensors.setdefault(fragment.key, np.zeros(fragment.global_shape))
-        hole = holes.setdefault(fragment.key, np.ones(fragment.global_shape, bool))
-        assert tensor.shape == fragment.global_shape, fragment.name
-        whole = np.arange(tensor.size).reshape(tensor.shape)
-        places = whole[slices(fragment.box)].reshape(-1)[fragment.start : fragment.stop]
-        told = ~hole.flat[places]
-        assert np.array_equal(tensor.flat[places][told], values[told], equal_nan=True), fragment.name
-        tensor.flat[places] = values
-        hole.flat[places] = False
-    for key, hole in holes.items():
-        assert not hole.any(), f"{key}: {hole.sum()} of {hole.size} elements are on no rank"
-    return tensors
+    """The tensors that the fragments of all ranks make up, as numbers."""
+    joined = wholes(pair for of_rank in found for pair in of_rank)
+    return {
+        key: torch.from_numpy(data).view(DTYPES[dtype]).double().numpy().reshape(shape)
+        for key, (dtype, shape, data) in joined.items()
+    }
 
 
 def slices(box: Any) -> tuple[slice, ...]:
@@ -284,10 +268,6 @@ def test_no_stepped_byte_changes_between_boundary_and_step(name: str) -> None:
 
 def resume(rank: int, world_size: int, shape: Shape, saved: list[tuple[Any, bytes]], dirty: bool) -> Any:
     """Bring a new job to what was saved and train on. ``dirty``: it has trained on something else before."""
-    import torch
-
-    from ftckpt.model.objects import decode
-
     job, state = build(shape)
     described = state.describe()
     if dirty:
@@ -314,8 +294,6 @@ def resume(rank: int, world_size: int, shape: Shape, saved: list[tuple[Any, byte
 
 def spoil(job: Any, described: Any) -> None:
     """Whatever is not loaded or gathered shows."""
-    import torch
-
     with torch.no_grad():
         for parameter in job.engine.module.parameters():
             parameter.fill_(float("nan"))
@@ -374,10 +352,7 @@ def test_steps_are_skipped_where_the_loss_scale_overflows() -> None:
 def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
     """What a rank copies, of the pieces that it holds."""
 
-    from ftckpt.capture.assignment import assign
-    from ftckpt.config import Config
     from ftckpt.deepspeed.geometry import coordinates, layout_sizes
-    from ftckpt.frameworks import doors
 
     job, state = build(shape)
     described = state.describe()
@@ -457,18 +432,13 @@ BY_JSON = {
 def refused_by_json(rank: int, world_size: int, texts: list[str]) -> dict[str, str]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    from ftckpt.errors import UnsupportedError
-
     job, _ = build(Shape(1))
     from ftckpt.deepspeed import support
 
     found = {}
     for text in texts:
         job.engine._config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 2, **BY_JSON[text]})
-        try:
-            support.check(job.engine)
-        except UnsupportedError as error:
-            found[text] = str(error)
+        found[text] = message_of(lambda: support.check(job.engine), UnsupportedError)
     return found
 
 
@@ -493,13 +463,10 @@ REFUSED = {
 
 
 def refused(rank: int, world_size: int, shape: Shape) -> str:
-    from ftckpt.errors import UnsupportedError
-
-    try:
+    def describe() -> None:
         build(shape)[1].describe()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+
+    return message_of(describe, UnsupportedError)
 
 
 @pytest.mark.parametrize("text", REFUSED)
@@ -511,8 +478,6 @@ def test_engines_that_are_not_known_are_refused(text: str) -> None:
 
 def spoilt_marks(rank: int, world_size: int, shape: Shape) -> list[str]:
     """What is said of parameters whose place is not known."""
-    from ftckpt.errors import UnsupportedError
-
     job, state = build(shape)
     (name, weight), *_ = [(n, p) for n, p in job.engine.module.named_parameters() if n.endswith("query.weight")]
     told = []
@@ -525,10 +490,7 @@ def spoilt_marks(rank: int, world_size: int, shape: Shape) -> list[str]:
         parameter = job.engine.module.get_parameter("1.positions") if mark == "requires_grad" else weight
         before = getattr(parameter, mark, True)
         setattr(parameter, mark, wrong)
-        try:
-            state.describe()
-        except UnsupportedError as error:
-            told.append(str(error))
+        told.append(message_of(state.describe, UnsupportedError))
         setattr(parameter, mark, 1 if mark == "partition_stride" else before)
     state.describe()
     return [text.replace(name, "NAME") for text in told]
@@ -546,7 +508,6 @@ def test_a_parameter_whose_place_is_not_known_is_refused_by_name() -> None:
 
 def replaced(rank: int, world_size: int, shape: Shape, what: str) -> str:
     from ftckpt.deepspeed import optimizers
-    from ftckpt.errors import CaptureError
 
     job, state = build(shape)
     state.describe()
@@ -558,11 +519,7 @@ def replaced(rank: int, world_size: int, shape: Shape, what: str) -> str:
     else:
         parameter = next(job.engine.module.parameters())
         parameter.data = parameter.data.clone()
-    try:
-        state.save_objects()
-    except CaptureError as error:
-        return str(error)
-    return ""
+    return message_of(state.save_objects, CaptureError)
 
 
 @pytest.mark.parametrize("what", ["state", "weights"])
@@ -610,10 +567,7 @@ def test_compiled_optimizers_go_on_to_the_bit(name: str) -> None:
 
 def small_state(rank: int, world_size: int, shape: Shape) -> None:
     """What the model above does not make use of comes back as well."""
-    import torch
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-
-    from ftckpt.model.objects import decode, encode
 
     job, state = build(shape)
     state.describe()
@@ -642,17 +596,11 @@ def test_named_generators_and_what_seeds_layers_come_back() -> None:
 
 
 def without_object(rank: int, world_size: int) -> str:
-    from ftckpt.errors import MismatchError
-
     _, state = build(Shape(1))
     state.describe()
     saved = state.save_objects()
     saved["objects"] = {}
-    try:
-        state.load_objects(saved)
-    except MismatchError as error:
-        return str(error)
-    return ""
+    return message_of(lambda: state.load_objects(saved), MismatchError)
 
 
 def test_an_object_that_the_snapshot_does_not_have_is_named() -> None:

@@ -6,27 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import jobs
+from tests.support.ds_jobs import SMALL
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 pytest.importorskip("deepspeed")
 
 WIDTH = 4
-JSON: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "steps_per_print": None,
-    "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-}
+JSON = {**SMALL, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
 
 
 def trained(rank: int, world_size: int, section: Any, until: int) -> tuple[list[float], dict[str, list[float]], Any]:
     """Losses, the stage's parameters at the end, and what the places of these are called."""
-    import torch
-
     from tests.support.standin import deepspeed as standin
 
     standin.install()

@@ -13,6 +13,9 @@ import pytest
 
 from ftckpt.commands.main import main
 from ftckpt.errors import MemoryBudgetError
+from ftckpt.job.shard import Shard
+from ftckpt.job.snapshots import Snapshots
+from ftckpt.store import ledger
 from tests.support import jobs
 from tests.support.faults import Fault
 from tests.support.pool import run_ranks
@@ -28,9 +31,6 @@ KEY = "exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight"
 
 def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) -> jobs.Outcome:
     """One element of rank 1 goes wrong right before the proof that comes with snapshot ``DIFFERING_AT``."""
-    from ftckpt.job.shard import Shard
-    from ftckpt.store import ledger
-
     prove, calls = Shard.prove, [0]
 
     def spoil(self: Shard, *rest: Any) -> bool:
@@ -142,8 +142,6 @@ DRIFTS_AT = 20
 
 def drifting(rank: int, world_size: int, run: jobs.Run) -> jobs.Outcome:
     """One element of rank 1 goes wrong right before snapshot ``DRIFTS_AT``, long after the last proof."""
-    from ftckpt.job.snapshots import Snapshots
-
     take = Snapshots.take
 
     def spoil(self: Snapshots, decision: Any, *rest: Any) -> int:

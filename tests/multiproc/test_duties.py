@@ -127,10 +127,7 @@ def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Nod
 
 
 def test_a_target_is_covered_by_packages_and_node_parity(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: node.covered(7), "covered")
+    smp.cover(0, 7)
     assert check_parity([node], NODE, 7) > 5
     assert node.packages(7) == ["dp0", "dp1", "dp2"]
     for arena in node.arenas:
@@ -157,9 +154,7 @@ def test_nothing_is_covered_before_all_arenas_name_the_target(node: Node, smp: S
 def test_the_parity_of_the_protected_snapshot_is_never_overwritten(node: Node, smp: Smp) -> None:
     smp.start()
     for iteration in range(1, 6):
-        node.snapshot(iteration % 3, iteration)
-        node.target(iteration)
-        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        smp.cover(iteration % 3, iteration)
         assert check_parity([node], NODE, iteration) > 5
         if iteration in (1, 4):
             node.protected(iteration)
@@ -193,10 +188,7 @@ def test_a_target_that_is_given_up_is_left_and_another_one_covered(node: Node, s
 
 
 def test_an_smp_that_starts_anew_uses_what_is_sealed(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: node.covered(7), "covered")
+    smp.cover(0, 7)
     smp.pause()
     smp.end()
     paths = [*node.dir.glob("*/parity*"), *mirror_dir(node.dir).iterdir()]
@@ -211,10 +203,7 @@ def test_an_smp_that_starts_anew_uses_what_is_sealed(node: Node, smp: Smp) -> No
 
 
 def test_one_that_was_killed_half_way_does_only_the_rest(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: node.covered(7), "covered")
+    smp.cover(0, 7)
     smp.pause()
     smp.end()
     # As a kill leaves it: one file half written, one package missing, nothing claimed.
@@ -234,10 +223,7 @@ def test_one_that_was_killed_half_way_does_only_the_rest(node: Node, smp: Smp) -
 
 
 def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: node.covered(7), "covered")
+    smp.cover(0, 7)
     smp.pause()
     with closing(Node(arena_root, "n0", [3], 4)) as more:
         fill(more.arenas[0], 0, 7)
@@ -263,9 +249,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chunk_that_went_bad_after_its_check_makes_no_parity(node: Node, smp: Smp, chunk: int, at: int) -> None:
     smp.start()
     for slot, iteration in enumerate((5, 6)):
-        node.snapshot(slot, iteration)
-        node.target(iteration)
-        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        smp.cover(slot, iteration)
         node.protected(iteration)
     node.snapshot(2, 7)
     until(lambda: node.checked(7), "checked")
@@ -281,9 +265,7 @@ def test_a_chunk_that_went_bad_after_its_check_makes_no_parity(node: Node, smp: 
             # What was not finished claims nothing, neither of 7 nor of what was in the file before.
             assert file.snapshot() is None or all(map(file.verify, range(file.num_blocks)))
     assert check_parity([node], NODE, 6) > 5
-    node.snapshot(0, 8)
-    node.target(8)
-    until(lambda: node.covered(8), "the next one is covered")
+    smp.cover(0, 8)
     assert smp.duties.cannot is None and smp.duties.status()["state"] == "working"
     assert check_parity([node], NODE, 8) > 5
 
@@ -363,16 +345,11 @@ def test_an_error_that_nobody_thought_of_gives_the_target_up(
     until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 7), "cannot")
     assert "MemoryError: no room" in smp.events.of("not_covered")[0]["reason"]
     monkeypatch.undo()
-    node.snapshot(1, 8)
-    node.target(8)
-    until(lambda: node.covered(8), "the next one is covered")
+    smp.cover(1, 8)
 
 
 def test_a_torn_package_is_not_taken_for_one(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: node.covered(7), "covered")
+    smp.cover(0, 7)
     smp.pause()
     path = next(mirror_dir(node.dir).glob("dp1.*"))
     path.write_bytes(path.read_bytes()[:-1])
@@ -387,11 +364,7 @@ def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
     node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (7, 8):
-        node.snapshot(iteration - 7, iteration)
-        node.target(iteration)
-        if iteration == 7:
-            smp.start()
-        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        smp.cover(iteration - 7, iteration)
         node.protected(iteration)
     smp.pause()
     node.target(-1)
@@ -417,10 +390,7 @@ def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
 
 
 def test_a_claim_that_is_not_proven_is_no_claim_any_more(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: node.covered(7), "covered")
+    smp.cover(0, 7)
     smp.pause()
     node.target(-1)
     path = next(mirror_dir(node.dir).glob("dp1.*"))
@@ -474,10 +444,7 @@ def test_packages_of_targets_that_are_given_up_do_not_add_up(node: Node, smp: Sm
 def test_packages_go_when_the_next_target_is_covered_and_not_before(
     node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smp.start()
-    node.snapshot(0, 1)
-    node.target(1)
-    until(lambda: node.covered(1), "covered")
+    smp.cover(0, 1)
     node.protected(1)
     begun, seen = ParityFile.begin, []
 
@@ -504,9 +471,7 @@ def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protect
         old.write_bytes(b"a package")
     smp.start()
     for iteration, kept in ((5, {3, 4, 5}), (6, {5, 6})):
-        node.snapshot(iteration % 3, iteration)
-        node.target(iteration)
-        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        smp.cover(iteration % 3, iteration)
         until(lambda: kept_iterations(node) == kept, "what can go has gone")  # noqa: B023
         smp.settle()
         assert kept_iterations(node) == kept
@@ -564,9 +529,7 @@ def test_an_arena_that_is_made_anew_is_opened_again(arena_root: Path, node: Node
     old.remove()
     with closing(Node(arena_root, "n0", [0], 3)) as again:
         node.arenas.insert(0, again.arenas.pop())
-        node.snapshot(1, 8)
-        node.target(8)
-        until(lambda: node.covered(8), "covered")
+        smp.cover(1, 8)
         assert check_parity([node], NODE, 8) > 5
 
 
@@ -625,10 +588,7 @@ def test_what_is_asked_for_is_checked_at_once_and_others_within_the_share_of_the
     smp.configure(describe(node, [node], NODE, {}, protect_interval="auto", smp_cores=1e-6))
     ranks = Pulse.open(node.dir, 0)
     assert not ranks.smp_rests()
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: node.covered(7), "covered")
+    smp.cover(0, 7)
     smp.settle()
     assert ranks.smp_rests(), "the next target is to wait"
     status = smp.duties.status()
@@ -636,9 +596,7 @@ def test_what_is_asked_for_is_checked_at_once_and_others_within_the_share_of_the
     node.snapshot(1, 8)
     smp.settle()
     assert node.states(8) == []
-    node.snapshot(2, 9)
-    node.target(9)
-    until(lambda: node.covered(9), "a target never waits")
+    smp.cover(2, 9)
     smp.settle()
     assert node.states(8) == []
     smp.configure(describe(node, [node], NODE, {}, protect_interval=1, smp_cores=1e-6))
@@ -669,10 +627,7 @@ class TestScrub:
     @pytest.fixture
     def covered(self, node: Node, smp: Smp) -> Smp:
         """Iteration 7 is covered, and from now on scrubbed all the time."""
-        node.snapshot(0, 7)
-        node.target(7)
-        smp.start()
-        until(lambda: node.covered(7), "covered")
+        smp.cover(0, 7)
         smp.pause()
         smp.configure(describe(node, [node], NODE, {}, scrub_secs=0.05))
         scrubber = smp.duties._scrubber
@@ -789,10 +744,7 @@ class TestScrub:
 
 
 def test_a_reader_of_the_arena_sees_protected(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: node.covered(7), "covered")
+    smp.cover(0, 7)
     node.protected(7)
     with closing(Arena.open(node.arenas[0].path)) as arena:
         assert arena.state(0) == SlotState.PROTECTED

@@ -15,8 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt import forks
+import ftckpt
+import ftckpt.plain
+from ftckpt import forks, plain
+from ftckpt.capture import copier
+from ftckpt.plain.hooks import follow
+from ftckpt.plain.state import PlainState
 from ftckpt.store import ends
+from ftckpt.store.outcome import launcher_run
 from ftckpt.store.pulse import Pulse
 from tests.support import ds_jobs, jobs
 from tests.support.constants import configured
@@ -67,10 +73,6 @@ def steps_of(trainer: Trainer, step: Callable[[], object]) -> tuple[list[str], b
 
 
 def plain_hooks(rank: int, world_size: int) -> Any:
-    from ftckpt import plain
-    from ftckpt.plain.hooks import follow
-    from ftckpt.plain.state import PlainState
-
     trainer, model = Trainer(), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     follow(plain.patches, trainer, model, optimizer, PlainState(model, optimizer, None, {}))  # type: ignore[arg-type]
@@ -104,16 +106,10 @@ def megatron_hooks(rank: int, world_size: int) -> Any:
 
 
 def deepspeed_hooks(rank: int, world_size: int) -> Any:
-    from tests.support.standin import deepspeed as standin
-
-    standin.install()
-    import train_deepspeed
-
     from ftckpt.deepspeed import initialize
     from ftckpt.deepspeed.hooks import EngineHooks
 
-    args = train_deepspeed.parse_args([*ds_jobs.TINY, "--iterations", "9"])
-    engine = train_deepspeed.build(args, ds_jobs.Shape(1).json()).engine
+    engine = ds_jobs.build(ds_jobs.Shape(1), [*ds_jobs.TINY, "--iterations", "9"]).engine
     trainer = Trainer()
     hooks = EngineHooks(initialize.door.hooks, engine, trainer, lambda: None)  # type: ignore[arg-type]
     hooks.follow_micro_batches()
@@ -138,10 +134,6 @@ def test_a_child_that_steps_its_copy_is_not_followed(framework: Callable[..., An
 def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     """Train, and fork a child that does all that a trainer does; whether the parent finds all as it was."""
     tempfile.tempdir = records
-    import ftckpt
-    import ftckpt.plain
-    from ftckpt.capture import copier
-    from ftckpt.store.outcome import launcher_run
 
     copy_chunk = copier.copy_chunk
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -128,9 +130,6 @@ def test_evaluation_does_not_fence_and_is_a_pause() -> None:
 
 def paused(rank: int, world_size: int) -> list[Any]:
     """What is told of a train loop's pauses, by functions of a module that looks them up as Megatron-LM's does."""
-    import sys
-    import types
-
     import train_gpt
 
     from ftckpt.megatron import door, hooks

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import ftckpt.plain
+from ftckpt.config import Config
 from tests.support.pool import run_ranks
 from tests.support.waiting import until
 
@@ -17,12 +21,6 @@ DRIFT_AT, LAST = 9, 14
 
 def drifting(rank: int, world_size: int, settings: dict[str, Any], mode: str) -> dict[int, list[float]]:
     """This rank's weights by iteration. Gradients are averaged until ``DRIFT_AT`` by hand, or never by a hook."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import ftckpt.plain
-    from ftckpt.config import Config
-
     torch.manual_seed(7)
     inner: torch.nn.Module = torch.nn.Linear(64, 64)
     model = DistributedDataParallel(inner) if mode == "hook" else inner

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from ftckpt.config import Config
+from ftckpt.errors import FtckptError
 from tests.probe.scenes import COMMON
 from tests.support import waiting
 from tests.support.event_logs import read_events
@@ -39,8 +41,6 @@ def attach(rank: int, world_size: int, words: list[str], settings: dict[str, Any
     import train_gpt
 
     import ftckpt.megatron
-    from ftckpt.config import Config
-    from ftckpt.errors import FtckptError
 
     ftckpt.megatron.configure(Config(enabled=True, node="n", protect="none", chunk_size="64KiB", **settings))
     ftckpt.megatron._choice = None

@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ftckpt.group import Group
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.restore import exchange as wire
+from ftckpt.restore import load
+from ftckpt.restore.exchange import Stream, Strip, exchange
+from ftckpt.restore.locations import SlotAt
+from ftckpt.restore.offers import Index, Offer
+from ftckpt.restore.plan import plan
 from tests.support.pool import run_ranks
 from tests.support.waiting import meet
 
@@ -40,8 +49,6 @@ def value(key: str, fragment: Any) -> np.ndarray:
 
 
 def fragments(sides: dict[str, Sides], rank: int) -> list[Any]:
-    from ftckpt.model.fragment import Box, Fragment
-
     found = []
     for key, side in sides.items():
         shape = SHAPES[key]
@@ -59,14 +66,6 @@ def fragments(sides: dict[str, Sides], rank: int) -> list[Any]:
 
 def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[str, Any]]:
     """For each seed: from one random layout to another, with slots on two to four nodes."""
-    import torch
-
-    from ftckpt.group import Group
-    from ftckpt.restore import exchange as wire
-    from ftckpt.restore import load
-    from ftckpt.restore.locations import SlotAt
-    from ftckpt.restore.offers import Index, Offer
-    from ftckpt.restore.plan import plan
 
     class Files:
         def __init__(self, node: str) -> None:
@@ -145,11 +144,6 @@ def test_any_layout_becomes_any_other_and_replicas_are_fetched_once(tmp_path: Pa
 
 def all_pairs(rank: int, size: int, nbytes: int) -> tuple[bool, int]:
     """Every rank sends every other one messages of all lengths; the one buffer per open message is all it takes."""
-    import torch
-
-    from ftckpt.group import Group
-    from ftckpt.restore import exchange as wire
-
     group = Group(60.0)
     wire.MESSAGE_BYTES = 1 << 16
     mine = torch.full((2 * nbytes,), rank, dtype=torch.uint8)
@@ -178,11 +172,6 @@ def test_all_pairs_at_once(tmp_path: Path) -> None:
 
 
 def unanswered(rank: int, size: int, here: str) -> tuple[str, float]:
-    import torch
-
-    from ftckpt.group import Group
-    from ftckpt.restore.exchange import Stream, Strip, exchange
-
     group = Group(1.0)
     group.barrier()
     begin = time.monotonic()

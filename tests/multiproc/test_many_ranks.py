@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 from ftckpt.errors import LaunchError
 from tests.support import jobs, plain
@@ -40,8 +41,6 @@ class Seen(NamedTuple):
 
 def join(rank: int, world_size: int, store: Path) -> None:
     """The job's own group, which on a device is none of gloo's, takes no connections either."""
-    import torch.distributed as dist
-
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ftckpt.errors import FtckptError
+from tests.support.ds_jobs import SMALL
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -21,10 +23,8 @@ pytest.importorskip("deepspeed")
 
 LOOP = Path(__file__).parents[1] / "support" / "megatron_loop"
 JSON: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
+    **SMALL,
     "gradient_accumulation_steps": 2,
-    "steps_per_print": None,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 9}},
 }
 ARGUMENTS: dict[str, Any] = {
@@ -48,7 +48,6 @@ def attempt(
     standin.install()
     sys.path.insert(0, str(LOOP))
     import ftckpt.deepspeed
-    from ftckpt.errors import FtckptError
 
     training: Any = importlib.import_module("megatron.training")  # the one of LOOP
     begun = []

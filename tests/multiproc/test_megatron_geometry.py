@@ -19,6 +19,7 @@ from ftckpt.model.fragment import Fragment
 from ftckpt.restore.offers import Offer
 from ftckpt.restore.plan import plan
 from tests.support import megatron_models as models
+from tests.support.elements import positions
 from tests.support.megatron_models import Model
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.tiers import by_default
@@ -213,14 +214,14 @@ def assert_filled(
         for need, tensor in zip(needs, found, strict=True):
             wanted = _values(need)
             if rows and need.key in rows:
-                beyond = models.positions_of(need) >= rows[need.key] * need.global_shape[-1]
+                beyond = positions(need) >= rows[need.key] * need.global_shape[-1]
                 assert torch.isnan(tensor).numpy()[beyond].all(), f"{what}: {need.name}"
                 wanted[beyond] = float("nan")
             np.testing.assert_array_equal(tensor.numpy(), wanted, f"{what}: {need.name}")
 
 
 def _values(fragment: Fragment) -> np.ndarray:
-    return models.known(fragment.key, models.positions_of(fragment))
+    return models.known(fragment.key, positions(fragment))
 
 
 OPTIMIZERS = {

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import defaultdict
 from typing import Any
 
 import pytest
+import torch
 
+from ftckpt.capture.assignment import as_bytes, assign, content_hashes, rule_holds
+from ftckpt.config import Config
 from ftckpt.errors import MismatchError
+from ftckpt.frameworks import doors
+from ftckpt.model import objects
 from tests.support import jobs
+from tests.support.elements import Elements, held, put_together
 from tests.support.errors import a_rank_raises
 from tests.support.pool import run_ranks
 
@@ -24,52 +31,20 @@ LAYOUTS = {
 }
 
 
-def build(argv: list[str]) -> tuple[Any, Any]:
-    """A job and its state."""
-    import train_gpt
-
-    from ftckpt.megatron.state import MegatronState
-
-    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
-    return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
-
-
-def described_tensors(rank: int, world_size: int, argv: list[str]) -> list[tuple[Any, list[float]]]:
-    _, state = build(argv)
-    return [(piece.fragment, piece.tensor.float().tolist()) for piece in state.describe().stepped]
+def described_tensors(rank: int, world_size: int, argv: list[str]) -> list[Elements]:
+    _, state = jobs.built(*argv)
+    return held(state.describe().stepped)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fragments_of_all_ranks_make_up_every_tensor(name: str) -> None:
-    """No element is missing, and ranks that claim the same element hold the same value."""
+    """Under the distributed optimizer the owned ranges of a parameter make it up as well."""
     world_size, argv = LAYOUTS[name]
-    elements: dict[str, dict[int, float]] = defaultdict(dict)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for result in run_ranks(described_tensors, world_size, argv):
-        for fragment, values in result.value:
-            assert shapes.setdefault(fragment.key, fragment.global_shape) == fragment.global_shape
-            for position, value in zip(flat_positions(fragment), values, strict=True):
-                assert elements[fragment.key].setdefault(position, value) == value, fragment.name
-    for key, shape in shapes.items():
-        numel = 1
-        for size in shape:
-            numel *= size
-        role = key.partition("/")[0]
-        # Under the distributed optimizer the owned ranges of a parameter make it up as well.
-        assert len(elements[key]) == numel, f"{key}: {len(elements[key])} of {numel} ({role})"
-    roles = {key.partition("/")[0] for key in shapes}
+    ranks = [result.value for result in run_ranks(described_tensors, world_size, argv)]
+    assert not (wrong := put_together(ranks)), wrong[:3]
+    roles = {fragment.key.partition("/")[0] for of_rank in ranks for fragment, _ in of_rank}
     assert {"weight", "exp_avg", "exp_avg_sq", "step"} <= roles
     assert ("master" in roles) == ("fp32" not in name)
-
-
-def flat_positions(fragment: Any) -> list[int]:
-    import numpy as np
-
-    whole = np.arange(int(np.prod(fragment.global_shape, dtype=int))).reshape(fragment.global_shape)
-    box = tuple(
-        slice(offset, offset + size) for offset, size in zip(fragment.box.offset, fragment.box.shape, strict=True)
-    )
-    return whole[box].reshape(-1)[fragment.start : fragment.stop].tolist()
 
 
 def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> list[str]:
@@ -77,9 +52,7 @@ def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> l
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 
-    from ftckpt.capture.assignment import as_bytes, content_hashes
-
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     pieces = state.describe().stepped
     changed: list[str] = []
     fences: list[int] = []
@@ -118,12 +91,9 @@ def test_no_stepped_byte_changes_between_boundary_and_fence(argv: list[str]) -> 
 
 
 def captured(rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
-    from ftckpt.capture.assignment import assign
-    from ftckpt.config import Config
-    from ftckpt.frameworks import doors
     from ftckpt.megatron.geometry import coordinates, layout_sizes
 
-    _, state = build(argv)
+    _, state = jobs.built(*argv)
     described = state.describe()
     is_distributed = "--no-distributed-optimizer" not in argv
     start = doors.start(Config(job="job", node="node"), lambda: (coordinates(), layout_sizes(is_distributed)))
@@ -158,9 +128,7 @@ def test_router_bias_and_counts_are_volatile() -> None:
 
 def weights_off_their_masters(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     """What is taken as derived once one weight is no cast of its master any more."""
-    from ftckpt.capture.assignment import rule_holds
-
-    _, state = build([])
+    _, state = jobs.built()
     pieces = [p for p in state.describe().stepped if p.derived_from is not None]
     before = [p.fragment.key for p in pieces if not rule_holds(p)]
     pieces[0].tensor[0] += 1
@@ -182,9 +150,7 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
     """What a rank saves after some iterations."""
     import train_gpt
 
-    from ftckpt.model import objects
-
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     state.describe()
     for _ in range(iterations):
         train_gpt.train_step(job)
@@ -193,13 +159,10 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
 
 def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -> dict[str, Any]:
     """What a rank of another layout has taken from these, and what it draws then, twice."""
-    import torch
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from ftckpt.model import objects
-
-    job, state = build(argv)
+    job, state = jobs.built(*argv)
     state.describe()
     kinds = [[group["is_expert_parallel"] for group in leaf.optimizer.param_groups] for leaf in state._leaves]
     before = torch.cuda.get_rng_state()
@@ -232,8 +195,6 @@ def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -
 
 def saved(world_size: int, argv: list[str], iterations: int) -> tuple[list[bytes], list[dict[str, Any]]]:
     """What each rank saves, encoded and not."""
-    from ftckpt.model import objects
-
     encoded = [result.value for result in run_ranks(objects_after, world_size, argv, iterations)]
     return encoded, [objects.decode(of_rank) for of_rank in encoded]
 
@@ -275,13 +236,11 @@ def test_groups_of_experts_are_found_whether_experts_are_divided_or_not() -> Non
 
 def graph_safe_tracker(rank: int, world_size: int) -> list[bool]:
     """With generators in the place of states, as ``use_cudagraphable_rng`` makes them on a device."""
-    import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     from ftckpt.megatron.state import load_rng, save_rng
-    from ftckpt.model import objects
 
-    build([])
+    jobs.built()
     tracker = get_cuda_rng_tracker()
     tracker.set_states({name: torch.Generator().manual_seed(7) for name in tracker.get_states()})
     saved = objects.decode(objects.encode(save_rng()))
@@ -302,8 +261,6 @@ def test_generators_of_a_graph_safe_tracker_come_back_as_generators() -> None:
 
 
 def test_a_group_that_no_layout_had_is_an_error() -> None:
-    from ftckpt.model import objects
-
     source = saved(1, [], 1)[1][0]
     for optimizer in source["optimizers"]:
         optimizer["groups"] = [group for group in optimizer["groups"] if group["wd_mult"]]
@@ -312,8 +269,6 @@ def test_a_group_that_no_layout_had_is_an_error() -> None:
 
 
 def test_log_sums_come_from_the_last_stage() -> None:
-    from argparse import Namespace
-
     from ftckpt.megatron.counters import Counters
 
     counters = Counters(Namespace(iteration=0))

@@ -16,6 +16,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.smp import sources
 from ftckpt.smp.channel import Channel, Delivery
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
+from ftckpt.smp.sources import Feed
 from ftckpt.store.checks import CheckState
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
@@ -63,6 +64,12 @@ class Cluster:
         for node in self.nodes:
             node.target(iteration)
 
+    def cover(self, slot: int, iteration: int) -> None:
+        """A snapshot becomes the target, and all nodes cover it."""
+        self.snapshot(slot, iteration)
+        self.target(iteration)
+        until(lambda: self.covered(iteration), "covered")
+
     def covered(self, iteration: int) -> bool:
         return all(node.covered(iteration) for node in self.nodes)
 
@@ -104,9 +111,7 @@ def cluster(arena_root: Path) -> Iterator[Cluster]:
 def test_a_target_is_covered_on_all_nodes(cluster: Cluster, ranks_of: list[list[int]], modes: Modes) -> None:
     cluster.build(ranks_of, modes)
     for iteration in (1, 2):
-        cluster.snapshot(iteration, iteration)
-        cluster.target(iteration)
-        until(lambda: cluster.covered(iteration), "covered")  # noqa: B023
+        cluster.cover(iteration, iteration)
         assert cluster.check(iteration) >= len(ranks_of)
         for node in cluster.nodes:
             node.protected(iteration)
@@ -149,9 +154,7 @@ def test_what_travels_is_sealed_where_the_job_wants_it(cluster: Cluster, monkeyp
 
 def test_each_byte_of_state_travels_once_per_loss(cluster: Cluster) -> None:
     cluster.build([[0], [1], [2]], Modes(peer=True, peer_losses=1))
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    until(lambda: cluster.covered(1), "covered")
+    cluster.cover(0, 1)
     arenas = [arena for node in cluster.nodes for arena in node.arenas]
     state = sum(arena.image.chunks[c].nbytes for arena in arenas for c in range(arena.image.num_stepped_chunks))
     packages = sum(path.stat().st_size for node in cluster.nodes for path in mirror_dir(node.dir).glob("*"))
@@ -179,9 +182,7 @@ def test_a_target_that_changes_is_left_at_once(cluster: Cluster) -> None:
     cluster.nodes[0].snapshot(0, 1)
     cluster.target(1)  # n1 never has it
     until(lambda: cluster.smps[0].duties.status()["covering"] and cluster.nodes[0].checked(1), "under way")
-    cluster.snapshot(1, 2)
-    cluster.target(2)
-    until(lambda: cluster.covered(2), "covered")
+    cluster.cover(1, 2)
     assert cluster.check(2) >= 2 and not cluster.nodes[0].covered(1)
 
 
@@ -253,9 +254,6 @@ def test_bad_bytes_of_another_node_make_no_parity(cluster: Cluster) -> None:
 
 
 def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftckpt.smp import sources
-    from ftckpt.smp.sources import Feed
-
     most = [0]
     ask = Feed._request_next
 
@@ -266,9 +264,7 @@ def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: py
     monkeypatch.setattr(Feed, "_request_next", counted)
     monkeypatch.setattr(sources, "AHEAD_BYTES", 3 * CHUNK)
     cluster.build([[0], [1], [2]], PEER)
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    until(lambda: cluster.covered(1), "covered")
+    cluster.cover(0, 1)
     assert most[0] == 3
 
 
@@ -310,9 +306,7 @@ def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pyt
 
 def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
     cluster.build([[0], [1]], PEER, network_rate="200kB/s")
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    until(lambda: cluster.covered(1), "covered")
+    cluster.cover(0, 1)
     for smp in cluster.smps:
         [covered] = smp.events.of("covered")
         assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
@@ -373,9 +367,7 @@ def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase:
 
 def test_bad_parity_and_packages_are_fetched_again(cluster: Cluster) -> None:
     cluster.build([[0], [1], [2]], PEER)
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    until(lambda: cluster.covered(1), "covered")
+    cluster.cover(0, 1)
     for smp in cluster.smps:
         smp.pause()
     node, smp = cluster.nodes[0], cluster.smps[0]
@@ -398,9 +390,7 @@ def test_bad_parity_and_packages_are_fetched_again(cluster: Cluster) -> None:
 def test_what_is_gone_at_the_others_does_not_stop_a_scrub(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftckpt.smp.scrub._REMOTE_SECS", 0.5)
     cluster.build([[0], [1]], PEER, scrub_secs=0.1)
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    until(lambda: cluster.covered(1), "covered")
+    cluster.cover(0, 1)
     smp, node = cluster.smps[0], cluster.nodes[0]
     path = parity_of(node.arenas[0].path, "peer", 1).path
     smp.pause()
@@ -421,9 +411,7 @@ def test_packages_of_a_protected_snapshot_are_pulled_again_or_covered_is_taken_b
 ) -> None:
     monkeypatch.setattr("ftckpt.smp.scrub._REMOTE_SECS", 0.5)
     cluster.build([[0], [1]], PEER, scrub_secs=0.1)
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    until(lambda: cluster.covered(1), "covered")
+    cluster.cover(0, 1)
     node, smp = cluster.nodes[0], cluster.smps[0]
     for each in cluster.nodes:
         each.protected(1)

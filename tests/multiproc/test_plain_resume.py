@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ftckpt.errors import ArenaError, CaptureError, MismatchError, UnsupportedError
+from tests.support.errors import message_of
 from tests.support.pool import run_ranks
 from tests.support.resuming import HALF, Parts, attach, resumed, simple
 
@@ -105,8 +110,6 @@ def own_generators(attempt: int) -> Parts:
 
 
 def given_generators(attempt: int) -> Parts:
-    import random
-
     given = {
         "a": torch.Generator(),
         "b": np.random.default_rng(1),
@@ -139,7 +142,6 @@ def made_contiguous(attempt: int) -> Parts:
 def compressed(attempt: int) -> Parts:
     """DDP whose gradients PowerSGD compresses, with the state that the refusal of it asks for."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-    from torch.nn.parallel import DistributedDataParallel
 
     class Kept(powerSGD_hook.PowerSGDState):
         def state_dict(self) -> dict[str, Any]:
@@ -174,8 +176,6 @@ CASES: dict[str, tuple[Any, int]] = {
 
 
 def resume(rank: int, world_size: int, name: str, arena: str) -> tuple[int, bool]:
-    import os
-
     os.environ.pop("TORCHDYNAMO_DISABLE")  # which ranks of tests have
     return resumed(CASES[name][0], arena)
 
@@ -189,20 +189,14 @@ def test_a_restart_has_the_bits_of_an_unbroken_run(name: str, arena_root: Path) 
 def hooked(rank: int, world_size: int, arena: str) -> list[str]:
     """What DDP's communication hooks come to: with state that cannot be saved, without, and registered too late."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    import ftckpt.errors
 
     def ddp() -> Any:
         return DistributedDataParallel(nn.Linear(8, 8))
 
-    found = []
     model = ddp()
     model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-    try:
-        attach(simple(model), arena)
-    except ftckpt.errors.UnsupportedError as error:
-        found.append(str(error))
+    stateful = simple(model)
+    found = [message_of(lambda: attach(stateful, arena), UnsupportedError)]
     model = ddp()
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     parts = simple(model)
@@ -211,24 +205,19 @@ def hooked(rank: int, world_size: int, arena: str) -> list[str]:
     checkpointer.training_state.save_objects()
     late = parts.model
     late._comm_hooks.append((None, powerSGD_hook.PowerSGDState(None)))  # torch takes one before the first backward
-    try:
-        checkpointer.training_state.save_objects()
-    except ftckpt.errors.CaptureError as error:
-        found.append(str(error))
+    found.append(message_of(checkpointer.training_state.save_objects, CaptureError))
     checkpointer.close(remove=True)
     return found
 
 
 def test_hooks_with_state_are_refused_by_name(arena_root: Path) -> None:
     (found,) = [result.value for result in run_ranks(hooked, 1, str(arena_root), stand_in=False)]
-    assert "powerSGD_hook" in found[0] and "PowerSGDState" in found[0] and len(found) == 2
+    assert "powerSGD_hook" in found[0] and "PowerSGDState" in found[0] and found[1]
 
 
 def accumulated(rank: int, world_size: int, arena: str) -> list[int]:
     """Boundaries at which no snapshot was taken, of a script that steps its optimizer every second iteration; one
     iteration has a gradient that a GradScaler skips."""
-    from ftckpt.errors import CaptureError
-
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpointer, _ = attach(simple(model, optimizer), arena)
@@ -261,15 +250,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def left(rank: int, world_size: int, arena: str, kind: str) -> str:
     """Three iterations with an optimizer, or what keeps it from going on."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    import ftckpt.errors
-
     model = DistributedDataParallel(layers())
     parts = simple(model, OPTIMIZERS[kind](model.parameters()))
     try:
         checkpointer, start = attach(parts, arena)
-    except ftckpt.errors.MismatchError as error:
+    except MismatchError as error:
         return str(error)
     for iteration in range(start + 1, start + 4):
         parts.train(iteration)
@@ -290,21 +275,13 @@ def test_a_snapshot_of_another_optimizer_is_refused_in_its_layout_and_in_another
 
 def attached_twice(rank: int, world_size: int, arena: str) -> list[str]:
     """A second attach in one process: before the first is closed, behind that, and with a second optimizer."""
-    import ftckpt.errors
-
-    found = []
     first, _ = attach(simple(layers()), arena)
-    try:
-        attach(simple(layers()), arena)
-    except ftckpt.errors.ArenaError as error:
-        found.append(str(error))
+    found = [message_of(lambda: attach(simple(layers()), arena), ArenaError)]
     first.close()
     attach(simple(layers()), arena)[0].close()
     model = layers()
-    try:
-        attach(simple(model, torch.optim.AdamW(model[0].parameters())), arena)
-    except ftckpt.errors.UnsupportedError as error:
-        found.append(str(error))
+    of_one_layer = torch.optim.AdamW(model[0].parameters())
+    found.append(message_of(lambda: attach(simple(model, of_one_layer), arena), UnsupportedError))
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 0.5}]
     attach(simple(model, torch.optim.AdamW(groups)), arena)[0].close()
     return found

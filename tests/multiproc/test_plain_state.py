@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import ftckpt
+import ftckpt.plain
+from ftckpt.config import Config
+from ftckpt.errors import CaptureError, ConfigError, FtckptError
+from ftckpt.frameworks import doors
+from ftckpt.frameworks.doors import Patches
+from ftckpt.plain.geometry import local, place_rank
+from ftckpt.plain.hooks import follow
+from ftckpt.plain.state import PlainState
+from ftckpt.store.outcome import launcher_run
+from tests.support.elements import positions
+from tests.support.errors import message_of
 from tests.support.pool import run_ranks
 from tests.support.recorder import Recorder
 
@@ -92,11 +107,6 @@ def held(rank: int, world_size: int, name: str) -> tuple[list[Any], dict[str, An
     """Pieces with their elements after two steps, whole tensors, coordinates and layout."""
     from torch.distributed.tensor import DTensor
 
-    from ftckpt.config import Config
-    from ftckpt.frameworks import doors
-    from ftckpt.plain.geometry import place_rank
-    from ftckpt.plain.state import PlainState
-
     torch.manual_seed(3)
     model = MODELS[name][1](world_size)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -120,7 +130,6 @@ def held(rank: int, world_size: int, name: str) -> tuple[list[Any], dict[str, An
 
 def made(rank: int, world_size: int, name: str) -> list[tuple[Any, Any]]:
     """What ``describe`` lets the optimizer make of its state, and what torch makes, in words."""
-    from ftckpt.plain.state import PlainState
 
     def words(value: Any) -> Any:
         mine = getattr(value, "_local_tensor", value)
@@ -165,10 +174,8 @@ def test_every_element_is_where_the_fragment_says(name: str) -> None:
                 continue
             value = full[fragment.key]
             assert fragment.global_shape == value.shape
-            places = zip(fragment.box.offset, fragment.box.shape, strict=True)
-            box = tuple(slice(offset, offset + size) for offset, size in places)
-            np.testing.assert_array_equal(value[box].reshape(-1)[fragment.start : fragment.stop], elements)
-            at = np.arange(value.size).reshape(value.shape)[box].reshape(-1)
+            at = positions(fragment)
+            np.testing.assert_array_equal(value.reshape(-1)[at], elements)
             seen[fragment.key][at] = True
     missing = [key for key, mask in seen.items() if not mask.all()]
     assert not missing
@@ -195,12 +202,6 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Partial
-    from torch.nn.parallel import DistributedDataParallel
-
-    import ftckpt
-    import ftckpt.plain
-    from ftckpt.errors import FtckptError
-    from ftckpt.plain.state import PlainState
 
     said: dict[str, str] = {}
     model, config = Odd(), ftckpt.Config(enabled=True, job="refused", node="n")
@@ -208,10 +209,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     for name, given in {
         "swapped": (optimizer, model), "no optimizer": (model, None), "listed": (model, optimizer, None, [model]),
     }.items():  # fmt: skip
-        try:
-            ftckpt.plain.attach(*given, config=config)
-        except FtckptError as error:
-            said[name] = str(error)
+        said[name] = message_of(lambda given=given: ftckpt.plain.attach(*given, config=config))
 
     def refused(name: str, model: nn.Module, optimizer: Any = None, **more: Any) -> None:
         optimizer = optimizer or torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
@@ -266,13 +264,6 @@ def test_ddp_modes_with_a_first_iteration_of_their_own_are_refused() -> None:
 
 def followed(rank: int, world_size: int) -> dict[str, Any]:
     """What is told of training, of evaluation, and of steps that do not come through the optimizer."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    from ftckpt.errors import CaptureError
-    from ftckpt.frameworks.doors import Patches
-    from ftckpt.plain.hooks import follow
-    from ftckpt.plain.state import PlainState
-
     model = DistributedDataParallel(Odd())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     state = PlainState(model, optimizer, None, {})
@@ -289,11 +280,7 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
     module.sgd = written
 
     def save() -> str:
-        try:
-            state.save_objects()
-        except CaptureError as error:
-            return str(error)
-        return ""
+        return message_of(state.save_objects, CaptureError)
 
     seen: dict[str, Any] = {}
     model(torch.randn(2, 6)).sum().backward()
@@ -335,8 +322,6 @@ def test_writes_without_a_fence_and_replaced_tensors_are_errors_at_the_boundary(
 
 def gathered_before(rank: int, world_size: int) -> tuple[float, float]:
     """Outputs of a sharded model that has run before its weights are restored, and of one that has not."""
-    from ftckpt.plain.state import PlainState
-
     outputs = []
     for runs_before in (True, False):
         torch.manual_seed(3)
@@ -361,9 +346,6 @@ def test_weights_that_were_gathered_before_a_restore_are_gathered_anew() -> None
 
 def moved_by_a_forward(rank: int, world_size: int) -> list[str]:
     """Tensors that lie elsewhere after the first forward of a model whose weights came in place of others."""
-    from ftckpt.plain.geometry import local
-    from ftckpt.plain.state import PlainState
-
     model = sharded_by_rows(world_size)
     for module in (model.first, model.second):
         module.weight = nn.Parameter(module.weight.detach().clone())
@@ -380,18 +362,10 @@ def test_the_first_forward_moves_no_shard() -> None:
 
 
 def without_process_group(rank: int, world_size: int) -> str:
-    import ftckpt.plain
-    from ftckpt.config import Config
-    from ftckpt.errors import ConfigError
-
     model = Odd()
     optimizer = torch.optim.Adam(model.parameters())
     assert ftckpt.plain.attach(model, optimizer) is None, "off by default"
-    try:
-        ftckpt.plain.attach(model, optimizer, config=Config(enabled=True))
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+    return message_of(lambda: ftckpt.plain.attach(model, optimizer, config=Config(enabled=True)), ConfigError)
 
 
 def test_a_process_group_is_needed() -> None:
@@ -401,15 +375,6 @@ def test_a_process_group_is_needed() -> None:
 
 def attach_again(rank: int, world_size: int, done: str, job: str) -> Any:
     """What a script comes to that has made its process group itself, on two nodes of which the second is new."""
-    import tempfile
-
-    import torch.distributed as dist
-
-    import ftckpt.plain
-    from ftckpt.config import Config
-    from ftckpt.errors import ConfigError
-    from ftckpt.store.outcome import launcher_run
-
     tempfile.tempdir = None
     os.environ["FTCKPT_NODE"] = f"n{rank}"
     if done and rank == 0:
@@ -444,14 +409,6 @@ def test_no_door_trains_what_is_done(done: str, job: str, found: Any, tmp_path: 
 
 def make_a_group(rank: int, world_size: int, job: str) -> Any:
     """What a script without a runner comes to behind one whose job has finished, under one name of a launcher run."""
-    import tempfile
-
-    import torch.distributed as dist
-
-    import ftckpt.plain
-    from ftckpt.config import Config
-    from ftckpt.store.outcome import launcher_run
-
     tempfile.tempdir = None
     launcher_run(os.environ).end(0, "finished", job="one")
     launcher_run.__globals__["_runs"].clear()  # of the attempt before

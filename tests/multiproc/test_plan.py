@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from ftckpt.commands.main import main
 from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, resolved
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.config import Config
+from ftckpt.frameworks import doors
+from ftckpt.job.checkpointer import Checkpointer
 from tests.support import jobs
 from tests.support.ds_jobs import BF16, Shape, fp16, zero
 from tests.support.pool import run_ranks
@@ -118,10 +121,6 @@ def _script(case: Case, config: Any) -> Any:
 
 def _layout(case: Case, config: Any) -> Any:
     """The same of a model of experts in a layout that the example script cannot have."""
-    import torch
-
-    from ftckpt.frameworks import doors
-    from ftckpt.job.checkpointer import Checkpointer
     from ftckpt.megatron.geometry import coordinates, layout_sizes
     from ftckpt.megatron.state import MegatronState
     from tests.support import megatron_models as models

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.pool import RankFailure, preload, run_ranks, spawn_ranks
+from tests.support.pool import RankFailure, run_ranks, spawn_ranks
 from tests.support.processes import is_running
 from tests.support.waiting import until
 
@@ -32,9 +34,6 @@ def no_folders_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, str | None, int]:
-    import torch
-    import torch.distributed as dist
-
     total = torch.tensor([rank + offset])
     dist.all_reduce(total)
     return int(total), os.environ.get("POOL_TEST"), torch.get_num_threads()
@@ -157,8 +156,3 @@ def unpicklable(rank: int, world_size: int) -> Any:
 def test_a_value_that_cannot_travel_is_a_failure() -> None:
     with pytest.raises(RankFailure, match=r"(?i)pickle"):
         run_ranks(unpicklable, 1, init_process_group=False)
-
-
-def test_preload_after_the_first_rank_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="before the first"):
-        preload("json")

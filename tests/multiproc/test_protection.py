@@ -16,7 +16,11 @@ import pytest
 
 from benchmarks.campaign_damage import survey
 from benchmarks.campaign_job import Ended, Plan, train
-from ftckpt.errors import FtckptError
+from ftckpt.errors import FtckptError, MemoryBudgetError
+from ftckpt.group import Group
+from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.job.protection import Protection
+from ftckpt.job.shard import Shard
 from ftckpt.parity.modes import Modes, resolve_modes
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
@@ -169,10 +173,6 @@ def test_a_killed_smp_is_followed_by_another_and_training_does_not_notice(plan: 
 
 def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: str) -> Any:
     """In the eighth iteration all ranks lay out anew. On one of them there may be no ``room``."""
-    from ftckpt.errors import MemoryBudgetError
-    from ftckpt.job.checkpointer import Checkpointer
-    from ftckpt.job.protection import Protection
-
     step, found = Checkpointer.step, []
 
     def no_room(*_: Any) -> None:
@@ -209,10 +209,6 @@ def test_a_new_layout_is_protected_anew_or_training_goes_on_without(plan: Plan, 
 
 def gathers_behind_the_load(rank: int, world_size: int, plan: Plan) -> Any:
     """How often all ranks wait for each other behind the load; the arenas stay."""
-    from ftckpt.group import Group
-    from ftckpt.job.checkpointer import Checkpointer
-    from ftckpt.job.shard import Shard
-
     gather, lay_out, supply, close = Group.gather, Shard.lay_out, Shard.supply, Checkpointer.close
     posted: list[int] = []
 
@@ -250,8 +246,6 @@ def test_ranks_wait_for_each_other_a_few_times_behind_the_load(plan: Plan, prote
 
 def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
     """Iterations of the protected snapshot and of the target right after the restore."""
-    from ftckpt.job.checkpointer import Checkpointer
-
     restore, found = Checkpointer.restore, []
 
     def watched(self: Checkpointer, newer_than: int = -1) -> int | None:

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
+from ftckpt.restore import repair
+from ftckpt.store import ledger
 from ftckpt.store.arena import Arena
 from ftckpt.store.slots import slot_name
 from tests.support.errors import a_rank_raises
@@ -329,8 +332,6 @@ def test_node_parity_and_peers_help_each_other(arena_root: Path, tmp_path: Path)
 
 def test_ranks_on_other_nodes_than_before(arena_root: Path, tmp_path: Path) -> None:
     """Nodes swap names: what is there is read over the network, what is not is rebuilt where it is needed."""
-    from dataclasses import replace
-
     job = Job(arena_root, ("a", "a", "a", "b", "b", "b"), NODE)
     wanted = made(job)
     gone(job, 4)
@@ -350,8 +351,6 @@ def test_small_batches_give_the_same_bytes(arena_root: Path, tmp_path: Path) -> 
 
 
 def restart_in_small_batches(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
-    from ftckpt.restore import repair
-
     repair.BATCH_BYTES = 20_000
     return restart(rank, world_size, job, events)
 
@@ -366,9 +365,6 @@ def test_memory_is_checked_before_a_shard_is_rebuilt(arena_root: Path, tmp_path:
 
 
 def restart_without_memory(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
-    from ftckpt.errors import MemoryBudgetError
-    from ftckpt.store import ledger
-
     def refuse(path: Path, need_bytes: int) -> None:
         assert need_bytes >= job.stepped
         raise MemoryBudgetError("no room in this test")

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from ftckpt.events import Events
+from ftckpt.group import Group
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes
+from ftckpt.restore.build import Build
+from ftckpt.restore.restart import Restart
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.protected import Job, build, contents
@@ -34,11 +38,6 @@ def choose_and_die(rank: int, world_size: int, job: Job, nodes: tuple[str, ...],
 
 
 def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kill: str = "") -> Any:
-    from ftckpt.events import Events
-    from ftckpt.group import Group
-    from ftckpt.restore.build import Build
-    from ftckpt.restore.restart import Restart
-
     def die(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 

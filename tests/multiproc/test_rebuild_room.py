@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
 import os
 import re
 import shutil
@@ -26,6 +24,7 @@ from ftckpt.store.parity_file import ParityFile, list_parity
 from tests.support import protected
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
+from tests.support.killing import die_at
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.protected import Job, build, contents, flip_chunk
@@ -189,20 +188,8 @@ def test_a_node_without_room_keeps_others_from_giving_up(
 
 def choose_and_die(rank: int, world_size: int, job: Job, where: str, nth: int) -> Any:
     """A start on what is left; rank 0 dies before the ``nth`` call of ``where``."""
-    module, _, name = where.partition(":")
-    owner: Any = importlib.import_module(module)
-    *classes, name = name.split(".")
-    for each in classes:
-        owner = getattr(owner, each)
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def dying(*args: Any, **options: Any) -> Any:
-        if next(calls) == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **options)
-
     if rank == 0:
-        setattr(owner, name, dying)
+        die_at(where, nth)
     return chosen(rank, job, LEFT, None)
 
 

@@ -10,8 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import xxhash
 
+from ftckpt.capture.assignment import as_bytes, assign
+from ftckpt.capture.capture import Capture
+from ftckpt.capture.copier import HostCopier
+from ftckpt.capture.redundancy import Redundancy
+from ftckpt.group import Group
+from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description, Piece
+from ftckpt.parity.groups import slot_groups
+from ftckpt.parity.stripes import stripes
+from ftckpt.store.arena import Arena
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -42,11 +55,6 @@ class Place:
 
 def weights(place: Place) -> list[Any]:
     """Tensors of one TP rank's slice, some that all hold alike, and moments that only this rank holds."""
-    import torch
-
-    from ftckpt.model.fragment import Box, Fragment
-    from ftckpt.model.training_state import Piece
-
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.float64: "F64"}
     found = []
     for layer in range(5):
@@ -76,20 +84,6 @@ def stepped(tensor: Any) -> None:
 
 def train(rank: int, size: int, root: str, job: str, mode: str) -> dict[str, Any]:
     """Snapshots in turn into two slots, each written to right after the fence; returns hashes of the last one."""
-    from pathlib import Path
-
-    import torch
-    import xxhash
-
-    from ftckpt.capture.assignment import as_bytes, assign
-    from ftckpt.capture.capture import Capture
-    from ftckpt.capture.copier import HostCopier
-    from ftckpt.capture.redundancy import Redundancy
-    from ftckpt.group import Group
-    from ftckpt.model.topology import RankPlace, Topology
-    from ftckpt.model.training_state import Description
-    from ftckpt.store.arena import Arena
-
     tp, dp, nodes = JOBS[job]
     places = [Place(tp, dp, nodes, other) for other in range(size)]
     members = tuple(RankPlace(place.coords, place.node) for place in places)
@@ -125,9 +119,6 @@ class Stored:
     """What the ranks left behind, read as anybody would who has not been there."""
 
     def __init__(self, root: Path, job: str, mode: str) -> None:
-        from ftckpt.parity.groups import slot_groups
-        from ftckpt.store.arena import Arena
-
         tp, dp, _ = JOBS[job]
         results = run_ranks(train, tp * dp, str(root), job, mode)
         self.expected = {name: value for result in results for name, value in result.value.items()}
@@ -178,8 +169,6 @@ def test_each_lost_share_is_there_bit_for_bit_in_what_others_store(stored: Store
 
 def verify(stored: Stored) -> None:
     """Every checksum is that of the chunk, and every share is the boundary of the last iteration."""
-    import xxhash
-
     for shard, arena in stored.arenas.items():
         slot = stored.slot(shard)
         arena.verify(slot)
@@ -191,8 +180,6 @@ def verify(stored: Stored) -> None:
 
 def lose(stored: Stored, group: Any, lost: int) -> None:
     """Every chunk of one member's share from the chunks of the others alone."""
-    from ftckpt.parity.stripes import stripes
-
     members, rebuilt = group.members, 0
     for stripe in stripes(group):
         ((holder, block),) = stripe.blocks

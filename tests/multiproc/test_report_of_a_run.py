@@ -28,8 +28,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], last: int, close
     """Up to iteration ``last``; then dies, or ends well."""
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     start = checkpointer.restore()
-    for iteration in range((start or 0) + 1, last + 1):
-        plain.iterate(checkpointer, state, iteration)
+    plain.train(checkpointer, state, range((start or 0) + 1, last + 1))
     if not close:
         plain.die()
     checkpointer.close()

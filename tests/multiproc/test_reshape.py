@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +46,6 @@ PAIRS = [
 ]
 Found = dict[str, Any]
 _found: dict[tuple[str, str], Found] = {}
-
-
-@pytest.fixture(scope="module")
-def root() -> Iterator[Path]:
-    path = Path("/dev/shm") / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
-    path.mkdir()
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +92,11 @@ def arrive_in(source: Layout, model: str, size: int, cases: list[Any]) -> Found:
     by_default(PAIRS, [pair for pair in PAIRS if pair[:2] in QUICK]),
     ids=[f"{s} to {t} of {m}" for m, s, t in PAIRS],
 )
-def test_reshape(root: Path, chosen: list[dict[str, str]], model: str, source: str, target: str) -> None:
+def test_reshape(module_root: Path, chosen: list[dict[str, str]], model: str, source: str, target: str) -> None:
     """The first pair of a source runs all of its targets: ranks are started once for each number of them."""
     if (model, source) not in _found:
         targets = [pair["target"] for pair in chosen if (pair["model"], pair["source"]) == (model, source)]
-        _found[model, source] = reshape_all(root, model, source, targets)
+        _found[model, source] = reshape_all(module_root, model, source, targets)
     found = _found[model, source][target]
     if isinstance(found, RankFailure):
         raise found
@@ -166,9 +157,9 @@ UNTIL = 8
     ),
 )
 def test_training_goes_on_with_the_losses_of_an_unbroken_run(
-    root: Path, model: str, source: str, target: str
+    module_root: Path, model: str, source: str, target: str
 ) -> None:
-    settings = {**settings_in(root / f"trained-{model}")}
+    settings = {**settings_in(module_root / f"trained-{model}")}
     Path(settings["arena"]).mkdir()
     kind = MODELS[model]
 

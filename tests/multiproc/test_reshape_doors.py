@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-import shutil
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import ftckpt.plain
+from ftckpt.config import Config
+from ftckpt.plain.state import PlainState
 from tests.support.ds_jobs import BASE, BF16, fp16, zero
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.reshaping import CONSUMED, ITERATION, STEP, fill, wrong
@@ -99,12 +103,9 @@ QUICK = [
 
 
 @pytest.fixture
-def settings() -> Iterator[dict[str, Any]]:
-    path = Path("/dev/shm") / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
-    path.mkdir()
+def settings(arena_root: Path) -> dict[str, Any]:
     small = {"chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2, "protect": "none", "start_timeout_secs": 60.0}
-    yield {"job": "test", "node": "node", "arena": str(path), **small}
-    shutil.rmtree(path, ignore_errors=True)
+    return {"job": "test", "node": "node", "arena": str(arena_root), **small}
 
 
 OPTIONS: dict[str, Any] = {"stand_in": False, "timeout_secs": 600.0, "pg_timeout_secs": 600.0}
@@ -148,8 +149,6 @@ class DeepSpeedJob:
 
     def advance(self) -> None:
         """As if it had trained."""
-        import torch
-
         from ftckpt.deepspeed import optimizers
 
         with torch.no_grad():
@@ -204,16 +203,9 @@ class PlainJob:
     """A model of a user's own, wrapped as ``layout`` says."""
 
     def __init__(self, layout: str, settings: dict[str, Any], fills: bool):
-        import torch
-        import torch.distributed as dist
-        from torch import nn
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-        from torch.nn.parallel import DistributedDataParallel
-
-        import ftckpt.plain
-        from ftckpt.config import Config
 
         torch.manual_seed(3)
         model: Any = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 5), nn.Linear(5, 1))
@@ -239,8 +231,6 @@ class PlainJob:
         self.start = self._checkpointer.restore()
 
     def describe(self) -> Any:
-        from ftckpt.plain.state import PlainState
-
         return PlainState(self._model, self._optimizer, None, {}).describe()
 
     def advance(self) -> None:
@@ -257,8 +247,6 @@ class PlainJob:
         return [] if found == (ITERATION, EPSILON) else [f"scheduler and eps are {found}"]
 
     def train(self) -> float:
-        import torch
-
         if self._kind == "tp":  # its batch norm has no parallel form
             return 1.0
         loss = self._model(torch.randn(4, 6)).square().sum()
@@ -269,8 +257,6 @@ class PlainJob:
         return float(loss.detach())
 
     def close(self) -> None:
-        import ftckpt.plain
-
         self._checkpointer.close()
         ftckpt.plain.remove()
 

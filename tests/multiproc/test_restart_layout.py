@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,10 +25,14 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.persist.storage import open_storage
+from ftckpt.store import ledger
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp, list_arenas
+from tests.support import plain
+from tests.support.choosing import inventory_of
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
+from tests.support.killing import die_at
 from tests.support.pool import RankFailure, RankResult, run_ranks
 from tests.support.stored import committed
 from tests.support.tiers import by_default
@@ -197,11 +199,6 @@ class Ended:
     scratch: list[float]
 
 
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)  # the kill comes when the call returns, at the latest
-
-
 def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
     layout = attempt.layout
     assert world_size == layout.size
@@ -237,25 +234,10 @@ def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
 # --- points at which an attempt is killed ---
 
 
-def _at(dotted: str, rank: int, only: int | None, after: bool = True, nth: int = 1) -> None:
-    """Die at the ``nth`` call of a function, on all ranks or on one."""
-    module, _, name = dotted.partition(":")
-    owner: Any = importlib.import_module(module)
-    *classes, name = name.split(".")
-    for class_name in classes:
-        owner = getattr(owner, class_name)
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        here = next(calls) == nth and only in (None, rank)
-        if here and not after:
-            die()
-        result = original(*args, **options)
-        if here:
-            die()
-        return result
-
-    setattr(owner, name, wrapped)
+def _at(dotted: str, rank: int, only: int | None, after: bool = True) -> None:
+    """Die at the first call of a function, on all ranks or on one."""
+    if only in (None, rank):
+        die_at(dotted, after=after)
 
 
 def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -> None:
@@ -270,7 +252,7 @@ def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -
             capture.settle(20.0)
             assert capture.newest is not None and capture.newest.iteration == iteration
         checkpointer.group.barrier()
-        die()
+        plain.die()
 
     checkpointer.step = step  # type: ignore[method-assign]
 
@@ -416,16 +398,11 @@ def test_there_and_back_again(plan: dict[str, Any], arena_root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def old_arenas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def old_arenas(module_root: Path) -> Path:
     """What a job in the layout OLD has left: iteration LAST is whole."""
-    root = Path("/dev/shm") / f"ftckpt-test-{os.getpid()}-layouts"
-    root.mkdir()
-    try:
-        settings = {"job": "test", "arena": str(root), "chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2}
-        restarted(Attempt(OLD, LAST, settings))
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    settings = {"job": "test", "arena": str(module_root), "chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2}
+    restarted(Attempt(OLD, LAST, settings))
+    return module_root
 
 
 def copied(source: Path, target: Path) -> None:
@@ -464,19 +441,45 @@ def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_roo
     assert list(arena_root.iterdir()) == []
 
 
-@pytest.mark.parametrize("source", ["memory", "storage"])
+@pytest.mark.parametrize(
+    ("source", "before", "after"),
+    [("memory", OLD, NEW), ("storage", OLD, NEW), ("memory", Layout(tp=2, dp=2), Layout())],
+    ids=["memory", "storage", "memory, all copies read by one rank"],
+)
 def test_a_buffer_that_differs_between_ranks_is_no_buffer_of_the_model(
-    source: str, plan: dict[str, Any], arena_root: Path, tmp_path: Path
+    source: str, before: Layout, after: Layout, plan: dict[str, Any], tmp_path: Path
 ) -> None:
+    """The copy that differs is not the first."""
     if source == "storage":
         (tmp_path / "storage").mkdir()
         plan |= {"persist": str(tmp_path / "storage"), "persist_interval": 2, "slots": 0}
-    restarted(Attempt(OLD, LAST, plan, spoil="buffer/bias", persists=source == "storage"))
+    restarted(Attempt(before, LAST, plan, spoil="buffer/bias", persists=source == "storage"))
     if source == "storage":
-        clean_job(arena_root, "test")
+        clean_job(Path(plan["arena"]), "test")
     differs = r"MismatchError.*buffer/bias\S* does not have the same bits in tp0-pp0-dp0 and tp0-pp0-dp1"
     with pytest.raises(RankFailure, match=differs):
-        restarted(Attempt(NEW, LAST, plan))
+        restarted(Attempt(after, LAST, plan))
+
+
+def sealed(arena_root: Path) -> set[int]:
+    """Iterations of which a slot is there, on any node."""
+    reports = inventory_of(*arena_root.glob("ftckpt-test/n*")).arenas
+    assert len(reports) == OLD.size and not any(report.problems for report in reports)
+    return {slot.snapshot.iteration for report in reports for slot in report.slots}
+
+
+@pytest.mark.faults
+def test_slots_of_the_old_layout_that_are_newer_are_void(plan: dict[str, Any], arena_root: Path) -> None:
+    """Else they would count again, beside what was trained since, when the one that is missing comes back."""
+    restarted(Attempt(OLD, LAST, plan))
+    (path,) = arena_root.glob("ftckpt-test/n1/tp1-pp0-dp1.*")
+    with closing(Arena.open(path, writable=True)) as arena:
+        for snapshot, slot in arena.snapshots().items():
+            if snapshot.iteration == LAST:
+                arena.control.void(slot)
+    assert sealed(arena_root) == {LAST - 1, LAST}
+    broken(Attempt(NEW, LAST + 1, plan, kill="objects there"))
+    assert sealed(arena_root) == {LAST - 1}
 
 
 def test_replicas_that_differ_are_not_mixed(plan: dict[str, Any]) -> None:
@@ -594,8 +597,6 @@ def train_until_protected(rank: int, world_size: int, attempt: Attempt) -> list[
 
 
 def train_without_room(rank: int, world_size: int, attempt: Attempt) -> Ended:
-    from ftckpt.store import ledger
-
     def refuse(path: Path, need_bytes: int) -> None:
         raise MemoryBudgetError("no room in this test")
 

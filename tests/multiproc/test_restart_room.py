@@ -21,8 +21,10 @@ from test_restart_layout import (
     train_until_protected,
 )
 
+from ftckpt.job.protection import Protection
 from ftckpt.store.directory import end_smp, list_arenas
 from ftckpt.store.ledger import Ledger, size_of
+from ftckpt.store.locks import holder_of
 from tests.support.mounting import leave_free, tmpfs, used
 from tests.support.pool import run_ranks
 from tests.support.waiting import until
@@ -57,8 +59,6 @@ def plan(settings: dict[str, Any]) -> dict[str, Any]:
 def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: bool) -> Any:
     """As ``train_until_protected``. When it is asked whether parity fits, n0 has just enough memory left for the time
     when old arenas have gone, or a page too little; then as ``train``."""
-    from ftckpt.job.protection import Protection
-
     check, asked = Protection._require_room, list[bool]()
 
     def squeezed(self: Protection, mine: Ledger, coming_bytes: int, node_dir: Path, lacking: bool) -> None:
@@ -78,8 +78,6 @@ def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: 
 
 
 def _written(node: Path) -> set[str]:
-    from ftckpt.store.locks import holder_of
-
     return {path.name for path in list_arenas(node) if holder_of(path / "lock") is not None}
 
 

@@ -27,19 +27,19 @@ LAYOUTS = {
     "tp2-ep2-router-bias": (4, ["--tp", "2", "--ep", "2", "--num-experts", "4", "--router-bias"]),
     "ep2-experts-replicated": (2, ["--ep", "2", "--num-experts", "4", "--no-distributed-optimizer"]),
     "tp2-swiglu-gqa-untied": (2, ["--tp", "2", "--swiglu", "--kv-groups", "2", "--untie"]),
+    "tp2-dp2-fp32-sequence": (4, ["--tp", "2", "--precision", "fp32", "--swiglu", "--untie", "--sequence-parallel"]),
+    "ep2-aux-loss": (2, ["--ep", "2", "--num-experts", "4"]),
+    "dp2-overlap-param-gather": (2, ["--overlap-grad-reduce", "--overlap-param-gather"]),
 }
 
 
 @pytest.mark.parametrize(
-    "name",
-    by_default(
-        LAYOUTS,
-        ["tp2-pp2-dp2-distributed", "dp2-fp16-scaled"],
-    ),
+    "name", by_default(LAYOUTS, ["tp2-pp2-dp2-distributed", "dp2-fp16-scaled", "pp2-vpp2-dp2-overlap-both"])
 )
 def test_resume_is_bit_exact(name: str, settings: dict[str, Any], arena_root: Path) -> None:
     world_size, argv = LAYOUTS[name]
     reference = jobs.outcomes(world_size, jobs.Run(argv, until=6))
+    assert any("exp_avg_sq" in name for name in reference[0].hashes)
     first = jobs.broken(world_size, jobs.Run(argv, until=4, settings=settings, end="die"))
     assert all(map(jobs.killed, first)), [r.error for r in first]
     resumed = jobs.outcomes(world_size, jobs.Run(argv, until=6, settings=settings))

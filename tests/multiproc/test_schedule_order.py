@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -123,8 +124,6 @@ class FakeCommunicator:
 
 def compare_tables(rank: int, world_size: int) -> int:
     """Megatron's own warm-up counts and table of forwards against the model, over many shapes; how many."""
-    import itertools
-
     from megatron.core.pipeline_parallel import schedules
 
     compared = 0

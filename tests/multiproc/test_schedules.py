@@ -69,8 +69,7 @@ def test_no_copy_runs_beside_training_when_all_is_copied_at_the_boundary(setting
 
 def sealed_at_boundaries(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
     """The newest snapshot behind each ``step``."""
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
+    checkpointer, state = plain.restarted(rank, world_size, settings)
     found = []
     for iteration in range(1, 31):
         plain.iterate(checkpointer, state, iteration)

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import ftckpt
+import ftckpt.plain
+from ftckpt.restore.straight import StraightFetch
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -18,10 +21,6 @@ def train(rank: int, world_size: int, arena: str, iterations: int) -> tuple[int 
     counts of steps, and whether each is in this rank's own slot."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    import ftckpt
-    import ftckpt.plain
-    from ftckpt.restore.straight import StraightFetch
 
     read: list[str] = []
     whole = StraightFetch.bring

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from ftckpt.store.directory import end_smp
 from ftckpt.store.locks import holder_of
 from ftckpt.store.parity_file import list_parity
 from ftckpt.store.pulse import Pulse
+from tests.support.event_logs import logged
 from tests.support.pool import run_ranks
 from tests.support.protected import JOB, Job, build, file_groups, holdings
 from tests.support.smps import SECRET
@@ -151,11 +151,7 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
 
 def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
     """A job that protects and stores nothing, so that no SMP runs."""
-    told: list[str] = []
-    reader = logging.Handler()
-    reader.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ftckpt").addHandler(reader)
-    logging.getLogger("ftckpt").setLevel(logging.INFO)
+    told = logged()
     model = torch.nn.Linear(4, 4)
     settings = Config(enabled=True, job="bare", node="a", arena=root)
     checkpointer = ftckpt.plain.attach(model, torch.optim.SGD(model.parameters(), 0.1), None, {}, settings)

@@ -1,53 +1,24 @@
-"""The example script trains in every layout the stand-in claims to carry, and twice to the same bits.
+"""The example script computes the same in layouts that must agree, skips what overflows, and tells what it did.
 
-Restart tests compare with an unbroken run, which says something only where two of those are identical.
+That two runs end in the same bits is what each test of a restart shows, in each layout.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.pool import run_ranks
-from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
 SMALL = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--iterations", "3"]
-LAYOUTS = {
-    "tp2-pp2-dp2-bf16-distributed": (8, ["--tp", "2", "--pp", "2"]),
-    "pp2-vpp2-bf16": (2, ["--pp", "2", "--vpp", "2", "--layers", "4"]),
-    "pp2-vpp2-dp2-overlap-both": (
-        4,
-        ["--pp", "2", "--vpp", "2", "--layers", "4", "--overlap-grad-reduce", "--overlap-param-gather"],
-    ),
-    "ep2-moe-aux-loss": (2, ["--ep", "2", "--num-experts", "4"]),
-    "tp2-ep2-moe-router-bias": (
-        4,
-        ["--tp", "2", "--ep", "2", "--num-experts", "4", "--router-bias", "--iterations", "2"],
-    ),
-    "dp2-fp16-scaled": (2, ["--precision", "fp16", "--loss-scale", "262144", "--loss-scale-window", "2"]),
-    "dp2-bf16-not-distributed-overlap": (2, ["--no-distributed-optimizer", "--overlap-grad-reduce"]),
-    "dp2-bf16-overlap-param-gather": (2, ["--overlap-grad-reduce", "--overlap-param-gather"]),
-    "tp2-dp2-fp32-swiglu-gqa-untied-sequence": (
-        4,
-        [
-            "--tp",
-            "2",
-            "--precision",
-            "fp32",
-            "--swiglu",
-            "--kv-groups",
-            "2",
-            "--untie",
-            "--sequence-parallel",
-        ],
-    ),
-    "dp2-fp32-not-distributed": (2, ["--precision", "fp32", "--no-distributed-optimizer"]),
-}
 
 
 def train(rank: int, world_size: int, argv: list[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -59,20 +30,6 @@ def train(rank: int, world_size: int, argv: list[str]) -> tuple[list[dict[str, A
 
 def losses(history: list[dict[str, Any]]) -> list[str]:
     return [metrics["loss"].hex() for metrics in history]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    by_default(LAYOUTS, ["pp2-vpp2-dp2-overlap-both"]),
-)
-def test_two_runs_end_in_the_same_bits(layout: str, tmp_path: Path) -> None:
-    world_size, flags = LAYOUTS[layout]
-    argv = [*SMALL, *flags, "--log-file", str(tmp_path / "log.jsonl")]
-    first, second = (run_ranks(train, world_size, argv) for _ in range(2))
-    assert [result.value for result in first] == [result.value for result in second]
-    history, hashes = first[-1].value
-    assert all(0 < metrics["loss"] < 7 for metrics in history)
-    assert any("exp_avg_sq" in name for name in hashes)
 
 
 def test_overlap_and_sharding_do_not_change_the_losses(tmp_path: Path) -> None:
@@ -96,11 +53,6 @@ def test_a_pipeline_without_dropout_computes_what_one_stage_does(tmp_path: Path)
 
 def train_from_common_weights(rank: int, world_size: int, argv: list[str]) -> list[float]:
     """Weights that depend on their layer's name alone, so that all layouts start alike."""
-    import re
-    import zlib
-
-    import torch
-
     from launch import train_gpt
 
     job = train_gpt.build(train_gpt.parse_args(argv))
@@ -120,9 +72,10 @@ def train_from_common_weights(rank: int, world_size: int, argv: list[str]) -> li
 
 
 def test_fp16_skips_overflowing_steps_then_trains(tmp_path: Path) -> None:
-    world_size, flags = LAYOUTS["dp2-fp16-scaled"]
-    argv = [*SMALL, *flags, "--iterations", "8", "--log-file", str(tmp_path / "log.jsonl")]
-    history = run_ranks(train, world_size, argv)[0].value[0]
+    scaled = ["--precision", "fp16", "--loss-scale", "262144", "--loss-scale-window", "2"]
+    argv = [*SMALL, *scaled, "--iterations", "8", "--log-file", str(tmp_path / "log.jsonl")]
+    history = run_ranks(train, 2, argv)[0].value[0]
+    assert all(0 < metrics["loss"] < 7 for metrics in history)
     stepped = [metrics["stepped"] for metrics in history]
     assert not all(stepped)
     assert any(stepped)

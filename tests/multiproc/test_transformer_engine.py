@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -88,10 +89,7 @@ SETUPS = {
 def test_a_restart_goes_on_bit_for_bit(name: str, settings: dict[str, Any]) -> None:
     setup = SETUPS[name]
     run = jobs.Run([], 6, settings)
-    whole = outcomes(1, setup, replace(run, settings=None))
-    outcomes(1, setup, replace(run, until=3, end="keep"))
-    assert jobs.assert_continues(whole, outcomes(1, setup, run)) == 3
-    assert not jobs.events(settings, "snapshot_error")
+    assert jobs.goes_on(functools.partial(outcomes, 1, setup), run, 3) == 3
 
 
 def roles(rank: int, world_size: int, setup: Setup) -> dict[str, set[str]]:
@@ -123,15 +121,11 @@ def test_masters_of_the_optimizer_are_known_as_masters(optimizer: dict[str, Any]
 
 def test_replicas_share_scales(settings: dict[str, Any]) -> None:
     setup, run = Setup(model=DELAYED), jobs.Run(["--pp", "2"], 4, settings)
-    whole = outcomes(4, setup, replace(run, settings=None))
-    outcomes(4, setup, replace(run, until=2, end="keep"))
-    assert jobs.assert_continues(whole, outcomes(4, setup, run)) == 2
+    assert jobs.goes_on(functools.partial(outcomes, 4, setup), run, 2) == 2
 
 
 def scales(rank: int, world_size: int, setup: Setup, run: jobs.Run) -> dict[str, Any]:
     """Of each module, as they are when ``run`` has restored and trained, by a name that no layout changes."""
-    import sys
-
     train(rank, world_size, run, setup)
     door, fp8 = sys.modules["ftckpt.megatron"].door, sys.modules["ftckpt.megatron.fp8"]
     unpacked = fp8._unpacked(door.state._scaling.save())

@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.store.arena import Arena
+from tests.support.errors import message_of
 from tests.support.jobs import TINY
 from tests.support.pool import run_ranks, spawn_ranks
 
@@ -125,14 +126,6 @@ def small() -> None:
     save.BATCH_BYTES, safetensors.STRIP_BYTES = 4000, 4000
 
 
-def refusal(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except ConvertError as error:
-        return str(error)
-    return ""
-
-
 def flip(arena: Arena, damages: bool) -> None:
     """A bit in each slot; a second time, back again."""
     for slot in range(arena.control.slots) if damages else ():
@@ -146,15 +139,15 @@ def saved(rank: int, world_size: int, root: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     checkpointer, state = start(rank, f"{root}/arena")
     checkpointer.restore()
-    told["early"] = refusal(lambda: checkpointer.save_universal(Path(root, "early")))
+    told["early"] = message_of(lambda: checkpointer.save_universal(Path(root, "early")))
     train(checkpointer, state, [1, 2, 3])
     path = Path(root, "out")
     assert checkpointer.save_universal(path, 9000) == path
-    told["again"] = refusal(lambda: checkpointer.save_universal(path))
+    told["again"] = message_of(lambda: checkpointer.save_universal(path))
     if rank == 2:  # one rank alone finds no room
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    told["full"] = refusal(lambda: checkpointer.save_universal(Path(root, "full"), 9000))
+    told["full"] = message_of(lambda: checkpointer.save_universal(Path(root, "full"), 9000))
     if rank == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     told["left"] = sorted(os.listdir(root)) if rank == 0 else []
@@ -162,12 +155,12 @@ def saved(rank: int, world_size: int, root: str) -> dict[str, Any]:
     checkpointer.save_universal(Path(root, "later"), 1 << 30)
     state.shift = float(rank)
     train(checkpointer, state, [5])
-    told["differ"] = refusal(lambda: checkpointer.save_universal(Path(root, "differ")))
+    told["differ"] = message_of(lambda: checkpointer.save_universal(Path(root, "differ")))
     checkpointer.group.barrier()
     capture = checkpointer._shard.capture if checkpointer._shard is not None else None
     assert capture is not None
     flip(capture.arena, rank == 3)
-    told["damaged"] = refusal(lambda: checkpointer.save_universal(Path(root, "damaged")))
+    told["damaged"] = message_of(lambda: checkpointer.save_universal(Path(root, "damaged")))
     flip(capture.arena, rank == 3)
     checkpointer.close(remove=False)
     return told

@@ -13,6 +13,7 @@ from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks import versions
 from tests.support import jobs
 from tests.support.errors import raises
+from tests.support.event_logs import logged
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -22,18 +23,6 @@ LATER = "9.9.9"
 GONE = {"no method": "allreduce_gradients", "no setting": "zenflow_config", "no geometry": "zero_optimization_stage"}
 
 
-class Said(logging.Handler):
-    """What ftckpt has logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("ftckpt").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def megatron(rank: int, world_size: int, arena: str, what: str, settings: dict[str, Any]) -> list[str]:
     import megatron.core
     import train_gpt
@@ -41,7 +30,7 @@ def megatron(rank: int, world_size: int, arena: str, what: str, settings: dict[s
 
     import ftckpt.megatron
 
-    said = Said()
+    said = logged(logging.WARNING)
     megatron.core.__version__ = LATER
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--pp", "2", "--iterations", "4"]))
     config = Config(enabled=True, job="later", node="node", arena=arena, protect="none", **settings)
@@ -66,8 +55,8 @@ def megatron(rank: int, world_size: int, arena: str, what: str, settings: dict[s
             checkpointer.step(iteration)
         checkpointer.close()
     except UnsupportedError as error:
-        said.lines.append(f"refused: {error}")
-    return said.lines
+        said.append(f"refused: {error}")
+    return said
 
 
 def deepspeed(rank: int, world_size: int, arena: str, what: str, settings: dict[str, Any]) -> list[str]:
@@ -76,7 +65,7 @@ def deepspeed(rank: int, world_size: int, arena: str, what: str, settings: dict[
     import ftckpt.deepspeed
     from tests.multiproc import test_deepspeed_doors as doors
 
-    said = Said()
+    said = logged(logging.WARNING)
     framework.__version__ = LATER
     config = Config.from_mapping(doors.section(arena, protect="none", **settings))
     try:
@@ -90,8 +79,8 @@ def deepspeed(rank: int, world_size: int, arena: str, what: str, settings: dict[
             doors.train_step(engine)
         ftckpt.deepspeed.close()
     except UnsupportedError as error:
-        said.lines.append(f"refused: {error}")
-    return said.lines
+        said.append(f"refused: {error}")
+    return said
 
 
 JOBS = {"megatron": megatron, "deepspeed": deepspeed}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.windows.pacer import Pacer
 from tests.support import jobs
 from tests.support.pool import RankResult, run_ranks
 from tests.support.tiers import by_default
@@ -22,8 +23,6 @@ ROOMS = [1000, 10**9, 1000, 10**9]
 
 def with_room(rank: int, world_size: int, run: jobs.Run, rooms: list[int]) -> jobs.Outcome:
     """A job whose ranks measured windows that take ``rooms[rank]`` bytes."""
-    from ftckpt.windows.pacer import Pacer
-
     Pacer.capacity_bytes = property(lambda self: rooms[rank])  # type: ignore[method-assign, assignment]
     return jobs.train(rank, world_size, run)
 

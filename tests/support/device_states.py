@@ -6,6 +6,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -130,3 +131,25 @@ def prepared(
 
 def live_state() -> list[torch.Tensor]:
     return [torch.arange(9000, dtype=torch.float32), torch.arange(77, dtype=torch.int64), torch.ones(1)]
+
+
+def laid_out(
+    chunk_bytes: int = 3 * PAGE, parity: bool = False
+) -> tuple[list[torch.Tensor], list[ChunkCopy], torch.Tensor]:
+    """A live state, its plan, and a slot of its size."""
+    tensors = live_state()
+    copies, size = plan(tensors, chunk_bytes, parity=parity)
+    return tensors, copies, shared_slot(size)
+
+
+def started(
+    copier: DeviceCopier,
+    tensors: Sequence[torch.Tensor],
+    copies: Sequence[ChunkCopy],
+    slot: torch.Tensor,
+    windows: Any = None,
+) -> Landings:
+    """A flight of these copies, which has begun; without ``windows`` none waits for its turn."""
+    seen = Landings(copies, slot)
+    copier.start(tensors, seen.flight, windows or Always())
+    return seen

@@ -21,6 +21,12 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
 }
+SMALL: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": None,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+}
+"""Of models of some rows."""
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -88,27 +94,38 @@ class Run:
     end: str = "close"
 
 
-def train(rank: int, world_size: int, run: Run) -> Outcome:
-    """Build the example job under the import door, train and end as ``run`` says."""
-    from tests.support import faults
+def script() -> Any:
+    """The module of the example, over the stand-in."""
     from tests.support.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed
 
-    config = run.shape.json()
+    return train_deepspeed
+
+
+def build(shape: Shape, argv: Sequence[str] = TINY, **more: Any) -> Any:
+    """The example job of a configuration; ``more`` comes into its JSON."""
+    example = script()
+    return example.build(example.parse_args([*argv, *shape.argv]), {**shape.json(), **more})
+
+
+def train(rank: int, world_size: int, run: Run) -> Outcome:
+    """Build the example job under the import door, train and end as ``run`` says."""
+    from tests.support import faults
+
+    example, config = script(), {}
     if run.settings is not None:
         import ftckpt.deepspeed  # noqa: F401 - the door
 
         config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", **run.settings}
     faults.install(run.faults, rank, world_size)
-    args = train_deepspeed.parse_args([*TINY, *run.shape.argv, *run.argv, "--iterations", str(run.until)])
-    job = train_deepspeed.build(args, config)
+    job = build(run.shape, [*TINY, *run.argv, "--iterations", str(run.until)], **config)
     start = job.engine.global_steps or None
-    rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_deepspeed.train(job)]
+    rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in example.train(job)]
     if run.end == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    hashes = train_deepspeed.final_hashes(job)
+    hashes = example.final_hashes(job)
     if run.settings is not None and run.end == "close":
         job.engine.destroy()
     return Outcome(start, rows, hashes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from ftckpt.errors import FtckptError
 from tests.support.pool import RankFailure
 
 
@@ -34,3 +35,12 @@ def a_rank_raises(kind: type[Exception], *words: str) -> Iterator[pytest.Excepti
     told = re.findall(rf"^(?:\w+\.)*{kind.__name__}: (.*)$", str(caught.value), re.MULTILINE)
     assert told, str(caught.value)
     assert any(not lacks(text, *words) for text in told), f"not all of {words} in one of: {told}"
+
+
+def message_of(action: Callable[[], object], kind: type[Exception] = FtckptError) -> str:
+    """The message of the error of this class that ``action`` raises; empty where it raises none."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ def read_events(directory: Path, name: str = "", of: str = "rank*") -> list[dict
                 events.append(_checked(json.loads(line)))
     found = [event for event in events if name in ("", event["event"])]
     return sorted(found, key=lambda event: event["time"])
+
+
+def logged(level: int = logging.INFO) -> list[str]:
+    """The messages of this level or above that ftckpt logs in this process from now on, as they come."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ftckpt")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    return lines
 
 
 def _checked(event: dict[str, Any]) -> dict[str, Any]:

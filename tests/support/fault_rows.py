@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_LOCK_NAME
 from ftckpt.store.locks import holder_of
 from ftckpt.store.slots import slot_name
+from tests.support.protected import flip
 from tests.support.waiting import until
 
 KILLS: dict[str, tuple[int, ...]] = {
@@ -40,27 +41,9 @@ IN_EVERY_ITERATION = ("forward", "fence", "before_step", "boundary")
 OLDER, SAME, LOST = "the snapshot before", "the same snapshot", "nothing, and the arena is named"
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Arena]:
-    arena = Arena.open(path)
-    try:
-        yield arena
-    finally:
-        arena.close()
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flip the lowest bit of a byte."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 def _flip_in(region: str, by: int) -> Callable[[Path, int], None]:
     def damage(path: Path, slot: int) -> None:
-        with opened(path) as arena:
+        with closing(Arena.open(path)) as arena:
             begin = int(getattr(arena.image, region).begin)
         flip(path / slot_name(slot), begin + by)
 
@@ -68,7 +51,7 @@ def _flip_in(region: str, by: int) -> Callable[[Path, int], None]:
 
 
 def _flip_padding(path: Path, slot: int) -> None:
-    with opened(path) as arena:
+    with closing(Arena.open(path)) as arena:
         begin = next(pad.begin for pad in arena.image.pads if pad.nbytes)
     flip(path / slot_name(slot), begin)
 

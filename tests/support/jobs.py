@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config
 from tests.support import waiting
 from tests.support.constants import configured
-from tests.support.event_logs import read_events
+from tests.support.event_logs import logged, read_events
 from tests.support.faults import Fault
 from tests.support.pool import RankResult, run_ranks
 
@@ -75,6 +73,16 @@ def add_parameter(chunk: Any) -> None:
     unwrap_model(chunk).extra = torch.nn.Linear(2, 2, bias=False)
 
 
+def built(*argv: str, iterations: int = 9) -> tuple[Any, Any]:
+    """The example job, and its state as ftckpt describes it."""
+    import train_gpt
+
+    from ftckpt.megatron.state import MegatronState
+
+    job = train_gpt.build(train_gpt.parse_args([*TINY, *argv, "--iterations", str(iterations)]))
+    return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
+
+
 def train(rank: int, world_size: int, run: Run) -> Outcome:
     """Build the example job, restore, train and end as ``run`` says."""
     import torch
@@ -115,11 +123,18 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     return Outcome(start, rows, hashes)
 
 
+def losses(rank: int, world_size: int, words: Sequence[str]) -> list[float | None]:
+    """What each iteration of the example job gives without ftckpt; None but on the last stage."""
+    import train_gpt
+
+    args = train_gpt.parse_args([*words, "--log-file", os.devnull])
+    return [metrics["loss"] for metrics in train_gpt.train(train_gpt.build(args))]
+
+
 def train_and_tell(rank: int, world_size: int, run: Run, train_job: Callable[..., Outcome] = train) -> Any:
     """The outcome of ``train_job``, and what ftckpt logged meanwhile."""
-    stream = io.StringIO()
-    logging.getLogger("ftckpt").addHandler(logging.StreamHandler(stream))
-    return train_job(rank, world_size, run), stream.getvalue()
+    lines = logged()
+    return train_job(rank, world_size, run), "\n".join(lines)
 
 
 def outcomes(world_size: int, run: Run, timeout_secs: float = 120.0) -> list[Outcome]:
@@ -141,6 +156,18 @@ def assert_continues(reference: Sequence[Outcome], resumed: Sequence[Outcome]) -
         assert rest.history == whole.history[start:], f"rank {rank}: losses differ"
         wrong = [name for name in whole.hashes if whole.hashes[name] != rest.hashes[name]]
         assert not wrong, f"rank {rank}: {len(wrong)} tensors differ, such as {wrong[:3]}"
+    return start
+
+
+def goes_on(train: Callable[[Any], list[Outcome]], run: Any, stop: int) -> int:
+    """Train ``run`` without ftckpt, with it until iteration ``stop``, and from there to its end, to the same bits.
+
+    Returns the iteration that was restored. No snapshot may fail.
+    """
+    whole = train(replace(run, settings=None))
+    train(replace(run, until=stop, end="keep"))
+    start = assert_continues(whole, train(run))
+    assert not events(run.settings, "snapshot_error")
     return start
 
 

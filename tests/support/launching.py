@@ -22,6 +22,7 @@ from ftckpt.persist.storage import open_storage
 from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.store.locks import holder_of
 from tests.support.event_logs import read_events
+from tests.support.processes import environment, kill_all, running
 from tests.support.stored import committed
 from tests.support.waiting import until
 
@@ -323,29 +324,12 @@ class Launched:
 
     def pids(self, node: str = "") -> list[int]:
         """Processes of this job that run, SMPs among them; of one node if it is named."""
-        wanted = {f"{OWNER_VAR}={self.here}".encode()} | ({f"FTCKPT_NODE={node}".encode()} if node else set())
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-                if not ended and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
-                    found.append(int(entry.name))
-        return found
+        wanted = {f"{OWNER_VAR}={self.here}"} | ({f"FTCKPT_NODE={node}"} if node else set())
+        return [pid for pid in running() if wanted <= environment(pid)]
 
     def kill(self, node: str = "") -> list[int]:
         """SIGKILL what runs, of one node if it is named, until nothing does; returns the process ids."""
-        killed: set[int] = set()
-
-        def gone() -> bool:
-            left = self.pids(node)
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            killed.update(left)
-            return not left
-
-        until(gone, lambda: f"{self.pids(node)} dead", DEADLINE_SECS)
-        return sorted(killed)
+        return sorted(kill_all(lambda: self.pids(node), DEADLINE_SECS))
 
     def stop(self) -> None:
         """Kill what is left, known by a variable that only this test has in its environment."""
@@ -426,6 +410,16 @@ class Nodes(Launched):
         until(lambda: not self.pids(), "no process is left")
         left = [path for root in self.arena.iterdir() for path in root.iterdir()]
         assert left == [], "an ended job left something behind"
+
+
+def deepspeed_config(folder: Path) -> Path:
+    """The configuration of the example with pipeline stages, for tests on a CPU."""
+    section = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
+    section["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled first, which takes minutes
+    section["gradient_accumulation_steps"] = 2
+    config = folder / "deepspeed.json"
+    config.write_text(json.dumps(section))
+    return config
 
 
 def free_ports(count: int) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.elements import positions
+
 LAYERS, HIDDEN, HEADS, FFN, SEQ, BATCH = 4, 32, 4, 48, 16, 2
 
 _LAYOUT = {
@@ -229,15 +231,8 @@ def known(key: str, positions: np.ndarray) -> np.ndarray:
     return (mixed >> np.uint64(40)).astype(np.float64) / 2**23 - 1.0
 
 
-def positions_of(fragment: Any) -> np.ndarray:
-    """Flat positions in the logical tensor of a fragment's elements."""
-    whole = np.arange(int(np.prod(fragment.global_shape, dtype=int))).reshape(fragment.global_shape)
-    box = tuple(slice(o, o + size) for o, size in zip(fragment.box.offset, fragment.box.shape, strict=True))
-    return whole[box].reshape(-1)[fragment.start : fragment.stop]
-
-
 def fill(pieces: Any) -> None:
     """Give every element the value that it shall have."""
     for piece in pieces:
-        values = known(piece.fragment.key, positions_of(piece.fragment))
+        values = known(piece.fragment.key, positions(piece.fragment))
         piece.tensor.copy_(torch.from_numpy(values).to(piece.tensor.dtype))

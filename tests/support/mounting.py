@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,18 @@ def tmpfs(path: Path, size: str = "256m") -> Iterator[Path]:
         yield path
     finally:
         unmount_below(path)
+
+
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """A directory of its own on a tmpfs, until the end of the block."""
+    root = _SHM / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
+    root.mkdir()
+    try:
+        yield root
+    finally:
+        unmount_below(root)
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def unmount_below(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,19 @@ def iterate(checkpointer: Checkpointer, state: PlainState, iteration: int, offse
     checkpointer.fence()
     state.advance(iteration, iteration + offset)
     checkpointer.step(iteration)
+
+
+def restarted(*args: Any, **options: Any) -> tuple[Checkpointer, PlainState]:
+    """As ``make``, with what there is restored."""
+    checkpointer, state = make(*args, **options)
+    checkpointer.restore()
+    return checkpointer, state
+
+
+def train(checkpointer: Checkpointer, state: PlainState, iterations: Iterable[int], offset: float = 0.0) -> None:
+    """One iteration after the other."""
+    for iteration in iterations:
+        iterate(checkpointer, state, iteration, offset)
 
 
 def sealed(settings: dict[str, Any], rank: int) -> set[int]:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from tests.support.launching import ROOT
+from tests.support.processes import mounts_of, running
 from tests.support.waiting import until
 
 _TOOLS = ("unshare", "nsenter", "ip", "mount", "chroot")
@@ -163,13 +164,13 @@ class Container:
             self.process = subprocess.Popen(
                 [*command, "sh", str(script)], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={}
             )
-        pods, self.mounts = _mounts(self.pod.pause), ""
-        until(lambda: self.process.poll() is not None or self._has_mounts(pods), f"{self.name} has mounts")
+        pods, self.mounts = mounts_of(self.pod.pause), ""
+        until(lambda: self.process.poll() is not None or self._hasmounts_of(pods), f"{self.name} has mounts")
 
-    def _has_mounts(self, pods: str) -> bool:
+    def _hasmounts_of(self, pods: str) -> bool:
         """Whether it has got them, which are not those of the pod; afterwards they name it."""
-        found = _mounts(self.pid) if self.pid else ""
-        self.mounts = found if found not in (pods, _mounts(os.getpid())) else ""
+        found = mounts_of(self.pid) if self.pid else ""
+        self.mounts = found if found not in (pods, mounts_of(os.getpid())) else ""
         return bool(self.mounts)
 
     def _script(self) -> str:
@@ -221,7 +222,7 @@ class Container:
 
     def pids(self) -> list[int]:
         """All its processes, as its cgroup would have them: known by its mounts."""
-        return [pid for pid in processes() if self.mounts and _mounts(pid) == self.mounts]
+        return [pid for pid in running() if self.mounts and mounts_of(pid) == self.mounts]
 
     def probe(self, what: str) -> bool:
         """Run a probe's command in the container."""
@@ -416,22 +417,6 @@ def python_image() -> dict[str, Path]:
     prefixes = {Path(sys.prefix), Path(sys.base_prefix), ROOT}
     tops = {path for path in prefixes if not path.is_relative_to("/usr")}
     return {**{str(path): path for path in tops}, "/opt/ftckpt": ROOT}
-
-
-def processes() -> Iterator[int]:
-    """All of the machine that have not ended."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                yield int(entry.name)
-
-
-def _mounts(pid: int) -> str:
-    """What names the mounts of a process."""
-    try:
-        return os.readlink(f"/proc/{pid}/ns/mnt")
-    except OSError:
-        return ""
 
 
 def _is_there(pid: int) -> bool:

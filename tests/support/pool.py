@@ -40,8 +40,6 @@ _KILL_WAIT_SECS = 10.0
 _POLL_SECS = 0.05
 
 _server_started = False
-_extra_modules: list[str] = []
-_extra_env: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -80,25 +78,14 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def preload(*modules: str, env: dict[str, str] | None = None) -> None:
-    """Has the fork server import more (such as deepspeed), with `env` set; call it before the first rank.
-
-    Raises RuntimeError when the server has started: its imports are over then.
-    """
-    if _server_started:
-        raise RuntimeError("preload() must come before the first run_ranks() or spawn_ranks()")
-    _extra_modules.extend(modules)
-    _extra_env.update(env or {})
-
-
 def _start_server() -> None:
     global _server_started
     if _server_started:
         return
     root = str(Path(__file__).resolve().parents[2])
     search_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *_extra_modules])
-    with _environment({**_SERVER_ENV, **_extra_env, "PYTHONPATH": search_path}):
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD])
+    with _environment({**_SERVER_ENV, "PYTHONPATH": search_path}):
         forkserver.ensure_running()
     _server_started = True
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -47,13 +47,8 @@ class Processes:
 
     def left(self, node: str = "") -> list[int]:
         """Process ids of agents, workers and SMPs that still run, of one node if it is named."""
-        wanted = {f"{_TOKEN_VAR}={self._token}".encode()} | ({f"{NODE_VAR}={node}".encode()} if node else set())
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if wanted <= set((entry / "environ").read_bytes().split(b"\0")) and is_running(int(entry.name)):
-                    found.append(int(entry.name))
-        return found
+        wanted = {f"{_TOKEN_VAR}={self._token}"} | ({f"{NODE_VAR}={node}"} if node else set())
+        return [pid for pid in running() if wanted <= environment(pid)]
 
     def lose(self, node: str) -> list[int]:
         """SIGKILL everything of ``node``, its agent first, and return the process ids once all are gone.
@@ -86,19 +81,9 @@ class Processes:
             agent.wait(STOP_SECS)
 
     def _kill(self, node: str = "") -> set[int]:
-        killed: set[int] = set()
-
-        def gone() -> bool:
-            pids = self.left(node)
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    killed.add(pid)
-            return not pids
-
         with contextlib.suppress(AssertionError):  # the caller says what is left
-            until(gone, secs=STOP_SECS)
-        return killed
+            return kill_all(lambda: self.left(node), STOP_SECS)
+        return set()
 
     def __enter__(self) -> Processes:
         return self
@@ -115,3 +100,55 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def running() -> Iterator[int]:
+    """All processes of the machine that have not ended."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        if is_running(int(entry.name)):
+            yield int(entry.name)
+
+
+def environment(pid: int) -> set[str]:
+    """The variables with which a process was started, each with its value; none once it has ended."""
+    return {*_read(pid, "environ").split("\0")}
+
+
+def command_line(pid: int) -> str:
+    """The words of a process, with spaces between them; empty once it has ended."""
+    return _read(pid, "cmdline").replace("\0", " ")
+
+
+def mounts_of(pid: int) -> str:
+    """What names the mounts of a process; empty once it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt")
+    except OSError:
+        return ""
+
+
+def kill_all(left: Callable[[], Sequence[int]], secs: float) -> set[int]:
+    """SIGKILL for all that ``left`` finds, until it finds none; returns their process ids.
+
+    Raises:
+        AssertionError: something does not die within ``secs``.
+    """
+    killed: set[int] = set()
+
+    def gone() -> bool:
+        pids = left()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        return not pids
+
+    until(gone, lambda: f"{left()} dead", secs)
+    return killed
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ftckpt.events import Events
+from ftckpt.group import Group
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section, parity_fragment
 from ftckpt.model.snapshot import SnapshotId
@@ -30,6 +32,7 @@ from ftckpt.parity.groups import (
 from ftckpt.parity.holding import Holding
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import block_length, num_blocks, stripes
+from ftckpt.restore.restart import Restart
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import FORMAT
 from ftckpt.store.directory import arena_path, node_directory
@@ -237,6 +240,7 @@ def record_begin(job: Job, rank: int, iteration: int) -> int:
 
 
 def flip(path: Path, offset: int) -> None:
+    """One bit of a byte goes bad."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
@@ -252,10 +256,6 @@ def flip_chunk(job: Job, rank: int, iteration: int, chunk: int) -> None:
 
 def restart(rank: int, world_size: int, job: Job, events: Path, on_lost: str = "fail") -> dict[str, Any]:
     """One rank of a restart up to the point where training would load its state."""
-    from ftckpt.events import Events
-    from ftckpt.group import Group
-    from ftckpt.restore.restart import Restart
-
     topology = replace(job.topology, rank=rank)
     group = Group(30.0)
     found = Restart(group, topology, job.node_dir(topology.me.node), Events(events, rank))

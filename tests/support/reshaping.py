@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
 from ftckpt.config import Config
+from ftckpt.frameworks.tensors import flat, fragments
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
+from tests.support.elements import positions
 from tests.support.jobs import TINY
 
 ITERATION = 3
@@ -99,7 +102,6 @@ class Check:
 
 def build(layout: Layout, model: Model, seed: int, argv: Sequence[str] = ()) -> Any:
     """The job of launch/train_gpt.py in a layout that script cannot name; torch.distributed must be ready."""
-    import torch
     import train_gpt
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import finalize_model_grads
@@ -145,7 +147,6 @@ def _config(script: Any, args: Any, model: Model, sizes: dict[str, int]) -> Any:
         changes |= {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
     if not model.mla:
         return replace(config, **changes)
-    from dataclasses import fields
 
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
     small = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
@@ -153,7 +154,6 @@ def _config(script: Any, args: Any, model: Model, sizes: dict[str, int]) -> Any:
 
 
 def _spec(script: Any, model: Model, config: Any, stage: int | None) -> Any:
-    import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.moe import experts
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -187,18 +187,6 @@ def _spec(script: Any, model: Model, config: Any, stage: int | None) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=script.LayerNorm)
 
 
-def positions(fragment: Fragment) -> npt.NDArray[np.int64]:
-    """Of each element of a fragment its flat place in the logical tensor."""
-    places = np.arange(fragment.start, fragment.stop)
-    found = np.zeros(len(places), np.int64)
-    stride = 1
-    box = fragment.box
-    for offset, size, whole in zip(box.offset[::-1], box.shape[::-1], fragment.global_shape[::-1], strict=True):
-        found += (places % size + offset) * stride
-        places, stride = places // size, stride * whole
-    return found
-
-
 def expected(fragment: Fragment) -> npt.NDArray[np.float32]:
     """What the elements of a fragment are: numbers in [2**-4, 2**-3) that key and place alone decide."""
     role, _, key = fragment.key.partition("/")
@@ -214,8 +202,6 @@ def expected(fragment: Fragment) -> npt.NDArray[np.float32]:
 
 def fill(described: Any) -> None:
     """Give every element its expected value."""
-    import torch
-
     pieces = [*described.stepped, *described.volatile]
     for piece in pieces:
         if piece.tensor.is_floating_point() and not piece.fragment.key.startswith(NOT_CARRIED):
@@ -225,8 +211,6 @@ def fill(described: Any) -> None:
 def wrong(described: Any, rows: int) -> tuple[list[str], int]:
     """Pieces with other elements than expected, bit for bit, and the number compared. Rows of a vocabulary beyond
     ``rows`` were in no snapshot."""
-    import torch
-
     problems, compared = [], 0
     for piece in [*described.stepped, *described.volatile]:
         fragment = piece.fragment
@@ -245,10 +229,8 @@ def wrong(described: Any, rows: int) -> tuple[list[str], int]:
 
 def parameters_wrong(job: Any, rows: int) -> list[str]:
     """Whole parameters of the model, those that other ranks own and gathered among them, against what they are."""
-    import torch
     from megatron.core.utils import unwrap_model
 
-    from ftckpt.frameworks.tensors import flat, fragments
     from ftckpt.megatron.geometry import place_tensors
 
     problems = []

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+import ftckpt.plain
+from ftckpt.config import Config
+
 HALF, LAST = 4, 8
 
 
@@ -37,9 +40,6 @@ def rows(parts: Parts, first: int, last: int, boundary: Callable[[int], object])
 
 def attach(parts: Parts, arena: str) -> tuple[Any, int]:
     """A checkpointer that has restored, and the iteration to go on from."""
-    import ftckpt.plain
-    from ftckpt.config import Config
-
     config = Config(enabled=True, job="resuming", node="node", arena=arena, protect="none")
     checkpointer = ftckpt.plain.attach(parts.model, parts.optimizer, parts.scheduler, parts.objects, config)
     assert checkpointer is not None

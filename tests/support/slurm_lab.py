@@ -15,11 +15,13 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import command_line, mounts_of, running
+from tests.support.s3_server import free_ports
 from tests.support.waiting import until
 
 NODES = ("node0", "node1")
@@ -73,14 +75,6 @@ def may_run() -> str:
     return "" if Path("/sys/fs/cgroup/freezer").is_dir() else "no cgroup freezer of version 1"
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-
-
 class SlurmLab:
     """Use as a context; ``env`` is that of its clients."""
 
@@ -131,17 +125,8 @@ class SlurmLab:
 
     def pids(self, node: str, words: str) -> list[int]:
         """Processes in the mounts of a node whose command line has ``words``."""
-        mounts = os.readlink(f"/proc/{self._daemons[node]}/ns/mnt")
-        found = []
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and os.readlink(folder / "ns" / "mnt") == mounts:
-                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if words in line:
-                        found.append(int(folder.name))
-            except OSError:  # it has ended
-                continue
-        return found
+        mounts = mounts_of(self._daemons[node])
+        return [pid for pid in running() if mounts_of(pid) == mounts and words in command_line(pid)]
 
     def memory(self, node: str) -> Path:
         """A node's /dev/shm, seen from here."""
@@ -154,7 +139,7 @@ class SlurmLab:
 
     def _configure(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        port, *node_ports = _free_ports(1 + len(NODES))
+        port, *node_ports = free_ports(1 + len(NODES))
         lines = [
             f"NodeName={node} NodeHostName={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=64 RealMemory=2000 "
             "Gres=gpu:8 State=UNKNOWN\n" for node, node_port in zip(NODES, node_ports, strict=True)

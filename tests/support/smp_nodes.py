@@ -189,7 +189,7 @@ class Smp:
     """Duties of one node in a thread of this process."""
 
     def __init__(self, node: Node, deadlines: Deadlines = QUICK) -> None:
-        self.events = Seen()
+        self.node, self.events = node, Seen()
         self.duties = Duties(node.dir, self.events, deadlines)
         self.server = Server({}, find=self.duties.service.find, events=self.events, deadlines=deadlines)
         self.port = 0
@@ -222,6 +222,14 @@ class Smp:
             self._thread.join(30)
         self._stop.clear()
         self._thread = None
+
+    def cover(self, slot: int, iteration: int) -> None:
+        """A snapshot of its node becomes the target, and is covered; its loop runs from then on."""
+        self.node.snapshot(slot, iteration)
+        self.node.target(iteration)
+        if self._thread is None:
+            self.start()
+        until(lambda: self.node.covered(iteration), "covered")
 
     def settle(self, looks: int = 4) -> None:
         """Until it has looked so many times more, and found nothing to do: what it has not done it will not do."""

@@ -18,6 +18,7 @@ from ftckpt.smp.requests import MAX_REPLY_BYTES
 from ftckpt.store.directory import end_smp, node_directory
 from ftckpt.store.pulse import Pulse
 from tests.support.event_logs import read_events
+from tests.support.processes import command_line, running
 from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,17 +54,8 @@ class Site:
 
     def pids(self) -> list[int]:
         """All processes that were started as an SMP under this root."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    words = (entry / "cmdline").read_bytes().split(b"\0")
-                    dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-                except OSError:
-                    continue
-                if words[1:3] == [b"-m", b"ftckpt.smp"] and str(self.root).encode() in words and not dead:
-                    found.append(int(entry.name))
-        return found
+        lines = {pid: command_line(pid).split() for pid in running()}
+        return [pid for pid, words in lines.items() if words[1:3] == ["-m", "ftckpt.smp"] and str(self.root) in words]
 
     def files(self) -> set[str]:
         return {path.name for path in self.node_dir.iterdir()} if self.node_dir.exists() else set()

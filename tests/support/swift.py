@@ -8,6 +8,7 @@ that a store may do which says that it knows conditions.
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -145,6 +146,4 @@ def swift(folder: Path, conditional: bool = False) -> AbstractContextManager[Swi
 
 
 def _user() -> str:
-    import pwd
-
     return pwd.getpwuid(os.getuid()).pw_name

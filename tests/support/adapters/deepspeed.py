@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ftckpt.config import Config
 from tests.support import ds_jobs
 from tests.support.adapters import ScriptJob
+from tests.support.conformance.adapter import Adapter
 
 # Three replicas where they cost no more than two: sums of two do not depend on the order of their summands.
 CONFIGURATIONS: dict[str, ds_jobs.Shape] = {
@@ -29,15 +30,9 @@ CONFIGURATIONS: dict[str, ds_jobs.Shape] = {
 
 class DeepSpeedJob(ScriptJob):
     def __init__(self, shape: ds_jobs.Shape) -> None:
-        from tests.support.standin import deepspeed as standin
-
-        standin.install()
-        import train_deepspeed
-
         import ftckpt.deepspeed  # noqa: F401 - before the script registers its data
 
-        args = train_deepspeed.parse_args([*ds_jobs.TINY, *shape.argv, "--iterations", "1000"])
-        super().__init__(train_deepspeed, train_deepspeed.build(args, shape.json()))
+        super().__init__(ds_jobs.script(), ds_jobs.build(shape, [*ds_jobs.TINY, "--iterations", "1000"]))
 
     @property
     def iteration(self) -> int:
@@ -64,27 +59,7 @@ class DeepSpeedJob(ScriptJob):
         self._job.engine.module.extra = torch.nn.Linear(2, 2, bias=False)
 
 
-@dataclass(frozen=True)
-class DeepSpeedAdapter:
-    """One of ``CONFIGURATIONS``."""
-
-    configuration: str
-    framework: str = "deepspeed"
-
-    @property
-    def ranks(self) -> int:
-        return CONFIGURATIONS[self.configuration].ranks
-
-    @property
-    def masters(self) -> bool:
-        return self.configuration != "zero0"
-
-    @property
-    def pool(self) -> Mapping[str, Any]:
-        return {"stand_in": False}
-
-    def build(self) -> DeepSpeedJob:
-        return DeepSpeedJob(CONFIGURATIONS[self.configuration])
-
-
-ADAPTERS = tuple(map(DeepSpeedAdapter, CONFIGURATIONS))
+ADAPTERS = tuple(
+    Adapter("deepspeed", name, shape.ranks, name != "zero0", partial(DeepSpeedJob, shape), {"stand_in": False})
+    for name, shape in CONFIGURATIONS.items()
+)

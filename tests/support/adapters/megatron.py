@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ftckpt.config import Config
 from tests.support import jobs
 from tests.support.adapters import ScriptJob
+from tests.support.conformance.adapter import Adapter
 
 CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2pp2": (4, ("--tp", "2", "--pp", "2")),
@@ -53,27 +53,7 @@ class MegatronJob(ScriptJob):
         jobs.add_parameter(self._job.model[0])
 
 
-@dataclass(frozen=True)
-class MegatronAdapter:
-    """One of ``CONFIGURATIONS``."""
-
-    configuration: str
-    framework: str = "megatron"
-
-    @property
-    def ranks(self) -> int:
-        return CONFIGURATIONS[self.configuration][0]
-
-    @property
-    def masters(self) -> bool:
-        return "fp32" not in self.configuration
-
-    @property
-    def pool(self) -> Mapping[str, Any]:
-        return {}
-
-    def build(self) -> MegatronJob:
-        return MegatronJob(CONFIGURATIONS[self.configuration][1])
-
-
-ADAPTERS = tuple(map(MegatronAdapter, CONFIGURATIONS))
+ADAPTERS = tuple(
+    Adapter("megatron", name, ranks, "fp32" not in name, partial(MegatronJob, argv))
+    for name, (ranks, argv) in CONFIGURATIONS.items()
+)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+
+import ftckpt.plain
 from ftckpt.config import Config
+from ftckpt.plain.state import PlainState
 from tests.support.adapters import ScriptJob
+from tests.support.conformance.adapter import Adapter
 
 TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8"]
 CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -35,45 +39,22 @@ class PlainJob(ScriptJob):
         return self._job.progress.iteration
 
     def attach(self, config: Config) -> Any:
-        import ftckpt.plain
-
         job = self._job
         job.checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, config)
         job.checkpointer.restore()
         return job.checkpointer
 
     def state(self) -> Any:
-        from ftckpt.plain.state import PlainState
-
         return PlainState(self._job.model, self._job.optimizer, self._job.scheduler, self._job.objects)
 
     def optimizers(self) -> list[Any]:
         return [self._job.optimizer]
 
     def add_parameter(self) -> None:
-        import torch
-
         getattr(self._job.model, "module", self._job.model).extra = torch.nn.Linear(2, 2, bias=False)
 
 
-@dataclass(frozen=True)
-class PlainAdapter:
-    """One of ``CONFIGURATIONS``."""
-
-    configuration: str
-    framework: str = "plain"
-    masters: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return CONFIGURATIONS[self.configuration][0]
-
-    @property
-    def pool(self) -> Mapping[str, Any]:
-        return {"stand_in": False}
-
-    def build(self) -> PlainJob:
-        return PlainJob(CONFIGURATIONS[self.configuration][1])
-
-
-ADAPTERS = tuple(map(PlainAdapter, CONFIGURATIONS))
+ADAPTERS = tuple(
+    Adapter("plain", name, ranks, False, partial(PlainJob, argv), {"stand_in": False})
+    for name, (ranks, argv) in CONFIGURATIONS.items()
+)

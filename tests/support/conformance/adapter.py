@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftckpt.config import Config
@@ -40,31 +41,17 @@ class Job(Protocol):
         """Give the model one more, ``extra.weight``, that needs gradients and that no optimizer steps."""
 
 
-class Adapter(Protocol):
-    """One framework in one configuration. It is sent to every rank, and must be hashable.
+@dataclass(frozen=True)
+class Adapter:
+    """One framework in one configuration, such as ``tp2pp2``, unique within the framework. It is sent to every rank.
 
-    ``masters`` says whether weights are casts of masters. ``pool`` are options of ``pool.spawn_ranks``.
+    ``masters`` says whether weights are casts of masters. ``build`` makes the job on a rank, where torch.distributed
+    is ready. ``pool`` are options of ``pool.spawn_ranks``.
     """
 
-    @property
-    def framework(self) -> str:
-        """Such as ``megatron``."""
-
-    @property
-    def configuration(self) -> str:
-        """Such as ``tp2pp2``; unique within the framework."""
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the job."""
-
-    @property
-    def masters(self) -> bool:
-        """Whether weights are casts of masters."""
-
-    @property
-    def pool(self) -> Mapping[str, Any]:
-        """Options of ``tests.support.pool.spawn_ranks``."""
-
-    def build(self) -> Job:
-        """The job on this rank, where torch.distributed is ready."""
+    framework: str
+    configuration: str
+    ranks: int
+    masters: bool
+    build: Callable[[], Job] = field(compare=False)
+    pool: Mapping[str, Any] = field(default_factory=dict, compare=False)

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ftckpt.capture.assignment import as_bytes, assign, rule_holds
+import torch
+
+from ftckpt.capture.assignment import assign, rule_holds
 from ftckpt.errors import UnsupportedError
 from ftckpt.group import Group
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from tests.support.conformance.adapter import Adapter, Job
-from tests.support.conformance.elements import Elements
+from tests.support.elements import Elements, held
 
 _ROOM = 1 << 20
 _TRAINED = 4
@@ -52,7 +54,7 @@ def inspect(rank: int, world_size: int, adapter: Adapter) -> Inspection:
         manifest = assign(group, topology, described, _ROOM, _ROOM).manifest
         return [fragment.key.partition("@")[0] for fragment in manifest.fragments]
 
-    problems, untrained = _problems(described), _elements(described)
+    problems, untrained = _problems(described), held(described.stepped)
     derived = [piece for piece in described.stepped if piece.derived_from is not None]
     wrong = [piece.fragment.key for piece in derived if not rule_holds(piece)]
     untouched = captured()
@@ -66,7 +68,7 @@ def inspect(rank: int, world_size: int, adapter: Adapter) -> Inspection:
     return Inspection(
         problems=problems + _problems(again),
         untrained=untrained,
-        trained=_elements(again),
+        trained=held(again.stepped),
         moved=_moved(described, again),
         derived=[piece.fragment.key for piece in derived],
         off_their_source=wrong
@@ -76,10 +78,6 @@ def inspect(rank: int, world_size: int, adapter: Adapter) -> Inspection:
         captured_if_spoiled=afterwards,
         refusals={"state": _refusal_of_state(job), "parameter": _refusal_of_parameter(job)},
     )
-
-
-def _elements(described: Description) -> list[Elements]:
-    return [(piece.fragment, as_bytes(piece.tensor).cpu().numpy().copy()) for piece in described.stepped]
 
 
 def _problems(described: Description) -> list[str]:
@@ -117,8 +115,6 @@ def _with_one_element_changed(piece: Piece | None, action: Callable[[], list[str
 
 def _refusal_of_state(job: Job) -> str:
     """What is said of a tensor ``mystery`` that an optimizer keeps, and that is neither per element nor a number."""
-    import torch
-
     for optimizer in job.optimizers():
         for state in optimizer.state.values():
             sizes = [value.numel() for value in state.values() if isinstance(value, torch.Tensor)]

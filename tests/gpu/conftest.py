@@ -1,0 +1,18 @@
+"""The devices of these tests: a fake one, and the real one where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.fake_device import FakeDevice, install
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
