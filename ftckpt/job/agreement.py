@@ -145,14 +145,6 @@ class Agreement:
         """Whether the other ranks cannot be reached."""
         return self._group.broken
 
-    def give_up(self, reason: str) -> None:
-        """The other ranks shall not wait for this one's rounds."""
-        self._group.give_up(reason)
-
-    def close(self) -> None:
-        """Nothing more is posted, by any rank."""
-        self._group.close()
-
     def post(
         self, round_: Round, words: npt.NDArray[np.int64] | None = None, comparison: Comparison | None = None
     ) -> None:  # fmt: skip

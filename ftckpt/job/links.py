@@ -26,7 +26,8 @@ class Links:
     def __init__(self, start_timeout_secs: float, connect_timeout_secs: float, group: Group | None = None) -> None:
         self.group = group or Group(start_timeout_secs)
         # A group of its own: nothing else may come between two rounds, which pair up by their order alone.
-        self.agreement = Agreement(Group(start_timeout_secs, partners=0))
+        self._rounds = Group(start_timeout_secs, partners=0)
+        self.agreement = Agreement(self._rounds)
         self._start_timeout_secs, self._connect_timeout_secs = start_timeout_secs, connect_timeout_secs
 
     @property
@@ -37,7 +38,7 @@ class Links:
     def give_up(self, reason: str) -> None:
         """Break both groups: other ranks that wait in one of them learn it."""
         self.group.give_up(reason)
-        self.agreement.give_up(reason)
+        self._rounds.give_up(reason)
 
     def begin_training(self) -> None:
         """From here on a rank that is stopped for long breaks nothing: the framework's own groups wait for it too."""
@@ -46,7 +47,7 @@ class Links:
     def part(self, leave: Callable[[], None]) -> None:
         """``leave``, and nothing after it; raises as ``meet``."""
         self.meet("end", leave)
-        self.agreement.close()
+        self._rounds.close()
 
     def meet(self, place: str, action: Callable[[], T]) -> T:
         """Run ``action``, which is collective and can be repeated, at the end of the job, where all ranks come. A

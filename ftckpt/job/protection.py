@@ -54,7 +54,7 @@ class _ArenaRemains(NamedTuple):
     sealed: tuple[SnapshotId, ...] = ()
 
 
-class _RankReport(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank tells of its arena and its node's SMP; ``secret`` as for ``NodeSmp``."""
 
     holding: Holding
@@ -207,12 +207,12 @@ class Protection:
             ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
         """
         self._arena = arena  # first: whatever fails below, marks go to the arena that is written
-        told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), object)
+        told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), RankReport)
         # Training runs: what there is no room for waits.
         together(self._group, lambda: self.join(arena, told, coming_bytes, slots, lacking=True))
         self.begin()
 
-    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> _RankReport:
+    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> RankReport:
         """What other ranks must know of this one's arena, ``name``, which need not be there yet.
 
         Raises:
@@ -222,16 +222,15 @@ class Protection:
         held = _ArenaRemains()
         if existing is not None:
             held = _ArenaRemains(existing.control.protected(), tuple(existing.snapshots()))
-        return _RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
+        return RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
 
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, lacking: bool) -> None:
-        """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``.
+    def join(self, arena: Arena, ranks: Sequence[RankReport], coming_bytes: int, slots: int, lacking: bool) -> None:
+        """Find out by what all ``ranks`` have told who protects whom, and that it can be; raises as ``arrange``.
 
         Raises:
             MemoryBudgetError: the node has no room for parity and packages, and may not be ``lacking`` it.
         """
         self._arena, node_dir = arena, arena.path.parent
-        ranks = [codec.from_json(one, _RankReport) for one in told]
         self._held = [rank.held for rank in ranks]
         self._open_pulse(node_dir)
         self.smp.agree_on_secret([rank.secret for rank in ranks])
