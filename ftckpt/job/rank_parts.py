@@ -9,9 +9,9 @@ from ftckpt.errors import ConfigError
 from ftckpt.events import MAX_LOG_BYTES, Events
 from ftckpt.group import Group
 from ftckpt.job import deadlines
+from ftckpt.job.agreement import Links
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.attempt import AttemptRecord
-from ftckpt.job.links import Links
 from ftckpt.job.numbers import RankNumbers
 from ftckpt.job.protection import Protection
 from ftckpt.job.rank_storage import RankStorage

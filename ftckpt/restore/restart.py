@@ -349,26 +349,23 @@ class Restart:
             MismatchError: the snapshot is of another model, or what its ranks hold of one tensor differs.
             LostError, MemoryBudgetError, ArenaError: as ``choose``, of what is taken in place of one that is bad.
         """
-        while True:
-            try:
-                loaded = self._load(decision, state, described)
-                self.resume(loaded.snapshot.iteration)
-                return loaded
-            except LostError as error:
-                error.touched = self._is_touched
-                raise
-            except (StorageError, ArenaError) as error:
-                if self._decide is None:
-                    raise
-                if isinstance(error, StorageError):
-                    pass_over(self._events, decision.snapshot, error)
-            finally:
-                self._end_coming()
-            try:
+        try:
+            while True:
+                try:
+                    loaded = self._load(decision, state, described)
+                    self.resume(loaded.snapshot.iteration)
+                    return loaded
+                except (StorageError, ArenaError) as error:
+                    if self._decide is None:
+                        raise
+                    if isinstance(error, StorageError):
+                        pass_over(self._events, decision.snapshot, error)
+                finally:
+                    self._end_coming()
                 decision = self._decided_anew()
-            except LostError as error:
-                error.touched = self._is_touched
-                raise
+        except LostError as error:
+            error.touched = self._is_touched
+            raise
 
     def resume(self, iteration: int | None) -> None:
         """The lineage of what follows is known: what storage has of newer ones was bad, or cannot be read."""

@@ -88,7 +88,7 @@ class FinalFlush:
 
     def _run(self) -> None:
         try:
-            self._bring_newest()
+            self._bring_newest(self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist")))
             self._state = FlushState.DONE
         except Exception as error:  # noqa: BLE001 - told to who waits
             self._reason = in_words(error)
@@ -96,11 +96,7 @@ class FinalFlush:
             iteration = self._snapshot.iteration if self._snapshot is not None else -1
             self._events.emit("flush_failed", iteration=iteration, reason=self._reason)
 
-    def _bring_newest(self) -> None:
-        storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
-        self._bring_what_lacks(storage)
-
-    def _bring_what_lacks(self, storage: Storage) -> None:
+    def _bring_newest(self, storage: Storage) -> None:
         held = self._held()
         there = self._patiently(lambda: self._newest(storage, {one.lineage for one in held}))
         call = RollCall(storage, self.orders, held)
