@@ -174,11 +174,8 @@ class Protection:
     def smp_guards(self) -> bool:
         """Whether this node's SMP gave a sign of life lately, and knows what it is to guard for this attempt."""
         # An SMP that came anew, or has not heard of a new layout yet, guards other groups than these.
-        return self._pulse is not None and self._smp_lives(self._pulse) and self._pulse.smp_guards(self._digest)
-
-    @staticmethod
-    def _smp_lives(pulse: Pulse) -> bool:
-        return pulse.smp_alive(_SMP_SILENT_SECS)
+        pulse = self._pulse
+        return pulse is not None and pulse.smp_alive(_SMP_SILENT_SECS) and pulse.smp_guards(self._digest)
 
     def survey(
         self, restored: SnapshotId | None, rebuilt: bool = False
@@ -306,7 +303,7 @@ class Protection:
             check = self._arena.check(slot) if slot is not None else None
             configured = self._pulse.smp_guards(self._digest)
             return Guard(
-                alive=self._smp_lives(self._pulse),
+                alive=self._pulse.smp_alive(_SMP_SILENT_SECS),
                 configured=configured,
                 sealed=slot is not None,
                 covered=check is not None and check.state == CheckState.COVERED,

@@ -99,14 +99,6 @@ class Shard:
         self.num_differing = 0
         """Fragments that proofs have found to differ from what other ranks hold, which had held the same."""
 
-    def find_sharing(self) -> None:
-        """Learn which ranks hold the same. Collective; raises on all ranks together.
-
-        Needs nothing of what is loaded. Where it was not called before, ``lay_out`` does it.
-        """
-        assert self._described is not None, "let go of"
-        self._sharing = gather_sharing(self._group, self._described)
-
     def lay_out(
         self, whole: SnapshotId | None, protection: Protection | None = None, cast: Collection[str] = ()
     ) -> None:  # fmt: skip
@@ -279,7 +271,7 @@ class Shard:
         assert described is not None, "let go of"
         room = config.objects_bytes + described.objects_bytes
         if self._sharing is None:
-            self.find_sharing()
+            self._sharing = gather_sharing(self._group, described)
         return assign(
             self._group, self._topology, described, room, config.chunk_bytes, self.capacities, self._redundancy,
             self._sharing, cast,
