@@ -312,16 +312,12 @@ class NodeArenas:
             self._supply.close()
             self._supply, self._supplies_start = None, False
 
-    def _list_old(self, own: Path) -> list[Path]:
-        """Old arenas that are left to this rank. All ranks list them before one removes any."""
+    def _in_use(self, own: Path) -> tuple[list[Path], Ledger]:
+        """Old arenas that are left to this rank, which all ranks list before one removes any, and what lies in them."""
         topology = self._topology
         local = topology.ranks_on(topology.me.node)
         shards = [topology.members[rank].shard for rank in local]
-        return share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
-
-    def _in_use(self, own: Path) -> tuple[list[Path], Ledger]:
-        """Old arenas that are left to this rank, and what lies in them."""
-        old = self._list_old(own)
+        old = share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
         return old, in_use(old)
 
     def _agree(

@@ -125,7 +125,7 @@ class Bucket:
         self._rate = bytes_per_sec
         self._clock = clock
         self._due = clock()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
 
     def charge(self, nbytes: int) -> None:
         """Note that ``nbytes`` are being moved now."""
@@ -144,8 +144,7 @@ class Bucket:
             wait_secs = self.wait_secs()
             if wait_secs > most_secs:
                 return None
-            if self._rate > 0:
-                self._due = max(self._due, self._clock()) + nbytes / self._rate
+            self.charge(nbytes)
             return wait_secs
 
 
