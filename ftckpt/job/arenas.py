@@ -313,7 +313,7 @@ class NodeArenas:
             self._supply, self._supplies_start = None, False
 
     def _in_use(self, own: Path) -> tuple[list[Path], Ledger]:
-        """Old arenas that are left to this rank, which all ranks list before one removes any, and what lies in them."""
+        """Old arenas that are left to this rank, and what lies in them; all ranks look before one removes any."""
         topology = self._topology
         local = topology.ranks_on(topology.me.node)
         shards = [topology.members[rank].shard for rank in local]
