@@ -37,6 +37,7 @@ from ftckpt.restore.inventory import ArenaReport, report_arena
 from ftckpt.restore.load import Transfer, execute, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import Index, Offer
+from ftckpt.restore.rebuild import in_batches
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
 from ftckpt.store.image import SlotImage
@@ -57,19 +58,6 @@ def deal(units: Sequence[Unit], ranks: int) -> list[list[Unit]]:
         dealt[rank].append(unit)
         load[rank] += unit.nbytes
     return dealt
-
-
-def batches(rows: Iterable[Rows], nbytes: int) -> list[list[Rows]]:
-    """What to read one batch after the other: at most ``nbytes`` each, or rows that are more by themselves."""
-    batched: list[list[Rows]] = []
-    room = 0
-    for one in rows:
-        if one.nbytes > room or not batched:
-            batched.append([])
-            room = nbytes
-        batched[-1].append(one)
-        room -= one.nbytes
-    return batched
 
 
 @dataclass(frozen=True)
@@ -223,7 +211,7 @@ class UniversalSave:
         )
         mine = deal(units, self._group.size)[self._group.rank]
         arrivals = _Arrivals(
-            self._group, self._arenas, batches(_read_rows(mine, stored), BATCH_BYTES),
+            self._group, self._arenas, in_batches(_read_rows(mine, stored), lambda rows: rows.nbytes, BATCH_BYTES),
             lambda needs: transfers_of(self._topology, index, needs, sources),
         )  # fmt: skip
         get, problem = deriving(catalog, stored, arrivals.get), None
