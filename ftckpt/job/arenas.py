@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ftckpt.capture.affinity import run_on
 from ftckpt.capture.copier import Cores
@@ -18,6 +18,7 @@ from ftckpt.group import Group, gather_all, together
 from ftckpt.job import deadlines
 from ftckpt.job.node_entry import NodeEntry
 from ftckpt.job.outlook import Outlook, absent_slots, foresee_arena
+from ftckpt.job.protection import Protection, RankReport
 from ftckpt.job.slot_supply import SlotSupply
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
@@ -31,7 +32,6 @@ from ftckpt.store.directory import (
     remove_arena,
     remove_job_if_empty,
 )
-from ftckpt.store.image import SlotImage
 from ftckpt.store.ledger import Ledger, give_up, in_use, require, require_limit
 
 _LARGE_BYTES = 4 << 30
@@ -84,8 +84,8 @@ class NodeArenas:
         return self.entry.path
 
     def open(
-        self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None, beside: Beside | None = None,
-        lacking: bool = False,
+        self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None,
+        protection: Protection | None = None, lacking: bool = False,
     ) -> Arena:  # fmt: skip
         """The locked arena for ``manifest``: the one that is there, or a new one.
 
@@ -96,7 +96,7 @@ class NodeArenas:
         can be written at least.
 
         ``use`` is called with the arena, which is its to close where it fails; the error is that of all ranks. What
-        ranks have to ask ``beside`` goes with what is asked here.
+        ranks have to tell each other for ``protection`` goes with what is told here.
 
         ``lacking``: the node has no room. Old arenas give up what nobody needs; slots get memory when there is some.
 
@@ -117,7 +117,7 @@ class NodeArenas:
                 there.protecting(marks), old, existing, slots=self.slots, keep=keep, manifest=manifest
             )
 
-        outlook, posts = self._agree(foresee, path.name, beside)
+        outlook, posts = self._agree(foresee, path.name, protection)
         self._old = look()[1]
         self._own, self._removing, self._opened = path, keep is None, True
         self._needed, self._most = outlook.needed, outlook.most
@@ -131,16 +131,17 @@ class NodeArenas:
             arena = self._create(manifest, outlook.existing)
             if use is not None:
                 use(arena)
-            if beside is not None:
-                beside.join(arena, [post.beside for post in posts], self.coming_bytes, self.slots, lacking)
+            if protection is not None:
+                reports = [post.report for post in posts if post.report is not None]
+                protection.join(arena, reports, self.coming_bytes, self.slots, lacking)
 
         # Behind the check of the node's room: a change that has none must find all as it was.
         together(self._group, make)
         assert arena is not None, "``together`` raises where it failed"
         if keep is not None:
             arena.control.mark_whole(keep)  # without its old arena a rank would not know what was lost
-        if beside is not None:
-            beside.begin()
+        if protection is not None:
+            protection.begin()
         return arena
 
     def lessen(self, error: MemoryBudgetError) -> bool:
@@ -311,21 +312,18 @@ class NodeArenas:
             self._supply.close()
             self._supply, self._supplies_start = None, False
 
-    def _list_old(self, own: Path) -> list[Path]:
-        """Old arenas that are left to this rank. All ranks list them before one removes any."""
+    def _in_use(self, own: Path) -> tuple[list[Path], Ledger]:
+        """Old arenas that are left to this rank, and what lies in them; all ranks look before one removes any."""
         topology = self._topology
         local = topology.ranks_on(topology.me.node)
         shards = [topology.members[rank].shard for rank in local]
-        return share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
-
-    def _in_use(self, own: Path) -> tuple[list[Path], Ledger]:
-        """Old arenas that are left to this rank, and what lies in them."""
-        old = self._list_old(own)
+        old = share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
         return old, in_use(old)
 
     def _agree(
-        self, foresee: Callable[[frozenset[SnapshotId]], Outlook], name: str = "", beside: Beside | None = None
-    ) -> tuple[Outlook, list[_Post]]:
+        self, foresee: Callable[[frozenset[SnapshotId]], Outlook], name: str = "",
+        protection: Protection | None = None,
+    ) -> tuple[Outlook, list[_Post]]:  # fmt: skip
         """What this rank needs, and what all tell of themselves; ``foresee`` gives it by what other ranks' old arenas
         call protected, too. Collective.
 
@@ -338,9 +336,9 @@ class NodeArenas:
             nonlocal outlook
             outlook = foresee(marks)
             now_bytes, later_bytes = outlook.needs.now_bytes - outlook.freed_bytes, outlook.needs.later_bytes
-            told = beside.tell(outlook.image, name, outlook.existing) if beside is not None else None
+            report = protection.tell(outlook.image, name, outlook.existing) if protection is not None else None
             slots = self.slots if outlook.existing is None else outlook.existing.control.slots
-            return _Post(now_bytes, later_bytes, slots, outlook.image.file_bytes, outlook.marks, told)
+            return _Post(now_bytes, later_bytes, slots, outlook.image.file_bytes, outlook.marks, report)
 
         posts = gather_all(self._group, post, _Post)
         marks = frozenset(chain.from_iterable(one.marks or () for one in posts))
@@ -419,24 +417,6 @@ class NodeArenas:
         return arena
 
 
-class Beside(Protocol):
-    """What ranks ask each other in the gathers of ``NodeArenas.open``."""
-
-    def tell(self, image: SlotImage, name: str, existing: Arena | None, /) -> object:
-        """For all ranks, before anything is made: of slots with this ``image``, in the arena ``name`` if it is there.
-        May be called twice; the last call counts. It has a JSON form, in which it comes to the others."""
-
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, lacking: bool, /) -> None:
-        """With ``arena`` there, by what all ranks have ``told``; ``coming_bytes`` and ``slots`` as in ``NodeArenas``,
-        ``lacking`` as in its ``open``. Raises on all ranks together."""
-
-    def begin(self) -> None:
-        """All ranks have joined."""
-
-    def lessen(self, error: MemoryBudgetError, /) -> bool:
-        """Memory has no room, on all ranks; whether less is going to be asked of it."""
-
-
 Use = Callable[[Arena], object]
 
 
@@ -449,7 +429,7 @@ class _Post(NamedTuple):
     slots: int
     slot_bytes: int
     marks: tuple[SnapshotId, ...] | None
-    beside: object
+    report: RankReport | None
 
 
 def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ftckpt.events import Events
 from ftckpt.group import Group
-from ftckpt.job.flushes import FlushGuard
+from ftckpt.job.protection import Protection
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
@@ -24,23 +24,6 @@ _UNREADY_SECS = 60.0
 """An SMP that ended is replaced within seconds; one that never knew what to do stays so."""
 
 
-class FlushingNode(Protocol):
-    """This rank's node, which brings a snapshot to storage."""
-
-    @property
-    def trying(self) -> str:
-        """What becomes of one that does not come there, for people."""
-
-    def begin(self, snapshot: SnapshotId, /) -> None:
-        """Its SMP is to bring ``snapshot``, which all ranks have."""
-
-    def observe(self, snapshot: SnapshotId, /) -> FlushGuard:
-        """What it has done."""
-
-    def problem_now(self) -> str:
-        """What has kept it, where this rank leads the node; empty where nothing has."""
-
-
 class _Turn(NamedTuple):
     """How far a node is, and what keeps it."""
 
@@ -48,16 +31,18 @@ class _Turn(NamedTuple):
     problem: str
 
 
-def flush_last(group: Group, events: Events, last: SnapshotId, node: FlushingNode, timeout_secs: float) -> bool:
-    """Bring ``last``, which all ranks have, to storage; whether it is there. Collective.
+def flush_last(
+    group: Group, events: Events, last: SnapshotId, protection: Protection, *, timeout_secs: float, trying: str
+) -> bool:
+    """Wait until all nodes have brought ``last``, which is marked for that, to storage; whether it is there.
+    Collective. ``trying``: what becomes of one that does not come there, for people.
 
     Raises:
         RuntimeError: a rank is gone.
     """
     begun = time.monotonic()
-    node.begin(last)
     events.announce(f"iteration {last.iteration} goes to storage before the job ends")
-    state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, node, begun + timeout_secs)
+    state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, protection, begun + timeout_secs)
     while state == FlushState.WORKING:
         turns = codec.gather(group, _Turn(int(watch.turn()), watch.problem), _Turn)
         state = _of_all([turn.state for turn in turns])
@@ -66,7 +51,7 @@ def flush_last(group: Group, events: Events, last: SnapshotId, node: FlushingNod
             problems = sorted({turn.problem for turn in turns} - {""})
             events.announce(
                 f"iteration {last.iteration} is on its way to storage since {told - begun:.0f} s"
-                + (f": {listed(problems, _MOST_PROBLEMS)}; {node.trying}" if problems else "")
+                + (f": {listed(problems, _MOST_PROBLEMS)}; {trying}" if problems else "")
             )
     secs = time.monotonic() - begun
     if state == FlushState.DONE:
@@ -80,8 +65,8 @@ def flush_last(group: Group, events: Events, last: SnapshotId, node: FlushingNod
 class _NodeWatch:
     """What this rank's node does for the last snapshot, until a deadline."""
 
-    def __init__(self, last: SnapshotId, node: FlushingNode, deadline: float) -> None:
-        self._last, self._node, self._deadline = last, node, deadline
+    def __init__(self, last: SnapshotId, protection: Protection, deadline: float) -> None:
+        self._last, self._protection, self._deadline = last, protection, deadline
         self._ready_secs = self._asked = time.monotonic()  # when its SMP was last seen to be able to
         self.problem = ""
         """What it met last, where this rank leads the node."""
@@ -90,7 +75,7 @@ class _NodeWatch:
         """How far it is, after a turn at most."""
         end = time.monotonic() + _TURN_SECS
         while True:
-            guard, now = self._node.observe(self._last), time.monotonic()
+            guard, now = self._protection.observe_flush(self._last), time.monotonic()
             if guard.state in (FlushState.DONE, FlushState.CANNOT):
                 return guard.state
             if guard.ready:
@@ -100,7 +85,7 @@ class _NodeWatch:
                 return FlushState.CANNOT
             if now >= end:
                 if now - self._asked > _ASK_SECS:
-                    self._asked, self.problem = now, self._node.problem_now()
+                    self._asked, self.problem = now, self._protection.smp.problem_now()
                 return FlushState.WORKING
             time.sleep(_POLL_SECS)
 

@@ -19,7 +19,6 @@ from ftckpt.errors import ConfigError, FtckptError, StorageError, in_words, writ
 from ftckpt.events import Events, log
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
-from ftckpt.job.smp_setup import SmpSetup
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
@@ -43,6 +42,10 @@ _REASON_SECS = 5.0
 """Longest wait for an SMP that may not have begun with what another node has given up; one that writes, which takes
 longer, has nothing to complain of."""
 _POLL_SECS = 0.05
+_AGAIN_SECS = 10.0
+"""After an SMP could not be told what to do: each attempt costs a process start on a node that trains."""
+_LAST_SECS = 5.0
+"""A job that ends waits so long for an SMP that is starting, which takes one where cores are free."""
 SECRET_BYTES = 32
 _MOST_SECRET_BYTES = 4096
 """More is not read: somebody may have named a wrong file."""
@@ -270,25 +273,25 @@ class NodeSmp:
         while True:
             # Asked first: an SMP has its reason by the time that it says that it cannot.
             is_over = not goes_on() or time.monotonic() >= deadline
-            if self._client is not None:
-                problem = self._ask_for_problem(self._client)
-            else:
-                problem = f"its SMP has not started: {self._setup.problem or 'it takes long'}" if is_over else ""
-            if problem or is_over:
-                return problem and f"node {self._topology.me.node}: {problem}"
+            if problem := self.problem_now():
+                return problem
+            if is_over and self._client is None:
+                why = self._setup.problem or "it takes long"
+                return f"node {self._topology.me.node}: its SMP has not started: {why}"
+            if is_over:
+                return ""
             time.sleep(_POLL_SECS)
 
     def problem_now(self) -> str:
         """What keeps the SMP of the node that this rank leads from bringing a snapshot to storage, as far as it has
         met anything; "" where another rank leads the node."""
-        problem = self._ask_for_problem(self._client) if self._client is not None else ""
-        return problem and f"node {self._topology.me.node}: {problem}"
-
-    def _ask_for_problem(self, client: SmpClient) -> str:
+        if self._client is None:
+            return ""
         try:
-            return str(client.status()["duties"]["storage"]["problem"])
+            problem = str(self._client.status()["duties"]["storage"]["problem"])
         except (FtckptError, KeyError, TypeError) as error:
-            return str(error)
+            problem = str(error)
+        return problem and f"node {self._topology.me.node}: {problem}"
 
     def _listening(
         self, node_dir: Path, port: PortHold, description: Mapping[str, Any]
@@ -323,6 +326,77 @@ class NodeSmp:
 
     def _fail(self, error: Exception) -> None:
         self._events.emit("smp_error", error=in_words(error))
+
+
+class SmpSetup:
+    """What an SMP is to be told: the last word counts, and is said again until it was heard.
+
+    Args:
+        tell: starts the SMP where none runs and tells it; raises where it could not.
+        fail: is told what it raised.
+    """
+
+    def __init__(self, tell: Callable[[Mapping[str, Any]], None], fail: Callable[[Exception], None]) -> None:
+        self._tell, self._fail = tell, fail
+        self._guard = threading.Lock()
+        self._wanted: Mapping[str, Any] | None = None
+        self._thread: threading.Thread | None = None  # None: nothing is left to be told
+        self._settled = threading.Event()  # it was told, or could not be
+        self._over = threading.Event()
+        self._wake = threading.Event()  # it is over, or something else is wanted: no time to rest
+        self.problem = ""
+        """Why it could not be told what was wanted last."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended meanwhile: nothing more is to be said."""
+        return self._over.is_set()
+
+    def want(self, description: Mapping[str, Any]) -> None:
+        """Have the SMP do what ``description`` says, as soon as it can be told."""
+        with self._guard:
+            self._wanted, self.problem = description, ""
+            self._settled.clear()
+            self._wake.set()
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._run, name="ftckpt-smp-setup", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more threads
+                self.problem = in_words(error)
+                self._fail(error)
+            else:
+                self._thread = thread
+
+    def end(self) -> None:
+        """Say nothing more, but what is being said: an SMP that is starting is waited for, for a moment."""
+        thread = self._thread
+        if thread is not None:
+            self._settled.wait(_LAST_SECS)
+        self._over.set()
+        self._wake.set()
+        if thread is not None:
+            thread.join(_LAST_SECS if self._settled.is_set() else 0.0)
+
+    def _run(self) -> None:
+        while not self.is_over:
+            self._wake.clear()  # before it is read: what comes behind that wakes
+            wanted = self._wanted
+            assert wanted is not None, "set before the thread starts"
+            try:
+                self._tell(wanted)
+            except Exception as error:  # noqa: BLE001 - promise 4: without an SMP training goes on
+                self.problem = in_words(error)
+                self._fail(error)
+                self._settled.set()
+                self._wake.wait(_AGAIN_SECS)
+                continue
+            with self._guard:
+                if self._wanted is wanted:
+                    self._thread, self.problem = None, ""
+                    self._settled.set()
+                    return
 
 
 def read_secret(path: Path) -> bytes:

@@ -54,7 +54,7 @@ class _ArenaRemains(NamedTuple):
     sealed: tuple[SnapshotId, ...] = ()
 
 
-class _RankReport(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank tells of its arena and its node's SMP; ``secret`` as for ``NodeSmp``."""
 
     holding: Holding
@@ -174,11 +174,8 @@ class Protection:
     def smp_guards(self) -> bool:
         """Whether this node's SMP gave a sign of life lately, and knows what it is to guard for this attempt."""
         # An SMP that came anew, or has not heard of a new layout yet, guards other groups than these.
-        return self._pulse is not None and self._smp_lives(self._pulse) and self._pulse.smp_guards(self._digest)
-
-    @staticmethod
-    def _smp_lives(pulse: Pulse) -> bool:
-        return pulse.smp_alive(_SMP_SILENT_SECS)
+        pulse = self._pulse
+        return pulse is not None and pulse.smp_alive(_SMP_SILENT_SECS) and pulse.smp_guards(self._digest)
 
     def survey(
         self, restored: SnapshotId | None, rebuilt: bool = False
@@ -207,12 +204,12 @@ class Protection:
             ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
         """
         self._arena = arena  # first: whatever fails below, marks go to the arena that is written
-        told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), object)
+        told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), RankReport)
         # Training runs: what there is no room for waits.
         together(self._group, lambda: self.join(arena, told, coming_bytes, slots, lacking=True))
         self.begin()
 
-    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> _RankReport:
+    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> RankReport:
         """What other ranks must know of this one's arena, ``name``, which need not be there yet.
 
         Raises:
@@ -222,16 +219,15 @@ class Protection:
         held = _ArenaRemains()
         if existing is not None:
             held = _ArenaRemains(existing.control.protected(), tuple(existing.snapshots()))
-        return _RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
+        return RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
 
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, lacking: bool) -> None:
-        """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``.
+    def join(self, arena: Arena, ranks: Sequence[RankReport], coming_bytes: int, slots: int, lacking: bool) -> None:
+        """Find out by what all ``ranks`` have told who protects whom, and that it can be; raises as ``arrange``.
 
         Raises:
             MemoryBudgetError: the node has no room for parity and packages, and may not be ``lacking`` it.
         """
         self._arena, node_dir = arena, arena.path.parent
-        ranks = [codec.from_json(one, _RankReport) for one in told]
         self._held = [rank.held for rank in ranks]
         self._open_pulse(node_dir)
         self.smp.agree_on_secret([rank.secret for rank in ranks])
@@ -312,7 +308,7 @@ class Protection:
             check = self._arena.check(slot) if slot is not None else None
             configured = self._pulse.smp_guards(self._digest)
             return Guard(
-                alive=self._smp_lives(self._pulse),
+                alive=self._pulse.smp_alive(_SMP_SILENT_SECS),
                 configured=configured,
                 sealed=slot is not None,
                 covered=check is not None and check.state == CheckState.COVERED,

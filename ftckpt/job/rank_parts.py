@@ -9,9 +9,9 @@ from ftckpt.errors import ConfigError
 from ftckpt.events import MAX_LOG_BYTES, Events
 from ftckpt.group import Group
 from ftckpt.job import deadlines
+from ftckpt.job.agreement import Links
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.attempt import AttemptRecord
-from ftckpt.job.links import Links
 from ftckpt.job.numbers import RankNumbers
 from ftckpt.job.protection import Protection
 from ftckpt.job.rank_storage import RankStorage
@@ -53,7 +53,8 @@ class RankParts:
         cls, config: Config, training_state: TrainingState, topology: Topology, group: Group | None, run: LauncherRun
     ) -> RankParts:
         """Collective; see ``Checkpointer`` for the arguments, and what it raises."""
-        _check(config)
+        if not config.job or not config.node:
+            raise ConfigError("job and node: both need a name")
         try:
             hangs = may_hang(config.events_dir)
             events = Events(config.events_dir, topology.rank, limit_bytes=MAX_LOG_BYTES, may_hang=hangs)
@@ -74,8 +75,3 @@ class RankParts:
             AttemptRecord(config, topology, run, events), RankStorage(config, links.group, events, protection, state),
             RankNumbers(), state, protection.on,
         )  # fmt: skip
-
-
-def _check(config: Config) -> None:
-    if not config.job or not config.node:
-        raise ConfigError("job and node: both need a name")

@@ -9,7 +9,6 @@ from ftckpt.config import Config
 from ftckpt.errors import LaunchError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
-from ftckpt.job.flushes import FlushGuard
 from ftckpt.job.last_flush import flush_last
 from ftckpt.job.last_snapshot import End, JobEnd, RankEnd
 from ftckpt.job.protection import Protection
@@ -80,25 +79,15 @@ class RankStorage:
         last = self._take_missing(ending, rank) or ending.newest
         if last is None or last in ending.persisted:
             return ""
-        came = flush_last(self._group, self._events, last, self, commit.FLUSH_SECS)
-        return "" if came else self._problem_at_end(last)
-
-    @property
-    def trying(self) -> str:
-        """This, and the three below: see ``FlushingNode``."""
-        return (
+        self._protection.mark(replace(self._state.marks, flush=last))
+        trying = (
             f"it is tried again until {human_secs(commit.FLUSH_SECS)} are over; who cannot wait ends the job, whose "
             f"memory stays then, and brings that to another place by {save_command(self._config)}"
         )
-
-    def begin(self, snapshot: SnapshotId) -> None:
-        self._protection.mark(replace(self._state.marks, flush=snapshot))
-
-    def observe(self, snapshot: SnapshotId) -> FlushGuard:
-        return self._protection.observe_flush(snapshot)
-
-    def problem_now(self) -> str:
-        return self._protection.smp.problem_now()
+        came = flush_last(
+            self._group, self._events, last, self._protection, timeout_secs=commit.FLUSH_SECS, trying=trying
+        )
+        return "" if came else self._problem_at_end(last)
 
     def tell_problem(self, iteration: int) -> None:
         """This node cannot bring that iteration there: all ranks will raise, and are to know why. They read of it at
@@ -136,7 +125,7 @@ class RankStorage:
     def _problem_at_end(self, lacking: SnapshotId) -> str:
         """What the SMPs say of the last flush, that of ``lacking``. Collective; a rank that cannot reach the others
         knows its own node's reason."""
-        causes = [self._protection.smp.flush_problem(lambda: self.observe(lacking).goes_on)]
+        causes = [self._protection.smp.flush_problem(lambda: self._protection.observe_flush(lacking).goes_on)]
         with suppress(RuntimeError, LaunchError):
             causes = codec.gather(self._group, causes[0], str)
         return "; ".join(sorted(set(filter(None, causes)))) or _NOBODY

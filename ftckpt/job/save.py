@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
+import torch
 import xxhash
 
 from ftckpt.convert.arenas import (
@@ -22,22 +20,24 @@ from ftckpt.convert.arenas import (
     without_doubles,
 )
 from ftckpt.convert.catalog import Bytes, Catalog, Rows, Tensor, Unit, tensors_of
-from ftckpt.convert.consolidation import cast, master_of
-from ftckpt.convert.safetensors import MAX_FILE_BYTES, TensorFile, strips
-from ftckpt.convert.storage import Destination, explained
+from ftckpt.convert.consolidation import deriving, master_of
+from ftckpt.convert.safetensors import MAX_FILE_BYTES, strips
+from ftckpt.convert.storage import Destination
 from ftckpt.convert.universal import UniversalWriter
 from ftckpt.errors import ConvertError, LostError, MismatchError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.host_memory import host_memory
 from ftckpt.model import codec, objects
+from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.restore.choice import newest_whole
 from ftckpt.restore.inventory import ArenaReport, report_arena
-from ftckpt.restore.load import execute, fetch, reader_for, transfers_of
+from ftckpt.restore.load import Transfer, execute, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import Index, Offer
+from ftckpt.restore.rebuild import in_batches
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
 from ftckpt.store.image import SlotImage
@@ -46,18 +46,6 @@ __all__ = ["BATCH_BYTES", "MAX_FILE_BYTES", "UniversalSave"]
 
 BATCH_BYTES = 64 << 20
 """Extra memory of a rank beside that of the exchange: what it writes between two exchanges. One row may be more."""
-
-
-@dataclass(frozen=True)
-class WriteStep:
-    """Rows that come next in the file of ``unit``; none in an empty file."""
-
-    unit: Unit
-    rows: Rows | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes if self.rows is not None else 0
 
 
 def deal(units: Sequence[Unit], ranks: int) -> list[list[Unit]]:
@@ -70,29 +58,6 @@ def deal(units: Sequence[Unit], ranks: int) -> list[list[Unit]]:
         dealt[rank].append(unit)
         load[rank] += unit.nbytes
     return dealt
-
-
-def batches(units: Sequence[Unit], nbytes: int) -> Iterator[list[WriteStep]]:
-    """What to write one batch after the other: at most ``nbytes`` each, or one step that is larger."""
-    batch: list[WriteStep] = []
-    room = nbytes
-    for unit in units:
-        for step in _steps(unit, nbytes):
-            if batch and step.nbytes > room:
-                yield batch
-                batch, room = [], nbytes
-            batch.append(step)
-            room -= step.nbytes
-    if batch:
-        yield batch
-
-
-def _steps(unit: Unit, nbytes: int) -> Iterator[WriteStep]:
-    if unit.nbytes == 0:
-        yield WriteStep(unit, None)
-    for part in unit.parts:
-        for first, last in strips(part, nbytes):
-            yield WriteStep(unit, Rows(part.tensor, first, last))
 
 
 @dataclass(frozen=True)
@@ -141,7 +106,7 @@ class UniversalSave:
             together(self._group, lambda: destination.begin(fresh=True) if self._leads else None)
             try:
                 together(self._group, lambda: _require_shared(destination))
-                self._write(entries, {tensor.key: tensor for tensor in stored}, units, writer)
+                self._write(catalog, entries, stored, units, writer)
                 # Every rank's files are on the disk: ``_write`` ends with what all did together.
                 together(self._group, lambda: writer.finish(catalog, units) if self._leads else None)
             except BaseException:
@@ -234,89 +199,87 @@ class UniversalSave:
         )
 
     def _write(
-        self,
-        entries: Sequence[ShardFragment],
-        stored: Mapping[str, Tensor],
-        units: Sequence[Unit],
+        self, catalog: Catalog, entries: Sequence[ShardFragment], stored: Sequence[Tensor], units: Sequence[Unit],
         writer: UniversalWriter,
-    ) -> None:
-        """Batch by batch each rank takes what comes next in its files, and writes it."""
+    ) -> None:  # fmt: skip
+        """Each rank writes its files, with rows that come batch by batch."""
         sources = [shard.source for shard in self._shards.values()]
         numbers = {shard: number for number, shard in enumerate(self._shards)}
         index = Index(
             Offer(numbers[entry.shard], entry.fragment, self._shards[entry.shard].image.offsets[entry.index])
             for entry in entries
         )
-        dealt = deal(units, self._group.size)
-        mine = list(batches(dealt[self._group.rank], BATCH_BYTES))
-        # As many batches on every rank as the busiest has: each of them is collective.
-        num_batches = max(sum(1 for _ in batches(share, BATCH_BYTES)) for share in dealt)
-        with OpenFile(writer) as file:
-            for number in range(num_batches):
-                batch = _Batch(mine[number] if number < len(mine) else [], stored)
-                execute(self._group, partial(transfers_of, self._topology, index, batch.needs, sources), self._arenas)
-                together(self._group, partial(batch.write, file))
+        mine = deal(units, self._group.size)[self._group.rank]
+        arrivals = _Arrivals(
+            self._group, self._arenas, in_batches(_read_rows(mine, stored), lambda rows: rows.nbytes, BATCH_BYTES),
+            lambda needs: transfers_of(self._topology, index, needs, sources),
+        )  # fmt: skip
+        get, problem = deriving(catalog, stored, arrivals.get), None
+        try:
+            for unit in mine:
+                writer.write(unit, get)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks, which wait for what this one reads for them
+            problem = error
+        arrivals.finish(problem)
 
 
-class OpenFile:
-    """The file that is being written; one that is not complete at the end, or on an error, is removed."""
+class _Arrivals:
+    """The rows that this rank writes, which come batch by batch, as those of all other ranks do.
 
-    def __init__(self, writer: UniversalWriter) -> None:
-        self._writer = writer
-        self._stack = ExitStack()
-        self._file: TensorFile | None = None
+    Construction and ``finish`` are collective, and so is a ``get`` that begins a batch.
+    """
 
-    def __enter__(self) -> OpenFile:
-        return self
+    def __init__(
+        self, group: Group, arenas: OpenArenas, batched: Sequence[Sequence[Rows]],
+        plan: Callable[[Sequence[tuple[Fragment, torch.Tensor]]], Sequence[Transfer]],
+    ) -> None:  # fmt: skip
+        self._group, self._arenas, self._plan = group, arenas, plan
+        self._batched = iter(batched)
+        self._left = max(codec.gather(group, len(batched), int))  # on every rank as many as the busiest has
+        self._here: deque[tuple[Rows, torch.Tensor]] = deque()
+        self._failed = False  # on all ranks
 
-    def put(self, step: WriteStep, data: Bytes) -> None:
-        """The next bytes of a file; its first ones open it, its last ones complete it.
+    def get(self, tensor: Tensor, first: int, last: int) -> Bytes:
+        """The next rows, which are these."""
+        if not self._here:
+            self._bring()
+        rows, buffer = self._here.popleft()
+        assert (rows.tensor.key, rows.first, rows.last) == (tensor.key, first, last), "files are written as planned"
+        return buffer.numpy()
 
-        Raises:
-            ConvertError: no room, no permission, or the disk fails.
-        """
-        destination = self._writer.destination
-        with explained(destination.partial / step.unit.name):
-            if self._file is None:
-                opened = self._stack.enter_context(destination.file(step.unit.name))
-                self._file = self._writer.begin_file(step.unit, opened)
-            if len(data):
-                self._file.put(data)
-            if self._file.complete:
-                self._file.end()
-                self._file = None
-                self._stack.close()
+    def finish(self, problem: Exception | None) -> None:
+        """Read for other ranks as long as they write. Raises the ``problem`` of any rank on all of them."""
+        if problem is not None and self._failed:
+            raise problem
+        while self._left:
+            self._bring(problem)
+        together(self._group, lambda: _raise(problem))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, value, trace)
+    def _bring(self, problem: Exception | None = None) -> None:
+        self._here.extend((rows, host_memory(rows.nbytes)) for rows in next(self._batched, ()))
 
+        def plan() -> Sequence[Transfer]:
+            _raise(problem)
+            return self._plan([(rows.fragment, buffer) for rows, buffer in self._here])
 
-class _Batch:
-    """What one rank writes at a time, with the memory it comes into."""
-
-    def __init__(self, steps: Sequence[WriteStep], stored: Mapping[str, Tensor]) -> None:
-        self._steps = steps
-        self._sources = [_source_rows(step.rows, stored) for step in steps]
-        wanted = [rows.fragment for rows in self._sources if rows is not None]
-        self.needs = [(need, host_memory(need.nbytes)) for need in wanted]
-
-    def write(self, file: OpenFile) -> None:
-        """Write what has come, cast where weights are derived from masters."""
-        arrived = (buffer for _, buffer in self.needs)
-        for step, source in zip(self._steps, self._sources, strict=True):
-            if step.rows is None or source is None:
-                file.put(step, host_memory(0).numpy())
-                continue
-            file.put(step, cast(next(arrived).numpy(), source.tensor.dtype, step.rows.tensor.dtype))
+        self._left, self._failed = self._left - 1, True
+        execute(self._group, plan, self._arenas)
+        self._failed = False
 
 
-def _source_rows(rows: Rows | None, stored: Mapping[str, Tensor]) -> Rows | None:
-    """The rows that are read for ``rows``: of the tensor itself, or of the master that it is derived from."""
-    if rows is None or rows.tensor.key in stored:
-        return rows
-    return replace(rows, tensor=stored[master_of(rows.tensor.key)])
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def _read_rows(units: Sequence[Unit], stored: Iterable[Tensor]) -> Iterator[Rows]:
+    """What is read for the rows of ``units``, in the order in which they are written: of each tensor itself, or of
+    the master that it is derived from."""
+    there = {tensor.key: tensor for tensor in stored}
+    for part in (part for unit in units for part in unit.parts):
+        key = part.tensor.key
+        for first, last in strips(part):
+            yield Rows(there[key if key in there else master_of(key)], first, last)
 
 
 def _require_shared(destination: Destination) -> None:

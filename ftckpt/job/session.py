@@ -73,7 +73,8 @@ class RankState:
         self._iterations: dict[int, int] = {}  # by number, of snapshots whose verdict was not read
         self.targets = Targets.of(config) if protects else Targets(0)
         self.flushes = Flushes.of(config, nodes)
-        self._stepped = False
+        self.has_stepped = False
+        """Whether stepped state of this rank may have changed since the start."""
         self._wrong = False  # what ranks copy must change, and has not yet
         self._last_posted = 0  # the number of a round
         self._reads = False  # verdicts, for the snapshot of this boundary, whose own round comes behind them
@@ -132,7 +133,7 @@ class RankState:
 
     def stepped(self) -> None:
         """Stepped state may change from now on."""
-        self._stepped = True
+        self.has_stepped = True
 
     @property
     def owes_round(self) -> bool:
@@ -238,11 +239,6 @@ class RankState:
     def late(self) -> bool:
         """Whether this rank may not know what the others know: it must not take its arena for an old one."""
         return self.off or self._will is None
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether stepped state of this rank may have changed since the start."""
-        return self._stepped
 
     def proved(self, stepped: bool, changed: bool, new_arenas: bool) -> None:
         """A proof has ended; all arguments as all ranks know them, see ``Proof``.

@@ -20,7 +20,8 @@ from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, UnsupportedError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_bytes
-from ftckpt.job.arenas import Beside, NodeArenas
+from ftckpt.job.arenas import NodeArenas
+from ftckpt.job.protection import Protection
 from ftckpt.model import codec
 from ftckpt.model.replicas import Sharing
 from ftckpt.model.sampled import Comparison
@@ -96,21 +97,13 @@ class Shard:
         self.num_differing = 0
         """Fragments that proofs have found to differ from what other ranks hold, which had held the same."""
 
-    def find_sharing(self) -> None:
-        """Learn which ranks hold the same. Collective; raises on all ranks together.
-
-        Needs nothing of what is loaded. Where it was not called before, ``lay_out`` does it.
-        """
-        assert self._described is not None, "let go of"
-        self._sharing = gather_sharing(self._group, self._described)
-
     def lay_out(
-        self, whole: SnapshotId | None, beside: Beside | None = None, cast: Collection[str] = ()
+        self, whole: SnapshotId | None, protection: Protection | None = None, cast: Collection[str] = ()
     ) -> None:  # fmt: skip
         """Have an arena for what this rank copies; raises on all ranks together.
 
-        ``whole`` is the snapshot that the arenas hold and the job goes on from. ``beside``: see ``NodeArenas.open``,
-        ``cast``: see ``assign``.
+        ``whole`` is the snapshot that the arenas hold and the job goes on from. ``protection``: see
+        ``NodeArenas.open``, ``cast``: see ``assign``.
         """
         assignment = self._assign(cast)
         self._tell_differing(assignment.differing)
@@ -118,12 +111,12 @@ class Shard:
         while True:
             try:
                 use = partial(self._use, assignment)
-                arena = self._arenas.open(assignment.manifest, whole, use, beside, lacking)
+                arena = self._arenas.open(assignment.manifest, whole, use, protection, lacking)
                 break
             except MemoryBudgetError as error:
                 self._leave_arena()
                 # Slots first: fewer of them cost snapshots, and less protection what a failure leaves of them.
-                if self._arenas.lessen(error) or (beside is not None and beside.lessen(error)):
+                if self._arenas.lessen(error) or (protection is not None and protection.lessen(error)):
                     continue
                 # What memory has is loaded: the job goes on with that, whatever else there is no room for.
                 if whole is None or lacking:
@@ -276,7 +269,7 @@ class Shard:
         assert described is not None, "let go of"
         room = config.objects_bytes + described.objects_bytes
         if self._sharing is None:
-            self.find_sharing()
+            self._sharing = gather_sharing(self._group, described)
         return assign(
             self._group, self._topology, described, room, config.chunk_bytes, self.capacities, self._redundancy,
             self._sharing, cast,

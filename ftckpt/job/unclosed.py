@@ -22,32 +22,27 @@ class OpenJob:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._node_dir = Path()
-        self._iteration = -1
-        """Of the last boundary, or what was restored; -1: none."""
+        self.iteration = -1
+        """Of the last boundary, or what was restored; -1: there is nothing to resume from."""
         self._has_stepped = False
 
     def begin(self, node_dir: Path, iteration: int) -> None:
         """Snapshots are stored in ``node_dir``; training resumes after ``iteration``."""
-        self._node_dir, self._iteration = node_dir, iteration
+        self._node_dir, self.iteration = node_dir, iteration
         _open[self._config.job] = self
 
     def step(self, iteration: int) -> None:
         """A boundary."""
-        self._iteration, self._has_stepped = iteration, True
+        self.iteration, self._has_stepped = iteration, True
 
     def close(self) -> None:
         """The script has closed it."""
         _open.pop(self._config.job, None)
 
-    @property
-    def has_snapshots(self) -> bool:
-        """Whether there is anything to resume from."""
-        return self._iteration >= 0
-
     def __str__(self) -> str:
         step, nbytes = "" if self._has_stepped else ", and without a step", human(used_bytes(self._node_dir))
         return (
-            f"the script ended without close(){step}, after iteration {self._iteration}: snapshots of job "
+            f"the script ended without close(){step}, after iteration {self.iteration}: snapshots of job "
             f"{self._config.job} stay in memory, {nbytes} on this node, and the next start resumes from them; "
             f"call close() when training is done, or remove them with {clean_command(self._config)}"
         )
@@ -62,5 +57,5 @@ off_in_children(_open.clear)
 def _log_open() -> None:
     # After an error memory stays on purpose: the next start needs it. The interpreter keeps an uncaught one there.
     if not hasattr(sys, "last_value"):
-        for job in [job for job in _open.values() if job.has_snapshots]:
+        for job in [job for job in _open.values() if job.iteration >= 0]:
             log.warning("ftckpt: %s", job)

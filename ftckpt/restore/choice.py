@@ -62,13 +62,7 @@ class Query:
 
     def lacking(self, inventory: Inventory, damaged: Collection[SlotAt]) -> set[str]:
         """Those of the shards that lie in no good slot: whose packages are wanted."""
-        good = {
-            report.shard
-            for report in inventory.arenas
-            for slot in report.slots
-            if slot.snapshot == self.snapshot and SlotAt(report.node, report.name, slot.index) not in damaged
-        }
-        return set(self.shards) - good
+        return set(self.shards) - inventory.good_shards(self.snapshot, damaged)
 
 
 @dataclass

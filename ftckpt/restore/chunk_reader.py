@@ -133,11 +133,6 @@ class ChunkReader:
         self._begin_secs = time.perf_counter()
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
 
-    @property
-    def secs(self) -> float:
-        """Since it is there."""
-        return time.perf_counter() - self._begin_secs
-
     def begin(self, action: Callable[[], object]) -> None:
         """Do something on a thread before chunks are brought; what it raises is of no importance."""
 
@@ -170,8 +165,8 @@ class ChunkReader:
 
     def tell(self, events: Events, iteration: int, num_shards: int) -> None:
         """That so many shards have come from storage."""
-        nbytes = self.usage["bytes"]
-        events.emit("fetched", iteration=iteration, shards=num_shards, bytes=nbytes, secs=self.secs)
+        nbytes, secs = self.usage["bytes"], time.perf_counter() - self._begin_secs
+        events.emit("fetched", iteration=iteration, shards=num_shards, bytes=nbytes, secs=secs)
 
     def close(self) -> None:
         """Bring no more; a second call does nothing."""

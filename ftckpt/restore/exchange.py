@@ -17,19 +17,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
+from ftckpt.group import Group, Message
 from ftckpt.host_memory import host_memory
 from ftckpt.model.fragment import Shape
 from ftckpt.restore.plan import StridedCopy, cut
 
 MESSAGE_BYTES = 16 << 20
-"""Upper bound of one message, and of what is copied at a time between looks at the wire."""
+"""Upper bound of one message, and of what is copied at a time between looks at the group."""
 
 ALONE_BYTES = 1 << 20
 """Strips of this length or more have messages of their own."""
@@ -45,26 +46,6 @@ GRAIN_BYTES = 4096
 Name = bytes
 """Names the bytes that a read from another node takes, and their order."""
 Ranks = tuple[int, ...]
-
-
-class OpenMessage(Protocol):
-    """A message on its way."""
-
-    def wait(self) -> object:
-        """Return when its memory may be used again; raises RuntimeError after the deadline."""
-
-
-class Wire(Protocol):
-    """How messages travel: ``Group`` is the one over host memory."""
-
-    rank: int
-    size: int
-
-    def start_send(self, data: torch.Tensor, to: int, tag: int) -> OpenMessage:
-        """Send a contiguous 1-D uint8 tensor of host memory."""
-
-    def start_receive(self, into: torch.Tensor, source: int, tag: int) -> OpenMessage:
-        """Fill a contiguous 1-D uint8 tensor of host memory."""
 
 
 class Strip(NamedTuple):
@@ -159,7 +140,7 @@ class Stream:
 
 
 def exchange(
-    wire: Wire,
+    group: Group,
     outgoing: Mapping[int, Stream],
     incoming: Mapping[int, Stream],
     meanwhile: Iterable[int] = (),
@@ -171,16 +152,16 @@ def exchange(
     ``landed`` is called with the bytes of each message once they are where they belong.
 
     Raises:
-        RuntimeError: a rank is gone, or does not answer within the deadline of ``wire``.
+        RuntimeError: a rank is gone, or does not answer within the deadline of ``group``.
     """
     work = iter(meanwhile)
     open_steps: deque[_Step] = deque()
     buffers = [_Buffers() for _ in range(OPEN_STEPS)]
-    for number, messages in enumerate(_steps(wire, outgoing, incoming)):
+    for number, messages in enumerate(_steps(group, outgoing, incoming)):
         if len(open_steps) == OPEN_STEPS:
             landed(open_steps.popleft().finish())
         # The step that used these buffers before is the one that was finished above.
-        open_steps.append(_Step(wire, messages, buffers[number % OPEN_STEPS]))
+        open_steps.append(_Step(group, messages, buffers[number % OPEN_STEPS]))
         next(work, None)
     while open_steps:
         landed(open_steps.popleft().finish())
@@ -199,13 +180,13 @@ class _Messages(NamedTuple):
     received: list[Strip] | None
 
 
-def _steps(wire: Wire, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> Iterator[_Messages]:
+def _steps(group: Group, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> Iterator[_Messages]:
     """This rank's steps in the order that all ranks have."""
-    distances = {(to - wire.rank) % wire.size for to in outgoing}
-    distances |= {(wire.rank - source) % wire.size for source in incoming}
+    distances = {(to - group.rank) % group.size for to in outgoing}
+    distances |= {(group.rank - source) % group.size for source in incoming}
     nothing = Stream(())
     for distance in sorted(distances):
-        to, source = (wire.rank + distance) % wire.size, (wire.rank - distance) % wire.size
+        to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
         sent, received = outgoing.get(to, nothing), incoming.get(source, nothing)
         for number, (message, landing) in enumerate(zip_longest(sent.messages(), received.messages())):
             yield _Messages(number, to, message, source, landing)
@@ -228,8 +209,8 @@ class _Buffers:
 class _Step:
     """One step on its way. Bytes in a row of host memory travel from where they lie to where they belong."""
 
-    def __init__(self, wire: Wire, messages: _Messages, buffers: _Buffers) -> None:
-        self._works: list[OpenMessage] = []
+    def __init__(self, group: Group, messages: _Messages, buffers: _Buffers) -> None:
+        self._works: list[Message] = []
         self._received = messages.received or []
         self._landing: torch.Tensor | None = None
         if messages.received is not None:
@@ -238,14 +219,14 @@ class _Step:
                 self._landing = buffers.get("in", _nbytes(messages.received))
             # The number is the tag: two ranks meet at one distance of an exchange alone, so it names one message of
             # theirs.
-            self._works.append(wire.start_receive(self._landing, messages.source, messages.number))
+            self._works.append(group.start_receive(self._landing, messages.source, messages.number))
         if messages.sent is not None:
             data = _direct(messages.sent)
             if data is None:
                 data = buffers.get("out", _nbytes(messages.sent))
                 # Before it is sent: gloo reads only host memory in a row.
                 _pack(messages.sent, data)
-            self._works.append(wire.start_send(data, messages.to, messages.number))
+            self._works.append(group.start_send(data, messages.to, messages.number))
 
     def finish(self) -> int:
         """Wait until both messages are through; the bytes that were received are where they belong then."""

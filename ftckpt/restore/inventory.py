@@ -94,6 +94,15 @@ class Inventory:
         """Whether there is a package of ``snapshot``."""
         return any(package.snapshot == snapshot for package in self.packages)
 
+    def good_shards(self, snapshot: SnapshotId, bad: Collection[SlotAt]) -> set[str]:
+        """Shards of ``snapshot`` that lie in slots, ``bad`` ones left out."""
+        return {
+            report.shard
+            for report in self.arenas
+            for slot in report.slots
+            if slot.snapshot == snapshot and SlotAt(report.node, report.name, slot.index) not in bad
+        }
+
     def selected(self, selection: Selection) -> Inventory:
         """Without the snapshots of this node that a restart may not take, as if there never were any."""
 

@@ -143,11 +143,8 @@ def transfers_of(
 
 def fetch(source: Location, reader: int, *parts: tuple[int, torch.Tensor]) -> Transfer:
     """Fill contiguous 1-D tensors with the bytes of ``source`` from an offset on, each."""
-    return Transfer(source, reader, tuple(_item(*part) for part in parts))
-
-
-def _item(offset: int, into: torch.Tensor) -> Item:
-    return Item((run(offset, 0, into.nbytes),) if into.numel() else (), into)
+    items = (Item((run(offset, 0, into.nbytes),) if into.numel() else (), into) for offset, into in parts)
+    return Transfer(source, reader, tuple(items))
 
 
 def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas, threads: int = 1) -> Traffic:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.group import Group, gather_each
 from ftckpt.model.lineage import FIRST, UNKNOWN, Lineage, LoadedCheckpoint, last_shared, newest
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas
@@ -55,6 +56,24 @@ class Seen(NamedTuple):
     def newest(self, head: Lineage) -> int:
         """As ``whole``, of any slot."""
         return max(min(one.newest, last_shared(self._lineage_of(one), head)) for one in self.memory)
+
+    def nodes_know(self, num_nodes: int) -> bool:
+        """Whether all of so many nodes have recorded the head."""
+        known = [one.lineage for one in self.memory if one.lineage.branches]
+        return len(known) == num_nodes and all(one == self.head for one in known)
+
+    @property
+    def in_memory(self) -> dict[SnapshotId, Lineage]:
+        """The snapshots of all slots, and the lineages of the nodes that have them."""
+        return {
+            slot.snapshot: report.lineage if report.lineage.branches else self.head
+            for report in self.reports or () for arena in report.arenas for slot in arena.slots
+        }  # fmt: skip
+
+    @property
+    def newest_there(self) -> int:
+        """The newest iteration in memory and on storage; -1 for none."""
+        return max(self.newest(self.head), self.shelf.newest)
 
     def _lineage_of(self, memory: NodeMemory) -> Lineage:
         return memory.lineage if memory.lineage.branches else self.head

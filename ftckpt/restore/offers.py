@@ -83,8 +83,7 @@ class TensorOffers:
 
     tensor: TensorId
     once: bool = False
-    _few: list[Offer] = field(default_factory=list)
-    _alone: list[tuple[Array, Array]] = field(default_factory=list)
+    _alone: list[Offer] = field(default_factory=list)
     _tables: list[tuple[Array, Array]] = field(default_factory=list)
 
     def add(self, sources: Array, rows: Array) -> None:
@@ -92,42 +91,31 @@ class TensorOffers:
         self._tables.append((sources, rows))
 
     def add_one(self, offer: Offer) -> None:
-        """For few: they are made arrays of once they are many."""
-        self._few.append(offer)
-        if len(self._few) > FEW:
-            self._alone.append(_as_table(self._few))
-            self._few.clear()
+        """One that is in no table."""
+        self._alone.append(offer)
 
     def touching(self, need: Fragment) -> list[Offer]:
         """Those that may hold an element of ``need``; no other offer does."""
-        if len(self._few) + sum(len(sources) for sources, _ in (*self._tables, *self._alone)) <= FEW:
+        sources, rows = self._table
+        if len(sources) <= FEW:
             return [self._offer(source, row) for source, row in self._listed if _meet(row, need)]
         low, high = bounds(np.array([row_of(need, 0)], np.int64))
         near = np.flatnonzero(((self._bounds[0] < high) & (self._bounds[1] > low)).all(axis=1))
-        sources, rows = self._table
-        return [self._offer(*one) for one in zip(sources[near].tolist(), rows[near].tolist(), strict=True)]
+        return [self._offer(*one) for one in _pairs(sources[near], rows[near])]
 
     @cached_property
     def _listed(self) -> list[tuple[int, Sequence[int]]]:
-        shared = [pair for table in self._tables for pair in _pairs(*table)]
-        if self.once:
-            first: dict[tuple[int, ...], tuple[int, Sequence[int]]] = {}
-            for source, row in shared:
-                first.setdefault(tuple(row[1:]), (source, row))  # what a fragment is, wherever it lies
-            shared = list(first.values())
-        alone = [pair for table in self._alone for pair in _pairs(*table)]
-        return [*shared, *alone, *((offer.source, row_of(offer.fragment, offer.offset)) for offer in self._few)]
+        return list(_pairs(*self._table))
 
     @cached_property
     def _table(self) -> tuple[Array, Array]:
         tables = list(self._tables)
         if self.once and tables:
             sources, rows = map(np.concatenate, zip(*tables, strict=True))
-            firsts = _first_of_each(rows[:, 1:])
+            firsts = _first_of_each(rows[:, 1:])  # what a fragment is, wherever it lies
             tables = [(sources[firsts], rows[firsts])]
-        tables += self._alone
-        if self._few:
-            tables.append(_as_table(self._few))
+        if self._alone:
+            tables.append(_as_table(self._alone))
         return np.concatenate([sources for sources, _ in tables]), np.concatenate([rows for _, rows in tables])
 
     @cached_property

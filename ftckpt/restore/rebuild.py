@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.store.damage import OBJECTS, Damage
 
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 NEW_SLOT = -1
 """In place of a slot's number: the shard comes into a slot that is chosen when it is rebuilt."""
@@ -268,18 +270,25 @@ def _needed(repair: Repair) -> Iterator[ChunkId]:
 
 def batches(tasks: Sequence[RepairTask], most_bytes: int) -> list[list[TaskSlice]]:
     """Tasks cut into slices, which stand together while they take ``most_bytes`` of memory or less."""
-    batched: list[list[TaskSlice]] = []
-    room_bytes = 0
+    slices: list[TaskSlice] = []
     for task in tasks:
         # ``width`` arrays of this length are in memory at a time.
         step = max(PAGE_BYTES, most_bytes // task.width // PAGE_BYTES * PAGE_BYTES)
         for begin in range(0, max(1, task.length), step):  # a block of a stripe without chunks has no bytes
-            task_slice = TaskSlice(task, begin, min(begin + step, task.length))
-            if task_slice.nbytes > room_bytes or not batched:
-                batched.append([])
-                room_bytes = most_bytes
-            batched[-1].append(task_slice)
-            room_bytes -= task_slice.nbytes
+            slices.append(TaskSlice(task, begin, min(begin + step, task.length)))
+    return in_batches(slices, lambda one: one.nbytes, most_bytes)
+
+
+def in_batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> list[list[T]]:
+    """The items in order, which stand together while they have ``most_bytes`` or less; a larger one stands alone."""
+    batched: list[list[T]] = []
+    room_bytes = 0
+    for item in items:
+        if nbytes(item) > room_bytes or not batched:
+            batched.append([])
+            room_bytes = most_bytes
+        batched[-1].append(item)
+        room_bytes -= nbytes(item)
     return batched
 
 

@@ -130,7 +130,8 @@ class Repairer:
         bad = []
         for block in needed:
             at = self._block_at(block)
-            if at is None or self._reader_of_block(at) != self._group.rank:
+            # By the block's number: the ranks of a node share the reading.
+            if at is None or self._reader_on(at.node, at.block) != self._group.rank:
                 continue
             try:
                 good = self._site.arenas.parity(at.arena, at.file).verify(at.block)
@@ -151,7 +152,11 @@ class Repairer:
                 package = packages.get(shard)
                 self._builds[shard] = Build(arenas.node_dir, fix, package, num_slots, keep)
         self._site.arenas.close()  # files may be freed or replaced from here on, by any rank of the node
-        self._have_room(keep)
+        site = self._site
+        make_room(
+            self._group, site.topology, site.arenas.node_dir, site.events, chosen=self._snapshot,
+            need=lambda: Need.of(self._builds.values()), keep=keep,
+        )  # fmt: skip
         for opened in gather_all(self._group, self._open_builds, dict[str, SlotAt]):
             self._sources.update(opened)
 
@@ -177,13 +182,6 @@ class Repairer:
         if package.shard != shard or package.snapshot != self._snapshot:
             raise CorruptError(f"package of {shard}: it was replaced while it was fetched; start again")
         return package
-
-    def _have_room(self, keep: Sequence[Collection[SnapshotId]]) -> None:
-        site = self._site
-        make_room(
-            self._group, site.topology, site.arenas.node_dir, site.events, chosen=self._snapshot,
-            need=lambda: Need.of(self._builds.values()), keep=keep,
-        )  # fmt: skip
 
     def _solve(self) -> Outcome | None:
         """Solve level by level; None when every chunk has the right checksum."""
@@ -229,10 +227,6 @@ class Repairer:
         name, holder, index = block
         file = self._shield.parity.get((name, holder))
         return BlockAt(file.node, file.arena, file.file, index) if file is not None else None
-
-    def _reader_of_block(self, at: BlockAt) -> int:
-        # By the block's number: the ranks of a node share the reading.
-        return self._reader_on(at.node, at.block)
 
     def _reader_on(self, node: str, turn: int) -> int:
         local = self._site.topology.ranks_on(node)

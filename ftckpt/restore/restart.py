@@ -55,26 +55,33 @@ _MOST_NAMED = 8
 _Brought = tuple[Needs, Traffic, Callable[[], bytes]]
 
 
-class _There(NamedTuple):
-    """The ``newest`` iteration in memory and on storage, -1 for none, and all of which something was seen there."""
+class _Start(NamedTuple):
+    """What a start goes by, see ``Restart.choose``; the same on all ranks.
 
-    newest: int
-    iterations: tuple[int, ...]
+    ``new``: the requests that it has to fulfil. ``asked``: all explicit acts of it. ``selection``: what may be taken,
+    under the lineage that it branches; ``shelf`` has what of that is on storage. ``reports``: what memory holds, as
+    long as nothing was touched.
+    """
 
-    @classmethod
-    def of(cls, seen: Seen) -> _There:
-        in_memory = {slot.snapshot for one in seen.reports or () for arena in one.arenas for slot in arena.slots}
-        found = {snapshot.iteration for snapshot in in_memory | {one.snapshot for one in seen.shelf.snapshots}}
-        return cls(max(seen.newest(seen.head), seen.shelf.newest), tuple(sorted(found)))
+    seen: Seen
+    new: Request
+    asked: tuple[str, ...]
+    selection: Selection
+    shelf: Shelf
+    on_lost: str
+    reshapes: bool
+    unproven: bool
+    reports: Sequence[Inventory] | None
 
-    def nothing_before(self, limit: int) -> str:
-        """What is wrong with going back to before an iteration of which nothing is there that is older."""
-        names = listed([str(one) for one in self.iterations], _MOST_NAMED)
-        have = f", which have iterations {names}" if names else ""
-        return (
-            f"--ftckpt-rollback-before: no snapshot before iteration {limit} is whole in memory or on storage{have}; "
-            "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
-        )
+    @property
+    def loaded(self) -> LoadedCheckpoint:
+        """By the script."""
+        return self.seen.loaded
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """Whether nothing but a snapshot will do."""
+        return not self.loaded.is_one and self.on_lost != "fresh"
 
 
 class Restart:
@@ -91,27 +98,21 @@ class Restart:
         self._arenas = OpenArenas(node_dir)
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
-        self._reports: Sequence[Inventory] | None = None  # what memory holds, as long as nothing was touched
+        self._start: _Start  # from ``choose`` on
         self._chosen: ChosenSlots | None = None  # of the decision, from ``void_newer`` on
         self._coming: Coming | None = None  # what brings the decision
         self.in_memory = True
         """Whether what was loaded lies in memory, too; from ``load`` on."""
         self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
         self._is_touched = False  # the live state, by what is coming
-        self._offered = NO_SHELF  # what counts on storage
         self.on_storage = -1
         """The newest iteration on storage up to the one that training goes on from, -1 for none; from ``load`` on, or
         from ``choose`` where nothing is loaded."""
-        self._head = self._requested = UNKNOWN  # of the job, and with the branch that this start makes
-        self._asked: tuple[str, ...] = ()  # the explicit acts of this start
         self._abandons = False  # something on storage
-        self._loaded = NO_CHECKPOINT
-        self._nodes_know = False  # all of them, the head
         self.lineage = UNKNOWN
         """Of the snapshots that will be taken; from ``load`` on, or from ``choose`` where nothing is loaded."""
         self.why = ""
         """Why memory is not gone on from, in words; empty where it is, and where there is nothing in it."""
-        self._has_lost = False
         self.cast: frozenset[str] = frozenset()
         """Names of this rank's fragments that ``load`` has made of their masters."""
         self.usage: Usage = {}
@@ -142,14 +143,14 @@ class Restart:
         lineage = partial(read_lineage, self._node_dir)
         shelf_look = ShelfLook(self._group, self._storage, self._events, request, lineage=lineage)
         seen = look(self._group, self._topology, self._arenas, shelf_look, loaded)
-        self._loaded, self._head, self._shelf, self._reports = seen.loaded, seen.head, seen.shelf, seen.reports
-        self._asked = seen.loaded.requests(request, seen.head)
-        self._adopt_head(seen)
-        there = _There.of(seen)
-        new = self._requests_since(request, seen, there)
+        self._shelf = seen.shelf
+        reports = None if self._adopt_head(seen) else seen.reports
+        new = self._requests_since(request, seen)
         selection = self._selected(new, seen)
-        self._requested = selection.head
-        self._offered = shelf = seen.shelf.selected(selection)
+        start = self._start = _Start(
+            seen, new, seen.loaded.requests(request, seen.head), selection, seen.shelf.selected(selection),
+            on_lost, reshapes, unproven, reports,
+        )  # fmt: skip
         reason = rollback_reason(seen.loaded, seen.head) if new == NO_REQUEST or seen.loaded.named else ""
         whole, decision = seen.whole(seen.head), None
         # What is abandoned is not searched for: it need not be whole, or of this layout.
@@ -157,25 +158,20 @@ class Restart:
             self.why = f"{reason}; memory ({whole}) is abandoned"
             self._events.emit("rolled_back", iteration=seen.loaded.iteration, newest=whole, reason=reason)
         elif not reason:
-            wish = _Wish(on_lost, seen.loaded, reshapes, selection, unproven, new != NO_REQUEST)
-            decision = self._newest(wish, shelf, seen.newest(selection.head))
-        if decision is None and not reason and not seen.loaded.is_one and on_lost != "fresh":
+            decision = self._newest(start)
+        if decision is None and not reason and start.needs_snapshot:
             _refuse_doubtful(seen)
         if new != NO_REQUEST:
-            self._record_request(new, decision, there, on_lost)
+            self._record_request(start, decision)
         if decision is None:
             self.resume(None)
         return decision
 
-    def _adopt_head(self, seen: Seen) -> None:
+    def _adopt_head(self, seen: Seen) -> bool:
         """A node that was away, or was killed before it wrote what others did, has snapshots of an abandoned branch:
-        they are void before anything is reconstructed there."""
-        known = [one.lineage for one in seen.memory if one.lineage.branches]
-        self._nodes_know = len(known) == len({member.node for member in self._topology.members}) and all(
-            one == seen.head for one in known
-        )
-        if all(one == seen.head for one in known):
-            return
+        they are void before anything is reconstructed there. Whether any node may have some."""
+        if all(one.lineage == seen.head for one in seen.memory if one.lineage.branches):
+            return False
 
         def adopt_here() -> None:
             if self._topology.is_node_leader and (arenas := adopt(self._node_dir, seen.head, seen.head)):
@@ -183,9 +179,9 @@ class Restart:
                 self._events.emit("rolled_back", iteration=seen.head.branches[-1].iteration, reason=reason)
 
         together(self._group, adopt_here)
-        self._reports = None  # something of it may be void
+        return True
 
-    def _requests_since(self, request: Request, seen: Seen, there: _There) -> Request:
+    def _requests_since(self, request: Request, seen: Seen) -> Request:
         """The requests that this start has to fulfil; where nothing is there, there is nothing to go back from."""
         loaded, new = seen.loaded, request.since(seen.head)
         if loaded.in_training:  # after the start that fulfilled them
@@ -201,7 +197,7 @@ class Restart:
                 "checkpoint; 'ftckpt list' shows the names",
                 lasting=True,
             )
-        if new.before and max(there.newest, loaded.iteration) < 0:
+        if new.before and max(seen.newest_there, loaded.iteration) < 0:
             return NO_REQUEST
         if new.before and loaded.iteration >= new.before:
             raise ConfigError(
@@ -225,20 +221,20 @@ class Restart:
         head = seen.head.branch(new.before - 1) if new.before else seen.head
         return Selection(head, assumed=seen.head)
 
-    def _record_request(self, new: Request, decision: Decision | None, there: _There, on_lost: str) -> None:
+    def _record_request(self, start: _Start, decision: Decision | None) -> None:
         """Storage knows of the branch before anything in memory is void, so that it counts if memory is lost."""
-        asked = ", ".join(f"--ftckpt-{text}" for text in new.texts)
-        if decision is None and not self._loaded.is_one and on_lost != "fresh":
-            raise LostError(there.nothing_before(new.before))
+        seen, asked = start.seen, ", ".join(f"--ftckpt-{text}" for text in start.new.texts)
+        if decision is None and start.needs_snapshot:
+            raise LostError(_nothing_before(start.new.before, seen))
         if self._storage and self._shelf.storage is None:
             raise StorageError(f"{asked}: storage cannot record it: {self._shelf.problem}", lasting=True)
-        iteration = decision.snapshot.iteration if decision is not None else max(0, self._loaded.iteration)
-        self._claim(replace(self._requested, requests=self._asked))
+        iteration = decision.snapshot.iteration if decision is not None else max(0, seen.loaded.iteration)
+        self._claim(replace(start.selection.head, requests=start.asked))
         text = f"{asked}: resumes from iteration {iteration}"
-        if there.newest <= iteration:
+        if seen.newest_there <= iteration:
             self._events.announce(f"{text}; nothing newer is there")
             return
-        self._events.emit("rolled_back", iteration=iteration, newest=there.newest, reason=asked)
+        self._events.emit("rolled_back", iteration=iteration, newest=seen.newest_there, reason=asked)
         self._events.announce(f"{text}; what is newer is abandoned, not deleted")
 
     def _claim(self, lineage: Lineage) -> None:
@@ -254,34 +250,32 @@ class Restart:
 
         together(self._group, claim)
 
-    def _newest(self, wish: _Wish, shelf: Shelf, in_memory: int) -> Decision | None:
-        """The newest of what is ``in_memory``, an iteration, and of what storage has; None: what was loaded is."""
-        if not wish.is_requested and 0 <= max(in_memory, shelf.newest) < wish.loaded.iteration:
-            self._give_up_older(in_memory, wish.loaded)
+    def _newest(self, start: _Start) -> Decision | None:
+        """The newest of what memory and storage have; None: what was loaded is."""
+        in_memory, is_requested = start.seen.newest(start.selection.head), start.new != NO_REQUEST
+        if not is_requested and 0 <= max(in_memory, start.shelf.newest) < start.loaded.iteration:
+            self._give_up_older(in_memory, start.loaded)
             decision = None
         else:
-            decision = self._search(wish, shelf)
-        if decision is None and not wish.is_requested:
-            shelf.require_seen()
+            decision = self._search(start)
+        if decision is None and not is_requested:
+            start.shelf.require_seen()
         return decision
 
-    def _search(self, wish: _Wish, shelf: Shelf) -> Decision | None:
+    def _search(self, start: _Start) -> Decision | None:
         # What is on its way may prove to be bad when some of it is in place: only where nothing of the live state
         # would be gone on with then.
-        overlaps = not wish.is_requested and not wish.loaded.is_one and wish.on_lost != "fresh"
+        overlaps = start.new == NO_REQUEST and start.needs_snapshot
         search = Search(
-            self._group, self._topology, self._events, self._arenas, reshapes=wish.reshapes, shelf=shelf,
-            slots=self._slots, selection=wish.selection, overlaps=overlaps, unproven=overlaps and wish.unproven,
-            reports=self._reports,
+            self._group, self._topology, self._events, self._arenas, reshapes=start.reshapes, shelf=start.shelf,
+            slots=self._slots, selection=start.selection, overlaps=overlaps, unproven=overlaps and start.unproven,
+            reports=start.reports,
         )  # fmt: skip
-        self._reports = None  # of the first search alone
-        return self._found(search, search.run, wish, shelf)
+        return self._found(search, search.run, start)
 
-    def _found(
-        self, search: Search, run: Callable[[], Decision | None], wish: _Wish, shelf: Shelf
-    ) -> Decision | None:
+    def _found(self, search: Search, run: Callable[[], Decision | None], start: _Start) -> Decision | None:
         """What a search comes to, and what to do where that proves bad."""
-        on_lost, loaded = wish.on_lost, wish.loaded
+        on_lost, loaded, shelf = start.on_lost, start.loaded, start.shelf
         try:
             decision = run()
         except LostError as error:
@@ -291,16 +285,16 @@ class Restart:
             self._events.emit("lost", error=str(error), loaded=max(0, loaded.iteration))
             self.why = f"snapshots were lost: {error}"
             return None
-        if decision is not None and decision.snapshot.iteration < loaded.iteration and wish.selection.only is None:
+        if decision is not None and decision.snapshot.iteration < loaded.iteration and start.selection.only is None:
             self._give_up_older(decision.snapshot.iteration, loaded)
             return None
         self.usage, self._coming = search.usage, search.coming
         if decision is not None and search.coming is not None:
             if search.coming.slots is None:
-                self._decide = lambda: self._found(search, search.settle, wish, shelf)
+                self._decide = lambda: self._found(search, search.settle, start)
             else:
-                left = shelf.without(decision.snapshot)
-                self._decide = lambda: self._search(wish, left)
+                left = start._replace(shelf=shelf.without(decision.snapshot), reports=None)
+                self._decide = lambda: self._search(left)
         return decision
 
     def _give_up_older(self, in_memory: int, loaded: LoadedCheckpoint) -> None:
@@ -314,7 +308,7 @@ class Restart:
 
     def written_by(self, decision: Decision) -> str:
         """The job that has written what storage gives of it; empty where that gives nothing."""
-        there = (one.job for one in self._offered.snapshots if one.snapshot == decision.snapshot)
+        there = (one.job for one in self._start.shelf.snapshots if one.snapshot == decision.snapshot)
         return next(there, "") if "storage" in self.usage else ""
 
     def void_newer(self, decision: Decision | None) -> bytes:
@@ -355,33 +349,33 @@ class Restart:
             MismatchError: the snapshot is of another model, or what its ranks hold of one tensor differs.
             LostError, MemoryBudgetError, ArenaError: as ``choose``, of what is taken in place of one that is bad.
         """
-        while True:
-            try:
-                loaded = self._load(decision, state, described)
-                self.resume(loaded.snapshot.iteration)
-                return loaded
-            except LostError as error:
-                error.touched = self._is_touched
-                raise
-            except (StorageError, ArenaError) as error:
-                if self._decide is None:
-                    raise
-                if isinstance(error, StorageError):
-                    pass_over(self._events, decision.snapshot, error)
-            finally:
-                self._end_coming()
-            try:
+        try:
+            while True:
+                try:
+                    loaded = self._load(decision, state, described)
+                    self.resume(loaded.snapshot.iteration)
+                    return loaded
+                except (StorageError, ArenaError) as error:
+                    if self._decide is None:
+                        raise
+                    if isinstance(error, StorageError):
+                        pass_over(self._events, decision.snapshot, error)
+                finally:
+                    self._end_coming()
                 decision = self._decided_anew()
-            except LostError as error:
-                error.touched = self._is_touched
-                raise
+        except LostError as error:
+            error.touched = self._is_touched
+            raise
 
     def resume(self, iteration: int | None) -> None:
         """The lineage of what follows is known: what storage has of newer ones was bad, or cannot be read."""
-        there = [one.snapshot.iteration for one in self._offered.snapshots]
+        start = self._start
+        there = [one.snapshot.iteration for one in start.shelf.snapshots]
         self.on_storage = max((one for one in there if iteration is None or one <= iteration), default=-1)
         self._abandons = any(iteration is None or one > iteration for one in there)
-        self.lineage = lineage_after(self._requested, self._loaded, iteration, max(there, default=-1), self._asked)
+        self.lineage = lineage_after(
+            start.selection.head, start.loaded, iteration, max(there, default=-1), start.asked
+        )
 
     def record_lineage(self) -> None:
         """Nodes, and storage where it must, remember the lineage of what follows. Before anybody trains, after
@@ -391,16 +385,16 @@ class Restart:
             ArenaError: a node cannot write it.
             StorageError: storage cannot.
         """
-        lineage, head = self.lineage, self._head
+        seen, lineage, leads = self._start.seen, self.lineage, self._topology.is_node_leader
+        head, nodes = seen.head, {member.node for member in self._topology.members}
         is_same = (lineage.branches, lineage.requests, lineage.found) == (head.branches, head.requests, head.found)
-        if is_same and self._nodes_know:
+        if is_same and seen.nodes_know(len(nodes)):
             return
-        if lineage != self._requested and self._abandons:
+        if lineage != self._start.selection.head and self._abandons:
             # First: what storage remembers counts for nodes that are killed before they do. Where nothing on it is
             # abandoned, the claim beside training is early enough.
             self._claim(lineage)
-        leads = self._topology.is_node_leader
-        together(self._group, lambda: adopt(self._node_dir, lineage, self._head) if leads else None)
+        together(self._group, lambda: adopt(self._node_dir, lineage, head) if leads else None)
 
     def _decided_anew(self) -> Decision:
         """Another decision than the one that was coming."""
@@ -534,38 +528,18 @@ class Restart:
         self._events.emit("loaded", iteration=iteration, secs=secs, **asdict(traffic), **layouts)
 
 
-class _Wish(NamedTuple):
-    """What is looked for, see ``Restart.choose``."""
-
-    on_lost: str
-    loaded: LoadedCheckpoint
-    reshapes: bool
-    selection: Selection
-    unproven: bool
-    is_requested: bool
-
-
-def _in_memory(seen: Seen) -> dict[SnapshotId, Lineage]:
-    """The snapshots of all slots, and the lineages of the nodes that have them."""
-    return {
-        slot.snapshot: report.lineage if report.lineage.branches else seen.head
-        for report in seen.reports or () for arena in report.arenas for slot in arena.slots
-        if slot.snapshot is not None
-    }  # fmt: skip
-
-
 def _named(name: str, seen: Seen) -> tuple[SnapshotId, Lineage] | None:
     """The snapshot of that name on storage, or else in memory, and its lineage."""
     if (stored := seen.shelf.named) is not None:
         return stored.snapshot, stored.lineage
-    there = {snapshot: lineage for snapshot, lineage in _in_memory(seen).items() if _name(snapshot) == name}
+    there = {snapshot: lineage for snapshot, lineage in seen.in_memory.items() if _name(snapshot) == name}
     newest = max(there, default=None)
     return (newest, there[newest]) if newest is not None else None
 
 
 def _refuse_doubtful(seen: Seen) -> None:
     """Raises LostError where snapshots are there that are in doubt, and nothing else is."""
-    doubtful = {_name(one) for one, of in _in_memory(seen).items() if is_doubtful(of, one.iteration, seen.head)}
+    doubtful = {_name(one) for one, of in seen.in_memory.items() if is_doubtful(of, one.iteration, seen.head)}
     doubtful |= {
         one.name for one in seen.shelf.snapshots if is_doubtful(one.lineage, one.snapshot.iteration, seen.head)
     }
@@ -575,6 +549,17 @@ def _refuse_doubtful(seen: Seen) -> None:
             "replicas that differed: take one with --ftckpt-restore-from NAME, or begin at the beginning with "
             "--ftckpt-on-lost fresh"
         )
+
+
+def _nothing_before(limit: int, seen: Seen) -> str:
+    """What is wrong with going back to before an iteration of which nothing is there that is older."""
+    iterations = {one.iteration for one in [*seen.in_memory, *(one.snapshot for one in seen.shelf.snapshots)]}
+    names = listed([str(one) for one in sorted(iterations)], _MOST_NAMED)
+    have = f", which have iterations {names}" if names else ""
+    return (
+        f"--ftckpt-rollback-before: no snapshot before iteration {limit} is whole in memory or on storage{have}; "
+        "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
+    )
 
 
 def _name(snapshot: SnapshotId) -> str:

@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT
 from ftckpt.restore.repair import Repairer, Site, Usage
 from ftckpt.restore.shelf import NO_SHELF, Shelf
-from ftckpt.restore.slot_shard import SlotShard
+from ftckpt.restore.slot_file import SlotShard
 from ftckpt.restore.stored import ShardFetch, reads
 from ftckpt.restore.straight import StraightFetch
 from ftckpt.restore.threads import in_order, threads_of
@@ -231,7 +232,7 @@ class Search:
         )  # fmt: skip
         reader = ChunkReader(self._group, reads(stored.snapshot))
         straight = StraightFetch(
-            self._group, topology, fetch.files, reader, places=places, mine=[*self._mine(decision)]
+            self._group, topology, fetch.files.get, reader, places=places, mine=[*self._mine(decision)]
         )  # fmt: skip
         try:
             straight.begin()
@@ -248,10 +249,16 @@ class Search:
     def _in_slots(self, decision: Decision) -> Coming:
         """What brings a snapshot that lies in slots, proven on the way."""
         mine = self._mine(decision)
-        files = SlotShards(self._arenas, decision.snapshot, decision.sources, self._expected)
+
+        @cache
+        def open_shard(shard: str) -> SlotShard:
+            at = decision.sources[shard]
+            arena, file = self._arenas.get(at.arena), self._arenas.file(at)
+            return SlotShard(arena, at.slot, decision.snapshot, file, self._expected(arena, at.slot))
+
         reader = ChunkReader(self._group, f"loads iteration {decision.snapshot.iteration}", self._threads)
         straight = StraightFetch(
-            self._group, self._topology, files, reader, places=decision.sources, mine=[*mine], in_slots=True
+            self._group, self._topology, open_shard, reader, places=decision.sources, mine=[*mine], in_slots=True
         )  # fmt: skip
         # Asked for when ranks do so together: one that cannot open an arena would leave the others waiting.
         return Coming(straight, None, lambda: {shard: self._state_of(at) for shard, at in mine.items()})
@@ -434,26 +441,6 @@ class Search:
             if told != self._told:  # ``settle`` comes to the same where nothing is bad
                 self._events.emit(loud, iteration=iteration, reasons=reasons)
             self._told = told
-
-
-class SlotShards:
-    """The shards of ``snapshot`` in slots of this node, opened once; ``sources`` of all, ``expected`` gives the
-    checksums of a slot."""
-
-    def __init__(
-        self, arenas: OpenArenas, snapshot: SnapshotId, sources: Mapping[str, SlotAt],
-        expected: Callable[[Arena, int], Mapping[int, int]],
-    ) -> None:  # fmt: skip
-        self._arenas, self._snapshot, self._sources, self._expected = arenas, snapshot, sources, expected
-        self._open: dict[str, SlotShard] = {}
-
-    def get(self, shard: str) -> SlotShard:
-        """Raises ArenaError where it holds something else by now, or more than chunks of it is bad."""
-        if shard not in self._open:
-            at = self._sources[shard]
-            arena, file = self._arenas.get(at.arena), self._arenas.file(at)
-            self._open[shard] = SlotShard(arena, at.slot, self._snapshot, file, self._expected(arena, at.slot))
-        return self._open[shard]
 
 
 def _places(topology: Topology, shards: Collection[str], same: bool) -> dict[str, SlotAt]:

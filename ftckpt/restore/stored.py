@@ -19,7 +19,6 @@ from ftckpt.group import Group, gather_all, together
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist.shard_file import ShardFile
-from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import worth_keeping
 from ftckpt.restore.chunk_reader import ChunkReader, Job, ShardFiles, proven
@@ -56,7 +55,7 @@ class ShardFetch:
         self._inventory = inventory
         self._slots = slots
         self._bad = bad
-        self._missing = sorted(self._stored.shards.keys() - _in_memory(inventory, self._stored, bad))
+        self._missing = sorted(self._stored.shards.keys() - inventory.good_shards(self._stored.snapshot, bad))
         self._builds: dict[str, Build] = {}
         self.files = files
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
@@ -170,13 +169,3 @@ def reads(snapshot: SnapshotId) -> str:
 def _bring(file: ShardFile, build: Build, chunk: int) -> None:
     """Read a chunk, prove it, and write it where it belongs in memory."""
     build.put(chunk, 0, np.frombuffer(proven(file, chunk), np.uint8))
-
-
-def _in_memory(inventory: Inventory, stored: StoredSnapshot, bad: Collection[SlotAt]) -> set[str]:
-    """Shards of a snapshot that lie in good slots."""
-    return {
-        report.shard
-        for report in inventory.arenas
-        for slot in report.slots
-        if slot.snapshot == stored.snapshot and SlotAt(report.node, report.name, slot.index) not in bad
-    }

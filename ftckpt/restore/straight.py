@@ -8,9 +8,9 @@ their memory costs more than all else. They get it beside training, and the next
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -33,13 +33,6 @@ in memory."""
 
 _TWICE_BYTES = 64 << 20
 """So many for each rank in any case: a chunk is read as a whole."""
-
-
-class Files(Protocol):
-    """Shards of one snapshot."""
-
-    def get(self, shard: str, /) -> Source:
-        """Opened once; raises StorageError or ArenaError where it is not there, or not what it should be."""
 
 
 class Reading(NamedTuple):
@@ -72,19 +65,20 @@ class StraightFetch:
     """Reads one snapshot. ``begin`` and ``bring`` are collective, ``close`` in any case.
 
     Args:
-        files: what has the shards.
+        open_shard: gives a shard, opened once; raises StorageError or ArenaError where it is not there, or not what
+            it should be.
         places: where each shard lies; of storage names for that.
         mine: the shards that this rank tells of.
         in_slots: each node reads its own alone, and of ``mine`` every chunk is proven, wanted or not.
     """
 
     def __init__(
-        self, group: Group, topology: Topology, files: Files, reader: ChunkReader, *,
+        self, group: Group, topology: Topology, open_shard: Callable[[str], Source], reader: ChunkReader, *,
         places: Mapping[str, SlotAt], mine: Collection[str], in_slots: bool = False,
     ) -> None:  # fmt: skip
         self._group = group
         self._topology = topology
-        self._files = files
+        self._open = open_shard
         self._mine, self._in_slots = mine, in_slots
         self._chunks: list[_Chunk] = []
         self._needed_bytes = 0
@@ -97,23 +91,23 @@ class StraightFetch:
         Raises:
             StorageError: one is not there, or not what it should be; on all ranks together.
         """
-        gather_all(self._group, lambda: all([self._files.get(shard) for shard in self._mine]), bool)
+        gather_all(self._group, lambda: all([self._open(shard) for shard in self._mine]), bool)
 
     def objects(self, shard: str) -> bytes:
-        """The encoded objects of a shard; raises as ``Files.get``."""
-        return bytes(self._files.get(shard).objects())
+        """The encoded objects of a shard; raises as ``open_shard``."""
+        return bytes(self._open(shard).objects())
 
     def read(self, shard: str, begin: int, end: int) -> Bytes:
-        """Bytes of a shard's image, outside its objects; raises as ``Files.get``."""
+        """Bytes of a shard's image, outside its objects; raises as ``open_shard``."""
         data, staging = host_memory(end - begin), Staging()
-        for chunk in _chunks(self._files.get(shard), [_Part(run(begin, 0, end - begin), data)]):
+        for chunk in _chunks(self._open(shard), [_Part(run(begin, 0, end - begin), data)]):
             _bring(chunk, staging)
         return data.numpy().data
 
     def plan(self, transfers: Sequence[Transfer]) -> Reading:
-        """Know what this rank reads; raises as ``Files.get``."""
+        """Know what this rank reads; raises as ``open_shard``."""
         near = not self._in_slots or all(_slot(one).node == self._topology.me.node for one in transfers)
-        mine = [self._files.get(shard) for shard in self._mine]
+        mine = [self._open(shard) for shard in self._mine]
         there_bytes = sum(sum(map(file.stored_bytes, range(len(file.image.chunks)))) for file in mine)
         if not near:
             return Reading(0, there_bytes, near)
@@ -155,7 +149,7 @@ class StraightFetch:
 
     def _chunks_of(self, shard: str, parts: Sequence[_Part]) -> Iterator[_Chunk]:
         every = self._in_slots and shard in self._mine
-        return _chunks(self._files.get(shard), sorted(parts, key=_begin), every)
+        return _chunks(self._open(shard), sorted(parts, key=_begin), every)
 
 
 def reads_little_twice(read_bytes: Sequence[int], there_bytes: int) -> bool:

@@ -209,7 +209,7 @@ class GuardedArena:
 
 
 class GuardedArenas:
-    """The arenas of a node that a live trainer writes. All but ``by_shard`` belongs to one thread."""
+    """The arenas of a node that a live trainer writes. All but ``by_shard`` and ``find`` belong to one thread."""
 
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
@@ -226,6 +226,12 @@ class GuardedArenas:
     def all(self) -> list[GuardedArena]:
         """The open ones, in no order that means anything."""
         return list(self.by_shard.values())
+
+    def find(self, shard: str, snapshot: SnapshotId) -> tuple[GuardedArena, CheckedSlot] | None:
+        """The arena of ``shard`` and its slot with ``snapshot``, where that is there and checked."""
+        arena = self.by_shard.get(shard)
+        checked = arena.find(snapshot) if arena is not None else None
+        return (arena, checked) if arena is not None and checked is not None else None
 
     @property
     def complete(self) -> bool:

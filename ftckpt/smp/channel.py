@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -154,13 +154,6 @@ class Frame:
 
     body: bytes
     payload: bytearray | None = None
-
-
-class _Record(Protocol):
-    """A GCM context of the library, of which this module uses the smallest part."""
-
-    def update_into(self, data: Any, buf: Any) -> int: ...
-    def authenticate_additional_data(self, data: Any) -> None: ...
 
 
 class _Keys:
@@ -349,8 +342,9 @@ class Channel:
         self._read_tag(record, deadline)
         return data if trailer[0] == 1 else None
 
-    def _pass(self, record: _Record, piece: memoryview) -> None:
-        """Let a piece go through the record: authenticated, and in place sealed or opened where that was agreed."""
+    def _pass(self, record: Any, piece: memoryview) -> None:
+        """Let a piece go through a record, a GCM context of the library: authenticated, and in place sealed or opened
+        where that was agreed."""
         if self._sealed:
             record.update_into(piece, piece)
         else:

@@ -116,16 +116,6 @@ def prune_packages(
     package.prune(node_dir, retained | set(foreign[: MAX_SETS - 1]))
 
 
-def prune_after_cover(node_dir: Path, marks: Collection[SnapshotId], target: SnapshotId) -> None:
-    """After ``target`` was covered: it stays, and what is marked as protected.
-
-    Without a mark all stays that ``prune`` left: until all nodes have covered the target, what a lost node would be
-    brought back to is a snapshot of another layout or of other shares, which these arenas do not name.
-    """
-    if marks:
-        package.prune(node_dir, {*marks, target})
-
-
 def _problem(data: bytearray, shard: str, snapshot: SnapshotId) -> str:
     """What is wrong with what came as a package; "" if nothing is."""
     try:
@@ -288,7 +278,10 @@ class TargetCover:
                 return
         # Asked again: trainers may have marked another one as protected meanwhile.
         marks = [mark for arena, _ in slots if (mark := arena.mapped.control.protected()) is not None]
-        prune_after_cover(node_dir, marks, self.snapshot)
+        # Without a mark all stays: until all nodes have covered the target, what a lost node would be brought back to
+        # is a snapshot of another layout or of other shares, which these arenas do not name.
+        if marks:
+            package.prune(node_dir, {*marks, self.snapshot})
         self._events.emit(
             "covered",
             iteration=self.snapshot.iteration,

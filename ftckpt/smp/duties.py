@@ -164,7 +164,8 @@ class Duties:
             self._final.stop()
             self._final = None
         if given == self._description:
-            self._retry()
+            if self._cannot is not None:  # it is begun anew
+                self._target = self._cannot = None
             return
         node, duty, flush, arenas, addresses, trust, limit, settings = _read(given)
         addresses.pop(node, None)
@@ -187,11 +188,6 @@ class Duties:
         self._refresh()
         # It may have gone bad since it was claimed: every package is read before it counts again.
         self._claims = list(dict.fromkeys([*self._claims, *claims(self._sources)]))
-
-    def _retry(self) -> None:
-        """What could not be protected is begun anew."""
-        if self._cannot is not None:
-            self._target = self._cannot = None
 
     def persist(self, request: PersistRequest) -> dict[str, Any]:
         """Bring the newest snapshot to storage, without ranks; says how far that is.

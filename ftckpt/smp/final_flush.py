@@ -1,11 +1,13 @@
 """The newest snapshot of a job that trains no more, on its way to storage: without trainers, by the SMPs alone.
 
-Each node writes to storage which snapshots its arenas hold; the SMPs flush the newest that every node holds. Nothing
-changes meanwhile, as nobody writes the arenas. Where a node is missing nothing is flushed, and the reason names it.
+Each node writes to storage which snapshots its arenas hold; the SMPs flush the newest that every node holds. What a
+node has written counts while it goes on writing: one that is lost may have written before. Nothing changes meanwhile,
+as nobody writes the arenas. Where a node is missing nothing is flushed, and the reason names it.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -20,7 +22,6 @@ from ftckpt.persist import commit, retention
 from ftckpt.persist.storage import Storage, open_storage
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
-from ftckpt.smp.roll_call import RollCall
 from ftckpt.smp.work import Pace
 from ftckpt.store.lineage_file import read_lineage
 from ftckpt.store.pulse import FlushState
@@ -29,6 +30,7 @@ _POLL_SECS = 0.2
 _NODES_SECS = 120.0
 """Longest wait for other nodes, and at most half of the time that there is: the rest is for writing."""
 _AGAIN_SECS = 1.0
+_BEAT_SECS = 1.0
 
 T = TypeVar("T")
 
@@ -86,7 +88,7 @@ class FinalFlush:
 
     def _run(self) -> None:
         try:
-            self._bring_newest()
+            self._bring_newest(self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist")))
             self._state = FlushState.DONE
         except Exception as error:  # noqa: BLE001 - told to who waits
             self._reason = in_words(error)
@@ -94,11 +96,7 @@ class FinalFlush:
             iteration = self._snapshot.iteration if self._snapshot is not None else -1
             self._events.emit("flush_failed", iteration=iteration, reason=self._reason)
 
-    def _bring_newest(self) -> None:
-        storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
-        self._bring_what_lacks(storage)
-
-    def _bring_what_lacks(self, storage: Storage) -> None:
+    def _bring_newest(self, storage: Storage) -> None:
         held = self._held()
         there = self._patiently(lambda: self._newest(storage, {one.lineage for one in held}))
         call = RollCall(storage, self.orders, held)
@@ -228,3 +226,43 @@ class FinalFlush:
 
     def _late(self, wait_secs: float) -> bool:
         return self._halted.wait(wait_secs) or time.monotonic() >= self._deadline
+
+
+class RollCall:
+    """One node's part in telling who is there; ``held`` are the snapshots of which it has all its shards.
+
+    All methods but ``leave`` raise StorageError where storage fails; they may be called again.
+    """
+
+    def __init__(self, storage: Storage, orders: FlushOrders, held: Collection[SnapshotId]) -> None:
+        self._storage, self._orders, self._held = storage, orders, set(held)
+        self._name, self._number, self._told = secrets.token_hex(4), 0, 0.0
+        self._first: dict[str, str | None] | None = None
+
+    def beat(self) -> None:
+        """Write that this node is there, once a second at most."""
+        if time.monotonic() - self._told >= _BEAT_SECS:
+            self._number += 1
+            beat = f"{self._name}-{self._number}"
+            commit.tell_holdings(self._storage, self._orders.node, self._orders.owner, self._held, beat)
+            self._told = time.monotonic()
+
+    def present(self) -> dict[str, set[SnapshotId]]:
+        """What each node holds that has written since the first call."""
+        told = self._read()
+        if self._first is None:
+            self._first = {node: beat for node, (beat, _) in told.items()}
+        found = {node: held for node, (beat, held) in told.items() if beat != self._first.get(node)}
+        return {**found, self._orders.node: self._held}
+
+    def knew_all(self, snapshot: SnapshotId) -> bool:
+        """Whether every node has written at some time that it holds ``snapshot``: once it is on storage they go."""
+        told = self._read()
+        return all(node in told and snapshot in told[node][1] for node in self._orders.nodes)
+
+    def leave(self) -> None:
+        """Withdraw what this node has written."""
+        commit.forget_holdings(self._storage, self._orders.node)
+
+    def _read(self) -> dict[str, tuple[str, set[SnapshotId]]]:
+        return commit.holdings(self._storage, self._orders.nodes, self._orders.owner)

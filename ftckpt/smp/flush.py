@@ -132,21 +132,17 @@ class Flush:
         self._pace = pace
         self._events = events
         self._begun = time.monotonic()
-        self._stopped = False
+        self.halted = False
+        """Whether it was stopped."""
         self._over = threading.Event()
         """Nothing more is to be done: it was stopped, or one of its files has failed."""
         self._written: dict[str, StoredShard] = {}
         self._thread = threading.Thread(target=self._run, args=(before,), name="smp-flush", daemon=True)
         self._thread.start()
 
-    @property
-    def halted(self) -> bool:
-        """Whether it was stopped."""
-        return self._stopped
-
     def stop(self) -> None:
         """Leave it. What this node was writing is removed; once it is done, the rest is no more its own."""
-        self._stopped = True
+        self.halted = True
         self._over.set()
 
     def join(self, timeout_secs: float | None = None) -> None:

@@ -267,9 +267,8 @@ class Scrubber:
 
     def _make_package(self, shard: str, snapshot: SnapshotId) -> Work[bool]:
         """Whether this node has it to keep, and does again."""
-        arena = self._sources.arenas.by_shard.get(shard)
-        checked = arena.find(snapshot) if arena is not None else None
-        if arena is not None and checked is not None:
+        if (found := self._sources.arenas.find(shard, snapshot)) is not None:
+            arena, checked = found
             with arena.lease(checked.slot):
                 yield from store_package(self._sources, arena, checked)
             return True

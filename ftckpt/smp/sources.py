@@ -60,16 +60,10 @@ class Sources:
         self._since: dict[str, float] = {}
 
     def local(self, shard: str, chunk: int, snapshot: SnapshotId) -> LocalChunk:
-        """Chunk ``chunk`` of a slot of this node; raises as ``find``."""
-        return LocalChunk(*self.find(shard, snapshot), chunk)
-
-    def find(self, shard: str, snapshot: SnapshotId) -> tuple[GuardedArena, CheckedSlot]:
-        """The arena and slot of a shard of this node; raises ArenaError if it is not there, or not checked."""
-        arena = self.arenas.by_shard.get(shard)
-        checked = arena.find(snapshot) if arena is not None else None
-        if arena is None or checked is None:
+        """Chunk ``chunk`` of a slot of this node; raises ArenaError if it is not there, or not checked."""
+        if (found := self.arenas.find(shard, snapshot)) is None:
             raise ArenaError(f"{shard}: iteration {snapshot.iteration} is not here, or not checked")
-        return arena, checked
+        return LocalChunk(*found, chunk)
 
     def request(self, node: str, request: BytesRequest, at_most: int) -> Work[Fetch]:
         """Request bytes of another node, once training leaves the network to us and what came so far is paid for."""
@@ -247,9 +241,10 @@ class Service:
             yield answer
 
     def _chunk(self, request: ChunkRequest, stack: ExitStack) -> Delivery | None:
-        arena = self.arenas.by_shard.get(request.shard)
-        checked = arena.find(request.snapshot) if arena is not None else None
-        if arena is None or checked is None or request.chunk >= len(arena.mapped.image.chunks):
+        if (found := self.arenas.find(request.shard, request.snapshot)) is None:
+            return None
+        arena, checked = found
+        if request.chunk >= len(arena.mapped.image.chunks):
             return None
         span = arena.mapped.image.chunks[request.chunk]
         if not self._may_send(span.nbytes):

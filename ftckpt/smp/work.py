@@ -125,7 +125,7 @@ class Bucket:
         self._rate = bytes_per_sec
         self._clock = clock
         self._due = clock()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
 
     def charge(self, nbytes: int) -> None:
         """Note that ``nbytes`` are being moved now."""
@@ -144,15 +144,15 @@ class Bucket:
             wait_secs = self.wait_secs()
             if wait_secs > most_secs:
                 return None
-            if self._rate > 0:
-                self._due = max(self._due, self._clock()) + nbytes / self._rate
+            self.charge(nbytes)
             return wait_secs
 
 
-class Courtesy:
+class Courtesy(threading.local):
     """Lets others go first, but not for ever: at most as long as was worked, ``most_secs`` at a stretch.
 
-    So work takes at most twice as long as with nobody else there (and ``most_secs``), however busy they are.
+    So work takes at most twice as long as with nobody else there (and ``most_secs``), however busy they are. Each
+    thread counts by itself: what one of them waits is no work of another.
 
     Args:
         busy: whether others should go first now.
@@ -178,13 +178,6 @@ class Courtesy:
         self._saved = max(-self._most_secs, self._saved - (self._since - begun))
 
 
-class _Courtesies(threading.local):
-    """One for each thread: what one of them waits is no work of another."""
-
-    def __init__(self, busy: Callable[[], bool], clock: Callable[[], float], most_secs: float) -> None:
-        self.own = Courtesy(busy, clock, most_secs)
-
-
 class Pace:
     """What to do before each piece of work, in any thread: limits are of all threads together.
 
@@ -206,20 +199,20 @@ class Pace:
         self.read = Bucket(smp_rate, clock)
         self.received = Bucket(network_rate, clock)
         self._sent = Bucket(network_rate, clock)
-        self._copying = _Courtesies(copying, clock, MOST_SECS)
-        self._network = _Courtesies(network, clock, NETWORK_MOST_SECS)
-        self._senders = _Courtesies(network, clock, NETWORK_MOST_SECS)
+        self._copying = Courtesy(copying, clock, MOST_SECS)
+        self._network = Courtesy(network, clock, NETWORK_MOST_SECS)
+        self._senders = Courtesy(network, clock, NETWORK_MOST_SECS)
 
     def memory(self, nbytes: int) -> Iterator[float]:
         """Before ``nbytes`` of memory are read."""
         yield from _paid(self.read)
         self.read.charge(nbytes)
-        yield from self._copying.own.wait()
+        yield from self._copying.wait()
 
     def receive(self) -> Iterator[float]:
         """Before something is requested over the network; what comes is charged to ``received`` when it is there."""
         yield from _paid(self.received)
-        yield from self._network.own.wait()
+        yield from self._network.wait()
 
     def send(self, nbytes: int) -> Generator[float, None, bool]:
         """Before ``nbytes`` are sent; False: not now, others have the next half second."""
@@ -228,7 +221,7 @@ class Pace:
             return False
         if wait_secs > 0:
             yield wait_secs
-        yield from self._senders.own.wait()
+        yield from self._senders.wait()
         return True
 
 

@@ -134,7 +134,7 @@ def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.
     monkeypatch.setattr(last_flush, "_UNREADY_SECS", 0.3)
     monkeypatch.setattr(last_flush, "_TURN_SECS", 0.2)
     guard = READY
-    node: Any = SimpleNamespace(observe=lambda _: guard, problem_now=str)
+    node: Any = SimpleNamespace(observe_flush=lambda _: guard, smp=SimpleNamespace(problem_now=str))
     watch = _NodeWatch(at(6), node, time.monotonic() + 60.0)
     for _ in range(3):
         assert watch.turn() == FlushState.WORKING, "for as long as it is to, while there is one"
@@ -156,8 +156,10 @@ def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pyt
         def observe(_: SnapshotId) -> FlushGuard:
             return READY._replace(state=next(states, FlushState.DONE))
 
-        node = SimpleNamespace(begin=lambda _: None, observe=observe, problem_now=problem_now, trying="tried again")
-        return last_flush.flush_last(cast(Any, None), events, at(6), cast(Any, node), 9.0)
+        node = SimpleNamespace(observe_flush=observe, smp=SimpleNamespace(problem_now=problem_now))
+        return last_flush.flush_last(
+            cast(Any, None), events, at(6), cast(Any, node), timeout_secs=9.0, trying="tried again"
+        )
 
     assert flush(lambda: next(problems, "node n1: no room in /full"))
     keeps = [line for line in told if "no room in /full" in line]

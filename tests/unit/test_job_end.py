@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -158,7 +159,9 @@ def test_the_last_snapshot_comes_to_storage_unless_it_is_there(
 
     monkeypatch.setattr(rank_storage, "flush_last", flush)
     monkeypatch.setattr(rank_storage.codec, "gather", lambda group, mine, kind: [mine])
-    storage = RankStorage(Config(persist="/there"), *(None,) * 4)  # type: ignore[arg-type]
+    protection: Any = SimpleNamespace(mark=lambda marks: None)
+    nothing: Any = None
+    storage = RankStorage(Config(persist="/there"), nothing, nothing, protection, RankState(Config()))
     rank = SimpleNamespace(find=lambda: End(sealed=have(7, 9), going=at(7), persisted=persisted))
     assert not storage.bring_last(rank)  # type: ignore[arg-type]
     assert came == brought

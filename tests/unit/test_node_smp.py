@@ -15,9 +15,8 @@ import pytest
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, SmpError
-from ftckpt.job import node_smp, smp_setup
-from ftckpt.job.node_smp import NodeSmp
-from ftckpt.job.smp_setup import SmpSetup
+from ftckpt.job import node_smp
+from ftckpt.job.node_smp import NodeSmp, SmpSetup
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import Holding
 from ftckpt.smp.requests import guard_digest
@@ -142,7 +141,7 @@ def test_an_smp_that_could_not_be_told_is_told_again(tmp_path: Path, monkeypatch
     def fails() -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(smp_setup, "_AGAIN_SECS", 0.01)
+    monkeypatch.setattr(node_smp, "_AGAIN_SECS", 0.01)
     told, smp, seen = Told(monkeypatch, fails, fails), of_rank(0), []
     smp._events = SimpleNamespace(emit=lambda *event, **fields: seen.append((*event, fields["error"])))  # type: ignore[assignment]
     configured(smp, tmp_path, "arena")
@@ -167,7 +166,7 @@ def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(
     assert of_rank(1).flush_problem() == "", "another rank leads the node"
     begin = time.monotonic()
     smp.release()
-    assert time.monotonic() - begin < smp_setup._LAST_SECS and not told.descriptions
+    assert time.monotonic() - begin < node_smp._LAST_SECS and not told.descriptions
 
 
 def test_an_smp_that_an_earlier_attempt_has_told_does_not_guard_this_one(
@@ -220,7 +219,7 @@ def test_what_is_wanted_anew_waits_for_no_rest(tmp_path: Path, monkeypatch: pyte
     configured(smp, tmp_path, "first")
     until(lambda: smp._setup.problem, "it fails")
     configured(smp, tmp_path, "second")
-    until(told.arenas, "it is told", smp_setup._AGAIN_SECS / 2)
+    until(told.arenas, "it is told", node_smp._AGAIN_SECS / 2)
     smp.release()
     assert told.arenas() == ["second"]
 

@@ -15,8 +15,7 @@ import pytest
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore import slot_file
-from ftckpt.restore.slot_file import SlotFile
-from ftckpt.restore.slot_shard import SlotShard
+from ftckpt.restore.slot_file import SlotFile, SlotShard
 from ftckpt.restore.threads import in_order
 from ftckpt.store import landings
 from ftckpt.store.arena import Arena
