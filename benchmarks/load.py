@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import load_jobs, slow_storage
 from benchmarks.common import environment, print_table, write_json
-from benchmarks.load_jobs import FRAMEWORKS, Case, Place
+from benchmarks.load_frameworks import FRAMEWORKS
+from benchmarks.load_jobs import Case, Place
 from ftckpt.store.directory import clean_job, end_smp, job_node_path, list_arenas
 from tests.support.pool import run_ranks
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load_jobs import FRAMEWORKS
+from benchmarks.load_frameworks import FRAMEWORKS
 from benchmarks.persist_systems import SYSTEMS
 
 ROOT = Path(__file__).parent.parent.parent
