@@ -12,7 +12,6 @@ The exit code is 1 where a goal is missed, with a line for each.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import load_jobs, slow_storage
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table, write_json
 from benchmarks.load_frameworks import FRAMEWORKS
 from benchmarks.load_jobs import Case, Place
 from ftckpt.store.directory import clean_job, end_smp, job_node_path, list_arenas
@@ -213,7 +212,7 @@ def show(found: Sequence[Row]) -> None:
     )
 
 
-def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str, Any]], None]) -> Sequence[Row]:
+def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str, Any]], None]) -> None:
     """All rows, a framework after the other: what is compared takes turns. ``keep`` gets what is known by then after
     each repeat, which may take minutes."""
     rows: list[Row] = []
@@ -237,7 +236,6 @@ def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str
                 print(f"repeat {repeat + 1} of {repeats}, {name}: {line}", file=sys.stderr, flush=True)
         finally:
             ground.close()
-    return rows
 
 
 def _bytes_of(folder: Path) -> int:
@@ -246,8 +244,7 @@ def _bytes_of(folder: Path) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run, print the table, write the file; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where the result goes")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="sizes that take seconds and say nothing; no goal counts"
     )
@@ -267,30 +264,26 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"nfs: not measured, no limit can be set here: {error}", file=sys.stderr)
 
+    content: dict[str, Any] = {
+        "benchmark": "load", "environment": about, "sizes": sizes._asdict(),
+        "nfs": "cgroup" if limit else "not measured",
+    }  # fmt: skip
+
     def keep(raw: Mapping[str, Any]) -> None:
-        found = medians(raw["rows"])
-        content = {
-            "benchmark": "load", "environment": about, "sizes": sizes._asdict(),
-            "nfs": "cgroup" if limit else "not measured", "medians": found, "missed": verdict(found), **raw,
-        }  # fmt: skip
-        if args.json:
-            write_json(args.json, content)
+        content.update(raw, medians=medians(raw["rows"]))
+        write_json(args.json, content)
 
     slow = str(limit.folder) if limit else ""
     try:
         grounds = [Ground(tmpfs, disk, Case(each, sizes.model), slow) for each in args.only or list(FRAMEWORKS)]
-        rows = measure(grounds, sizes.repeats, keep)
+        measure(grounds, sizes.repeats, keep)
     finally:
         for root in (tmpfs, disk):
             shutil.rmtree(root, ignore_errors=True)
         if limit is not None:
             limit.close()
-    found = medians(rows)
-    show(found)
-    missed = verdict(found)
-    for line in missed:
-        print(f"MISSED: {line}", file=sys.stderr)
-    return 1 if missed and not args.quick else 0
+    show(content["medians"])
+    return conclude(args.json, content, verdict(content["medians"]), args.quick)
 
 
 if __name__ == "__main__":

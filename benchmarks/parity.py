@@ -15,7 +15,6 @@ slower than by ISA-L by way of pyeclib (where that is installed).
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import statistics
@@ -34,7 +33,7 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table
 from ftckpt.events import Events
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
@@ -301,8 +300,7 @@ def verdict(ratios: Mapping[str, float]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run everything; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=16, help="size of a chunk; a slot has eight of them")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
@@ -326,11 +324,7 @@ def main(argv: Sequence[str]) -> int:
         "repeats": args.repeats, "rates": rates, "ratios": ratios_of(rates), "smp": smp,
     }  # fmt: skip
     show(result)
-    write_json(args.json, result)
-    problems = [] if args.quick else verdict(result["ratios"])
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(args.json, result, verdict(result["ratios"]), args.quick)
 
 
 if __name__ == "__main__":
