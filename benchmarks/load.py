@@ -103,8 +103,6 @@ class Ground:
             shutil.rmtree(self.arena)
             shutil.rmtree(events, ignore_errors=True)
         row: Row = {"who": "ftckpt", "layout": layout, "source": source}
-        if refused := [rank["refused"] for rank in ranks if "refused" in rank]:
-            return {**row, "refused": refused[0]}
         row |= {name: max(rank[name] for rank in ranks) for name in ("secs", "whole_secs")}
         row |= {name: sum(rank[name] for rank in ranks) for name in ("cpu_secs", "read_bytes")}
         return {**row, "found": ranks[0]["source"]}
@@ -157,17 +155,13 @@ class Ground:
 
 
 def medians(rows: Sequence[Row]) -> list[Row]:
-    """One row for each framework, layout, who and source; ``refused`` ones say so."""
+    """One row for each framework, layout, who and source."""
     keys = ("framework", "layout", "who", "source")
     found = []
     for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
         mine = [row for row in rows if tuple(row[name] for name in keys) == key]
-        one: Row = dict(zip(keys, key, strict=True))
-        if "refused" in mine[0]:
-            one["refused"] = mine[0]["refused"]
-        else:
-            one |= {name: statistics.median(row[name] for row in mine) for name in ("secs", "whole_secs")}
-        found.append(one)
+        secs = {name: statistics.median(row[name] for row in mine) for name in ("secs", "whole_secs")}
+        found.append({**dict(zip(keys, key, strict=True)), **secs})
     return found
 
 
@@ -183,9 +177,6 @@ def verdict(found: Sequence[Row]) -> list[str]:
         if who != "ftckpt":
             continue
         name = f"{framework}, {layout} layout, {source}"
-        if "refused" in one:
-            missed.append(f"{name}: refused: {one['refused']}")
-            continue
         # Memory against the peer at its best.
         peer = secs.get((framework, layout, "peer", source), secs[framework, layout, "peer", "tmpfs"])
         if source != "parity" and one["whole_secs"] > peer["whole_secs"]:
@@ -201,9 +192,7 @@ def verdict(found: Sequence[Row]) -> list[str]:
 def show(found: Sequence[Row]) -> None:
     """The table."""
 
-    def cells(one: Mapping[str, Any]) -> list[str]:
-        if "refused" in one:
-            return ["refused", ""]
+    def cells(one: Row) -> list[str]:
         return [f"{one['secs']:.2f}", f"{one['whole_secs']:.2f}" if one["who"] == "ftckpt" else ""]
 
     print_table(
@@ -229,7 +218,7 @@ def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str
                 rows += ground.rows(repeat)
                 keep({"stored_bytes": stored, "rows": rows})
                 line = ", ".join(
-                    f"{row['who']} {row['layout']} {row['source']} {row.get('whole_secs', float('nan')):.2f} s"
+                    f"{row['who']} {row['layout']} {row['source']} {row['whole_secs']:.2f} s"
                     for row in rows
                     if row["framework"] == name and row["repeat"] == repeat
                 )

@@ -67,18 +67,13 @@ def convert(rank: int, world_size: int, case: Case, source: str, destination: st
 def take(rank: int, world_size: int, case: Case, settings: dict[str, Any], place: Place) -> dict[str, Any]:
     """Restart by ftckpt: seconds from the first look to the last byte in place, and of all that a script calls.
 
-    ``refused`` instead, where ftckpt does not know this restart. ``place`` is on storage, or has no path.
+    ``place`` is on storage, or has no path.
     """
-    from ftckpt.errors import FtckptError
-
     framework, job = _built(case, loads=False)
     config = _config(settings)
     with _found(place):
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        try:
-            checkpointer = framework.restore(job, config)
-        except FtckptError as error:
-            return {"refused": str(error)}
+        checkpointer = framework.restore(job, config)
         whole_secs, cpu_secs = time.perf_counter() - begin, time.process_time() - begin_cpu
     _require_loaded(framework, job)
     lines = map(json.loads, (Path(config.events) / f"rank{rank}.jsonl").read_text().splitlines())
