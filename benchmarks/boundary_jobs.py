@@ -30,7 +30,7 @@ CALLS = ("step", "fence")
 """What a snapshot takes of training: the boundary, and the fence."""
 ROUND = "ftckpt.job.snapshots:Snapshots.post_if_known"
 """The same, once per snapshot, in one of the places where training says where it is."""
-PLACES = ("phase", "beat")
+PLACE = "phase"
 """What training says of where it is, as often as its schedule has places."""
 PARTS: dict[str, Sequence[str]] = {
     "tensors moved": ("ftckpt.frameworks.live_tensors:LiveTensors.check",),
@@ -152,7 +152,7 @@ class Meter:
         calls, self.calls = self.calls, []
         rounds, self._rounds = self._rounds, []
         own = [*rounds, *((cpu, wall) for name, cpu, wall in calls if name in CALLS)]
-        places = sum(cpu for name, cpu, _ in calls if name in PLACES) - sum(cpu for cpu, _ in rounds)
+        places = sum(cpu for name, cpu, _ in calls if name == PLACE) - sum(cpu for cpu, _ in rounds)
         return sum(cpu for cpu, _ in own), sum(wall for _, wall in own), places
 
 
@@ -248,7 +248,7 @@ def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any],
     sys.path.append(str(ROOT / "launch"))
     warnings.filterwarnings("ignore")
     meter = Meter()
-    for name in (*CALLS, *PLACES):
+    for name in (*CALLS, PLACE):
         _replace(f"{OUTERMOST}.{name}", meter.outermost)
     _replace(ROUND, meter.round)
     framework = FRAMEWORKS[case.framework]
