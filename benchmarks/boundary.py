@@ -9,7 +9,6 @@ against a copy of the same bytes. The exit code is 1 where a goal is missed, wit
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import sys
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import boundary_jobs
 from benchmarks.boundary_jobs import FRAMEWORKS, WARM_UP, Case
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table
 from ftckpt.store.directory import clean_job
 from tests.support.pool import run_ranks
 
@@ -199,8 +198,7 @@ def show(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -
 
 def main(argv: Sequence[str]) -> int:
     """Returns 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a small size without goals")
     parser.add_argument("--only", action="append", choices=(*FRAMEWORKS, SYNC), help="may be given several times")
     parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
@@ -211,12 +209,8 @@ def main(argv: Sequence[str]) -> int:
     rows = [run_case(case, sizes, args.arena) for case in cases]
     sides = [(mib, smp) for mib in sizes.sync_mib for smp in (True, False)] if SYNC in names else []
     sync = [run_sync(mib, sizes, args.arena, smp) for mib, smp in sides]
-    problems = [] if args.quick else missed(rows, sync)
     show(rows, sync)
-    write_json(args.json, {"environment": where, "jobs": rows, "sync": sync, "missed": problems})
-    for line in problems:
-        print(f"missed: {line}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(args.json, {"environment": where, "jobs": rows, "sync": sync}, missed(rows, sync), args.quick)
 
 
 if __name__ == "__main__":

@@ -30,20 +30,12 @@ CALLS = ("step", "fence")
 """What a snapshot takes of training: the boundary, and the fence."""
 ROUND = "ftckpt.job.snapshots:Snapshots.post_if_known"
 """The same, once per snapshot, in one of the places where training says where it is."""
-PLACES = ("phase", "beat")
+PLACE = "phase"
 """What training says of where it is, as often as its schedule has places."""
 PARTS: dict[str, Sequence[str]] = {
-    "tensors moved": (
-        "ftckpt.frameworks.torch_state:LiveTensors.check",
-        "ftckpt.frameworks.live_tensors:LiveTensors.check",
-    ),
+    "tensors moved": ("ftckpt.frameworks.live_tensors:LiveTensors.check",),
     "extra state": ("ftckpt.frameworks.extra_state:ExtraState.look_again",),
-    "writes counted": (
-        "ftckpt.capture.capture:Capture._written",
-        "ftckpt.capture.boundary:LastBoundary._written",
-        "ftckpt.capture.writes:WriteCounts.read",
-        "ftckpt.plain.state:PlainState._check_fence",
-    ),
+    "writes counted": ("ftckpt.capture.writes:WriteCounts.read", "ftckpt.plain.state:PlainState._check_fence"),
     "generators": (
         "ftckpt.plain.state:save_generators",
         "ftckpt.megatron.state:save_rng",
@@ -55,7 +47,7 @@ PARTS: dict[str, Sequence[str]] = {
         "ftckpt.deepspeed.state:DeepSpeedState.save_objects",
     ),
     "encoding": ("ftckpt.model.objects:encode",),
-    "volatile state": ("ftckpt.capture.copier:HostCopier.take", "ftckpt.capture.copier:HostCopier.copy_now"),
+    "volatile state": ("ftckpt.capture.copier:HostCopier.take",),
     "kept for the end": ("ftckpt.capture.boundary:LastBoundary.keep",),
     "slot": (
         "ftckpt.capture.capture:Capture.begin",
@@ -160,7 +152,7 @@ class Meter:
         calls, self.calls = self.calls, []
         rounds, self._rounds = self._rounds, []
         own = [*rounds, *((cpu, wall) for name, cpu, wall in calls if name in CALLS)]
-        places = sum(cpu for name, cpu, _ in calls if name in PLACES) - sum(cpu for cpu, _ in rounds)
+        places = sum(cpu for name, cpu, _ in calls if name == PLACE) - sum(cpu for cpu, _ in rounds)
         return sum(cpu for cpu, _ in own), sum(wall for _, wall in own), places
 
 
@@ -169,12 +161,11 @@ def _replace(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     *outer, name = names.split(".")
     try:
         owner: Any = importlib.import_module(module_name)
-        for one in outer:
-            owner = getattr(owner, one)
-        original = getattr(owner, name)
-    except (ImportError, AttributeError):
-        return  # of another revision, or of a framework that is not installed
-    setattr(owner, name, wrap(original))
+    except ImportError:
+        return  # of a framework that is not installed
+    for one in outer:
+        owner = getattr(owner, one)
+    setattr(owner, name, wrap(getattr(owner, name)))
 
 
 class Training(NamedTuple):
@@ -257,7 +248,7 @@ def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any],
     sys.path.append(str(ROOT / "launch"))
     warnings.filterwarnings("ignore")
     meter = Meter()
-    for name in (*CALLS, *PLACES):
+    for name in (*CALLS, PLACE):
         _replace(f"{OUTERMOST}.{name}", meter.outermost)
     _replace(ROUND, meter.round)
     framework = FRAMEWORKS[case.framework]

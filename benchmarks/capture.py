@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
 from benchmarks import ladder, ladder_report, shares
-from benchmarks.common import environment, write_json
+from benchmarks.common import conclude, environment, parser_of
 
 PARTS = ("ladder", "shares")
 INTERFERENCE = 0.3
@@ -29,8 +29,7 @@ INTERFERENCE = 0.3
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser = parser_of(__doc__)
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="default: %(default)s")
     parser.add_argument("--layout", choices=sorted(ladder.LAYOUTS), help="of the ladder; default: all")
     parser.add_argument("--repeats", type=int, default=5, help="of each rung of the ladder")
@@ -81,10 +80,7 @@ def main(argv: Sequence[str]) -> int:
         if args.part in (part, "all"):
             result[key], failed = run(args)
             problems += failed
-    write_json(args.json, {**result, "problems": problems})
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(args.json, result, problems)
 
 
 if __name__ == "__main__":

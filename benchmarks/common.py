@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import re
 import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -96,15 +98,14 @@ def synchronous(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
     """A copy into memory that was allocated and touched before; calling it returns the seconds it took."""
     # Written once: the first copy would otherwise pay for the page faults.
     targets = [torch.zeros_like(tensor) for tensor in tensors]
-    return lambda: synchronous_secs(targets, tensors)
 
+    def copy() -> float:
+        begin = time.perf_counter()
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+        return time.perf_counter() - begin
 
-def synchronous_secs(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> float:
-    """Copy; returns the seconds it took."""
-    begin = time.perf_counter()
-    for target, tensor in zip(targets, tensors, strict=True):
-        target.copy_(tensor)
-    return time.perf_counter() - begin
+    return copy
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -117,6 +118,22 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join([first, *rest]), flush=True)
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A benchmark's parser: its docstring as it stands, and ``--json``."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    return parser
+
+
+def conclude(path: Path, content: Mapping[str, Any], missed: Sequence[str], quick: bool = False) -> int:
+    """Write the result with the claims that do not hold, and print these; returns the exit code: with ``quick``,
+    a size at which claims say nothing, always 0."""
+    write_json(path, {**content, "missed": [] if quick else list(missed)})
+    for line in () if quick else missed:
+        print(f"MISSED: {line}", file=sys.stderr)
+    return int(bool(missed) and not quick)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import environment, parser_of, print_table, write_json
 from ftckpt.model.fragment import DTYPE_BYTES
 from ftckpt.persist.compression import Stretch, compress, decompress
 
@@ -30,11 +30,10 @@ ROLES = {"weight": "masters", "exp_avg": "first moments", "exp_avg_sq": "second 
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 
@@ -137,9 +136,8 @@ def main(argv: Sequence[str]) -> int:
             for row in rows
         ],
     )  # fmt: skip
-    if args.json:
-        found = {"losses": [losses[0], losses[-1]], "iterations": args.iterations, "rows": rows}
-        write_json(args.json, {"environment": environment(argv, "benchmarks/compression.py"), **found})
+    found = {"losses": [losses[0], losses[-1]], "iterations": args.iterations, "rows": rows}
+    write_json(args.json, {"environment": environment(argv, "benchmarks/compression.py"), **found})
     return 0
 
 

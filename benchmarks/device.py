@@ -31,7 +31,6 @@ sys.path.insert(0, os.getcwd())
 
 import ftckpt
 from benchmarks.common import ROOT, environment
-from benchmarks.device_contention import Contention
 from benchmarks.device_jobs import CASES, JOBS, Job
 from benchmarks.device_systems import SYSTEMS, Ftckpt, System
 
@@ -58,7 +57,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         kind, help_ = type(default), f"{text}; default: {default}"
         parser.add_argument("--" + flag, type=kind, default=default, help=help_)
     parser.add_argument("--tiny", action="store_true", help="one small case in place of --cases")
-    parser.add_argument("--no-contention", action="store_true", help="without launches beside one submission")
     return parser.parse_args(argv)
 
 
@@ -152,7 +150,7 @@ class Run:
         self._device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
         self.out: dict[str, Any] = {
             "benchmark": "device", "environment": environment(sys.argv[1:], "benchmarks/device.py"),
-            "package": os.path.relpath(ftckpt.__path__[0], ROOT), "rows": {}, "contention": {},
+            "package": os.path.relpath(ftckpt.__path__[0], ROOT), "rows": {},
         }  # fmt: skip
 
     def measure(self) -> None:
@@ -178,12 +176,6 @@ class Run:
             rows[key] = row | {"took_secs": time.monotonic() - begin}
             print(key, json.dumps({k: v for k, v in rows[key].items() if k != "totals_ms"}), flush=True)
             self.write()
-        if kind == "plain" and not args.no_contention and case in ("launch", "tiny"):
-            try:
-                self.out["contention"][case] = Contention(job).measure()
-            except Exception as error:  # noqa: BLE001 - rows of systems are there
-                self.out["contention"][case] = {"error": repr(error)}
-            print("contention", json.dumps(self.out["contention"][case], indent=1), flush=True)
 
     def write(self) -> None:
         Path(self._args.out, "device.json").write_text(json.dumps(self.out, indent=1) + "\n")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from train_plain import Block
 
 
 class Case(NamedTuple):
@@ -35,31 +36,13 @@ CASES = {
 PARTS = ("save", "launch", "fence", "optimizer", "wait")
 
 
-class Block(nn.Module):
-    """One transformer layer."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, hidden = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, hidden // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, hidden))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class GPT(nn.Module):
-    """Learned positions, tied embeddings."""
+    """The layers of ``launch/train_plain.py``, learned positions, tied embeddings."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(case.words, case.hidden), nn.Embedding(case.tokens, case.hidden)
-        self.blocks = nn.ModuleList(Block(case.hidden, case.heads) for _ in range(case.layers))
+        self.blocks = nn.ModuleList(Block(case.hidden, case.heads, 0.0) for _ in range(case.layers))
         self.norm = nn.LayerNorm(case.hidden)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -121,7 +104,7 @@ class PlainJob:
         self.device, self.on_cuda, self.counters = device, device.type == "cuda", Counters()
         torch.manual_seed(1)
         with torch.device(device):
-            self.net = GPT(case)
+            self.net = GPT(case).eval()  # no calls of dropout
             self.ids = torch.randint(0, case.words, (case.micro_batch, case.tokens + 1))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-4, fused=self.on_cuda or None)
         self.num_micros = 2

@@ -13,7 +13,6 @@ The exit code is 1 where a copy takes more than 1.1 times its limit, or a restor
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.boundary import settings_of
 from benchmarks.boundary_jobs import Layers
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table, synchronous
 from ftckpt.restore.threads import in_order, threads_of
 from tests.support.pool import run_ranks
 
@@ -57,10 +56,8 @@ def train(
     """Snapshots in turn with plain copies and verified ones: seconds of each; the last snapshot stays."""
     model, checkpointer = _attached(mib, settings)
     tensors = [parameter.detach() for parameter in model.parameters()]
-    target, spent = (
-        [torch.zeros_like(tensor) for tensor in tensors],
-        dict[str, list[float]](copy=[], plain=[], verified=[]),
-    )
+    copy, target = synchronous(tensors), [torch.zeros_like(tensor) for tensor in tensors]
+    spent = dict[str, list[float]](copy=[], plain=[], verified=[])
     flights: list[Any] = []
     checkpointer.restore()
     threads = threads_of(checkpointer.topology)
@@ -70,7 +67,7 @@ def train(
         flights.append(checkpointer.capture.flight)
         checkpointer.fence()
         assert flights[-1].wait(TIMEOUT_SECS)
-        spent["plain"].append(_secs(lambda: _copy(tensors, target)))
+        spent["plain"].append(copy())
         spent["verified"].append(_secs(lambda: _copy_verified(tensors, target, threads)))
     for flight in flights[2:]:  # the first ones find slots whose pages are not mapped yet
         spent["copy"].append(sum(end - begin for begin, end, _ in flight.timed))
@@ -105,11 +102,6 @@ def _secs(action: Callable[[], object]) -> float:
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
-
-
-def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
 
 
 def _copy_verified(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], threads: int) -> None:
@@ -155,15 +147,13 @@ def missed(result: Mapping[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run, print the table, write the file; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes without goals")
     parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
     args = parser.parse_args(argv)
     about, sizes = environment(argv, "benchmarks/limits.py"), QUICK if args.quick else FULL
     rows = measure(sizes, args.arena)
     result = found(rows)
-    problems = [] if args.quick else missed(result)
     print_table(
         ["", "limit, s/GiB", "reached, s/GiB", "fixed, s"],
         [
@@ -172,10 +162,7 @@ def main(argv: Sequence[str]) -> int:
              f"{result['restore_fixed_secs']:.3f}"],
         ],
     )  # fmt: skip
-    write_json(args.json, {"environment": about, "rows": rows, "found": result, "missed": problems})
-    for line in problems:
-        print(f"missed: {line}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(args.json, {"environment": about, "rows": rows, "found": result}, missed(result), args.quick)
 
 
 if __name__ == "__main__":

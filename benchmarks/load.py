@@ -12,7 +12,6 @@ The exit code is 1 where a goal is missed, with a line for each.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import subprocess
@@ -26,8 +25,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import load_jobs, slow_storage
-from benchmarks.common import environment, print_table, write_json
-from benchmarks.load_jobs import FRAMEWORKS, Case, Place
+from benchmarks.common import conclude, environment, parser_of, print_table, write_json
+from benchmarks.load_frameworks import FRAMEWORKS
+from benchmarks.load_jobs import Case, Place
 from ftckpt.store.directory import clean_job, end_smp, job_node_path, list_arenas
 from tests.support.pool import run_ranks
 
@@ -103,8 +103,6 @@ class Ground:
             shutil.rmtree(self.arena)
             shutil.rmtree(events, ignore_errors=True)
         row: Row = {"who": "ftckpt", "layout": layout, "source": source}
-        if refused := [rank["refused"] for rank in ranks if "refused" in rank]:
-            return {**row, "refused": refused[0]}
         row |= {name: max(rank[name] for rank in ranks) for name in ("secs", "whole_secs")}
         row |= {name: sum(rank[name] for rank in ranks) for name in ("cpu_secs", "read_bytes")}
         return {**row, "found": ranks[0]["source"]}
@@ -157,17 +155,13 @@ class Ground:
 
 
 def medians(rows: Sequence[Row]) -> list[Row]:
-    """One row for each framework, layout, who and source; ``refused`` ones say so."""
+    """One row for each framework, layout, who and source."""
     keys = ("framework", "layout", "who", "source")
     found = []
     for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
         mine = [row for row in rows if tuple(row[name] for name in keys) == key]
-        one: Row = dict(zip(keys, key, strict=True))
-        if "refused" in mine[0]:
-            one["refused"] = mine[0]["refused"]
-        else:
-            one |= {name: statistics.median(row[name] for row in mine) for name in ("secs", "whole_secs")}
-        found.append(one)
+        secs = {name: statistics.median(row[name] for row in mine) for name in ("secs", "whole_secs")}
+        found.append({**dict(zip(keys, key, strict=True)), **secs})
     return found
 
 
@@ -183,9 +177,6 @@ def verdict(found: Sequence[Row]) -> list[str]:
         if who != "ftckpt":
             continue
         name = f"{framework}, {layout} layout, {source}"
-        if "refused" in one:
-            missed.append(f"{name}: refused: {one['refused']}")
-            continue
         # Memory against the peer at its best.
         peer = secs.get((framework, layout, "peer", source), secs[framework, layout, "peer", "tmpfs"])
         if source != "parity" and one["whole_secs"] > peer["whole_secs"]:
@@ -201,9 +192,7 @@ def verdict(found: Sequence[Row]) -> list[str]:
 def show(found: Sequence[Row]) -> None:
     """The table."""
 
-    def cells(one: Mapping[str, Any]) -> list[str]:
-        if "refused" in one:
-            return ["refused", ""]
+    def cells(one: Row) -> list[str]:
         return [f"{one['secs']:.2f}", f"{one['whole_secs']:.2f}" if one["who"] == "ftckpt" else ""]
 
     print_table(
@@ -212,7 +201,7 @@ def show(found: Sequence[Row]) -> None:
     )
 
 
-def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str, Any]], None]) -> Sequence[Row]:
+def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str, Any]], None]) -> None:
     """All rows, a framework after the other: what is compared takes turns. ``keep`` gets what is known by then after
     each repeat, which may take minutes."""
     rows: list[Row] = []
@@ -229,14 +218,13 @@ def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str
                 rows += ground.rows(repeat)
                 keep({"stored_bytes": stored, "rows": rows})
                 line = ", ".join(
-                    f"{row['who']} {row['layout']} {row['source']} {row.get('whole_secs', float('nan')):.2f} s"
+                    f"{row['who']} {row['layout']} {row['source']} {row['whole_secs']:.2f} s"
                     for row in rows
                     if row["framework"] == name and row["repeat"] == repeat
                 )
                 print(f"repeat {repeat + 1} of {repeats}, {name}: {line}", file=sys.stderr, flush=True)
         finally:
             ground.close()
-    return rows
 
 
 def _bytes_of(folder: Path) -> int:
@@ -245,8 +233,7 @@ def _bytes_of(folder: Path) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run, print the table, write the file; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where the result goes")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="sizes that take seconds and say nothing; no goal counts"
     )
@@ -266,30 +253,26 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"nfs: not measured, no limit can be set here: {error}", file=sys.stderr)
 
+    content: dict[str, Any] = {
+        "benchmark": "load", "environment": about, "sizes": sizes._asdict(),
+        "nfs": "cgroup" if limit else "not measured",
+    }  # fmt: skip
+
     def keep(raw: Mapping[str, Any]) -> None:
-        found = medians(raw["rows"])
-        content = {
-            "benchmark": "load", "environment": about, "sizes": sizes._asdict(),
-            "nfs": "cgroup" if limit else "not measured", "medians": found, "missed": verdict(found), **raw,
-        }  # fmt: skip
-        if args.json:
-            write_json(args.json, content)
+        content.update(raw, medians=medians(raw["rows"]))
+        write_json(args.json, content)
 
     slow = str(limit.folder) if limit else ""
     try:
         grounds = [Ground(tmpfs, disk, Case(each, sizes.model), slow) for each in args.only or list(FRAMEWORKS)]
-        rows = measure(grounds, sizes.repeats, keep)
+        measure(grounds, sizes.repeats, keep)
     finally:
         for root in (tmpfs, disk):
             shutil.rmtree(root, ignore_errors=True)
         if limit is not None:
             limit.close()
-    found = medians(rows)
-    show(found)
-    missed = verdict(found)
-    for line in missed:
-        print(f"MISSED: {line}", file=sys.stderr)
-    return 1 if missed and not args.quick else 0
+    show(content["medians"])
+    return conclude(args.json, content, verdict(content["medians"]), args.quick)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What protection costs: checksums and parity per core against the limits of this machine's memory, and memory.
+"""What protection computes: checksums and parity per core against the limits of this machine's memory.
 
 All rates are of one core, over the chunks of a real slot in a tmpfs, in the same process and in turn: every
 repeat runs each of them once, in another order. A limit is what numpy does with as many arrays and nothing else.
@@ -15,7 +15,6 @@ slower than by ISA-L by way of pyeclib (where that is installed).
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import statistics
@@ -34,24 +33,22 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table
 from ftckpt.events import Events
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.codecs import MISSING, decode, encode
-from ftckpt.parity.groups import Member, ParityGroup, mirrors, node_groups, peer_groups
-from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.groups import Member, ParityGroup
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripe
-from ftckpt.parity.table import protection_table
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
 from ftckpt.smp.blocks import make_block
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.sources import Chunk, LocalChunk
 from ftckpt.smp.work import Pace, Work
 from ftckpt.store.arena import Arena
-from ftckpt.store.parity_file import ParityFile, parity_bytes, parity_path
+from ftckpt.store.parity_file import ParityFile, parity_path
 from tests.support.smp_nodes import Node, describe
 
 MEMBERS = 8
@@ -60,14 +57,6 @@ BLOCK = 1 << 20
 """What the limits work on at a time."""
 LEAST = 0.8
 """Part of a limit that XOR and checksums must reach."""
-CHUNK_BYTES, CHUNKS = 16 << 20, 84
-"""A rank's state in the comparison of memory, whole turns of 8 holders; nothing of that size is allocated."""
-NODES, RANKS = 8, 8
-BESIDE = {"node xor": "node mirror", "peer xor, m=1": "peer mirror, m=1", "peer rs, m=2": "peer mirror, m=2"}
-"""Parity and the mirror that gives the same guarantees."""
-EXAMPLES = ((6.4, 10.0), (64.0, 10.0))
-"""GB per node and snapshot, seconds between snapshots."""
-NODE_CORES = 64
 SMP_RANKS, SMP_CHUNKS, SMP_SLOTS, SMP_REPEATS = 4, 8, 3, 8
 
 SNAPSHOT = SnapshotId(b"l" * 16, 0)
@@ -277,78 +266,6 @@ def ratios_of(rates: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def holdings() -> list[Holding]:
-    """A job whose ranks all hold state of their own."""
-    chunks = (CHUNK_BYTES,) * CHUNKS
-    sections = (HoldingSection("private", "", "", 0, chunks),)
-    return [
-        Holding(
-            f"dp{rank}", f"n{rank // RANKS}", "", f"dp{rank}.00000000", "0" * 32, CHUNK_BYTES, sections,
-            (CHUNKS, ()), CHUNKS * CHUNK_BYTES, 8 * CHUNKS,
-        )
-        for rank in range(NODES * RANKS)
-    ]  # fmt: skip
-
-
-def memory_cases() -> list[dict[str, Any]]:
-    """Parity beside mirrors of the same guarantees: what redundancy takes, over the bytes of the state."""
-    all_holdings = holdings()
-    by_node = node_groups(all_holdings)
-    mirrored = [ParityGroup.of("node", "mirror", 1, g.chunk_bytes, g.members) for g in by_node]
-    peers = {
-        f"peer {code}, m={losses}": Modes(peer=True, peer_code=code, peer_losses=losses)
-        for code, losses in (("xor", 1), ("mirror", 1), ("rs", 2), ("mirror", 2))
-    }
-    groups = {"node xor": by_node, "node mirror": mirrored}
-    groups |= {name: peer_groups(all_holdings, modes) for name, modes in peers.items()}
-    cases = []
-    for name, in_mode in groups.items():
-        packages = mirrors(all_holdings, peers.get(name, Modes(node=True)))
-        table = protection_table(all_holdings, in_mode, packages, 3, parity_bytes)
-        node = table.memory["n0"]
-        cases.append({
-            "protection": name, "beside": BESIDE.get(name),
-            "guaranteed": [row.lost for row in table.failures if row.survived == row.cases],
-            "survived": {row.lost: [row.survived, row.cases] for row in table.failures},
-            "memory_over_state": node.parity / 2 / (RANKS * CHUNKS * CHUNK_BYTES),  # two files, one snapshot each
-            "received_over_state": table.network["n0"] / (RANKS * CHUNKS * CHUNK_BYTES),
-        })  # fmt: skip
-    over = {case["protection"]: case["memory_over_state"] for case in cases}
-    for case in cases:
-        if case["beside"]:
-            case["memory_over_mirror"] = over[case["protection"]] / over[case["beside"]]
-    return cases
-
-
-def core_cases(rates: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """What an SMP computes per snapshot, as a share of one core and of a node's. Sockets and pauses are not in it.
-
-    Each byte is read once to check it, and once more when it goes into a block. A node's blocks of a group are made
-    of as many bytes as its own state, once per parity row: with two losses every byte goes to two holders.
-    """
-    secs = {name: 1 / rate["median"] for name, rate in rates.items()}
-    check, xor = secs["checksum of a chunk"], secs["xor, one pass"]
-    rs = secs["rs row 0, one pass"] + secs["rs row 1, one pass"]
-    costs = {
-        "checksums": check,
-        "checksums, node": check + xor,
-        "checksums, node, peer xor": check + 2 * xor,
-        "checksums, node, peer rs m=2": check + xor + rs,
-    }
-    return [
-        {
-            "protection": name,
-            "node_gb": node_gb,
-            "interval_secs": interval,
-            "core_secs_per_snapshot": node_gb * cost,
-            "share_of_a_core": node_gb * cost / interval,
-            "share_of_the_node": node_gb * cost / interval / NODE_CORES,
-        }
-        for node_gb, interval in EXAMPLES
-        for name, cost in costs.items()
-    ]
-
-
 def show(result: Mapping[str, Any]) -> None:
     """Print the tables."""
     print_table(
@@ -361,24 +278,6 @@ def show(result: Mapping[str, Any]) -> None:
     print()
     print_table(["ratio of medians", ""], [[name, f"{value:.2f}"] for name, value in result["ratios"].items()])
     print()
-    heads = [
-        f"{NODES} nodes x {RANKS} ranks",
-        "all survived of",
-        "of two nodes",
-        "memory / state",
-        "/ mirror",
-        "network",
-    ]
-    rows = [
-        [
-            case["protection"], ", ".join(case["guaranteed"]), "{} of {}".format(*case["survived"]["any two nodes"]),
-            f"{case['memory_over_state']:.3f}",
-            f"{case['memory_over_mirror']:.3f}" if case["beside"] else "", f"{case['received_over_state']:.3f}",
-        ]
-        for case in result["memory"]
-    ]  # fmt: skip
-    print_table(heads, rows)
-    print()
     print_table(
         ["an SMP, per snapshot", "core s/GiB", "least", "most"],
         [
@@ -386,17 +285,6 @@ def show(result: Mapping[str, Any]) -> None:
             for name, case in result["smp"].items()
         ],
     )
-    print()
-    heads = ["the SMP of a node", "GB", "each s", "core seconds", "of a core", f"of {NODE_CORES} cores"]
-    rows = [
-        [
-            case["protection"], f"{case['node_gb']:.1f}", f"{case['interval_secs']:.0f}",
-            f"{case['core_secs_per_snapshot']:.2f}", f"{case['share_of_a_core']:.1%}",
-            f"{case['share_of_the_node']:.2%}",
-        ]
-        for case in result["cores"]
-    ]  # fmt: skip
-    print_table(heads, rows)
 
 
 def verdict(ratios: Mapping[str, float]) -> list[str]:
@@ -412,8 +300,7 @@ def verdict(ratios: Mapping[str, float]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run everything; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=16, help="size of a chunk; a slot has eight of them")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
@@ -434,15 +321,10 @@ def main(argv: Sequence[str]) -> int:
         smp = smp_cases(folder, args.mib, min(args.repeats, SMP_REPEATS))
     result = {
         "benchmark": "parity", "environment": where, "chunk_mib": args.mib, "members": MEMBERS,
-        "repeats": args.repeats, "node_cores": NODE_CORES, "rates": rates, "ratios": ratios_of(rates),
-        "memory": memory_cases(), "cores": core_cases(rates), "smp": smp,
+        "repeats": args.repeats, "rates": rates, "ratios": ratios_of(rates), "smp": smp,
     }  # fmt: skip
     show(result)
-    write_json(args.json, result)
-    problems = [] if args.quick else verdict(result["ratios"])
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(args.json, result, verdict(result["ratios"]), args.quick)
 
 
 if __name__ == "__main__":

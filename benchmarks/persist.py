@@ -9,7 +9,6 @@ The exit code is 1 where a goal is missed, with a line for each.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import shutil
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import persist_beside, persist_jobs
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table
 from benchmarks.persist_systems import NO_CHECKPOINT, SYSTEMS, Writer
 from ftckpt.store.directory import clean_job
 from tests.support.pool import run_ranks
@@ -257,8 +256,7 @@ def measure(place: Place, sizes: Sizes, names: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Run, print the tables, write the file; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where the result goes")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="sizes that take seconds and say nothing; no goal counts"
     )
@@ -281,17 +279,12 @@ def main(argv: Sequence[str]) -> int:
     systems = summary_of(raw["turns"])
     rates = write_rates(raw["turns"], raw["plain_alone_secs"], raw["nbytes"])
     show(systems, rates)
-    missed = [] if args.only else verdict(systems, rates)
-    for line in missed:
-        print(f"MISSED: {line}", file=sys.stderr)
-    if args.json:
-        content = {
-            "benchmark": "persist", "environment": about, "sizes": sizes._asdict(), "ranks": RANKS,
-            "state_bytes": raw["nbytes"], "deepspeed_writer": raw["deepspeed_writer"], "systems": systems,
-            "write_bytes_per_sec": rates, "missed": missed, "raw": raw,
-        }  # fmt: skip
-        write_json(args.json, content)
-    return 1 if missed and not args.quick else 0
+    content = {
+        "benchmark": "persist", "environment": about, "sizes": sizes._asdict(), "ranks": RANKS,
+        "state_bytes": raw["nbytes"], "deepspeed_writer": raw["deepspeed_writer"], "systems": systems,
+        "write_bytes_per_sec": rates, "raw": raw,
+    }  # fmt: skip
+    return conclude(args.json, content, [] if args.only else verdict(systems, rates), args.quick)
 
 
 if __name__ == "__main__":

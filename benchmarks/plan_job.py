@@ -8,7 +8,6 @@ Exits with 1 where a job takes 10 s of a core or more.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT, environment, print_table, write_json
+from benchmarks.common import ROOT, conclude, environment, parser_of, print_table
 
 JOBS = {
     "distributed optimizer, 4,096 ranks": "--tp 8 --pp 8 --dp 64 --params 400e9",
@@ -58,8 +57,7 @@ def run_job(arguments: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Run all jobs; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser = parser_of(__doc__)
     args = parser.parse_args(argv)
     where = environment(argv, "benchmarks/plan_job.py")
     cases = []
@@ -68,11 +66,8 @@ def main(argv: Sequence[str]) -> int:
         cases.append({"job": name, **run_job(arguments)})
     rows = [[c["job"], c["told"], f"{c['cpu_secs']:.1f}", f"{c['wall_secs']:.1f}"] for c in cases]
     print_table(["job", "", "CPU s", "wall s"], rows)
-    write_json(args.json, {"benchmark": "plan_job", "environment": where, "cases": cases})
-    slow = [case["job"] for case in cases if case["cpu_secs"] >= LIMIT_SECS]
-    for job in slow:
-        print(f"FAILED: {job}: {LIMIT_SECS:g} s of a core or more", file=sys.stderr)
-    return 1 if slow else 0
+    slow = [f"{case['job']}: {LIMIT_SECS:g} s of a core or more" for case in cases if case["cpu_secs"] >= LIMIT_SECS]
+    return conclude(args.json, {"benchmark": "plan_job", "environment": where, "cases": cases}, slow)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Exits with 1 where the largest job takes 1 s or more, or 64 MiB or more, at its 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -26,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table
 from ftckpt.capture.chunks import CopyPart
 from ftckpt.capture.redundancy import NO_REDUNDANCY, SharePlan, burden, lay_out
 from ftckpt.model.fragment import Box, Fragment
@@ -277,19 +276,14 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run all cases; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     where = environment(argv, "benchmarks/plan_scale.py")
     cases = [run_case(SyntheticJob(ranks, kind), args.repeats) for kind in OPTIMIZERS for ranks in args.ranks]
     show(cases)
-    write_json(args.json, {"benchmark": "plan_scale", "environment": where, "cases": cases})
-    problems = verdict(cases)
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(args.json, {"benchmark": "plan_scale", "environment": where, "cases": cases}, verdict(cases))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Exits with 1 where a rank of the largest job takes 10 s or more, or 1 GiB or mor
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import environment, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.restore.offers import Index, encode_table
 from ftckpt.restore.plan import ReadItem, plan
@@ -202,8 +201,7 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run all cases; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
@@ -218,11 +216,7 @@ def main(argv: Sequence[str]) -> int:
                 target = Layout(new.tp, new.pp, new.dp, wanted)
                 cases.append(run_case(old, target, messages, args.repeats))
     show(cases)
-    write_json(args.json, {"benchmark": "reshape_plan", "environment": where, "cases": cases})
-    problems = verdict(cases)
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(args.json, {"benchmark": "reshape_plan", "environment": where, "cases": cases}, verdict(cases))
 
 
 if __name__ == "__main__":

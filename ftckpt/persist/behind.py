@@ -2,8 +2,8 @@
 
 Otherwise all of it waits until fsync: who syncs a few bytes meanwhile waits for gigabytes, and what data loaders read
 goes from the page cache for what nobody reads. The writing thread itself starts the I/O, which so is of its I/O class
-and its cgroup; what the kernel writes on its own, of pages that have waited too long, would be of neither.
-``benchmarks/disk_writes.py`` measures it, and direct I/O, which is slower.
+and its cgroup; what the kernel writes on its own, of pages that have waited too long, would be of neither. Direct I/O
+is slower.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ _AGAIN_SECS = 1.0
 _MOST_AGAIN_SECS = 60.0
 """Between attempts while storage fails, each pause twice the one before it."""
 _FILES = 2
-"""Written at a time: what storage gives one file is often less than what it gives a node
-(``benchmarks/flush_streams.py``). Each takes memory and a core: compressed, to an object store, 350 MiB."""
+"""Written at a time: what storage gives one file is often less than what it gives a node. Each takes memory and a
+core: compressed, to an object store, 350 MiB."""
 _EXPORTED_BY = 0.9
 """Of the time that a flush has: ranks count it from a moment earlier, and are to hear by then that the snapshot is
 there, with what others load or without."""

@@ -49,7 +49,7 @@ def test_at_a_small_size(tmp_path: Path, arena_root: Path, capsys: pytest.Captur
     assert abs(sums[0] - sums[1]) < 4096
     spread = by_optimizer["non-distributed"]
     assert sum(spread["full_bytes_per_rank"]) > 2 * sum(spread["bytes_per_rank"])
-    assert result["problems"] == []
+    assert result["missed"] == []
     assert not list(arena_root.iterdir()), "the benchmark left something behind"
 
 
@@ -135,7 +135,7 @@ def test_more_than_a_share_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shares, "run_case", lambda optimizer, args: {**case, "optimizer": optimizer})
     output = tmp_path / "result.json"
     assert capture.main(["--json", str(output), "--part", "shares"]) == 1
-    problems = json.loads(output.read_text())["problems"]
+    problems = json.loads(output.read_text())["missed"]
     assert len(problems) == 2 and all("off by 1048577 bytes" in problem for problem in problems)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load_jobs import FRAMEWORKS
+from benchmarks.load_frameworks import FRAMEWORKS
 from benchmarks.persist_systems import SYSTEMS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -61,4 +61,4 @@ def test_loading(framework: str, tmp_path: Path) -> None:
             assert row["read_bytes"] > 0 and row["whole_secs"] > row["secs"] > 0
     for layout in ("same", "other"):
         assert secs[layout, FRAMEWORKS[framework].peer, "tmpfs"]["secs"] > 0
-        assert "refused" not in secs["same", "ftckpt", "memory"]
+        assert secs[layout, "ftckpt", "memory"]["secs"] > 0

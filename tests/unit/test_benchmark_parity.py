@@ -26,32 +26,6 @@ def test_a_tiny_run(arena_root: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert set(result["ratios"]) <= {line.split("  ")[0] for line in printed.splitlines()}
 
 
-def test_parity_takes_a_fraction_of_a_mirrors_memory_for_the_same_guarantees() -> None:
-    cases = {case["protection"]: case for case in parity.memory_cases()}
-    for name, mirror in parity.BESIDE.items():
-        case = cases[name]
-        assert case["guaranteed"] == cases[mirror]["guaranteed"]
-        losses = 2 if "m=2" in name else 1
-        expected = losses / (parity.NODES - losses)
-        assert case["memory_over_state"] == pytest.approx(expected, rel=1e-4)
-        assert cases[mirror]["memory_over_state"] == pytest.approx(losses, rel=1e-4)
-        assert case["memory_over_mirror"] == pytest.approx(expected / losses, rel=1e-4)
-    assert "any two nodes" in cases["peer rs, m=2"]["guaranteed"]
-    assert "one node" not in cases["node xor"]["guaranteed"]
-
-
-def test_shares_of_cores_follow_from_the_rates() -> None:
-    names = ("checksum of a chunk", "xor, one pass", "rs row 0, one pass", "rs row 1, one pass")
-    rates = {name: {"median": 2.0} for name in names}
-    cases = {(case["protection"], case["node_gb"]): case for case in parity.core_cases(rates)}
-    case = cases["checksums", 64.0]
-    assert case["core_secs_per_snapshot"] == pytest.approx(32.0)
-    assert case["share_of_a_core"] == pytest.approx(3.2)
-    assert case["share_of_the_node"] == pytest.approx(3.2 / parity.NODE_CORES)
-    assert cases["checksums, node", 6.4]["core_secs_per_snapshot"] == pytest.approx(6.4)
-    assert cases["checksums, node, peer rs m=2", 6.4]["core_secs_per_snapshot"] == pytest.approx(12.8)
-
-
 def test_what_does_not_hold_is_told() -> None:
     good = {name: 1.0 for name in ("checksum of a chunk / xxh3, raw", "xor encode / xor of two arrays")}
     assert parity.verdict(good) == []

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import disk_ways, persist
+from benchmarks import persist
 
 ITERATION_SECS = 1.0
 
@@ -104,10 +102,3 @@ def test_a_missed_goal_is_told(where: tuple[str, ...], value: float, words: str)
     place[where[-1]] = value
     (line,) = persist.verdict(**doctored)
     assert words in line
-
-
-@pytest.mark.parametrize("way", disk_ways.WAYS)
-def test_each_way_of_writing_writes_all(tmp_path: Path, way: str) -> None:
-    image = os.urandom(2 * disk_ways.WINDOW_BYTES + 3 * disk_ways.PIECE_BYTES)
-    disk_ways.WAYS[way](tmp_path / "file", disk_ways.hashed(memoryview(image)))
-    assert (tmp_path / "file").read_bytes() == image
