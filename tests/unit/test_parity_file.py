@@ -5,15 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import stat
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +25,7 @@ from ftckpt.store import parity_file
 from ftckpt.store.parity_file import FORMAT, ParityFile, list_parity, parity_bytes, parity_path
 from ftckpt.store.record import SEALED, Header
 from tests.support.errors import raises
+from tests.support.interpreters import running
 
 OLD, NEW = b"o" * 16, b"n" * 16
 
@@ -44,12 +40,10 @@ GROUP = group_of()
 
 
 @pytest.fixture
-def node_dir() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-parity-", dir="/dev/shm"))
+def node_dir(arena_root: Path) -> Path:
     for member in GROUP.members:
-        (path / member.arena).mkdir()
-    yield path
-    shutil.rmtree(path)
+        (arena_root / member.arena).mkdir()
+    return arena_root
 
 
 @pytest.fixture
@@ -300,7 +294,7 @@ import numpy as np
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.parity_file import ParityFile
 file = ParityFile.open(Path(sys.argv[1]), True)
-print("ready", flush=True)
+print("up", flush=True)
 iteration = 10
 while True:
     iteration += 1
@@ -316,10 +310,8 @@ def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path) -> None:
     file = ParityFile.create(path, GROUP, 1)
     write(file, OLD, 1)
     for round_ in range(8):
-        with subprocess.Popen([sys.executable, "-c", WRITE, str(path)], stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        with running(WRITE, path):
             time.sleep(0.0007 * round_)  # any instant
-            child.kill()
         found = file.snapshot()
         if found is not None:
             assert_holds(file, found.lineage, found.iteration)

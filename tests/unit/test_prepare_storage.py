@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks.doors import prepare_storage
 from tests.support.errors import raises
+from tests.support.interpreters import run_python
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -79,6 +78,5 @@ sys.exit(code)
 def test_storage_is_refused_before_anything_is_imported(framework: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise AssertionError")
     where = str(tmp_path / "no" / "where")
-    code = REFUSED_EARLY.format(framework=framework, script=str(tmp_path / "script.py"), where=where)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = run_python(REFUSED_EARLY.format(framework=framework, script=str(tmp_path / "script.py"), where=where))
     assert ended.returncode == 2 and ended.stderr.count(where) == 1, ended.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +14,8 @@ import pytest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.directory import PULSE_NAME
 from ftckpt.store.pulse import FlushState, Pulse, SmpState
+from tests.support.interpreters import running
 from tests.support.waiting import until
-
-REPOSITORY = Path(__file__).parents[2]
 
 RANK = """
 import sys, time
@@ -26,16 +23,10 @@ from pathlib import Path
 from ftckpt.store.pulse import Pulse
 pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 pulse.beat(int(sys.argv[4]), sys.argv[5])
-print(pulse.problem, flush=True)
+assert pulse.problem is None
+print("up", flush=True)
 time.sleep(100)  # until it is killed
 """
-
-
-def rank(directory: Path, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RANK, str(directory), *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-    assert process.stdout is not None and process.stdout.readline() == "None\n"
-    return process
 
 
 def words(directory: Path) -> np.memmap[tuple[int, int], np.dtype[np.uint64]]:
@@ -45,19 +36,15 @@ def words(directory: Path) -> np.memmap[tuple[int, int], np.dtype[np.uint64]]:
 def test_an_observer_reads_what_ranks_of_other_processes_told(arena_root: Path) -> None:
     observer = Pulse.open(arena_root, None)
     assert observer.ranks() == []
-    processes = [rank(arena_root, 3, 17, 41, "optimizer"), rank(arena_root, 0, 9, 0, "a phase longer than that")]
-    try:
+    optimizer, longer = (3, 17, 41, "optimizer"), (0, 9, 0, "a phase longer than that")
+    with running(RANK, arena_root, *optimizer) as process, running(RANK, arena_root, *longer):
         first, second = observer.ranks()
         assert (first.place, first.rank, first.iteration, first.phase) == (0, 9, 0, "a phase longer t")
         assert (second.place, second.rank, second.iteration, second.phase) == (3, 17, 41, "optimizer")
         assert second.beats == 1 and second.lives and 0 <= time.monotonic_ns() - second.beat_ns < 60e9
-        os.kill(processes[0].pid, signal.SIGKILL)  # not waited for: a zombie trains no more
-        os.waitid(os.P_PID, processes[0].pid, os.WEXITED | os.WNOWAIT)
+        os.kill(process.pid, signal.SIGKILL)  # not waited for: a zombie trains no more
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert [pulse.lives for pulse in observer.ranks()] == [True, False]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate(timeout=10)
     assert [pulse.lives for pulse in observer.ranks()] == [False, False]
     assert (arena_root / PULSE_NAME).stat().st_mode & 0o777 == 0o600
 
