@@ -12,6 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from ftckpt.windows.schedule import one_forward_one_backward, place_lengths
+
 EPOCH = 1_790_000_000.0
 FORWARD, BACKWARD, START, OPTIMIZER = 0.02, 0.04, 0.004, 0.01
 CHUNK_BYTES, CHUNK_SECS = 4_000_000, 0.001
@@ -19,30 +21,15 @@ CHUNK_BYTES, CHUNK_SECS = 4_000_000, 0.001
 
 def one_f_one_b(pp: int, num_microbatches: int) -> list[list[tuple[str, float, float]]]:
     """Forward and backward of each stage, with begin and end in seconds."""
-    orders = []
-    for stage in range(pp):
-        warmup = min(pp - stage - 1, num_microbatches)
-        order = [("forward", number) for number in range(warmup)]
-        for number in range(num_microbatches):
-            order += [("forward", number + warmup)] if number + warmup < num_microbatches else []
-            order.append(("backward", number))
-        orders.append(order)
-    ready: dict[tuple[str, int, int], float] = {("forward", -1, n): 0.0 for n in range(num_microbatches)}
+    orders = [one_forward_one_backward(pp, stage, num_microbatches) for stage in range(pp)]
     spans: list[list[tuple[str, float, float]]] = [[] for _ in range(pp)]
-    free = [START] * pp
-    while any(orders):
-        for stage, order in enumerate(orders):
-            while order:
-                kind, number = order[0]
-                before = ("forward", stage - 1, number) if kind == "forward" else ("backward", stage + 1, number)
-                if before == ("backward", pp, number):
-                    before = ("forward", stage, number)
-                if before not in ready:
-                    break
-                begin = max(free[stage], ready[before])
-                free[stage] = ready[kind, stage, number] = begin + (FORWARD if kind == "forward" else BACKWARD)
-                spans[stage].append((kind, begin, free[stage]))
-                order.pop(0)
+    for stage, order in enumerate(orders):
+        lengths, end = place_lengths(orders, stage, FORWARD, BACKWARD), START
+        whole = FORWARD / lengths.steps[0]
+        for step, gap in zip(order, lengths.gaps, strict=False):
+            begin = end + gap * whole
+            end = begin + (FORWARD if step.kind == "forward" else BACKWARD)
+            spans[stage].append((step.kind, begin, end))
     return spans
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ConfigError
@@ -159,12 +159,8 @@ def test_places_add_up_to_the_iteration(orders: Orders, times: tuple[float, floa
         )
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 7])
-def test_no_pipelining_has_no_windows(micro_batches: int) -> None:
-    assert gaps([one_forward_one_backward(1, 0, micro_batches)], 0) == {}
-
-
 @given(st.integers(1, 9), st.integers(1, 20), TIMES)
+@example(1, 7, (1.0, 2.0))  # without pipelining there are none
 def test_1f1b_windows_are_those_of_the_closed_form(stages: int, micros: int, times: tuple[float, float]) -> None:
     forward, backward = times
     orders = plain(stages, micros)
