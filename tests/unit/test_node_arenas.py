@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -23,6 +24,7 @@ from ftckpt.store.directory import list_arenas, remove_arena
 from ftckpt.store.image import SlotImage
 from tests.support import arenas
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
+from tests.support.syscalls import fails_with
 
 KEEP = SnapshotId(LINEAGE, 4)
 MORE = SHARE + 8192
@@ -330,12 +332,8 @@ def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: 
     members = trained(arena_root, 1)
     on_all(members, replace)
     on_all(members, lambda member: write(member.have, 0, 6))
-
-    def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", fails_with(errno.ENOSPC))
         assert on_all(members, finish) == [[]]
     (member,) = members
     assert member.events.seen[-1][0] == "arena_problem" and "no room" in str(member.events.seen[-1][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import statistics
@@ -23,6 +24,7 @@ from ftckpt.store.page import map_page
 from ftckpt.windows import node_budget
 from ftckpt.windows.node_budget import NodeBudget
 from tests.support.interpreters import run_python, running
+from tests.support.syscalls import fails_with
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -155,11 +157,7 @@ def test_no_room_no_directory_and_no_place_are_reasons(arena_root: Path, monkeyp
     check_alone(NodeBudget.open(arena_root / "missing", 0, 2, 1e6))
     for place, places in ((2, 2), (-1, 2), (0, 256), (0, 0)):
         check_alone(NodeBudget.open(arena_root, place, places, 1e6))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", fails_with(errno.ENOSPC))
     check_alone(NodeBudget.open(arena_root, 0, 2, 1e6))
 
 

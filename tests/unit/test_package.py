@@ -38,6 +38,7 @@ from ftckpt.store.package import (
 )
 from tests.support.errors import raises
 from tests.support.interpreters import running
+from tests.support.syscalls import fails_with
 
 WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
 RNG = Fragment.whole("rng", "U8", (9000,), Box((0,), (9000,)))
@@ -235,11 +236,7 @@ def test_no_room_leaves_the_old_one(
     node_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
 ) -> None:
     path = store(node_dir, hand_made().encode())
-
-    def full(*args: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", fails_with(code))
     with pytest.raises(kind):
         store(node_dir, changed(objects=b"later"))
     assert load(path).objects == b"objects" and list(path.parent.iterdir()) == [path]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +13,7 @@ from ftckpt.errors import ConfigError
 from ftckpt.frameworks.doors import prepare_storage
 from tests.support.errors import raises
 from tests.support.interpreters import run_python
+from tests.support.syscalls import fails_with
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -47,13 +45,6 @@ def test_storage_that_no_attempt_could_use_is_refused_for_good(
     with raises(ConfigError, str(where), "--ftckpt-persist") as caught:
         prepare_storage(Config(enabled=True, persist=str(where), persist_format=form))
     assert caught.value.final and not where.is_dir()
-
-
-def fails_with(number: int) -> Callable[..., Any]:
-    def fail(path: Path, **_: Any) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
-    return fail
 
 
 def test_a_store_without_what_reaches_it_is_refused_by_the_name_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
