@@ -57,6 +57,11 @@ def timeline_line(rank: int, coords: dict[str, int], pp: int, iteration: int, be
     }  # fmt: skip
 
 
+def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
 LINE = timeline_line(0, {"tp": 0, "pp": 0, "dp": 0}, 2, 5, EPOCH)
 
 
@@ -87,10 +92,8 @@ class Logs:
                     lines.append(timeline_line(rank, coords, self.pp, iteration, begin) | {"pid": who["pid"]})
             self.append(rank, *lines)
 
-    def append(self, rank: int, *lines: dict[str, Any] | bytes) -> None:
-        with open(self.directory / f"rank{rank}.jsonl", "ab") as file:
-            for line in lines:
-                file.write(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+    def append(self, rank: int, *lines: dict[str, Any]) -> None:
+        _append(self.directory / f"rank{rank}.jsonl", lines)
 
 
 class Page(HTMLParser):
@@ -162,15 +165,11 @@ class RunLogs:
             events.sort(key=lambda event: float(event["time"]))
             self.write(f"rank{rank}", *({"rank": rank, "pid": pid, **event} for event in events))
 
-    def write(self, name: str, *events: dict[str, Any] | bytes) -> None:
-        with open(self.directory / f"{name}.jsonl", "ab") as file:
-            for event in events:
-                file.write(event if isinstance(event, bytes) else json.dumps(event).encode() + b"\n")
+    def write(self, name: str, *events: dict[str, Any]) -> None:
+        _append(self.directory / f"{name}.jsonl", events)
 
     def losses(self, *iterations: int) -> None:
-        with open(self.run / "log.jsonl", "a") as file:
-            for iteration in iterations:
-                file.write(json.dumps({"iteration": iteration, "loss": 5.0 - iteration / 8, "lr": 0.1}) + "\n")
+        _append(self.run / "log.jsonl", [{"iteration": n, "loss": 5.0 - n / 8, "lr": 0.1} for n in iterations])
 
 
 PROTECTION = {
