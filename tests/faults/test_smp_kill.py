@@ -26,8 +26,9 @@ from ftckpt.store.ends import read as read_ends
 from ftckpt.store.locks import JobLock
 from ftckpt.store.process import Process
 from ftckpt.store.pulse import Pulse
+from tests.support.interpreters import python
 from tests.support.killing import killed_at
-from tests.support.smps import JOB, NODE, SECRET, Site, events, lives_on, python, site_at
+from tests.support.smps import JOB, NODE, SECRET, Site, events, lives_on, site_at
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]

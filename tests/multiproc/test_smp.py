@@ -29,8 +29,10 @@ from ftckpt.store.locks import JobLock
 from ftckpt.store.pulse import Pulse, SmpState
 from tests.support.arenas import Rank, ranks
 from tests.support.errors import raises
+from tests.support.interpreters import python
 from tests.support.mounting import leave_free, tmpfs
-from tests.support.smps import JOB, NODE, REPOSITORY, SECRET, Site, answers, lives_on, python, send, site_at
+from tests.support.repository import ROOT as REPOSITORY
+from tests.support.smps import JOB, NODE, SECRET, Site, answers, lives_on, send, site_at
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc

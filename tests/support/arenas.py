@@ -100,7 +100,7 @@ def ranks(root: Path, number: int, slots: int = 2, least_slots: int | None = Non
     return [Rank(rank, root, slots, shared, least_slots, **settings) for rank in range(number)]
 
 
-def on_all(members: list[Rank], action: Callable[[Rank], T]) -> list[T]:
+def on_all(members: Sequence[Rank], action: Callable[[Rank], T]) -> list[T]:
     """Run ``action`` for all ranks at the same time; the first error, if there is one, is raised."""
     with ThreadPoolExecutor(len(members)) as pool:
         return [future.result() for future in [pool.submit(action, member) for member in members]]
@@ -122,6 +122,26 @@ def settle(member: Rank) -> list[int]:
     """What ``open`` and ``replace`` leave to be done beside training, to its end."""
     member.arenas.supply(member.have)
     return complete(member)
+
+
+def start(member: Rank, share: int = SHARE, keep: SnapshotId | None = None) -> list[int]:
+    """What a job does at its start, up to the slots that ``open`` leaves to come later; gives those."""
+    member.arenas.entry.enter()
+    member.arena = member.arenas.open(member.manifest(share), keep)
+    return settle(member)
+
+
+def stop(members: Sequence[Rank]) -> None:
+    """Leaves what a kill does: arenas that nobody has open."""
+    for member in members:
+        member.have.close()
+        member.arenas.release()
+
+
+def end(members: Sequence[Rank]) -> None:
+    """The end of a job, which removes its arenas."""
+    on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
+    on_all(members, lambda member: member.arenas.release())
 
 
 def write(arena: Arena, slot: int, iteration: int, lineage: bytes = LINEAGE, seal: bool = True) -> None:

@@ -93,12 +93,13 @@ class RankGroup:
             raise RuntimeError("connections broke")
         number, self.num_posted = self.num_posted, self.num_posted + 1
         self.rounds.put(self._rank, number, words)
-        return number, Minimum(self.rounds, number)
+        return number, Outcome(lambda: np.min([*self.rounds.posts[number].values()], axis=0))
 
     def start_gather(self, words: Any) -> tuple[int, Any]:
         number = self.num_posted - 1
-        self.rounds.words.setdefault(number, {})[self._rank] = words
-        return number, Rows(self.rounds, number)
+        rows = self.rounds.words.setdefault(number, {})
+        rows[self._rank] = words
+        return number, Outcome(lambda: np.stack([rows[rank] for rank in range(self.rounds.size)]))
 
     def give_back(self, read: Any) -> None: ...
 
@@ -112,27 +113,14 @@ class RankGroup:
 
 
 @dataclass
-class Minimum:
-    rounds: Rounds
-    number: int
+class Outcome:
+    """Of a collective; it is looked at when all ranks have posted."""
 
-    @property
-    def values(self) -> Minimum:
-        return self
-
-    def tolist(self) -> list[int]:
-        return [min(words) for words in zip(*self.rounds.posts[self.number].values(), strict=True)]
-
-
-@dataclass
-class Rows:
-    rounds: Rounds
-    number: int
+    find: Callable[[], Any]
 
     @property
     def values(self) -> Any:
-        words = self.rounds.words[self.number]
-        return np.stack([words[rank] for rank in range(self.rounds.size)])
+        return self.find()
 
 
 @dataclass

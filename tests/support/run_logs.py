@@ -12,6 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from ftckpt.windows.schedule import pipeline_orders, step_times
+
 EPOCH = 1_790_000_000.0
 FORWARD, BACKWARD, START, OPTIMIZER = 0.02, 0.04, 0.004, 0.01
 CHUNK_BYTES, CHUNK_SECS = 4_000_000, 0.001
@@ -19,31 +21,15 @@ CHUNK_BYTES, CHUNK_SECS = 4_000_000, 0.001
 
 def one_f_one_b(pp: int, num_microbatches: int) -> list[list[tuple[str, float, float]]]:
     """Forward and backward of each stage, with begin and end in seconds."""
-    orders = []
-    for stage in range(pp):
-        warmup = min(pp - stage - 1, num_microbatches)
-        order = [("forward", number) for number in range(warmup)]
-        for number in range(num_microbatches):
-            order += [("forward", number + warmup)] if number + warmup < num_microbatches else []
-            order.append(("backward", number))
-        orders.append(order)
-    ready: dict[tuple[str, int, int], float] = {("forward", -1, n): 0.0 for n in range(num_microbatches)}
-    spans: list[list[tuple[str, float, float]]] = [[] for _ in range(pp)]
-    free = [START] * pp
-    while any(orders):
-        for stage, order in enumerate(orders):
-            while order:
-                kind, number = order[0]
-                before = ("forward", stage - 1, number) if kind == "forward" else ("backward", stage + 1, number)
-                if before == ("backward", pp, number):
-                    before = ("forward", stage, number)
-                if before not in ready:
-                    break
-                begin = max(free[stage], ready[before])
-                free[stage] = ready[kind, stage, number] = begin + (FORWARD if kind == "forward" else BACKWARD)
-                spans[stage].append((kind, begin, free[stage]))
-                order.pop(0)
-    return spans
+    orders = pipeline_orders(pp, num_microbatches)
+    assert orders is not None
+    return [
+        [
+            (step.kind, START + begin * FORWARD, START + end * FORWARD)
+            for step, (begin, end) in zip(*stage, strict=True)
+        ]
+        for stage in zip(orders, step_times(orders), strict=True)
+    ]
 
 
 def timeline_line(rank: int, coords: dict[str, int], pp: int, iteration: int, begin: float) -> dict[str, Any]:
@@ -68,6 +54,11 @@ def timeline_line(rank: int, coords: dict[str, int], pp: int, iteration: int, be
         "copies": copies, "moved_bytes": moved, "window_capacity_bytes": 10**9, "fence_secs": 0.002,
         "something_new": {"a": [1]},
     }  # fmt: skip
+
+
+def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 LINE = timeline_line(0, {"tp": 0, "pp": 0, "dp": 0}, 2, 5, EPOCH)
@@ -100,10 +91,8 @@ class Logs:
                     lines.append(timeline_line(rank, coords, self.pp, iteration, begin) | {"pid": who["pid"]})
             self.append(rank, *lines)
 
-    def append(self, rank: int, *lines: dict[str, Any] | bytes) -> None:
-        with open(self.directory / f"rank{rank}.jsonl", "ab") as file:
-            for line in lines:
-                file.write(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+    def append(self, rank: int, *lines: dict[str, Any]) -> None:
+        _append(self.directory / f"rank{rank}.jsonl", lines)
 
 
 class Page(HTMLParser):
@@ -175,15 +164,11 @@ class RunLogs:
             events.sort(key=lambda event: float(event["time"]))
             self.write(f"rank{rank}", *({"rank": rank, "pid": pid, **event} for event in events))
 
-    def write(self, name: str, *events: dict[str, Any] | bytes) -> None:
-        with open(self.directory / f"{name}.jsonl", "ab") as file:
-            for event in events:
-                file.write(event if isinstance(event, bytes) else json.dumps(event).encode() + b"\n")
+    def write(self, name: str, *events: dict[str, Any]) -> None:
+        _append(self.directory / f"{name}.jsonl", events)
 
     def losses(self, *iterations: int) -> None:
-        with open(self.run / "log.jsonl", "a") as file:
-            for iteration in iterations:
-                file.write(json.dumps({"iteration": iteration, "loss": 5.0 - iteration / 8, "lr": 0.1}) + "\n")
+        _append(self.run / "log.jsonl", [{"iteration": n, "loss": 5.0 - n / 8, "lr": 0.1} for n in iterations])
 
 
 PROTECTION = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from tests.support.event_logs import read_events
 from tests.support.processes import command_line, running
 from tests.support.waiting import until
 
-REPOSITORY = Path(__file__).parents[2]
 JOB, NODE = "job", "n0"
 SECRET = bytes(range(100, 132))
 
@@ -95,14 +93,6 @@ def send(node_dir: Path, body: bytes) -> dict[str, Any]:
             return reply
     except PeerError:
         return {}
-
-
-def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """A fresh interpreter that has said its first line, which is ``up``."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, **options)
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
-    return process
 
 
 def events(directory: Path, name: str) -> list[dict[str, Any]]:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
+from collections.abc import Callable
+from typing import NoReturn
 
 PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434
 """The same on every architecture: they came after the tables were joined."""
 _NO_NEW_PRIVS, _SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+
+
+def fails_with(error: int) -> Callable[..., NoReturn]:
+    """A call of the system that gives this error, to be put in the place of one."""
+
+    def fail(*args: object, **_: object) -> NoReturn:
+        raise OSError(error, os.strerror(error), *(str(one) for one in args[:1] if isinstance(one, os.PathLike)))
+
+    return fail
 
 
 def forbid(error: int, *numbers: int) -> None:

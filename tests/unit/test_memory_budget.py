@@ -78,7 +78,6 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(memory, "_SHARED", host.path)
     host.put(host.proc / "meminfo", f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {12 * GIB >> 10} kB\n")
     host.statvfs = SimpleNamespace(f_blocks=(64 << 20) // 4096, f_bavail=(60 << 20) // 4096, f_frsize=4096)
-    monkeypatch.setattr(os, "statvfs", lambda path: host.statvfs)
     return host
 
 
@@ -124,12 +123,9 @@ def test_a_slot_that_is_allocated_in_training_leaves_others_their_reserve(shared
     allocate(1 << 20)  # what no arena can do without
 
 
-def test_what_fits_passes(host: Host) -> None:
+def test_available_memory_binds(host: Host) -> None:
     host.check(12 * GIB)
     host.check(0)
-
-
-def test_available_memory_binds(host: Host) -> None:
     text = host.refusal(12 * GIB + 1)
     assert f"need 12.0 GiB ({12 * GIB + 1} bytes)" in text
     assert "only 12.0 GiB are free in MemAvailable: free host memory" in text
@@ -148,39 +144,28 @@ def test_a_tmpfs_without_a_size_does_not_bind(host: Host) -> None:
     host.check(12 * GIB)
 
 
-def test_cgroup_version_2_binds(host: Host) -> None:
-    host.cgroup("0::/job/step", "job/step", 8 * GIB, 5 * GIB)
+@pytest.mark.parametrize(
+    ("line", "base", "name"),
+    [
+        pytest.param("0::/job/step", "job/step", "/job/step", id="version 2"),
+        pytest.param("4:memory:/slurm/job", "memory/slurm/job", "/slurm/job", id="version 1"),
+        pytest.param("4:cpu,memory:/slurm/job", "cpu,memory/slurm/job", "/slurm/job", id="version 1 with another"),
+        pytest.param("0::/job", "unified/job", "/job", id="the unified part of a mixed host"),
+        pytest.param("4:memory:/docker/0a1b", "memory", "/", id="a container that sees its group at the root"),
+        pytest.param("0::/../../outside", ".", "/", id="a group outside the namespace"),
+    ],
+)
+def test_a_cgroup_binds(host: Host, line: str, base: str, name: str) -> None:
+    host.cgroup(line, base, 8 * GIB, 5 * GIB)
     host.check(3 * GIB)
-    text = host.refusal(3 * GIB + 1)
-    assert "only 3.0 GiB are free in cgroup /job/step (limit 8.0 GiB): raise the memory limit" in text
-
-
-@pytest.mark.parametrize("base", ["memory", "cpu,memory"])
-def test_cgroup_version_1_binds(host: Host, base: str) -> None:
-    host.cgroup(f"4:{base}:/slurm/job", f"{base}/slurm/job", 8 * GIB, 5 * GIB)
-    host.check(3 * GIB)
-    assert "3.0 GiB are free in cgroup /slurm/job" in host.refusal(3 * GIB + 1)
+    free = f"only 3.0 GiB are free in cgroup {name} (limit 8.0 GiB): raise the memory limit"
+    assert free in host.refusal(3 * GIB + 1)
 
 
 def test_a_parent_group_binds(host: Host) -> None:
     host.cgroup("0::/pod/container", "pod/container", "max", 5 * GIB)
     host.cgroup("0::/pod/container", "pod", 4 * GIB, 3 * GIB)
     assert "1.0 GiB are free in cgroup /pod (limit 4.0 GiB)" in host.refusal(2 * GIB)
-
-
-def test_a_container_sees_its_group_at_the_root(host: Host) -> None:
-    host.cgroup("4:memory:/docker/0a1b", "memory", 4 * GIB, 3 * GIB)
-    assert "1.0 GiB are free in cgroup / (limit 4.0 GiB)" in host.refusal(2 * GIB)
-
-
-def test_a_group_outside_the_namespace(host: Host) -> None:
-    host.cgroup("0::/../../outside", ".", 4 * GIB, 3 * GIB)
-    assert "1.0 GiB" in host.refusal(2 * GIB)
-
-
-def test_the_unified_part_of_a_mixed_host(host: Host) -> None:
-    host.cgroup("0::/job", "unified/job", 4 * GIB, 3 * GIB)
-    assert "1.0 GiB are free in cgroup /job" in host.refusal(2 * GIB)
 
 
 @pytest.mark.parametrize(

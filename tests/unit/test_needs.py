@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -153,10 +155,20 @@ def test_hashes_are_of_the_copies_alone() -> None:
     assert one.hashes(lambda begin, end: slot.data[begin:end]) != before
 
 
-def test_a_manifest_tells_padded_keys_only_where_there_are_some() -> None:
-    plain, padded = (Manifest({"dp": 0}, {}, (), (), 4096, 4096, padded=names) for names in ((), ("master/w",)))
-    assert b"padded" not in plain.encode() and Manifest.decode(plain.encode()).padded == ()
-    assert Manifest.decode(padded.encode()) == padded and padded.digest != plain.digest
-    for wrong in (b'"master/w"', b"[1]", b"null", b"{}"):
+@pytest.mark.parametrize(
+    ("field", "value", "text", "wrong"),
+    [
+        ("padded", ("master/w",), b'["master/w"]', (b'"master/w"', b"[1]", b"null", b"{}")),
+        ("capacity", 5_000_000_000, b"5000000000", (b"-1", b'"much"', b"null")),
+    ],
+)
+def test_a_manifest_tells_some_fields_only_where_they_say_something(
+    field: str, value: Any, text: bytes, wrong: tuple[bytes, ...]
+) -> None:
+    """Padded keys where there are some, and a capacity where shares were weighted."""
+    plain, full = (Manifest({"dp": 0}, {}, (), (), 4096, 4096, **more) for more in ({}, {field: value}))
+    assert field.encode() not in plain.encode() and not getattr(Manifest.decode(plain.encode()), field)
+    assert Manifest.decode(full.encode()) == full and full.digest != plain.digest
+    for other in wrong:
         with pytest.raises(CorruptError):
-            Manifest.decode(padded.encode().replace(b'["master/w"]', wrong))
+            Manifest.decode(full.encode().replace(text, other))

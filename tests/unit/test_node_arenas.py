@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -22,23 +23,25 @@ from ftckpt.store.control import SlotState
 from ftckpt.store.directory import list_arenas, remove_arena
 from ftckpt.store.image import SlotImage
 from tests.support import arenas
-from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, settle, used_bytes, write
+from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
+from tests.support.syscalls import fails_with
 
 KEEP = SnapshotId(LINEAGE, 4)
 MORE = SHARE + 8192
 
 
-def begin(member: Rank, share: int = SHARE) -> None:
-    member.arenas.entry.enter()
-    member.arena = member.arenas.open(member.manifest(share), None)
-    settle(member)
+def trained(root: Path, number: int = 2, slots: int = 2) -> list[Rank]:
+    """Ranks on all of which 4 is whole; 5 is sealed by rank 0 and half written by the others."""
 
+    def train(member: Rank) -> None:
+        start(member)
+        write(member.have, 0, 4)
+        member.have.control.mark_whole(KEEP)
+        write(member.have, 1, 5, seal=member.rank == 0)
 
-def snapshots(member: Rank) -> None:
-    """4 is whole on all ranks; 5 is sealed by rank 0 and half written by the others."""
-    write(member.have, 0, 4)
-    member.have.control.mark_whole(KEEP)
-    write(member.have, 1, 5, seal=member.rank == 0)
+    members = ranks(root, number, slots)
+    on_all(members, train)
+    return members
 
 
 def replace(member: Rank, keep: SnapshotId | None = KEEP, share: int = MORE) -> None:
@@ -57,9 +60,10 @@ def files(member: Rank) -> list[int]:
     return sorted(len(list(path.glob("slot*"))) for path in mine)
 
 
-def end(members: list[Rank]) -> None:
-    on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
-    on_all(members, lambda member: member.arenas.release())
+def chosen(root: Path) -> int | None:
+    """The iteration that a restart of two ranks would take."""
+    decision = arenas.choose(root, 2)
+    return decision and decision.snapshot.iteration
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def peaks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         reserve(fd, path, begin, end, *halted)
         with one_at_a_time:
             for shard in ("dp0", "dp1"):
-                seen[shard] = max(seen.get(shard, 0), used_bytes(arena_root, shard))
+                seen[shard] = max(seen.get(shard, 0), arenas.used_bytes(arena_root, shard))
 
     monkeypatch.setattr(mapping, "reserve", watched)
     return seen
@@ -84,14 +88,12 @@ def peaks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_no_more_slots_than_configured_at_any_time(
     arena_root: Path, peaks: dict[str, int], slots: int, share: int
 ) -> None:
-    members = ranks(arena_root, 2, slots)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root, slots=slots)
     small, large = sorted(SlotImage.of(members[0].manifest(size)).file_bytes for size in (SHARE, share))
     full = slots * members[0].have.image.file_bytes
     # What a look at files finds that get their names meanwhile is less, if anything.
     assert small < large and max(peaks.values()) <= full
-    assert used_bytes(arena_root, "dp0") == used_bytes(arena_root, "dp1") == full
+    assert arenas.used_bytes(arena_root, "dp0") == arenas.used_bytes(arena_root, "dp1") == full
     peaks.clear()
     on_all(members, lambda member: replace(member, share=share))
     assert [files(member) for member in members] == [sorted([1, slots - 1])] * 2
@@ -102,16 +104,13 @@ def test_no_more_slots_than_configured_at_any_time(
     assert on_all(members, finish) == [[slots - 1]] * 2
     assert [files(member) for member in members] == [[slots]] * 2 and max(peaks.values()) <= slots * large
     on_all(members, lambda member: write(member.have, slots - 1, 7))
-    decision = arenas.choose(arena_root, 2)
-    assert decision is not None and decision.snapshot.iteration == 7
+    assert chosen(arena_root) == 7
     end(members)
     assert list(arena_root.iterdir()) == []
 
 
 def test_the_kept_snapshot_stays_and_nothing_else(arena_root: Path) -> None:
-    members = ranks(arena_root, 2)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root)
     old = members[0].have
     on_all(members, replace)
     decision = arenas.choose(arena_root, 2)
@@ -129,20 +128,15 @@ def test_the_kept_snapshot_stays_and_nothing_else(arena_root: Path) -> None:
 def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_root: Path) -> None:
     """Rank 1 had not read yet that 4 is protected, when the job died. The restart is in another layout."""
     members = ranks(arena_root, 2, slots=4)
-    on_all(members, begin)
+    on_all(members, start)
     for member in members:
         for slot, iteration in enumerate((2, 3, 4, 5)):
             write(member.have, slot, iteration)
         member.have.control.mark_protected(SnapshotId(LINEAGE, 4 - member.rank))
-        member.have.close()
-        member.arenas.release()
-    again = ranks(arena_root, 2, slots=4)
-    whole = SnapshotId(LINEAGE, 5)
-    on_all(again, lambda member: member.arenas.entry.enter())
+    stop(members)
+    again, whole = ranks(arena_root, 2, slots=4), SnapshotId(LINEAGE, 5)
     old = list_arenas(again[0].arenas.path)
-    for member, arena in zip(again, on_all(again, lambda m: m.arenas.open(m.manifest(MORE), whole)), strict=True):
-        member.arena = arena
-    on_all(again, settle)
+    on_all(again, lambda member: start(member, MORE, whole))
     for path in old:
         with closing(Arena.open(path)) as arena:
             assert {snapshot.iteration for snapshot in arena.snapshots()} == {3, 4, 5}
@@ -151,18 +145,11 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
 
 def test_all_ranks_have_as_many_slots_as_the_arena_that_has_fewest(arena_root: Path) -> None:
     """Rank 0 goes on with the arena of a start for which there was less memory; rank 1 is on a new node."""
-    members = ranks(arena_root, 2, slots=3)
-    on_all(members, begin)
-    on_all(members, snapshots)
-    for member in members:
-        member.have.close()
-        member.arenas.release()
+    members = trained(arena_root, slots=3)
+    stop(members)
     remove_arena(members[1].have.path)
     again = ranks(arena_root, 2, slots=4)
-    on_all(again, lambda member: member.arenas.entry.enter())
-    for member, arena in zip(again, on_all(again, lambda m: m.arenas.open(m.manifest(), None)), strict=True):
-        member.arena = arena
-    on_all(again, settle)
+    on_all(again, start)
     assert [member.have.control.slots for member in again] == [3, 3]
     assert [files(member) for member in again] == [[3], [3]]
     end(again)
@@ -239,22 +226,18 @@ def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -
 
 
 def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, peaks: dict[str, int]) -> None:
-    members = ranks(arena_root, 2)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root)
     peaks.clear()
     on_all(members, lambda member: replace(member, keep=None))
     on_all(members, complete)
     assert [files(member) for member in members] == [[2], [2]]
     assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
-    assert arenas.choose(arena_root, 2) is None
+    assert chosen(arena_root) is None
     end(members)
 
 
 def test_only_ranks_whose_manifest_changed_get_a_new_arena(arena_root: Path) -> None:
-    members = ranks(arena_root, 2)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root)
     path = members[0].have.path
     on_all(members, lambda member: replace(member, share=MORE if member.rank else SHARE))
     assert members[0].have.path == path and [files(member) for member in members] == [[2], [1, 1]]
@@ -266,31 +249,25 @@ def test_only_ranks_whose_manifest_changed_get_a_new_arena(arena_root: Path) -> 
 
 
 def test_changing_twice_before_a_new_snapshot_is_whole(arena_root: Path, peaks: dict[str, int]) -> None:
-    members = ranks(arena_root, 2)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root)
     on_all(members, replace)
     on_all(members, lambda member: write(member.have, 0, 6, seal=False))
     peaks.clear()
     on_all(members, lambda member: replace(member, share=MORE + 4096))
     assert [files(member) for member in members] == [[1, 1]] * 2
     assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
-    decision = arenas.choose(arena_root, 2)
-    assert decision is not None and decision.snapshot.iteration == 4
+    assert chosen(arena_root) == 4
     end(members)
 
 
 def test_changing_back_takes_the_arena_that_holds_the_kept_snapshot(arena_root: Path) -> None:
-    members = ranks(arena_root, 2)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root)
     path = members[0].have.path
     on_all(members, replace)
     on_all(members, lambda member: replace(member, share=SHARE))
     assert members[0].have.path == path and [files(member) for member in members] == [[2]] * 2
     assert on_all(members, finish) == [[], []] and path.exists()
-    decision = arenas.choose(arena_root, 2)
-    assert decision is not None and decision.snapshot.iteration == 4
+    assert chosen(arena_root) == 4
     end(members)
 
 
@@ -298,9 +275,7 @@ def test_changing_back_takes_the_arena_that_holds_the_kept_snapshot(arena_root: 
 def test_without_room_the_kept_snapshot_stays(
     arena_root: Path, monkeypatch: pytest.MonkeyPatch, instant: str
 ) -> None:
-    members = ranks(arena_root, 2)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root)
     create, needs = Arena.create, []
 
     def check(path: Path, need_bytes: int) -> None:
@@ -322,8 +297,7 @@ def test_without_room_the_kept_snapshot_stays(
     assert needs == [foreseen] * (1 if instant == "checked" else 2), (
         "two slots of each of two ranks, when the old ones have gone"
     )
-    decision = arenas.choose(arena_root, 2)
-    assert decision is not None and decision.snapshot.iteration == 4
+    assert chosen(arena_root) == 4
     for member in members:
         member.arena = None
     end(members)
@@ -332,20 +306,18 @@ def test_without_room_the_kept_snapshot_stays(
 
 def test_without_room_nothing_is_freed(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is protected would have gone for nothing."""
-    members = ranks(arena_root, 2, slots=3)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root, slots=3)
     on_all(members, lambda member: write(member.have, 2, 3))
     on_all(members, lambda member: member.have.control.mark_protected(SnapshotId(LINEAGE, 3)))
 
     def full(path: Path, need_bytes: int) -> None:
         raise MemoryBudgetError("no room")
 
-    before = used_bytes(arena_root, "dp0")
+    before = arenas.used_bytes(arena_root, "dp0")
     monkeypatch.setattr(ledger, "check_budget", full)
     with pytest.raises(MemoryBudgetError, match="no room"):
         on_all(members, replace)
-    assert used_bytes(arena_root, "dp0") == before and [files(member) for member in members] == [[3]] * 2
+    assert arenas.used_bytes(arena_root, "dp0") == before and [files(member) for member in members] == [[3]] * 2
     for member in members:
         path = list_arenas(member.arenas.path)[member.rank]
         with closing(Arena.open(path, writable=True)) as arena:
@@ -357,17 +329,11 @@ def test_without_room_nothing_is_freed(arena_root: Path, monkeypatch: pytest.Mon
 
 
 def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    members = ranks(arena_root, 1)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root, 1)
     on_all(members, replace)
     on_all(members, lambda member: write(member.have, 0, 6))
-
-    def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", fails_with(errno.ENOSPC))
         assert on_all(members, finish) == [[]]
     (member,) = members
     assert member.events.seen[-1][0] == "arena_problem" and "no room" in str(member.events.seen[-1][1])
@@ -381,21 +347,12 @@ def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: 
 @pytest.mark.parametrize("share", [SHARE, MORE])
 def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, int], share: int) -> None:
     """Both the old arena and the new one lack a slot; the job may start with the manifest of either."""
-    killed = ranks(arena_root, 2)
-    on_all(killed, begin)
-    on_all(killed, snapshots)
+    killed = trained(arena_root)
     on_all(killed, replace)
-    on_all(killed, lambda member: member.have.close())
-    on_all(killed, lambda member: member.arenas.release())
+    stop(killed)
     members = ranks(arena_root, 2)
     peaks.clear()
-
-    def restart(member: Rank) -> None:
-        member.arenas.entry.enter()
-        member.arena = member.arenas.open(member.manifest(share), KEEP)
-        settle(member)
-
-    on_all(members, restart)
+    on_all(members, lambda member: start(member, share, KEEP))
     large = SlotImage.of(members[0].manifest(MORE)).file_bytes
     assert max(peaks.values(), default=0) <= 2 * large
     on_all(members, complete)
@@ -408,18 +365,13 @@ def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, in
 
 
 def test_an_old_arena_that_cannot_be_read_leaves_a_slot_to_write(arena_root: Path) -> None:
-    killed = ranks(arena_root, 1)
-    on_all(killed, begin)
-    on_all(killed, snapshots)
+    killed = trained(arena_root, 1)
     on_all(killed, replace)
     (first,) = killed
-    first.have.close()
-    first.arenas.release()
+    stop(killed)
     os.truncate(first.have.path / "control", 100)
     (member,) = members = ranks(arena_root, 1)
-    member.arenas.entry.enter()
-    member.arena = member.arenas.open(member.manifest(SHARE), KEEP)
-    settle(member)
+    start(member, keep=KEEP)
     assert files(member) == [1, 2] and not member.have.verify(0) and member.have.allocated(1)
     end(members)
     assert list(arena_root.iterdir()) == []
@@ -427,34 +379,24 @@ def test_an_old_arena_that_cannot_be_read_leaves_a_slot_to_write(arena_root: Pat
 
 def test_a_start_without_a_kept_snapshot_allocates_all(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = ranks(arena_root, 1)
-    on_all(killed, begin)
+    on_all(killed, start)
     (first,) = killed
     first.have.free(0)
-    first.have.close()
-    first.arenas.release()
+    stop(killed)
     needs: list[int] = []
     monkeypatch.setattr(ledger, "check_budget", lambda path, need_bytes: needs.append(need_bytes))
     members = ranks(arena_root, 1)
-    on_all(members, begin)
+    on_all(members, start)
     assert needs == [members[0].have.image.file_bytes] * 2 and absent_slots(members[0].have) == []
     end(members)
 
 
 def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
     """Fewer ranks than before: each has its part of the others' arenas, counts their slots, and removes them."""
-    killed = ranks(arena_root, 5, slots=4)
-    on_all(killed, begin)
-    on_all(killed, snapshots)
-    on_all(killed, lambda member: member.have.close())
-    on_all(killed, lambda member: member.arenas.release())
+    killed = trained(arena_root, 5, slots=4)
+    stop(killed)
     members = ranks(arena_root, 2, slots=4)
-
-    def restart(member: Rank) -> None:
-        member.arenas.entry.enter()
-        member.arena = member.arenas.open(member.manifest(), KEEP)
-        settle(member)
-
-    on_all(members, restart)
+    on_all(members, lambda member: start(member, keep=KEEP))
 
     def shards() -> list[str]:
         return [path.name.rpartition(".")[0] for path in list_arenas(members[0].arenas.path)]
@@ -473,7 +415,7 @@ def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
 
 def test_a_foreign_error_is_raised_on_all_ranks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     members = ranks(arena_root, 2)
-    on_all(members, begin)
+    on_all(members, start)
     monkeypatch.setattr(ledger, "check_budget", lambda path, need_bytes: 1 / 0)
 
     def refused(member: Rank) -> None:
@@ -489,9 +431,7 @@ def test_an_old_arena_that_resists_is_removed_at_a_later_boundary(
     arena_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An SMP may make a file there in this moment. The order to remove comes once: ``complete`` remembers it."""
-    members = ranks(arena_root, 2)
-    on_all(members, begin)
-    on_all(members, snapshots)
+    members = trained(arena_root)
     on_all(members, replace)
     with monkeypatch.context() as patch:
         patch.setattr("ftckpt.job.arenas.remove_arena", os.rmdir)

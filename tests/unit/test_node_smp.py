@@ -60,10 +60,15 @@ def test_a_node_that_writes_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     assert asked(Saying("", "too late"), True, True) == ""
 
 
-def of_rank(rank: int) -> NodeSmp:
-    """With nothing to tell."""
+def of_rank(rank: int, told: list[tuple[str, str]] | None = None) -> NodeSmp:
+    """With nothing to tell, or errors that come to ``told``."""
+
+    def emit(event: str, error: str) -> None:
+        assert told is not None, error
+        told.append((event, error))
+
     group: Any = SimpleNamespace(name="attempt")
-    events: Any = SimpleNamespace(emit=pytest.fail)
+    events: Any = SimpleNamespace(emit=emit)
     return NodeSmp(
         Config(smp_listen="127.0.0.1"), Topology(rank, PLACES, {"dp": 2}), group, events, ["machine"] * 2
     )  # fmt: skip
@@ -80,6 +85,10 @@ def test_a_port_is_known_before_there_is_an_smp_and_stays() -> None:
 
 
 HOLDINGS = [Holding(f"dp{rank}", "n0", "", "arena", "", 1, (), (0, ())) for rank in range(2)]
+
+
+def no_memory() -> None:
+    raise OSError("no memory")
 
 
 class Told:
@@ -138,12 +147,9 @@ def test_an_smp_that_cannot_answer_other_nodes_is_told_the_rest(
 
 
 def test_an_smp_that_could_not_be_told_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise OSError("no memory")
-
     monkeypatch.setattr(node_smp, "_AGAIN_SECS", 0.01)
-    told, smp, seen = Told(monkeypatch, fails, fails), of_rank(0), []
-    smp._events = SimpleNamespace(emit=lambda *event, **fields: seen.append((*event, fields["error"])))  # type: ignore[assignment]
+    told, seen = Told(monkeypatch, no_memory, no_memory), list[tuple[str, str]]()
+    smp = of_rank(0, seen)
     configured(smp, tmp_path, "arena")
     until(told.arenas, "it is told")
     smp.release()
@@ -154,12 +160,7 @@ def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And says at its end why nothing came to storage."""
-
-    def fails() -> None:
-        raise OSError("no memory")
-
-    told, smp = Told(monkeypatch, fails), of_rank(0)
-    smp._events = SimpleNamespace(emit=lambda *_, **__: None)  # type: ignore[assignment]
+    told, smp = Told(monkeypatch, no_memory), of_rank(0, [])
     configured(smp, tmp_path, "arena")
     until(lambda: smp._setup.problem, "it fails")
     assert smp.flush_problem() == "node n0: its SMP has not started: OSError: no memory"
@@ -188,8 +189,8 @@ def test_where_an_smp_listens_elsewhere_than_others_know_it_is_said(
     taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may have taken the port meanwhile. One that ended since it was found is found anew."""
-    smp, told, seen = of_rank(0), [], []
-    smp._events = SimpleNamespace(emit=lambda *event, **fields: seen.append((*event, fields["error"])))  # type: ignore[assignment]
+    told, seen = list[Any](), list[tuple[str, str]]()
+    smp = of_rank(0, seen)
     port = smp.report().port
     answers = iter([SmpError("it has ended"), port + taken])
 
@@ -211,11 +212,7 @@ def test_where_an_smp_listens_elsewhere_than_others_know_it_is_said(
 
 
 def test_what_is_wanted_anew_waits_for_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise OSError("no memory")
-
-    told, smp = Told(monkeypatch, fails), of_rank(0)
-    smp._events = SimpleNamespace(emit=lambda *_, **__: None)  # type: ignore[assignment]
+    told, smp = Told(monkeypatch, no_memory), of_rank(0, [])
     configured(smp, tmp_path, "first")
     until(lambda: smp._setup.problem, "it fails")
     configured(smp, tmp_path, "second")

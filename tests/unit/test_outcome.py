@@ -20,8 +20,8 @@ from ftckpt.frameworks import launcher
 from ftckpt.store import outcome
 from ftckpt.store.outcome import LauncherRun, RunOutcome, agent_of, launcher_run
 from ftckpt.store.page import owner_word, pid_namespace
-
-ROOT = Path(__file__).parents[2]
+from tests.support.interpreters import run_python
+from tests.support.repository import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,8 @@ def test_a_wrapper_is_not_taken_for_the_agent() -> None:
     names = [
         subprocess.run(
             ["sh", "-c", '"$@"; true', "wrapper", sys.executable, "-c", command],
-            env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "TORCHELASTIC_RUN_ID": "x"},
+            cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
@@ -427,8 +428,7 @@ launcher.leave(main)
 )
 def test_under_a_runner_it_is_not_done_either(end: str, is_done: bool, tmp_path: Path) -> None:
     """A crash in the exit is none of the script's."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "FTCKPT_RUN": "a", "FTCKPT_NODE": "n", "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", ENDED.format(end=end)], env=env, timeout=60, check=False)
+    run_python(ENDED.format(end=end), FTCKPT_RUN="a", FTCKPT_NODE="n", TMPDIR=str(tmp_path))
     assert LauncherRun("a.n").read().code == (0 if is_done else None)
 
 
@@ -446,8 +446,7 @@ PARSES = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--laye
 def test_arguments_that_a_script_does_not_take_are_tried_once(script: str, code: int | None, tmp_path: Path) -> None:
     """Unlike another exit with the same code, of which nobody knows what it means."""
     text = f"import sys\nfrom ftckpt.frameworks import launcher\ndef main(argv):\n    {script}\nlauncher.leave(main)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "FTCKPT_RUN": "a", "FTCKPT_NODE": "n", "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", text], env=env, timeout=60, check=False, stdout=subprocess.DEVNULL)
+    run_python(text, FTCKPT_RUN="a", FTCKPT_NODE="n", TMPDIR=str(tmp_path))
     assert LauncherRun("a.n").read().code == code
 
 
@@ -457,8 +456,7 @@ def test_arguments_that_have_trained_are_tried_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", None)
     LauncherRun("a.n").begin("job")
     script = f"import sys\nfrom ftckpt.frameworks import launcher\ndef main(argv):\n    {PARSES}p.error('no')\n"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "FTCKPT_RUN": "a", "FTCKPT_NODE": "n", "TMPDIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", f"{script}launcher.leave(main)"], env=env, timeout=60, check=False)
+    ended = run_python(f"{script}launcher.leave(main)", FTCKPT_RUN="a", FTCKPT_NODE="n", TMPDIR=str(tmp_path))
     assert ended.returncode == 2 and LauncherRun("a.n").read().code is None
 
 
@@ -497,10 +495,7 @@ launcher.leave(main)
     ],
 )
 def test_a_process_leaves_as_the_interpreter_does(end: str, code: int, error: str, tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LEAVING.format(end=end), str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    ended = run_python(LEAVING.format(end=end), tmp_path)
     assert (ended.returncode, ended.stdout) == (code, "thread\nregistered\n")
     assert error in ended.stderr and bool(error) == bool(ended.stderr)
     assert (tmp_path / "text").read_text() == "not flushed\n" and (tmp_path / "raw").read_bytes() == b"nor this"
@@ -539,16 +534,11 @@ raise SystemError("training fails")
 
 def test_a_question_to_the_store_aborts_no_process_that_ends() -> None:
     """Without the runner, too: what a rank failed of is its exit code."""
-    ended = subprocess.run(
-        [sys.executable, "-c", LATE], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+    ended = run_python(LATE)
     assert ended.returncode == 1 and "training fails" in ended.stderr
 
 
 def test_threads_that_ask_for_the_interpreter_abort_nothing() -> None:
     """Code of torch that comes back from a wait finds no interpreter any more, and C++ answers that with abort."""
-    ended = subprocess.run(
-        [sys.executable, "-c", ASKING], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False
-    )
-    assert ended.returncode == 0
+    ended = run_python(ASKING)
+    assert ended.returncode == 0, ended.stderr

@@ -6,9 +6,6 @@ import errno
 import os
 import shutil
 import stat
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +37,8 @@ from ftckpt.store.package import (
     unpack,
 )
 from tests.support.errors import raises
+from tests.support.interpreters import running
+from tests.support.syscalls import fails_with
 
 WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
 RNG = Fragment.whole("rng", "U8", (9000,), Box((0,), (9000,)))
@@ -48,10 +47,8 @@ LINEAGE = b"l" * 16
 
 
 @pytest.fixture
-def node_dir() -> Iterator[Path]:
-    root = Path(tempfile.mkdtemp(prefix="ftckpt-test-package-", dir="/dev/shm"))
-    yield node_directory(root, "job", "node")
-    shutil.rmtree(root)
+def node_dir(arena_root: Path) -> Path:
+    return node_directory(arena_root, "job", "node")
 
 
 @pytest.fixture
@@ -239,11 +236,7 @@ def test_no_room_leaves_the_old_one(
     node_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
 ) -> None:
     path = store(node_dir, hand_made().encode())
-
-    def full(*args: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", fails_with(code))
     with pytest.raises(kind):
         store(node_dir, changed(objects=b"later"))
     assert load(path).objects == b"objects" and list(path.parent.iterdir()) == [path]
@@ -292,7 +285,7 @@ import sys
 from pathlib import Path
 from ftckpt.store.package import store
 data = Path(sys.argv[2]).read_bytes()
-print("ready", flush=True)
+print("up", flush=True)
 while True:
     store(Path(sys.argv[1]), data)
 """
@@ -302,11 +295,8 @@ def test_a_kill_while_it_is_stored_leaves_the_old_or_the_new(node_dir: Path, tmp
     (tmp_path / "new").write_bytes(changed(objects=b"later"))
     for round_ in range(5):
         path = store(node_dir, hand_made().encode())
-        command = [sys.executable, "-c", STORE, str(node_dir), str(tmp_path / "new")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        with running(STORE, node_dir, tmp_path / "new"):
             time.sleep(0.001 * round_)  # any instant
-            child.kill()
         assert load(path).objects in (b"objects", b"later")
         assert len(list_packages(node_dir)) == 1
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import stat
 import struct
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,8 @@ from ftckpt.store import parity_file
 from ftckpt.store.parity_file import FORMAT, ParityFile, list_parity, parity_bytes, parity_path
 from ftckpt.store.record import SEALED, Header
 from tests.support.errors import raises
+from tests.support.interpreters import running
+from tests.support.syscalls import fails_with
 
 OLD, NEW = b"o" * 16, b"n" * 16
 
@@ -44,17 +43,21 @@ GROUP = group_of()
 
 
 @pytest.fixture
-def node_dir() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-parity-", dir="/dev/shm"))
+def node_dir(arena_root: Path) -> Path:
     for member in GROUP.members:
-        (path / member.arena).mkdir()
-    yield path
-    shutil.rmtree(path)
+        (arena_root / member.arena).mkdir()
+    return arena_root
 
 
 @pytest.fixture
 def path(node_dir: Path) -> Path:
     return parity_path(node_dir / GROUP.members[1].arena, "node", 0)
+
+
+@pytest.fixture
+def file(path: Path) -> Iterator[ParityFile]:
+    with closing(ParityFile.create(path, GROUP, 1)) as made:
+        yield made
 
 
 def contents(block: int, nbytes: int, iteration: int) -> Any:
@@ -95,8 +98,7 @@ def test_every_holder_of_every_code(path: Path, code: str, losses: int, holder: 
     file.close()
 
 
-def test_blocks_begin_on_pages_and_nothing_overlaps(path: Path) -> None:
-    file = ParityFile.create(path, GROUP, 1)
+def test_blocks_begin_on_pages_and_nothing_overlaps(path: Path, file: ParityFile) -> None:
     write(file, NEW, 1)
     base = np.frombuffer(file._map.data, np.uint8).ctypes.data
     spans = sorted(
@@ -105,7 +107,6 @@ def test_blocks_begin_on_pages_and_nothing_overlaps(path: Path) -> None:
     )
     assert all(begin % 4096 == 0 for begin, _ in spans) and spans[-1][1] <= path.stat().st_size
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
-    file.close()
 
 
 def test_the_file_is_private_and_allocated(path: Path) -> None:
@@ -119,8 +120,7 @@ def test_the_file_is_private_and_allocated(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_a_block_computed_in_place(path: Path) -> None:
-    file = ParityFile.create(path, GROUP, 1)
+def test_a_block_computed_in_place(file: ParityFile) -> None:
     file.begin(SnapshotId(NEW, 2))
     for block in range(file.num_blocks):
         view = file.block(block)
@@ -131,11 +131,9 @@ def test_a_block_computed_in_place(path: Path) -> None:
     file.begin(SnapshotId(NEW, 3))
     file.put(0, file.block(0), 5)  # what the caller hashed was something else
     assert not file.verify(0)
-    file.close()
 
 
-def test_an_array_that_is_not_contiguous(path: Path) -> None:
-    file = ParityFile.create(path, GROUP, 1)
+def test_an_array_that_is_not_contiguous(file: ParityFile) -> None:
     file.begin(SnapshotId(NEW, 2))
     for block in range(file.num_blocks):
         wide = np.zeros((len(file.block(block)), 2), np.uint8)
@@ -143,11 +141,9 @@ def test_an_array_that_is_not_contiguous(path: Path) -> None:
         file.put(block, wide[:, 1])
     file.seal()
     assert_holds(file, NEW, 2)
-    file.close()
 
 
-def test_order_of_calls_and_arguments(path: Path) -> None:
-    file = ParityFile.create(path, GROUP, 1)
+def test_order_of_calls_and_arguments(path: Path, file: ParityFile) -> None:
     block = np.zeros(len(file.block(0)), np.uint8)
     for call in (file.seal, lambda: file.put(0, block)):
         with pytest.raises(ArenaError, match="call begin first"):
@@ -169,24 +165,20 @@ def test_order_of_calls_and_arguments(path: Path) -> None:
     file.begin(SnapshotId(NEW, 2))  # blocks put for another snapshot do not count
     with pytest.raises(ArenaError, match="blocks were not put"):
         file.seal()
-    file.close()
-    reader = ParityFile.open(path)
-    with pytest.raises(TypeError):
-        reader.begin(SnapshotId(NEW, 3))
-    assert not reader.block(0).flags.writeable
-    reader.close()
+    with closing(ParityFile.open(path)) as reader:
+        with pytest.raises(TypeError):
+            reader.begin(SnapshotId(NEW, 3))
+        assert not reader.block(0).flags.writeable
     with pytest.raises(ArenaError, match="no member 3"):
         ParityFile.create(path, GROUP, 3)
 
 
-def test_a_state_byte_does_not_bring_back_what_was_given_up(path: Path) -> None:
-    file = ParityFile.create(path, GROUP, 1)
+def test_a_state_byte_does_not_bring_back_what_was_given_up(file: ParityFile) -> None:
     write(file, NEW, 2)
     file.begin(SnapshotId(NEW, 2))
     file.block(0)[0] ^= 1
     file._stores.data[FORMAT.records_offset] = SEALED
     assert file.snapshot() is None
-    file.close()
 
 
 def with_group(path: Path, text: bytes, holder: int = 1) -> None:
@@ -233,8 +225,7 @@ def test_missing_and_links(path: Path) -> None:
         ParityFile.open(path)
 
 
-def test_create_replaces_and_views_outlive(path: Path) -> None:
-    file = ParityFile.create(path, GROUP, 1)
+def test_create_replaces_and_views_outlive(path: Path, file: ParityFile) -> None:
     write(file, OLD, 1)
     other = ParityFile.create(path, group_of("rs", 2), 0)
     write(other, NEW, 2)
@@ -243,27 +234,20 @@ def test_create_replaces_and_views_outlive(path: Path) -> None:
     file.close()
     assert np.array_equal(view, contents(0, len(view), 1))
     other.close()
-    again = ParityFile.open(path)
-    assert_holds(again, NEW, 2)
-    again.close()
+    with closing(ParityFile.open(path)) as again:
+        assert_holds(again, NEW, 2)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, MemoryBudgetError), (errno.EIO, ArenaError)])
 def test_no_room_leaves_the_old_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
+    path: Path, file: ParityFile, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
 ) -> None:
-    file = ParityFile.create(path, GROUP, 1)
     write(file, OLD, 1)
-
-    def full(*args: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", fails_with(code))
     with pytest.raises(kind):
         ParityFile.create(path, GROUP, 1)
     assert_holds(file, OLD, 1)
     assert list(path.parent.iterdir()) == [path]
-    file.close()
 
 
 def test_list_parity(node_dir: Path) -> None:
@@ -300,7 +284,7 @@ import numpy as np
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.parity_file import ParityFile
 file = ParityFile.open(Path(sys.argv[1]), True)
-print("ready", flush=True)
+print("up", flush=True)
 iteration = 10
 while True:
     iteration += 1
@@ -312,36 +296,25 @@ while True:
 """
 
 
-def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path) -> None:
-    file = ParityFile.create(path, GROUP, 1)
+def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path, file: ParityFile) -> None:
     write(file, OLD, 1)
     for round_ in range(8):
-        with subprocess.Popen([sys.executable, "-c", WRITE, str(path)], stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        with running(WRITE, path):
             time.sleep(0.0007 * round_)  # any instant
-            child.kill()
         found = file.snapshot()
         if found is not None:
             assert_holds(file, found.lineage, found.iteration)
-    file.close()
 
 
 def test_two_that_create_one_file_do_not_meet(path: Path) -> None:
     """A target that was given up leaves a thread behind that still allocates what the next one allocates, too."""
     (path.parent / ".parity.node.0.0123abcd.new").write_bytes(b"what a killed process left")
-    errors: list[Exception] = []
 
-    def create() -> None:
-        try:
-            for _ in range(20):
-                ParityFile.create(path, GROUP, 0).close()
-                ParityFile.open(path).close()
-        except Exception as error:  # noqa: BLE001 - told to the test
-            errors.append(error)
+    def create(_: int) -> None:
+        for _ in range(20):
+            ParityFile.create(path, GROUP, 0).close()
+            ParityFile.open(path).close()
 
-    threads = [threading.Thread(target=create) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == [] and list(path.parent.iterdir()) == [path]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(create, range(2)))
+    assert list(path.parent.iterdir()) == [path]

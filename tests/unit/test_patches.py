@@ -21,10 +21,10 @@ from ftckpt.config import Config
 from ftckpt.frameworks.versions import TESTED
 from ftckpt.megatron import callbacks
 from tests.support import patch_files
+from tests.support.interpreters import run_python
 from tests.support.patch_files import NAMES, PATCHES
 from tests.support.recorder import Recorder
 
-ROOT = Path(__file__).parents[2]
 IMPORT = "from ftckpt.megatron import callbacks as ftckpt"
 LINES = {
     **dict.fromkeys(("add_flags", "start", "restore", "set_rng", "log_sums", "boundary"), 1),
@@ -34,21 +34,8 @@ LINES = {
 }
 """What a patch calls, and how often."""
 NEEDED = (
-    "bash",
-    "sed",
-    "awk",
-    "cat",
-    "mkdir",
-    "mktemp",
-    "rm",
-    "basename",
-    "dirname",
-    "grep",
-    "diff",
-    "cmp",
-    "paste",
-    "wc",
-)
+    "bash", "sed", "awk", "cat", "mkdir", "mktemp", "rm", "basename", "dirname", "grep", "diff", "cmp", "paste", "wc",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -136,9 +123,7 @@ def test_the_module_that_megatron_imports_is_light() -> None:
     code = (
         f"import sys; {IMPORT}; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron', 'numpy')])"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_python(code)
     assert ended.stdout == "[]\n", ended.stderr
 
 
@@ -224,10 +209,7 @@ callbacks.restore([], object(), None)
 @pytest.mark.slow
 def test_a_core_without_lines_under_a_patched_loop_is_refused() -> None:
     pytest.importorskip("megatron.core")
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", OTHER_CORE],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    ended = run_python(OTHER_CORE, secs=240, PYTHONWARNINGS="ignore")
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("ftckpt: ") and "schedules.py has no ftckpt lines, though the train loop has" in last

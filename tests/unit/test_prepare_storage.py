@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +12,8 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks.doors import prepare_storage
 from tests.support.errors import raises
+from tests.support.interpreters import run_python
+from tests.support.syscalls import fails_with
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -50,13 +47,6 @@ def test_storage_that_no_attempt_could_use_is_refused_for_good(
     assert caught.value.final and not where.is_dir()
 
 
-def fails_with(number: int) -> Callable[..., Any]:
-    def fail(path: Path, **_: Any) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
-    return fail
-
-
 def test_a_store_without_what_reaches_it_is_refused_by_the_name_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises(ConfigError, "s3://bucket/a", "pip install 'ftckpt[storage]'", "--ftckpt-persist") as caught:
@@ -79,6 +69,5 @@ sys.exit(code)
 def test_storage_is_refused_before_anything_is_imported(framework: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise AssertionError")
     where = str(tmp_path / "no" / "where")
-    code = REFUSED_EARLY.format(framework=framework, script=str(tmp_path / "script.py"), where=where)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = run_python(REFUSED_EARLY.format(framework=framework, script=str(tmp_path / "script.py"), where=where))
     assert ended.returncode == 2 and ended.stderr.count(where) == 1, ended.stderr

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.interpreters import run_python
 from tests.support.syscalls import PIDFD_OPEN, PIDFD_SEND_SIGNAL
 
-REPOSITORY = Path(__file__).parents[2]
 WITHOUT = """
 import atexit, logging, os, signal, subprocess, sys, time
 from ftckpt.store.page import owner_word
@@ -48,25 +45,14 @@ assert not process.send(signal.SIGKILL) and process.gone(0)
 """
 
 
-def run(code: str, *arguments: int) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
 @pytest.mark.parametrize("calls", [(PIDFD_OPEN,), (PIDFD_SEND_SIGNAL,), (PIDFD_OPEN, PIDFD_SEND_SIGNAL)])
 def test_a_kernel_without_pidfds_ends_the_same_processes(error: int, calls: tuple[int, ...]) -> None:
-    said = run(WITHOUT, error, *calls)
-    assert said.count("pid and start time") == (PIDFD_OPEN in calls), said
+    done = run_python(WITHOUT, error, *calls)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pid and start time") == (PIDFD_OPEN in calls), done.stderr
 
 
 def test_without_a_pidfd_a_pid_that_is_reused_is_not_signalled() -> None:
-    run(REUSED)
+    done = run_python(REUSED)
+    assert done.returncode == 0, done.stderr

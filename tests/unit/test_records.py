@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,11 +242,10 @@ CHANGES = [(name, change) for name, kind in KINDS.items() for change in kind.cha
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-records-", dir="/dev/shm")) / package.MIRROR_NAME
+def folder(arena_root: Path) -> Path:
+    path = arena_root / package.MIRROR_NAME
     path.mkdir()
-    yield path
-    shutil.rmtree(path.parent)
+    return path
 
 
 def made(name: str, folder: Path) -> Path:

@@ -218,14 +218,16 @@ def named(iteration: int, *branches: Branch) -> Lineage:
     return Lineage(branches or (Branch(2),), (f"load of iteration {iteration}",), iteration)
 
 
-def trained(job: Job, lineage: Lineage, *iterations: int) -> None:
-    """Snapshots of ``lineage``, all of them whole."""
+def trained(root: Path, lineage: Lineage, *iterations: int) -> Job:
+    """Two nodes with unprotected snapshots of ``lineage``, all of them whole."""
+    job = Job(root, ("a", "b"), Modes())
     build(job, iterations, ())
     for rank in range(len(job.nodes)):
         with closing(Arena.open(job.path(rank), writable=True)) as arena:
             arena.control.mark_whole(SnapshotId(LINEAGE, max(iterations)))
-    for node in set(job.nodes):
+    for node in job.nodes:
         write_lineage(job.node_dir(node), lineage)
+    return job
 
 
 def taken(starts: Sequence[Start]) -> int | None:
@@ -259,8 +261,7 @@ ONE = LoadedCheckpoint
 def test_the_newer_of_storage_and_memory_counts_unless_the_user_went_back(
     arena_root: Path, before: Lineage, loaded: LoadedCheckpoint, restored: int | None, after: Lineage
 ) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, before, 249, 250)
+    job = trained(arena_root, before, 249, 250)
     starts = restart(job.topology, job.node_dir, loaded=loaded)
     assert taken(starts) == restored
     for lineage in [start.after for start in starts] + [read_lineage(job.node_dir(node)) for node in "ab"]:
@@ -273,8 +274,7 @@ def test_the_newer_of_storage_and_memory_counts_unless_the_user_went_back(
 
 def test_a_node_that_was_away_while_the_user_went_back_repeats_nothing(arena_root: Path) -> None:
     """What one node knows counts for all, and what it has of the other history goes."""
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, found(200), 150)
+    job = trained(arena_root, found(200), 150)
     write_lineage(job.node_dir("a"), named(100))
     starts = restart(job.topology, job.node_dir, loaded=ONE(100, named=True), on_lost="fresh")
     assert taken(starts) is None and iterations(job)[1] == []
@@ -297,8 +297,7 @@ def test_what_was_abandoned_while_a_node_was_away_does_not_come_back_with_it(are
 
 
 def test_a_node_that_was_away_keeps_what_both_histories_share(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 240, 260)
+    job = trained(arena_root, FIRST, 240, 260)
     write_lineage(job.node_dir("a"), FIRST.branch(250))
     assert taken(restart(job.topology, job.node_dir)) == 240 and iterations(job) == [[240]] * 2
 
@@ -307,8 +306,7 @@ def test_a_node_that_was_away_keeps_what_both_histories_share(arena_root: Path) 
 @pytest.mark.parametrize("storage", [249, 251])
 def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Path, damage: str, storage: int) -> None:
     """What is older than that is abandoned, and nothing is asked of it; older storage brings back no layout."""
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 249, 250)
+    job = trained(arena_root, FIRST, 249, 250)
     topology = job.topology
     if damage == "bytes":
         for iteration in (249, 250):
@@ -330,8 +328,7 @@ def test_what_was_loaded_in_training_counts_whatever_memory_has(
     arena_root: Path, iteration: int, before: int
 ) -> None:
     """Of an iteration that was named at the start too, and where the job was rolled back before another one then."""
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 249, 250)
+    job = trained(arena_root, FIRST, 249, 250)
     loaded = ONE(iteration, in_training=True)
     starts = restart(job.topology, job.node_dir, loaded=loaded, request=Request(before))
     assert taken(starts) is None and iterations(job) == [[]] * 2
@@ -351,16 +348,14 @@ def test_a_job_is_rolled_back_before_an_iteration_once(arena_root: Path) -> None
 
 
 def test_where_nothing_is_newer_nothing_is_abandoned(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 249, 250)
+    job = trained(arena_root, FIRST, 249, 250)
     starts = restart(job.topology, job.node_dir, request=Request(251))
     assert taken(starts) == 250 and not events_of(starts, "rolled_back")
     assert {start.after.requests for start in starts} == {("rollback-before 251",)}
 
 
 def test_the_same_number_rolls_back_again_only_after_a_start_without_it(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, replace(FIRST, requests=("rollback-before 251",)), 250, 270)
+    job = trained(arena_root, replace(FIRST, requests=("rollback-before 251",)), 250, 270)
     for number, restored in ((251, 270), (0, 270), (251, 250)):
         starts = restart(job.topology, job.node_dir, request=Request(number))
         assert taken(starts) == restored and {start.after.requests for start in starts} == {Request(number).texts}
@@ -371,7 +366,7 @@ def test_where_nothing_is_before_it_a_start_that_rolls_back_is_refused(arena_roo
     starts = restart(job.topology, job.node_dir, request=Request(100))
     assert taken(starts) is None, "a first start; later ones resume"
     assert {start.after.requests for start in starts} == {("rollback-before 100",)}
-    trained(job, FIRST, 249, 250)
+    trained(arena_root, FIRST, 249, 250)
     with raises(LostError, "100", "249, 250"):
         restart(job.topology, job.node_dir, request=Request(100))
     with raises(ConfigError, "--ftckpt-rollback-before: 100", "120"):
@@ -409,16 +404,14 @@ def test_a_node_that_was_away_and_gets_a_rebuilt_shard_keeps_that(arena_root: Pa
 
 
 def test_what_the_user_goes_back_from_need_not_be_whole(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 250)
+    job = trained(arena_root, FIRST, 250)
     flip_chunk(job, 1, 250, 0)
     (first, _) = restart(job.topology, job.node_dir, loaded=ONE(100, True), on_lost="fail")
     assert first.decision is None and first.after == named(100)
 
 
 def test_ranks_that_loaded_different_iterations_are_refused_before_anything_is_void(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 250)
+    job = trained(arena_root, FIRST, 250)
 
     def run(group: Any) -> None:
         mine = replace(job.topology, rank=group.rank)
@@ -436,8 +429,7 @@ def test_ranks_that_loaded_different_iterations_are_refused_before_anything_is_v
 def test_what_a_restart_does_when_snapshots_were_lost(
     arena_root: Path, on_lost: str, loaded: LoadedCheckpoint
 ) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 250)
+    job = trained(arena_root, FIRST, 250)
     flip_chunk(job, 1, 250, 0)
     if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
         remedy = ("iteration 100", "--ftckpt-on-lost storage") if loaded.is_one else ("--ftckpt-on-lost fresh",)
@@ -456,8 +448,7 @@ def test_what_was_loaded_counts_for_the_newest_only_where_storage_is_seen(
     def failing(_storage: FileStorage, _prefix: str = "") -> Any:
         raise StorageError("Input/output error")
 
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 250)
+    job = trained(arena_root, FIRST, 250)
     with monkeypatch.context() as patch:
         patch.setattr(shelf, "_PATIENCE_SECS", 0.01)
         patch.setattr(FileStorage, "list", failing)
@@ -680,8 +671,7 @@ def test_copies_that_differ_are_no_state_of_another_layout(arena_root: Path) -> 
 
 
 def test_a_restart_takes_the_newest_that_is_in_no_doubt_and_one_in_doubt_by_its_name(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 20, 25)
+    job = trained(arena_root, FIRST, 20, 25)
     write_lineage(job.node_dir("b"), FIRST.doubt(20, 30))  # what one node knows counts for all
     starts = restart(job.topology, job.node_dir, request=Request(name="iter_0000025"))
     assert taken(starts) == 25
@@ -690,8 +680,7 @@ def test_a_restart_takes_the_newest_that_is_in_no_doubt_and_one_in_doubt_by_its_
 
 
 def test_a_restart_passes_over_what_is_in_doubt(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 20, 25)
+    job = trained(arena_root, FIRST, 20, 25)
     write_lineage(job.node_dir("b"), FIRST.doubt(20, 30))
     starts = restart(job.topology, job.node_dir)
     assert taken(starts) == 20
@@ -701,8 +690,7 @@ def test_a_restart_passes_over_what_is_in_doubt(arena_root: Path) -> None:
 def test_where_all_is_in_doubt_a_start_is_refused_and_begins_at_the_beginning_only_on_purpose(
     arena_root: Path,
 ) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST.doubt(-1, 30), 20, 25)
+    job = trained(arena_root, FIRST.doubt(-1, 30), 20, 25)
     with raises(LostError, "iter_0000020", "iter_0000025", "--ftckpt-restore-from"):
         restart(job.topology, job.node_dir)
     assert iterations(job) == [[20, 25]] * 2, "nothing is void"
@@ -710,7 +698,6 @@ def test_where_all_is_in_doubt_a_start_is_refused_and_begins_at_the_beginning_on
 
 
 def test_a_name_that_neither_storage_nor_memory_has_is_refused(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "b"), Modes())
-    trained(job, FIRST, 20, 25)
+    job = trained(arena_root, FIRST, 20, 25)
     with raises(StorageError, "iter_0000099"):
         restart(job.topology, job.node_dir, request=Request(name="iter_0000099"))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_load import run_ranks
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job.protection import Arrangement
@@ -112,26 +112,29 @@ def job(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return found
 
 
-def held(job: Job) -> list[list[int]]:
-    found = []
-    for path in list_arenas(job.node_dir("a")):
-        with closing(Arena.open(path)) as arena:
-            records = [arena.control.record(slot) for slot in range(arena.control.slots) if arena.allocated(slot)]
-            found.append(sorted(record.snapshot.iteration for record in records if record.snapshot is not None))
-    return found
+def held(job: Job, *nodes: str) -> list[list[int]]:
+    """Of each arena of the nodes, whether their slots can be read or not."""
+    return [held_in(path) for node in nodes or ("a",) for path in list_arenas(job.node_dir(node))]
 
 
-def used(job: Job) -> int:
-    return sum(path.stat().st_blocks * 512 for path in job.node_dir("a").rglob("*") if path.is_file())
+def held_in(path: Path) -> list[int]:
+    with closing(Arena.open(path)) as arena:
+        records = [arena.control.record(slot) for slot in range(arena.control.slots) if arena.allocated(slot)]
+        return sorted(record.snapshot.iteration for record in records if record.snapshot is not None)
+
+
+def used(node_dir: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in node_dir.rglob("*") if path.is_file())
 
 
 def freed(job: Job, wanted: frozenset[SnapshotId], leave: tuple[str, ...] = ()) -> int:
     """What was given up; it is what was announced, and what is gone."""
-    before, arenas = used(job), [path for path in list_arenas(job.node_dir("a")) if path.name not in leave]
+    node_dir = job.node_dir("a")
+    before, arenas = used(node_dir), [path for path in list_arenas(node_dir) if path.name not in leave]
     announced = in_use(arenas).spare(wanted).free_bytes
-    assert used(job) == before, "looking changes nothing"
+    assert used(node_dir) == before, "looking changes nothing"
     given = give_up(arenas, wanted)
-    assert given == announced == before - used(job)
+    assert given == announced == before - used(node_dir)
     return given
 
 
@@ -177,13 +180,13 @@ def test_what_is_written_or_unreadable_or_to_be_left_stays(job: Job) -> None:
         file.begin(SnapshotId(LINEAGE, 6))
     os.truncate(job.path(1) / "control", 100)
     freed(job, keys(5))
-    assert held_of(job, 0) == [5] and parity_path(job.path(0), "peer", 0).exists()
+    assert held_in(job.path(0)) == [5] and parity_path(job.path(0), "peer", 0).exists()
     assert len(list(job.path(1).glob("slot*"))) == 4
     with closing(Arena.open(job.path(0), writable=True)) as arena:
         arena.lock(0)
         assert give_up(list_arenas(job.node_dir("a")), keys(9)) == 0
     freed(job, keys(9), (job.path(0).name,))
-    assert held_of(job, 0) == [5]
+    assert held_in(job.path(0)) == [5]
     freed(job, keys(9))
     assert not job.path(0).exists() and job.path(1).exists()
 
@@ -193,12 +196,6 @@ def test_an_arena_that_another_rank_removes_meanwhile_keeps_nobody_from_freeing_
 ) -> None:
     monkeypatch.setattr(parity_file, "list_arenas", lambda path: [*list_arenas(path), path / "dp9.00000000"])
     assert freed(job, keys(5)) > 0 and held(job) == [[5], [5]]
-
-
-def held_of(job: Job, rank: int) -> list[int]:
-    with closing(Arena.open(job.path(rank))) as arena:
-        records = [arena.control.record(slot) for slot in range(4)]
-        return sorted(record.snapshot.iteration for record in records if record.snapshot is not None)
 
 
 def test_only_snapshots_that_can_be_whole_are_needed(job: Job) -> None:
@@ -252,49 +249,20 @@ def test_parity_of_old_arenas_is_no_room_for_new_parity(job: Job, monkeypatch: p
 CHOSEN = SnapshotId(LINEAGE, 5)
 
 
-class Limited:
-    """Nodes with so many bytes more than they use at first."""
-
-    def __init__(self, job: Job, free: dict[str, int]) -> None:
-        self._limits = {job.node_dir(node): used_on(job, node) + nbytes for node, nbytes in free.items()}
-
-    def check_budget(self, path: Path, need_bytes: int) -> None:
-        used_bytes = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
-        if used_bytes + need_bytes > self._limits[path]:
-            raise MemoryBudgetError(f"need {need_bytes} bytes")
-
-
-def used_on(job: Job, node: str) -> int:
-    return sum(path.stat().st_blocks * 512 for path in job.node_dir(node).rglob("*") if path.is_file())
-
-
 def make_room_everywhere(job: Job, need_bytes: int) -> list[list[str]]:
     """Each rank of two nodes needs so much; the events of each."""
-    shared: tuple[list[bytes], threading.Barrier] = ([b""] * 4, threading.Barrier(4))
     events = [arenas.Recorded() for _ in range(4)]
     keep = worth_keeping(choosing.inventory_of(job.node_dir("a"), job.node_dir("b")), job.topology, CHOSEN)
 
-    def run(rank: int) -> None:
-        topology, group = replace(job.topology, rank=rank), arenas.ThreadGroup(rank, shared)
-        site = SlotAt(job.nodes[rank], "dp9.00000000", 0)
-        node_dir = job.node_dir(job.nodes[rank])
+    def run(group: Any) -> None:
+        topology, node = replace(job.topology, rank=group.rank), job.nodes[group.rank]
+        need = Need(need_bytes, (SlotAt(node, "dp9.00000000", 0),))
         make_room(
-            group, topology, node_dir, events[rank], chosen=CHOSEN, need=lambda: Need(need_bytes, (site,)), keep=keep,  # type: ignore[arg-type]
-        )  # fmt: skip
+            group, topology, job.node_dir(node), events[group.rank], chosen=CHOSEN, need=lambda: need, keep=keep
+        )
 
-    with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(run, rank) for rank in range(4)]:
-            future.result()
+    run_ranks(4, run)
     return [[f"{name} {fields['newer']}" for name, fields in one.seen] for one in events]
-
-
-def held_everywhere(job: Job) -> list[list[int]]:
-    return [held_at(path) for node in ("a", "b") for path in list_arenas(job.node_dir(node))]
-
-
-def held_at(path: Path) -> list[int]:
-    with closing(Arena.open(path)) as arena:
-        return sorted(snapshot.iteration for snapshot in arena.snapshots())
 
 
 @pytest.mark.parametrize(
@@ -322,13 +290,19 @@ def test_what_is_given_up_for_a_rebuild(  # noqa: PLR0917
     build(job, iterations, packaged)
     shutil.rmtree(job.path(3))  # what is neither packaged nor newer cannot be whole any more
     slot_bytes = SlotImage.of(job.manifest(3)).file_bytes
-    free = {node: number * slot_bytes for node, number in zip("ab", free_slots, strict=True)}
-    monkeypatch.setattr(ledger, "check_budget", Limited(job, free).check_budget)
-    before = held_everywhere(job)
+    nodes = zip(map(job.node_dir, "ab"), free_slots, strict=True)
+    limits = {node_dir: used(node_dir) + number * slot_bytes for node_dir, number in nodes}
+
+    def check(path: Path, need_bytes: int) -> None:
+        if used(path) + need_bytes > limits[path]:
+            raise MemoryBudgetError(f"need {need_bytes} bytes")
+
+    monkeypatch.setattr(ledger, "check_budget", check)
+    before = held(job, "a", "b")
     if left is None:
         with raises(MemoryBudgetError, "rebuild"):
             make_room_everywhere(job, slot_bytes)
-        assert held_everywhere(job) == before, "nothing is given up where that does not suffice on every node"
+        assert held(job, "a", "b") == before, "nothing is given up where that does not suffice on every node"
     else:
         assert make_room_everywhere(job, slot_bytes) == events
-        assert held_everywhere(job) == left
+        assert held(job, "a", "b") == left

@@ -22,7 +22,7 @@ from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, surplus, unpin, voided
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import ObjectEntry, Storage
+from ftckpt.persist.storage import Storage
 from ftckpt.restore.shelf import _hold, _read
 from tests.support.errors import raises
 from tests.support.s3_server import BUCKET
@@ -147,43 +147,22 @@ def test_doubtful_ones_count_for_nothing_and_go_when_as_many_as_stay_came_after(
 # --- at the same moment ---
 
 
-class Stepped(Storage):
+class Stepped:
     """Storage whose every call waits for its turn."""
 
     def __init__(self, of: Storage, turn: Callable[[], None]) -> None:
         self.where, self._of, self._turn = of.where, of, turn
 
-    def create(self, name: str, data: bytes | memoryview) -> bool:
-        raise NotImplementedError
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self._turn()
+            found = getattr(self._of, name)(*args)
+            return iter(list(found)) if name == "list" else found
 
-    def write(self, name: str, chunks: Any) -> int:
-        self._turn()
-        return self._of.write(name, chunks)
-
-    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
-        self._turn()
-        return self._of.read(name, begin, nbytes)
-
-    def size(self, name: str) -> int | None:
-        self._turn()
-        return self._of.size(name)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        self._turn()
-        return iter(list(self._of.list(prefix)))
-
-    def remove(self, names: Any) -> None:
-        self._turn()
-        self._of.remove(names)
-
-    def unfinished(self, *args: Any) -> Any:
-        raise NotImplementedError
-
-    def discard(self, unfinished: Any) -> None:
-        raise NotImplementedError
+        return call
 
 
-def in_order(order: tuple[int, ...], storage: Storage, *actions: Callable[[Storage], Any]) -> list[Any]:
+def in_order(order: tuple[int, ...], storage: Storage, *actions: Callable[[Any], Any]) -> list[Any]:
     """Each action on a thread; ``order`` says whose call comes next, the others follow when those are done."""
     turns, running, changed = list(order), set(range(len(actions))), threading.Condition()
     results: list[Any] = [None] * len(actions)

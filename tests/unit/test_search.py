@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+from test_load import run_ranks
 
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.choice import Decision
@@ -18,26 +17,6 @@ from ftckpt.store.damage import Damage
 RANKS = 3
 SNAPSHOT = SnapshotId(b"1" * 16, 5)
 OTHER = SnapshotId(b"1" * 16, 4)
-
-
-class Board:
-    """What ranks, as threads, gather from each other."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(RANKS)
-        self.data: list[bytes] = [b""] * RANKS
-
-
-class FakeGroup:
-    def __init__(self, rank: int, board: Board) -> None:
-        self.rank, self.size, self._board = rank, RANKS, board
-
-    def gather(self, data: bytes) -> list[bytes]:
-        self._board.data[self.rank] = bytes(data)
-        self._board.barrier.wait(20)
-        gathered = list(self._board.data)
-        self._board.barrier.wait(20)
-        return gathered
 
 
 class FakeArena:
@@ -59,26 +38,18 @@ class FakeArena:
 def verify(*decisions: Decision) -> list[list[bool]]:
     """Whether something bad was found, by rank and decision; x0 and x1 are ranks of node A, x2 is of B."""
     members = [SimpleNamespace(node=node, shard=f"x{i}") for i, node in enumerate("AAB")]
-    board, found = Board(), [[] for _ in range(RANKS)]  # type: ignore[var-annotated]
     events = SimpleNamespace(emit=lambda *_, **__: None, tell=lambda *_: None)
     arenas = SimpleNamespace(get=FakeArena)
 
-    def run(rank: int) -> None:
-        topology = SimpleNamespace(me=members[rank], members=members, is_node_leader=rank in (0, 2))
+    def run(group: Any) -> list[bool]:
+        topology = SimpleNamespace(me=members[group.rank], members=members, is_node_leader=group.rank in (0, 2))
         topology.ranks_on = lambda node: [at for at, member in enumerate(members) if member.node == node]
-        search = Search(FakeGroup(rank, board), topology, events, arenas)  # type: ignore[arg-type]
-        for decision in decisions:
-            found[rank].append(search._verify(decision))
+        search = Search(group, topology, events, arenas)  # type: ignore[arg-type]
+        return [search._verify(decision) for decision in decisions]
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    return run_ranks(RANKS, run)
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_slot_that_another_rank_has_verified_is_no_surprise() -> None:
     """After a bad slot the turns of all later shards shift."""
     b, c = SlotAt("A", "b", 0), SlotAt("A", "c", 0)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_replicas import in_lockstep
 
 from ftckpt.capture.assignment import Assignment, as_bytes, assign, content_hashes
-from ftckpt.errors import CaptureError, ConfigError, CorruptError
+from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.shard import Proof, Shard
@@ -388,18 +388,6 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, c
             restart.close()
 
     assert in_lockstep(run, 4) == [told if case == "all" else None] * 4
-
-
-def test_a_manifest_tells_its_capacity_only_where_shares_were_weighted() -> None:
-    plain = Manifest({"dp": 0}, {}, (), (), 4096, 4096)
-    weighted = Manifest({"dp": 0}, {}, (), (), 4096, 4096, 5 * GB)
-    assert plain.capacity == Manifest.decode(plain.encode()).capacity == 0
-    assert b"capacity" not in plain.encode()
-    assert Manifest.decode(weighted.encode()) == weighted
-    assert weighted.digest != plain.digest
-    for wrong in (b"-1", b'"much"', b"null"):
-        with pytest.raises(CorruptError):
-            Manifest.decode(weighted.encode().replace(b'"capacity":5000000000', b'"capacity":' + wrong))
 
 
 def test_contents_read_together_are_those_of_each_alone() -> None:

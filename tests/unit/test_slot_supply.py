@@ -17,7 +17,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import mapping
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import node_directory
-from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, settle, write
+from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
 from tests.support.waiting import until
 from tests.unit.test_arena_segment import MANIFEST
 
@@ -45,11 +45,8 @@ class SlowMemory:
 @pytest.fixture
 def member(arena_root: Path) -> Iterator[Rank]:
     """A rank whose arena lacks two of three slots, and whose old arena has gone."""
-    members = ranks(arena_root, 1, slots=3)
-    (member,) = members
-    member.arenas.entry.enter()
-    member.arena = member.arenas.open(member.manifest(), None)
-    settle(member)
+    (member,) = members = ranks(arena_root, 1, slots=3)
+    start(member)
     for slot in range(3):
         write(member.have, slot, 2 + slot)
     member.arena = member.arenas.replace(member.have, KEEP, member.manifest(SHARE + 8192))
@@ -61,8 +58,7 @@ def member(arena_root: Path) -> Iterator[Rank]:
             member.have.free(slot)
     member.events.seen.clear()
     yield member
-    member.have.close()
-    member.arenas.release()
+    stop(members)
 
 
 @pytest.fixture
@@ -193,29 +189,19 @@ def test_slots_are_allocated_by_threads_near_the_device(arena_root: Path, monkey
 
     monkeypatch.setattr(os, "posix_fallocate", watched)
     (member,) = members = ranks(arena_root, 1, slots=2)
-    member.arenas.entry.enter()
     member.arenas.cores = core
-    member.arena = member.arenas.open(member.manifest(), None)
-    assert settle(member) == [0, 1] and len(seen) == 3, "a control block and two slots"
+    assert start(member) == [0, 1] and len(seen) == 3, "a control block and two slots"
     member.have.close()
     (member.have.path / "slot1.safetensors").write_bytes(b"damaged")
     member.arena = member.arenas.open(member.manifest(), KEEP)
     assert len(seen) == 4 and seen == [own, *[core] * 3] and os.sched_getaffinity(0) == own
-    on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
-    member.arenas.release()
+    end(members)
 
 
 def test_ranks_of_a_node_get_their_slots_at_the_same_time(arena_root: Path) -> None:
     members = ranks(arena_root, 3, slots=2)
-
-    def begin(member: Rank) -> None:
-        member.arenas.entry.enter()
-        member.arena = member.arenas.open(member.manifest(), None)
-
-    on_all(members, begin)
-    assert on_all(members, settle) == [[0, 1]] * 3
-    on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
-    on_all(members, lambda member: member.arenas.release())
+    assert on_all(members, start) == [[0, 1]] * 3
+    end(members)
     assert list(arena_root.iterdir()) == []
 
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,18 +75,8 @@ def test_nothing_is_saved_while_ranks_of_another_container_train(site: Site, tmp
 
 
 def test_the_command_line_hands_both_on(site: Site) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ftckpt.commands.main",
-        "smp",
-        "--job",
-        JOB,
-        "--node",
-        NODE,
-        "--arena",
-        str(site.root),
-    ]
+    command = [word.replace("ftckpt.smp", "ftckpt.commands.main") for word in site.command()]
+    command.insert(3, "smp")
     assert subprocess.run([*command, "--alive"], capture_output=True, check=False).returncode == 1
     client = site.start()
     assert subprocess.run([*command, "--alive"], capture_output=True, check=False).returncode == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -12,6 +10,7 @@ from ftckpt.smp.daemon import Daemon
 from ftckpt.smp.footprint import SmpConfig
 from ftckpt.store.directory import SMP_LOCK_NAME, node_directory
 from ftckpt.store.locks import FileLock
+from tests.support.interpreters import run_python
 
 SCRIPT = """
 from ftckpt.smp.footprint import anon_bytes, bound_process
@@ -25,8 +24,7 @@ print(anon_bytes() - before)
 
 
 def test_large_blocks_go_back_to_the_system() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60.0)
-    assert int(done.stdout) < 4 << 20
+    assert int(run_python(SCRIPT).stdout) < 4 << 20
 
 
 PRIORITY = """
@@ -45,8 +43,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0) == os.SCHED_B
 
 
 def test_without_privileges_it_starts_no_nicer_than_who_starts_it() -> None:
-    done = subprocess.run([sys.executable, "-c", PRIORITY], capture_output=True, text=True, check=True, timeout=60.0)
-    assert done.stdout.split() == [str(os.nice(0)), "True", "0"]
+    assert run_python(PRIORITY).stdout.split() == [str(os.nice(0)), "True", "0"]
 
 
 def test_a_file_that_another_process_writes_at_the_moment_stays(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-from tests.support.launching import ROOT
+from tests.support.interpreters import run_python
 
 SCRIPT = """
 import signal, time
@@ -27,7 +23,5 @@ print("polled")
 
 
 def test_a_signal_that_comes_as_a_wait_runs_out_ends_the_wait() -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+    done = run_python(SCRIPT, secs=30)
     assert done.stdout == "polled\n", done.stderr

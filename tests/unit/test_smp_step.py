@@ -83,24 +83,14 @@ class Step:
 @pytest.mark.parametrize(
     ("persists", "slurm", "saved", "called"),
     [
-        ("1", ("COMPLETING", STAYS), SAVED, ["save", "clean", "ended"]),
-        ("1", ("COMPLETING", REQUEUED), SAVED, ["save", "clean", "ended"]),
-        ("1", ("RUNNING", GIVES_WAY), SAVED, ["save", "clean", "ended"]),
-        ("", ("COMPLETING", STAYS), SAVED, ["clean", "ended"]),
-        ("", ("COMPLETING", REQUEUED), SAVED, ["ended"]),
-        ("", ("RUNNING", GIVES_WAY), SAVED, ["ended"]),
-        ("1", ("COMPLETING", STAYS), NOT_WANTED, ["save", "ended"]),
-        ("1", ("RUNNING", STAYS), SAVED, ["ended"]),
-    ],
-    ids=[
-        "cancelled",
-        "requeued",
-        "gives way",
-        "cancelled without storage",
-        "requeued without storage",
-        "gives way without storage",
-        "wants no save",
-        "goes on",
+        pytest.param("1", ("COMPLETING", STAYS), SAVED, ["save", "clean", "ended"], id="cancelled"),
+        pytest.param("1", ("COMPLETING", REQUEUED), SAVED, ["save", "clean", "ended"], id="requeued"),
+        pytest.param("1", ("RUNNING", GIVES_WAY), SAVED, ["save", "clean", "ended"], id="gives way"),
+        pytest.param("", ("COMPLETING", STAYS), SAVED, ["clean", "ended"], id="cancelled without storage"),
+        pytest.param("", ("COMPLETING", REQUEUED), SAVED, ["ended"], id="requeued without storage"),
+        pytest.param("", ("RUNNING", GIVES_WAY), SAVED, ["ended"], id="gives way without storage"),
+        pytest.param("1", ("COMPLETING", STAYS), NOT_WANTED, ["save", "ended"], id="wants no save"),
+        pytest.param("1", ("RUNNING", STAYS), SAVED, ["ended"], id="goes on"),
     ],
 )
 def test_memory_goes_when_it_is_of_no_more_use(

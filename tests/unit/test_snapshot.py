@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -68,15 +70,29 @@ def test_an_impossible_snapshot_is_refused() -> None:
             SnapshotId(lineage, iteration)
 
 
+FRAGMENT = Fragment.whole("w", "F32", (10,), Box((0,), (10,)))
+
+
+def arena_of(root: Path, *fragments: Fragment, slots: int = 2) -> Arena:
+    manifest = Manifest({"dp": 0}, {"dp": 1}, fragments, (), 1 << 16, 4096)
+    return Arena.create(node_directory(root, "job", "node"), manifest, slots)
+
+
+@contextmanager
+def captured(arena: Arena, copier: HostCopier, *live: torch.Tensor) -> Iterator[Capture]:
+    """The capture of a rank whose state is ``live``, each a ``FRAGMENT``."""
+    pieces = [Piece(FRAGMENT, tensor) for tensor in live]
+    with closing(arena), closing(Capture(arena, pieces, [CopyPart(0, 0, FRAGMENT)][: len(live)], copier)) as capture:
+        yield capture
+
+
 def seal(arena: Arena, slot: int, snapshot: SnapshotId) -> None:
     arena.control.begin(slot)
     arena.control.seal(slot, snapshot)
 
 
 def test_an_arena_finds_its_snapshots_newest_first(tmp_path: Path) -> None:
-    manifest = Manifest({"dp": 0}, {"dp": 1}, (Fragment.whole("w", "U8", (10,), Box((0,), (10,))),), (), 0, 4096)
-    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=4)
-    try:
+    with closing(arena_of(tmp_path, FRAGMENT, slots=4)) as arena:
         assert arena.snapshots() == {}
         first, second, third = SnapshotId(OLD, 7), SnapshotId(NEW, 7), SnapshotId(NEW, 8)
         for slot, snapshot in enumerate([first, third, second]):
@@ -90,17 +106,13 @@ def test_an_arena_finds_its_snapshots_newest_first(tmp_path: Path) -> None:
         assert arena.find(third) == 1
         arena.free(1)
         assert arena.find(third) is None
-    finally:
-        arena.close()
 
 
 def test_a_rank_knows_what_its_slots_hold(tmp_path: Path) -> None:
     """It reads no record at a boundary: what it names is neither what it writes over, nor what was undone."""
-    manifest = Manifest({"dp": 0}, {"dp": 1}, (), (), 1 << 16, 4096)
-    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=3)
+    arena = arena_of(tmp_path, slots=3)
     seal(arena, 0, SnapshotId(NEW, 4))
-    capture = Capture(arena, [], [], HostCopier())
-    try:
+    with captured(arena, HostCopier()) as capture:
         assert capture.newest == SnapshotId(NEW, 4), "of an earlier attempt"
         for iteration in range(5, 9):
             keep = [SnapshotId(NEW, iteration - 1)]
@@ -115,9 +127,6 @@ def test_a_rank_knows_what_its_slots_hold(tmp_path: Path) -> None:
         assert capture.newest == next(iter(arena.snapshots())) == SnapshotId(NEW, 7)
         capture.forget(7)
         assert capture.newest == next(iter(arena.snapshots())) == SnapshotId(NEW, 6)
-    finally:
-        capture.close()
-        arena.close()
 
 
 def test_copies_that_have_failed_are_over_behind_the_fence(tmp_path: Path) -> None:
@@ -129,94 +138,65 @@ def test_copies_that_have_failed_are_over_behind_the_fence(tmp_path: Path) -> No
             flight.submitted.set()
             threading.Timer(0.3, flight.end).start()
 
-    arena = Arena.create(
-        node_directory(tmp_path, "job", "node"), Manifest({"dp": 0}, {"dp": 1}, (), (), 1 << 16, 4096), slots=2
-    )
-    capture = Capture(arena, [], [], Failing())
-    try:
+    with captured(arena_of(tmp_path), Failing()) as capture:
         capture.begin(SnapshotId(NEW, 4), [], {})
         with raises(CaptureError, "iteration 4 dropped", "copy failed"):
             capture.fence(10.0)
         assert not capture.busy
-    finally:
-        capture.close()
-        arena.close()
+
+
+class Waiting(HostCopier):
+    """Copies nothing until a test ends the flight."""
+
+    def start(self, tensors: object, flight: Flight, windows: object) -> None:
+        self.flight = flight
+
+    def end(self, error: Exception | None = None) -> None:
+        self.flight.end(error)
 
 
 @pytest.mark.parametrize("error", [None, OSError("copy failed")])
 def test_a_snapshot_counts_as_sealed_once_its_copies_have_ended_well(tmp_path: Path, error: OSError | None) -> None:
     """Before the fence this is what all ranks are told; of a failure they learn behind the fence that meets it."""
-    flights = list[Flight]()
-
-    class Waiting(HostCopier):
-        def start(self, tensors: object, flight: Flight, windows: object) -> None:
-            flights.append(flight)
-
-    manifest = Manifest({"dp": 0}, {"dp": 1}, (), (), 1 << 16, 4096)
-    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=2)
-    capture = Capture(arena, [], [], Waiting())
-    try:
+    arena, copier = arena_of(tmp_path), Waiting()
+    with captured(arena, copier) as capture:
         assert not capture.sealed
         capture.begin(SnapshotId(NEW, 4), [], {})
         assert not capture.sealed
-        flights[0].end(error)
+        copier.end(error)
         assert capture.sealed == (arena.find(SnapshotId(NEW, 4)) is not None) == (error is None)
-    finally:
-        capture.close()
-        arena.close()
 
 
 def test_a_seal_in_the_instant_of_the_fence_goes_by_what_the_fence_has_found(tmp_path: Path) -> None:
     """A write without a fence: the thread that seals looks before the fence is there, and decides behind."""
-    flights, looked = list[Flight](), threading.Event()
+    arena, copier, live, looked = arena_of(tmp_path, FRAGMENT), Waiting(), torch.zeros(10), threading.Event()
+    sealing = threading.Thread(target=copier.end)
+    with captured(arena, copier, live) as capture:
+        written = capture._writes.written
 
-    def end() -> None:
-        flights[0].end()
+        def written_then(before: Counts) -> str:
+            key = written(before)
+            if threading.current_thread() is sealing:
+                looked.set()
+                until(lambda: capture._fenced)
+            else:
+                sealing.start()
+                assert looked.wait(10.0)
+            return key
 
-    sealing = threading.Thread(target=end)
-
-    class Waiting(HostCopier):
-        def start(self, tensors: object, flight: Flight, windows: object) -> None:
-            flights.append(flight)
-
-    live, fragment = torch.zeros(10), Fragment.whole("w", "F32", (10,), Box((0,), (10,)))
-    manifest = Manifest({"dp": 0}, {"dp": 1}, (fragment,), (), 1 << 16, 4096)
-    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=2)
-    capture = Capture(arena, [Piece(fragment, live)], [CopyPart(0, 0, fragment)], Waiting())
-    written = capture._writes.written
-
-    def written_then(before: Counts) -> str:
-        key = written(before)
-        if threading.current_thread() is sealing:
-            looked.set()
-            until(lambda: capture._fenced)
-        else:
-            sealing.start()
-            assert looked.wait(10.0)
-        return key
-
-    capture._writes.written = written_then  # type: ignore[method-assign]
-    try:
+        capture._writes.written = written_then  # type: ignore[method-assign]
         capture.begin(SnapshotId(NEW, 4), [], {})
         live.fill_(1.0)
         with raises(CaptureError, "iteration 4 dropped"):
             capture.fence(10.0)
         sealing.join(10.0)
         assert arena.find(SnapshotId(NEW, 4)) is None and capture.newest is None
-    finally:
-        capture.close()
-        arena.close()
 
 
 def test_a_slot_that_cannot_be_read_holds_no_snapshot(tmp_path: Path) -> None:
-    manifest = Manifest({"dp": 0}, {"dp": 1}, (Fragment.whole("w", "U8", (10,), Box((0,), (10,))),), (), 0, 4096)
-    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=2)
-    seal(arena, 1, SnapshotId(OLD, 7))
-    arena.close()
+    with closing(arena_of(tmp_path, FRAGMENT)) as arena:
+        seal(arena, 1, SnapshotId(OLD, 7))
     (arena.path / "slot1.safetensors").unlink()
-    again = Arena.open(arena.path)
-    try:
+    with closing(Arena.open(arena.path)) as again:
         assert again.slot_error(1)
         assert again.find(SnapshotId(OLD, 7)) is None
-    finally:
-        again.close()

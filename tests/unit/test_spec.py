@@ -18,7 +18,6 @@ from ftckpt.convert.language.spec import READY, Spec
 from ftckpt.errors import SpecError
 from ftckpt.model.fragment import Box
 from tests.support.errors import raises
-from tests.support.pool import run_ranks
 
 Held = list[tuple[LocalTensor, np.ndarray]]
 
@@ -381,69 +380,3 @@ def test_a_ready_specification_for_names_of_hugging_face() -> None:
         found = placed(Spec.load("llama"), model(tp), **arguments)
         assert found.keys() == expected.keys()
         assert all((found[name] == expected[name]).all() for name in expected), tp
-
-
-UNTIED = {"untie_embeddings_and_output_weights": True}
-
-
-def stored_and_placed(rank: int, world_size: int, argv: list[str]) -> tuple[list[Any], list[Any]]:
-    """What a rank's legacy checkpoint would hold, and where Megatron itself says that it lies."""
-    import train_gpt
-    from megatron.core import parallel_state as mpu
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-    from megatron.core.utils import unwrap_model
-
-    from tests.support import jobs
-
-    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
-    own: list[Any] = []
-    theirs: list[Any] = []
-
-    def leaves(value: Any) -> None:
-        if isinstance(value, ShardedTensorFactory):
-            leaves(value.build())
-        elif isinstance(value, dict | list | tuple):
-            for item in value.values() if isinstance(value, dict) else value:
-                leaves(item)
-        elif isinstance(value, ShardedTensor) and "_extra_state" not in value.key:
-            data = value.data.detach().float().numpy().copy()
-            theirs.append((value.key, tuple(value.global_shape), tuple(value.global_offset), data))
-
-    coords = {
-        "tp": mpu.get_tensor_model_parallel_rank(), "pp": mpu.get_pipeline_model_parallel_rank(),
-        "ep": mpu.get_expert_model_parallel_rank(), "etp": mpu.get_expert_tensor_parallel_rank(),
-    }  # fmt: skip
-    for number, chunk in enumerate(job.model):
-        for name, value in unwrap_model(chunk).state_dict_for_save_checkpoint().items():
-            if value is not None and hasattr(value, "shape"):
-                own.append((name, {**coords, "vpp": number}, value.detach().float().numpy().copy()))
-        leaves(unwrap_model(chunk).sharded_state_dict(metadata={"non_homogeneous_layers": True}))
-    return own, theirs
-
-
-@pytest.mark.multiproc
-@pytest.mark.parametrize(
-    ("name", "world_size", "argv", "arguments"),
-    [
-        ("gpt", 4, ["--tp", "2", "--pp", "2"], {}),
-        ("gpt", 2, ["--pp", "2", "--vpp", "2", "--layers", "4"], {}),
-        ("llama", 2, ["--tp", "2", "--swiglu", "--kv-groups", "2", "--untie"], UNTIED),
-        ("mixtral", 4, ["--tp", "2", "--ep", "2", "--num-experts", "4", "--router-bias", "--swiglu"], {}),
-    ],
-)  # fmt: skip
-def test_ready_specifications_say_what_megatron_says(
-    name: str, world_size: int, argv: list[str], arguments: Mapping[str, Any]
-) -> None:
-    stored: list[tuple[LocalTensor, np.ndarray]] = []
-    theirs: dict[str, np.ndarray] = {}
-    for result in run_ranks(stored_and_placed, world_size, argv):
-        own, said = result.value
-        stored += [(LocalTensor(at_rank, values.shape, coords), values) for at_rank, coords, values in own]
-        for key, shape, offset, values in said:
-            tensor = theirs.setdefault(key, np.full(shape, np.nan, np.float32))
-            sizes = (1,) * (len(shape) - values.ndim) + values.shape
-            tensor[at(Box(offset, sizes))] = values.reshape(sizes)
-    found = placed(Spec.load(name), stored, **arguments)
-    assert found.keys() == theirs.keys()
-    for key, values in theirs.items():
-        assert (found[key] == values).all(), key

@@ -47,8 +47,8 @@ CASES: dict[str, tuple[str, Model]] = {
     ),
     "mixtral-shared-expert": ("mixtral", Model({**EXPERTS, "moe_shared_expert_intermediate_size": 32}, untied=True)),
 }  # fmt: skip
-LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2-vpp2": (2, {"pp": 2, "vpp": 2}), "tp2-ep2": (4, {"tp": 2, "ep": 2}),
-           "tp2-etp1-ep2": (2, {"tp": 2, "ep": 2, "etp": 1})}  # fmt: skip
+LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2-vpp2": (2, {"pp": 2, "vpp": 2}), "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+           "tp2-ep2": (4, {"tp": 2, "ep": 2}), "tp2-etp1-ep2": (2, {"tp": 2, "ep": 2, "etp": 1})}  # fmt: skip
 
 
 def stored_and_placed(rank: int, world_size: int, model: Model, layout: Mapping[str, int]) -> tuple[Any, Any]:
@@ -95,7 +95,7 @@ def distinguish(built: Any) -> None:
 
 
 PAIRS = list(product(CASES, LAYOUTS))
-QUICK = [pair for pair in PAIRS if pair[1] in ("tp2", "tp2-ep2") or pair[0] in ("llama", "mixtral")]
+QUICK = [pair for pair in PAIRS if pair[1] in ("tp2", "tp2-ep2") or pair[0] in ("gpt", "llama", "mixtral")]
 
 
 @pytest.mark.parametrize(("name", "layout"), by_default(PAIRS, QUICK))

@@ -105,6 +105,19 @@ def test_fused_optimizers_of_one_algorithm_are_one_kind() -> None:
         optimizers.load_groups(sgd, [{}, {}])
 
 
+def test_each_parameter_counts_its_own_steps() -> None:
+    """Megatron-LM's loading leaves one ``step`` for all parameters of torch's Adam."""
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    inner, step = torch.optim.AdamW(parameters), torch.tensor(5.0)
+    for parameter in parameters[:2]:
+        inner.state[parameter] = {"step": step, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    optimizers.materialise(inner)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    inner.step()
+    assert [float(inner.state[parameter]["step"]) for parameter in parameters] == [6.0, 6.0, 1.0]
+
+
 def late(changes: list[str], frozen: tuple[str, ...] = ()) -> list[str]:
     """What is reported of iterations in which ``changes`` says, before each, what a script changes."""
     state = dict.fromkeys("ab", 0)

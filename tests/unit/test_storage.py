@@ -11,6 +11,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.support.errors import raises
 from tests.support.killing import killed_at, replace_call
 from tests.support.mounting import tmpfs
 from tests.support.s3_server import BUCKET, S3Server
+from tests.support.syscalls import fails_with
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
@@ -129,11 +131,8 @@ def test_of_all_who_create_one_name_one_does(storage: Storage, request: pytest.F
         if storage.create("one/name", bytes([number])):
             made.append(number)
 
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(create, range(8)))
     # Swift either refuses the condition, or keeps to it in most cases: then the last one wins.
     is_swift = request.node.callspec.params["storage"] in (REFUSES, TAKES)
     assert len(made) == 1 or (made and is_swift)
@@ -392,19 +391,9 @@ def test_a_file_system_without_hard_links_takes_what_is_created(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = in_files(tmp_path)
-    monkeypatch.setattr(files.os, "link", fails_with(name))
+    monkeypatch.setattr(files.os, "link", fails_with(getattr(errno, name)))
     assert storage.create("a/x", b"first") and not storage.create("a/x", b"later")
     assert storage.read("a/x") == b"first" and names(storage) == {"a/x": 5} and not storage.unfinished()
-
-
-def fails_with(name: str) -> Callable[..., Any]:
-    """A call of the system that gives this error."""
-    number = getattr(errno, name)
-
-    def fail(*_args: Any, **_options: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return fail
 
 
 AWAY = [
@@ -429,7 +418,7 @@ def lasts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether trying again is said to be of no use where a file cannot be opened for this reason."""
     storage = in_files(tmp_path)
     storage.put("x", b"there")
-    monkeypatch.setattr(files, "open", fails_with(name), raising=False)
+    monkeypatch.setattr(files, "open", fails_with(getattr(errno, name)), raising=False)
     with raises(StorageError, "x") as caught:
         storage.read("x")
     assert isinstance(caught.value, StorageError)

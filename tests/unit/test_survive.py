@@ -273,14 +273,6 @@ def test_a_loss_that_only_several_groups_in_turn_can_mend() -> None:
         assert {shard for shard, _ in solve(groups, chunks, job.blocks_of(lost))[1]} >= {"s0"}
 
 
-def test_parity_files_of_lost_arenas_leave_holes_that_the_forecast_knows() -> None:
-    """As above with peers: what lies in files does not come back before its stripe's data does."""
-    job = build(Modes(node=True, peer=True), 3, 3, [40] * 9, [0] * 9)
-    packages = mirrors(job.holdings, job.modes)
-    assert survives(job.groups, packages, job.holdings, {"s0", "s1"}, set()) == []
-    assert survives(job.groups, packages, job.holdings, {"s0", "s1", "s3"}, set()) == ["s0"]
-
-
 def test_the_cheapest_mode_goes_first() -> None:
     job = build(Modes(node=True, replica="replica", peer=True), 3, 3, [40] * 9, [40] * 9)
     chunks = job.stepped("s4")

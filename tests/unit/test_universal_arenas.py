@@ -99,6 +99,11 @@ def job(root: Path, layout: Mapping[str, Any] = LAYOUT, derived: tuple[str, ...]
     return root / "ftckpt-job"
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return job(tmp_path)
+
+
 def consolidated(source: ArenaReader) -> dict[str, np.ndarray[Any, Any]]:
     """Every tensor from its fragments; each element must be there once."""
     found: dict[str, np.ndarray[Any, Any]] = {}
@@ -132,8 +137,7 @@ def arena_of(path: Path, shard: str) -> Arena:
     )
 
 
-def test_the_newest_snapshot_is_read_as_one_model(tmp_path: Path) -> None:
-    path = job(tmp_path)
+def test_the_newest_snapshot_is_read_as_one_model(path: Path) -> None:
     source = ArenaReader([path])
     check(source, 5)
     catalog = source.catalog
@@ -145,8 +149,7 @@ def test_the_newest_snapshot_is_read_as_one_model(tmp_path: Path) -> None:
     source.close()
 
 
-def test_an_older_one_by_its_number_and_other_ways_to_name_where(tmp_path: Path) -> None:
-    path = job(tmp_path)
+def test_an_older_one_by_its_number_and_other_ways_to_name_where(path: Path, tmp_path: Path) -> None:
     check(ArenaReader([path], iteration=4), 4)
     check(ArenaReader([path / "node0", path / "node1"]), 5)
     check(ArenaReader([*list_arenas(path / "node0"), path / "node1", path]), 5)
@@ -165,8 +168,7 @@ def test_types_of_weights_that_are_casts(tmp_path: Path) -> None:
     assert weights.derived == casts and not any(f.key.startswith("buffer/") for f in weights.fragments)
 
 
-def test_snapshots_of_one_iteration_and_two_lineages_are_told_apart(tmp_path: Path) -> None:
-    path = job(tmp_path)
+def test_snapshots_of_one_iteration_and_two_lineages_are_told_apart(path: Path, tmp_path: Path) -> None:
     before = ArenaReader([path]).fingerprint()
     assert before == ArenaReader([shutil.copytree(path, tmp_path / "copy")]).fingerprint()
     for coords in SHARDS:
@@ -176,10 +178,9 @@ def test_snapshots_of_one_iteration_and_two_lineages_are_told_apart(tmp_path: Pa
     assert source.fingerprint() != before
 
 
-def test_a_type_that_is_not_known_is_not_guessed(tmp_path: Path) -> None:
-    assert ArenaReader([job(tmp_path / "none")]).catalog.derived == {}
-    path = job(tmp_path / "two", derived=("BF16", "F16"))
-    assert ArenaReader([path]).catalog.derived == {}
+@pytest.mark.parametrize("derived", [(), ("BF16", "F16")])
+def test_a_type_that_is_not_known_is_not_guessed(tmp_path: Path, derived: tuple[str, ...]) -> None:
+    assert ArenaReader([job(tmp_path, derived=derived)]).catalog.derived == {}
 
 
 def remove(path: Path) -> None:
@@ -190,8 +191,7 @@ def void_newest(path: Path) -> None:
     arena_of(path, "tp1-dp0").control.void(1)
 
 
-def test_only_what_all_shards_have(tmp_path: Path) -> None:
-    path = job(tmp_path)
+def test_only_what_all_shards_have(path: Path, tmp_path: Path) -> None:
     void_newest(path)
     check(ArenaReader([path]), 4)
     with raises(ConvertError, "iteration 5", "tp1-dp0", "4 shards", "parity"):
@@ -207,15 +207,12 @@ def test_only_what_all_shards_have(tmp_path: Path) -> None:
         ArenaReader([tmp_path / "nothing"])
 
 
-def test_snapshots_of_two_lineages_are_never_one(tmp_path: Path) -> None:
-    path = job(tmp_path)
-    arena = arena_of(path, "tp0-dp1")
-    seal(arena, 1, 5, lineage=b"m" * 16)
+def test_snapshots_of_two_lineages_are_never_one(path: Path) -> None:
+    seal(arena_of(path, "tp0-dp1"), 1, 5, lineage=b"m" * 16)
     check(ArenaReader([path]), 4)
 
 
-def test_arenas_of_two_layouts_are_named(tmp_path: Path) -> None:
-    path = job(tmp_path)
+def test_arenas_of_two_layouts_are_named(path: Path, tmp_path: Path) -> None:
     other = arena_of(job(tmp_path / "other", layout={"tp": 2, "dp": 4}), "tp0-dp1")
     with raises(ConvertError, "lineage", "two layouts"):
         ArenaReader([path / "node1", other.path])
@@ -237,8 +234,7 @@ def tear(path: Path) -> None:
 @pytest.mark.parametrize(
     ("action", "text"), [(truncate, "slot1.safetensors: has"), (tear, "slot 1: torn control record")]
 )
-def test_slots_that_cannot_be_used_are_named(tmp_path: Path, action: Callable[[Path], None], text: str) -> None:
-    path = job(tmp_path)
+def test_slots_that_cannot_be_used_are_named(path: Path, action: Callable[[Path], None], text: str) -> None:
     action(path)
     check(ArenaReader([path]), 4)
     with pytest.raises(ConvertError, match=f"lacks tp1-dp0.*{text}"):
@@ -252,8 +248,7 @@ def spoil(path: Path, shard: str, at: Callable[[Arena], int]) -> None:
     arena.close()
 
 
-def test_damage_is_named_and_never_given_out(tmp_path: Path) -> None:
-    path = job(tmp_path)
+def test_damage_is_named_and_never_given_out(path: Path) -> None:
     spoil(path, "tp1-dp0", lambda arena: arena.image.offsets[1])
     source = ArenaReader([path])
     bad = [f for i, f in enumerate(source.catalog.fragments) if not readable(source, i)]
@@ -280,15 +275,13 @@ def readable(source: ArenaReader, index: int) -> bool:
         (lambda arena: arena.image.volatile.begin, "holds buffer/bias, is damaged"),
     ],
 )
-def test_damage_that_is_seen_when_it_is_opened(tmp_path: Path, at: Callable[[Arena], int], text: str) -> None:
-    path = job(tmp_path)
+def test_damage_that_is_seen_when_it_is_opened(path: Path, at: Callable[[Arena], int], text: str) -> None:
     spoil(path, "tp0-dp0", at)
     with pytest.raises(ConvertError, match=text):
         ArenaReader([path])
 
 
-def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
-    path = job(tmp_path)
+def test_ranks_that_disagree_are_named(path: Path) -> None:
     arena = arena_of(path, "tp1-dp1")
     begin = arena.image.volatile.begin
     with arena.slot(1) as view:
@@ -304,49 +297,35 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
     assert "buffer/bias" not in {f.key for f in ArenaReader([path], roles={"master", "weight"}).catalog.fragments}
 
 
-def test_a_job_that_moves_on_is_never_mixed_in(tmp_path: Path) -> None:
-    path = job(tmp_path)
+def test_a_job_that_moves_on_is_never_mixed_in(path: Path) -> None:
     source = ArenaReader([path])
     index = next(i for i, f in enumerate(source.catalog.fragments) if f.key == "master/rows")
     before = source.read(index).copy()
     source.confirm()
     arena = arena_of(path, "tp0-dp0")
-    arena.control.begin(1)
-    with raises(ConvertError, "iteration 5", "moved on"):
-        source.confirm()
-    with pytest.raises(ConvertError, match="moved on"):
-        source.read(index)
-    seal(arena, 1, 6)
-    with pytest.raises(ConvertError, match="moved on"):
-        source.confirm()
-    with pytest.raises(ConvertError, match="moved on"):
-        source.read(index)
+    # The same iteration written anew is another one.
+    for move_on in (lambda: arena.control.begin(1), lambda: seal(arena, 1, 6), lambda: seal(arena, 1, 5)):
+        move_on()
+        for look in (source.confirm, lambda: source.read(index)):
+            with raises(ConvertError, "iteration 5", "moved on"):
+                look()
     assert before.view(np.float32)[0] == whole("master/rows", 5).flat[0]
 
 
-def test_the_same_iteration_written_anew_is_another_one(tmp_path: Path) -> None:
-    path = job(tmp_path)
-    source = ArenaReader([path])
-    source.read(0)
-    seal(arena_of(path, "tp0-dp0"), 1, 5)
-    with pytest.raises(ConvertError, match="moved on"):
-        source.confirm()
-
-
-def test_what_has_no_checksums_yet_is_read_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = job(tmp_path)
+def test_what_has_no_checksums_yet_is_read_and_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     seal(arena_of(path, "tp0-dp1"), 1, 5, hashed=False)
     check(ArenaReader([path]), 5)
     assert "no checksums were taken yet of tp0-dp1" in caplog.text
 
 
-def test_nothing_is_written(tmp_path: Path) -> None:
-    path = job(tmp_path)
-    files = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
-    source = ArenaReader([path])
+def test_nothing_is_written(path: Path) -> None:
+    def files() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+    before, source = files(), ArenaReader([path])
     check(source, 5)
     source.close()
-    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == files
+    assert files() == before
 
 
 def test_what_several_shards_have_is_compared_as_it_lies() -> None:

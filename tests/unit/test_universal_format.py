@@ -8,7 +8,7 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, pairwise
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ftckpt.convert.catalog import Bytes, Catalog, Get, Rows, Tensor
+from ftckpt.convert.catalog import Bytes, Catalog, Get, Rows, Tensor, Unit, Writer
 from ftckpt.convert.consolidation import cast, deriving
 from ftckpt.convert.safetensors import TensorFile, WeightsWriter, by_role, header, pack, parse_header, strips
 from ftckpt.convert.storage import Destination, map_file
@@ -32,6 +32,8 @@ from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES
 from tests.support.errors import raises
 from tests.support.killing import replace_call
+from tests.support.protected import flip
+from tests.support.syscalls import fails_with
 
 TENSORS = [
     Tensor("weight/embed", "BF16", (10, 6)),
@@ -72,13 +74,23 @@ def get(tensor: Tensor, first: int, last: int) -> Bytes:
     return deriving(catalog(), TENSORS, stored)(tensor, first, last)
 
 
-def write(path: Path, read: Get = get) -> Path:
-    writer = UniversalWriter(path, 700)
+def begun(writer: Writer, tensors: Sequence[Tensor] = TENSORS) -> list[Unit]:
+    """The files that it is going to write."""
     writer.destination.begin()
-    units = writer.plan(catalog(), TENSORS)
+    return writer.plan(catalog(), tensors)
+
+
+def put(writer: Writer, read: Get = get) -> list[Unit]:
+    """Everything but the end."""
+    units = begun(writer)
     for unit in units:
         writer.write(unit, read)
-    writer.finish(catalog(), units)
+    return units
+
+
+def write(path: Path, read: Get = get) -> Path:
+    writer = UniversalWriter(path, 700)
+    writer.finish(catalog(), put(writer, read))
     return path
 
 
@@ -125,11 +137,7 @@ def test_the_safetensors_library_alone_reads_it(tmp_path: Path) -> None:
 
 def test_casts_can_stay_what_they_derive_from(tmp_path: Path) -> None:
     writer = UniversalWriter(tmp_path / "out", weights=False)
-    units = writer.plan(catalog(), TENSORS)
-    writer.destination.begin()
-    for unit in units:
-        writer.write(unit, get)
-    writer.finish(catalog(), units)
+    writer.finish(catalog(), put(writer))
     source = UniversalReader(tmp_path / "out")
     assert source.catalog.derived == {"weight/layer.0": "BF16"}
     assert "weight/layer.0" not in {f.key for f in source.catalog.fragments}
@@ -138,11 +146,7 @@ def test_casts_can_stay_what_they_derive_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_file_bytes", [1 << 20, 300])
 def test_weights_alone_for_others(tmp_path: Path, max_file_bytes: int) -> None:
     writer = WeightsWriter(tmp_path / "hf", max_file_bytes)
-    writer.destination.begin()
-    units = writer.plan(catalog(), TENSORS)
-    for unit in units:
-        writer.write(unit, get)
-    writer.finish(catalog(), units)
+    writer.finish(catalog(), put(writer))
     loaded: dict[str, torch.Tensor] = {}
     if max_file_bytes == 300:
         index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
@@ -197,14 +201,6 @@ def first(path: Path) -> Path:
     return min(path.glob("tensors-*.safetensors"))
 
 
-def flip(path: Path, at: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-
-
 def edit_text(path: Path) -> None:
     text = (path / MANIFEST_NAME).read_text()
     (path / MANIFEST_NAME).write_text(text.replace('"iteration": 12', '"iteration": 13'))
@@ -253,7 +249,7 @@ def test_damage_is_named_when_it_is_opened(tmp_path: Path, name: str) -> None:
 
 def test_a_flipped_bit_is_named_when_the_tensor_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "out")
-    flip(first(path), -1)
+    flip(first(path), first(path).stat().st_size - 1)
     source = UniversalReader(path)
     refused = []
     for index, fragment in enumerate(source.catalog.fragments):
@@ -270,9 +266,7 @@ def test_a_flipped_bit_is_named_when_the_tensor_is_read(tmp_path: Path) -> None:
 
 def test_a_partial_one_is_never_read(tmp_path: Path) -> None:
     writer = UniversalWriter(tmp_path / "out", 700)
-    writer.destination.begin()
-    units = writer.plan(catalog(), TENSORS)
-    for unit in units:
+    for unit in begun(writer):
         writer.write(unit, get)
         assert not (tmp_path / "out").exists()
         with pytest.raises(ConvertError, match="never completed"):
@@ -337,10 +331,8 @@ def limited(nbytes: int) -> Iterator[None]:
 
 def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path) -> None:
     big = Tensor("master/big", "F32", (1 << 20,))
-    writer = UniversalWriter(tmp_path / "out", 700)
-    writer.destination.begin()
-    units = writer.plan(catalog(), [*TENSORS, big])
-    failed = []
+    writer, failed = UniversalWriter(tmp_path / "out", 700), []
+    units = begun(writer, [*TENSORS, big])
     with limited(1 << 20):
         for unit in units:
             try:
@@ -363,10 +355,7 @@ def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path) -> None:
 def test_a_disk_that_fails_at_the_end_is_no_success(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fsync(fd: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fails_with(code))
     with pytest.raises(ConvertError, match=os.strerror(code)):
         write(tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -487,10 +476,7 @@ def test_files_with_holes_or_overlaps_are_refused() -> None:
 
 def test_a_finished_file_that_is_another_one_is_not_taken(tmp_path: Path) -> None:
     writer = UniversalWriter(tmp_path / "out", 700)
-    writer.destination.begin()
-    units = writer.plan(catalog(), TENSORS)
-    for unit in units:
-        writer.write(unit, get)
+    units = put(writer)
     shutil.copy(writer.destination.partial / units[0].name, writer.destination.partial / units[1].name)
     with raises(ConvertError, units[1].name):
         writer.finish(catalog(), units)
