@@ -23,8 +23,8 @@ import torch.distributed.checkpoint as dcp
 from ftckpt.convert.catalog import Bytes, Catalog, Tensor
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.deepspeed.reader import DeepSpeedReader
-from ftckpt.convert.foreign import pickle_stack, pickles
-from ftckpt.convert.foreign.distributed import CheckpointDirectory
+from ftckpt.convert.foreign import pickles
+from ftckpt.convert.foreign.distributed import CheckpointDirectory, read_data
 from ftckpt.convert.megatron.dist_reader import MegatronDistReader
 from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.errors import ConvertError
@@ -148,12 +148,6 @@ def test_saved_files_are_torchs_own(tmp_path: Path) -> None:
         pickles.save({}, tmp_path / "no" / "x.pt")
 
 
-def known(full_name: str) -> Any:
-    if full_name == "collections.OrderedDict":
-        return dict
-    raise LookupError(full_name)
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_is_read(protocol: int) -> None:
     shared = [1, 2]
@@ -167,20 +161,31 @@ def test_every_protocol_is_read(protocol: int) -> None:
         "shared": [shared, shared],
         "nested": {"a": {"b": {}}},
     }
-    read = pickle_stack.read(pickle.dumps(value, protocol), "x", known)
+    read = read_data(pickle.dumps(value, protocol), "x")
     assert read == value
     assert read["shared"][0] is read["shared"][1]
 
 
-def test_the_stack_runs_nothing() -> None:
+def test_a_pickle_of_data_runs_nothing() -> None:
     for protocol in (2, 4):
         with pytest.raises(ConvertError, match=r"holds .*exec"):
-            pickle_stack.read(pickle.dumps(Runs(), protocol), "x", known)
+            read_data(pickle.dumps(Runs(), protocol), "x")
     data = pickle.dumps({"a": list(range(100))})
     for keep in range(len(data)):
         with pytest.raises(ConvertError, match="truncated or damaged"):
-            pickle_stack.read(data[:keep], "x", known)
+            read_data(data[:keep], "x")
     assert MARK not in os.environ
+
+
+@pytest.mark.parametrize("name", ["pathlib.PurePosixPath", "collections.OrderedDict", "builtins.getattr"])
+def test_a_pickle_of_data_changes_nothing(name: str) -> None:
+    """It may set attributes of what it names, in place of what it makes of that."""
+    module, _, attribute = name.rpartition(".")
+    state = b"(N(dVchanged\nI1\nst"  # (None, {"changed": 1})
+    data = f"c{module}\n{attribute}\n".encode() + state + b"b."
+    with pytest.raises(ConvertError, match="truncated or damaged"):
+        read_data(data, "x")
+    assert not hasattr(getattr(sys.modules[module], attribute), "changed")
 
 
 def test_a_directory_of_torch_distributed_checkpoint_is_read(tmp_path: Path) -> None:
