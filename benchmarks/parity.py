@@ -296,8 +296,8 @@ def memory_cases() -> list[dict[str, Any]]:
     by_node = node_groups(all_holdings)
     mirrored = [ParityGroup.of("node", "mirror", 1, g.chunk_bytes, g.members) for g in by_node]
     peers = {
-        f"peer {code}, m={losses}": Modes(peer=True, peer_code=code, peer_losses=losses)
-        for code, losses in (("xor", 1), ("mirror", 1), ("rs", 2), ("mirror", 2))
+        f"peer {code}, m={losses}": Modes(peer=True, peer_losses=losses, peer_group=group)
+        for code, losses, group in (("xor", 1, 0), ("mirror", 1, 2), ("rs", 2, 0), ("mirror", 2, 3))
     }
     groups = {"node xor": by_node, "node mirror": mirrored}
     groups |= {name: peer_groups(all_holdings, modes) for name, modes in peers.items()}

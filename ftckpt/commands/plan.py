@@ -41,8 +41,6 @@ def add_plan(commands: Any) -> None:
     parser = commands.add_parser("plan", help="show what protection would survive and cost for a job of a given size")
     add_shape(parser)
     defaults = Config()
-    for name in ("protect", "peer_code"):
-        parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     settings = {setting.name: setting for setting in fields(Config)}
     for name in (
         "slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit",
@@ -50,7 +48,7 @@ def add_plan(commands: Any) -> None:
     ):  # fmt: skip
         reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
-    for name in ("network_rate", "persist", "mtbf"):
+    for name in ("protect", "network_rate", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     add_node_memory(
         parser, "host memory of a node beside training, such as 512GiB: whether all fits is answered; status 1: no"

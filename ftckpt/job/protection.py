@@ -355,8 +355,7 @@ class Protection:
         """
         config, members = self._config, self._topology.members
         places = [(member.shard, member.node, rack) for member, rack in zip(members, self._racks, strict=True)]
-        code, losses, group = config.peer_code, config.peer_losses, config.peer_group
-        peer: dict[str, Any] = {"peer_code": code, "peer_losses": losses, "peer_group": group}
+        peer: dict[str, Any] = {"peer_losses": config.peer_losses, "peer_group": config.peer_group}
         if config.layouts or lessens:
             modes, left_out = possible_modes(config.protect, places, spans_nodes, **peer)
             if left_out and not (modes.names or config.layouts):

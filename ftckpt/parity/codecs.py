@@ -23,8 +23,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ftckpt.config import CODES, PAGE_BYTES
+from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, LostError
+from ftckpt.parity.modes import CODES
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -142,7 +143,7 @@ def coefficient(row: int, index: int) -> int:
 def _row(code: str, row: int, width: int, losses: int) -> list[int]:
     """Coefficients of one parity row of ``width`` data arrays."""
     if code not in CODES:
-        raise ConfigError(f"--ftckpt-peer-code: {code!r} is none of {', '.join(CODES)}")
+        raise ConfigError(f"parity by {code!r}, which is none of {', '.join(CODES)}")
     if not 0 <= row < losses or (code == "xor" and losses != 1) or (code == "mirror" and width != 1):
         raise ConfigError(f"--ftckpt-peer-losses: {code} of {width} arrays has no parity block {row} of {losses}")
     if code == "rs" and width + losses > MAX_MEMBERS:

@@ -217,7 +217,7 @@ def test_too_much_missing_is_lost_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("code", "width", "row", "losses", "text"),
     [
-        ("raid", 3, 0, 1, "peer_code: 'raid' is none of xor, rs, mirror"),
+        ("raid", 3, 0, 1, "'raid', which is none of xor, rs, mirror"),
         ("xor", 3, 1, 2, "peer_losses: xor of 3 arrays"),
         ("rs", 3, 2, 2, "peer_losses: rs of 3 arrays has no parity block 2 of 2"),
         ("rs", 3, -1, 2, "peer_losses"),

@@ -220,7 +220,7 @@ def test_peers_are_in_different_racks_and_large_arenas_stand_together() -> None:
 
 def test_a_small_group_spares_what_it_can() -> None:
     holdings = [holding(f"s{n}{r}", f"n{n}", private(CHUNK)) for n in range(3) for r in range(3 if n else 1)]
-    groups = peer_groups(holdings, Modes(peer=True, peer_code="rs", peer_losses=2))
+    groups = peer_groups(holdings, Modes(peer=True, peer_losses=2))
     assert sorted((len(group.members), group.losses) for group in groups) == [(2, 1), (2, 1), (3, 2)]
 
 
@@ -262,7 +262,7 @@ def test_packages_go_to_the_next_nodes_other_racks_first() -> None:
     assert mirror_nodes(nodes, 4, racks)["n0"][3] in ("n1", "n2")
     holdings = [holding(f"s{node}", node, private(5)) for node in nodes]
     assert mirrors(holdings, Modes(node=True))["sn3"] == ("n3",)
-    assert mirrors(holdings, Modes(peer=True, peer_code="rs", peer_losses=3))["sn3"] == ("n3", "n4", "n5", "n0")
+    assert mirrors(holdings, Modes(peer=True, peer_losses=3))["sn3"] == ("n3", "n4", "n5", "n0")
 
 
 def places(ranks: int, per_node: int) -> list[tuple[str, str, str]]:
@@ -297,13 +297,11 @@ def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bo
         ("replica", 2, {}, "protect: replica needs state"),
         ("node,copy", 2, {}, "protect: copy needs state"),
         ("raid", 2, {}, "protect: 'raid'"),
-        ("peer", 2, {"peer_losses": 2}, "peer_losses: xor survives one"),
-        ("peer", 2, {"peer_losses": 4, "peer_code": "rs"}, "peer_losses: 4 lost of a group of 4"),
-        ("peer", 1, {"peer_losses": 2, "peer_code": "rs", "peer_group": 2}, "a larger peer_group="),
-        ("auto", 2, {"peer_losses": 4, "peer_code": "mirror"}, "peer_losses"),
+        ("peer", 2, {"peer_losses": 4}, "peer_losses: 4 lost of a group of 4"),
+        ("peer", 1, {"peer_losses": 2, "peer_group": 2}, "a larger peer_group="),
+        ("auto", 2, {"peer_losses": 4}, "peer_losses"),
         ("peer", 2, {"peer_losses": 0}, "peer_losses: 0"),
         ("peer", 2, {"peer_group": 1}, "peer_group: a group of 1"),
-        ("peer", 2, {"peer_code": "raid6"}, "peer_code"),
     ],
 )
 def test_modes_that_cannot_work_are_named(protect: str, per_node: int, settings: dict[str, Any], text: str) -> None:
@@ -311,7 +309,7 @@ def test_modes_that_cannot_work_are_named(protect: str, per_node: int, settings:
         resolve_modes(protect, places(8, per_node), False, **settings)
 
 
-RS2 = {"peer_losses": 2, "peer_code": "rs"}
+RS2 = {"peer_losses": 2}
 
 
 @pytest.mark.parametrize(
@@ -336,7 +334,7 @@ def test_what_fewer_nodes_cannot_have_is_left_out_and_told(
     assert len(left_out) == len(told) and all(part in text for part, text in zip(told, left_out, strict=True))
 
 
-@pytest.mark.parametrize("options", [{"peer_losses": 2}, {"peer_losses": 9, "peer_code": "rs"}, {"peer_group": 1}])
+@pytest.mark.parametrize("options", [{"peer_losses": 9}, {"peer_group": 1}])
 def test_settings_that_no_number_of_nodes_makes_work_stay_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="peer_"):
         possible_modes("peer", places(8, 2), False, **options)

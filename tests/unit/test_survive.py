@@ -198,14 +198,14 @@ ALL_MODES = [
     Modes(replica="replica"),
     Modes(replica="copy"),
     Modes(peer=True),
-    Modes(peer=True, peer_code="mirror"),
-    Modes(peer=True, peer_code="rs", peer_losses=2),
-    Modes(peer=True, peer_code="mirror", peer_losses=2),
+    Modes(peer=True, peer_group=2),
+    Modes(peer=True, peer_losses=2),
+    Modes(peer=True, peer_losses=2, peer_group=3),
     Modes(node=True, peer=True),
     Modes(node=True, replica="replica"),
     Modes(node=True, replica="copy", peer=True),
     Modes(node=True, replica="replica", peer=True),
-    Modes(node=True, replica="replica", peer=True, peer_code="rs", peer_losses=2),
+    Modes(node=True, replica="replica", peer=True, peer_losses=2),
 ]
 
 
@@ -218,7 +218,7 @@ def small(modes: Modes, nodes: int = 3, per_node: int = 3, seed: int = 0) -> Job
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: "-".join((*m.names, m.peer_code, str(m.peer_losses))))
+@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: f"{m.names}{m.peer_losses}{m.peer_group}")
 def test_every_loss_of_up_to_three_arenas(modes: Modes) -> None:
     """What is forecast for arenas is what the chunks say, whatever is lost."""
     job = small(modes)
@@ -233,7 +233,7 @@ def test_every_loss_of_up_to_three_arenas(modes: Modes) -> None:
         assert forecast.survived(set(lost), set()) == (not told)
 
 
-@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: "-".join((*m.names, m.peer_code, str(m.peer_losses))))
+@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: f"{m.names}{m.peer_losses}{m.peer_group}")
 def test_every_loss_of_nodes(modes: Modes) -> None:
     job = small(modes, nodes=4, per_node=2)
     packages = mirrors(job.holdings, modes)
@@ -310,8 +310,8 @@ def test_chunks_of_no_group_stay_unsolved() -> None:
 def damaged_jobs(draw: st.DrawFn) -> tuple[Job, set[ChunkId], set[BlockId]]:
     nodes, per_node = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     replica = draw(st.sampled_from(["", "replica", "copy"]))
-    code, losses = draw(st.sampled_from([("xor", 1), ("mirror", 1), ("mirror", 2), ("rs", 2)]))
-    modes = Modes(draw(st.booleans()), replica, draw(st.booleans()), code, losses)
+    losses, group = draw(st.sampled_from([(1, 0), (1, 2), (2, 3), (2, 0)]))
+    modes = Modes(draw(st.booleans()), replica, draw(st.booleans()), losses, group)
     sizes = st.lists(st.integers(0, 50), min_size=nodes * per_node, max_size=nodes * per_node)
     job = build(modes, nodes, per_node, draw(sizes), draw(sizes))
     arenas = draw(st.sets(st.sampled_from([h.shard for h in job.holdings]), max_size=3))
@@ -397,7 +397,7 @@ def test_a_lost_node_takes_its_packages_along() -> None:
 
 
 def test_nodes_that_keep_each_others_packages_are_near() -> None:
-    job = small(Modes(peer=True, peer_code="mirror", peer_losses=2), nodes=4, per_node=1)
+    job = small(Modes(peer=True, peer_losses=2, peer_group=3), nodes=4, per_node=1)
     packages = {"s0": ["n0", "n3"], "s1": ["n1"], "s2": ["n2", "n0", "n1"], "s3": ["n3", "n0"]}
     forecast = Forecast([], packages, job.holdings)
     near = forecast.near(nodes=True)
