@@ -63,7 +63,7 @@ LEAST = 0.8
 CHUNK_BYTES, CHUNKS = 16 << 20, 84
 """A rank's state in the comparison of memory, whole turns of 8 holders; nothing of that size is allocated."""
 NODES, RANKS = 8, 8
-BESIDE = {"node xor": "node mirror", "peer xor, m=1": "peer mirror, m=1", "peer rs, m=2": "peer mirror, m=2"}
+BESIDE = {"node xor": "node mirror", "peer xor, m=1": "peer mirror, m=1"}
 """Parity and the mirror that gives the same guarantees."""
 EXAMPLES = ((6.4, 10.0), (64.0, 10.0))
 """GB per node and snapshot, seconds between snapshots."""
@@ -297,7 +297,7 @@ def memory_cases() -> list[dict[str, Any]]:
     mirrored = [ParityGroup.of("node", "mirror", 1, g.chunk_bytes, g.members) for g in by_node]
     peers = {
         f"peer {code}, m={losses}": Modes(peer=True, peer_losses=losses, peer_group=group)
-        for code, losses, group in (("xor", 1, 0), ("mirror", 1, 2), ("rs", 2, 0), ("mirror", 2, 3))
+        for code, losses, group in (("xor", 1, 0), ("mirror", 1, 2), ("rs", 2, 0))
     }
     groups = {"node xor": by_node, "node mirror": mirrored}
     groups |= {name: peer_groups(all_holdings, modes) for name, modes in peers.items()}

@@ -143,7 +143,7 @@ class ParityGroup:
             raise ValueError(f"parity group {self.name}: unknown mode {self.mode!r} or code {self.code!r}")
         if len(self.members) < 2 or len(self.places) < len(self.members):
             raise ValueError(f"parity group {self.name}: needs two members or more, each of another shard")
-        if not 1 <= self.losses < len(self.members) or (self.code == "xor" and self.losses != 1):
+        if not 1 <= self.losses < len(self.members) or (self.code != "rs" and self.losses != 1):
             raise ValueError(
                 f"parity group {self.name}: {self.code} over {len(self.members)} members cannot survive "
                 f"{self.losses} losses"

@@ -31,11 +31,11 @@ def test_parity_takes_a_fraction_of_a_mirrors_memory_for_the_same_guarantees() -
     for name, mirror in parity.BESIDE.items():
         case = cases[name]
         assert case["guaranteed"] == cases[mirror]["guaranteed"]
-        losses = 2 if "m=2" in name else 1
-        expected = losses / (parity.NODES - losses)
+        expected = 1 / (parity.NODES - 1)
         assert case["memory_over_state"] == pytest.approx(expected, rel=1e-4)
-        assert cases[mirror]["memory_over_state"] == pytest.approx(losses, rel=1e-4)
-        assert case["memory_over_mirror"] == pytest.approx(expected / losses, rel=1e-4)
+        assert cases[mirror]["memory_over_state"] == pytest.approx(1, rel=1e-4)
+        assert case["memory_over_mirror"] == pytest.approx(expected, rel=1e-4)
+    assert cases["peer rs, m=2"]["memory_over_state"] == pytest.approx(2 / (parity.NODES - 2), rel=1e-4)
     assert "any two nodes" in cases["peer rs, m=2"]["guaranteed"]
     assert "one node" not in cases["node xor"]["guaranteed"]
 
