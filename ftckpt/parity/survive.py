@@ -117,24 +117,12 @@ def block_chunk(group: ParityGroup, holder: int, block: int) -> ChunkId | None:
     return (member.shard, member.blocks + block) if group.in_slots and member.blocks >= 0 else None
 
 
-def survives(
-    groups: Sequence[ParityGroup],
-    packages: Mapping[str, Sequence[str]],
-    holdings: Iterable[Holding],
-    lost_shards: Set[str],
-    lost_nodes: Set[str],
-) -> list[str]:
-    """Shards that are not recoverable if these arenas and all that lies on these nodes are lost, sorted.
+class Forecast:
+    """What can be rebuilt of one job, for many losses.
 
     ``packages`` are the nodes that keep the package of a shard, its own among them; volatile state comes from there.
     A lost arena takes its parity files along, a lost node its arenas and the packages on it. A shard is recoverable
     if all of its chunks are, and if a package is left to verify them.
-    """
-    return Forecast(groups, packages, holdings).unrecoverable(lost_shards, lost_nodes)
-
-
-class Forecast:
-    """``survives`` for many losses of one job.
 
     Most cases are decided on whole arenas. Where that is not enough chunks are solved, once for each pattern of
     groups, numbers of chunks and losses: most of a job's groups look alike.
@@ -161,7 +149,7 @@ class Forecast:
         self._known: dict[Any, bool] = {}
 
     def survived(self, lost_shards: Set[str], lost_nodes: Set[str]) -> bool:
-        """Whether ``survives`` names no shard."""
+        """Whether all shards are recoverable if these arenas and all that lies on these nodes are lost."""
         lost = self._lost(lost_shards, lost_nodes)
         return not self._bare(lost, lost_nodes) and self.recovers(lost)
 
@@ -181,6 +169,7 @@ class Forecast:
         return self._known[pattern]
 
     def unrecoverable(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
+        """As ``survived``: the shards that are not, sorted."""
         lost = self._lost(lost_shards, lost_nodes)
         bare = self._bare(lost, lost_nodes)
         return sorted(bare | self._unsolved(lost, None) if self._left_by_arenas(lost) else bare)

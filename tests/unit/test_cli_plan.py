@@ -449,7 +449,6 @@ def test_what_is_given_up_before_it_is_protected_is_answered_with_no(capsys: pyt
         ("--dp 8 --gpus-per-node 1 --params 1e9 --protect raid", "protect: 'raid'"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --peer-group 1", "--peer-group: a group of 1"),
         ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4", "--peer-losses: 4 lost of a group"),
-        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 2", "--peer-losses: xor survives one"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 3", "--racks: 8 nodes"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 2 --nodes-per-rack 2", "give one of them"),
         ("--dp 1000000 --pp 1000 --gpus-per-node 8 --params 1e12", "are too many"),

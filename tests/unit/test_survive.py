@@ -28,7 +28,7 @@ from ftckpt.parity.groups import (
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import Stripe, blocks_bytes, stripes
-from ftckpt.parity.survive import BlockId, ChunkId, Forecast, LossUnits, Repair, block_chunk, solve, survives
+from ftckpt.parity.survive import BlockId, ChunkId, Forecast, LossUnits, Repair, block_chunk, solve
 
 CHUNK = 8
 
@@ -228,7 +228,7 @@ def test_every_loss_of_up_to_three_arenas(modes: Modes) -> None:
     for lost in chain.from_iterable(combinations(shards, count) for count in (1, 2, 3)):
         chunks = set().union(*map(job.stepped, lost))
         unsolved = check(job, chunks, job.blocks_of(lost))
-        told = survives(job.groups, packages, job.holdings, set(lost), set())
+        told = Forecast(job.groups, packages, job.holdings).unrecoverable(set(lost), set())
         assert told == sorted({shard for shard, _ in unsolved}), lost
         assert forecast.survived(set(lost), set()) == (not told)
 
@@ -242,7 +242,7 @@ def test_every_loss_of_nodes(modes: Modes) -> None:
         shards = job.on(lost)
         unsolved = check(job, set().union(*map(job.stepped, shards)), job.blocks_of(shards))
         bare = {s for s in shards if set(packages[s]) <= set(lost)}
-        told = survives(job.groups, packages, job.holdings, set(), set(lost))
+        told = Forecast(job.groups, packages, job.holdings).unrecoverable(set(), set(lost))
         assert told == sorted(bare | {shard for shard, _ in unsolved}), lost
         assert forecast.survived(set(), set(lost)) == (not told)
 
@@ -277,8 +277,8 @@ def test_parity_files_of_lost_arenas_leave_holes_that_the_forecast_knows() -> No
     """As above with peers: what lies in files does not come back before its stripe's data does."""
     job = build(Modes(node=True, peer=True), 3, 3, [40] * 9, [0] * 9)
     packages = mirrors(job.holdings, job.modes)
-    assert survives(job.groups, packages, job.holdings, {"s0", "s1"}, set()) == []
-    assert survives(job.groups, packages, job.holdings, {"s0", "s1", "s3"}, set()) == ["s0"]
+    assert Forecast(job.groups, packages, job.holdings).unrecoverable({"s0", "s1"}, set()) == []
+    assert Forecast(job.groups, packages, job.holdings).unrecoverable({"s0", "s1", "s3"}, set()) == ["s0"]
 
 
 def test_the_cheapest_mode_goes_first() -> None:
@@ -387,12 +387,12 @@ def test_two_of_one_group_do_not_look_like_two_of_groups_of_that_shape(nodes: bo
 def test_a_lost_node_takes_its_packages_along() -> None:
     job = small(Modes(peer=True), nodes=4, per_node=1)
     own_only: Mapping[str, Sequence[str]] = {h.shard: (h.node,) for h in job.holdings}
-    told = survives(job.groups, own_only, job.holdings, set(), {"n1"})
+    told = Forecast(job.groups, own_only, job.holdings).unrecoverable(set(), {"n1"})
     assert told == ["s1"]  # its chunks could be rebuilt, but nothing could verify them
-    assert survives(job.groups, own_only, job.holdings, {"s1"}, set()) == []  # the node, and its package, are there
-    assert survives(job.groups, {}, job.holdings, {"s1"}, set()) == ["s1"]
+    assert Forecast(job.groups, own_only, job.holdings).unrecoverable({"s1"}, set()) == []  # the node, and its package, are there
+    assert Forecast(job.groups, {}, job.holdings).unrecoverable({"s1"}, set()) == ["s1"]
     mirrored = mirrors(job.holdings, job.modes)
-    assert survives(job.groups, mirrored, job.holdings, set(), {"n1"}) == []
+    assert Forecast(job.groups, mirrored, job.holdings).unrecoverable(set(), {"n1"}) == []
     assert not Forecast(job.groups, own_only, job.holdings).survived(set(), {"n1"})
 
 
