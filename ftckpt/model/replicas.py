@@ -158,8 +158,8 @@ class Sharing:
     num_ranks: int
 
     def look(self, contents: Callable[[Sequence[int]], Sequence[int]]) -> Holdings:
-        """What this rank holds now. ``contents`` is called once, with indices of fragments that several ranks hold, and
-        answers a 64-bit hash of the bytes of each."""
+        """What this rank holds now; ``contents`` is called once, with indices of fragments that several ranks hold,
+        and answers a 64-bit hash of the bytes of each."""
         hashes = np.zeros(len(self.nbytes), np.uint64)
         indices = self.order.tolist()
         for index, content in zip(indices, contents(indices), strict=True):

@@ -389,7 +389,8 @@ def test_a_lost_node_takes_its_packages_along() -> None:
     own_only: Mapping[str, Sequence[str]] = {h.shard: (h.node,) for h in job.holdings}
     told = Forecast(job.groups, own_only, job.holdings).unrecoverable(set(), {"n1"})
     assert told == ["s1"]  # its chunks could be rebuilt, but nothing could verify them
-    assert Forecast(job.groups, own_only, job.holdings).unrecoverable({"s1"}, set()) == []  # the node, and its package, are there
+    # The node, and its package, are there.
+    assert Forecast(job.groups, own_only, job.holdings).unrecoverable({"s1"}, set()) == []
     assert Forecast(job.groups, {}, job.holdings).unrecoverable({"s1"}, set()) == ["s1"]
     mirrored = mirrors(job.holdings, job.modes)
     assert Forecast(job.groups, mirrored, job.holdings).unrecoverable(set(), {"n1"}) == []
