@@ -65,16 +65,13 @@ def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Ite
 def arena_problem(arena: Path) -> Finding | None:
     """Why nothing can be looked at there; None: it can."""
     if not arena.is_dir():
+        what = "is not a directory" if arena.exists() else "does not exist"
         remedy = "make it, on a tmpfs, or name another with --arena, and for the job with --ftckpt-arena"
-        return Finding(_AREA, "arena", FAILED, f"{arena} {_is_not(arena)}", remedy)
+        return Finding(_AREA, "arena", FAILED, f"{arena} {what}", remedy)
     if not os.access(arena, os.W_OK | os.X_OK):
         remedy = "name a tmpfs of your own with --ftckpt-arena"
         return Finding(_AREA, "arena", FAILED, f"{arena} cannot be written", remedy)
     return None
-
-
-def _is_not(path: Path) -> str:
-    return "is not a directory" if path.exists() else "does not exist"
 
 
 def _file_system(arena: Path) -> Result:

@@ -292,7 +292,6 @@ def _plain_items(items: Mapping[Any, Any], name: str) -> dict[Any, Any]:
     }
 
 
-_LOCAL = struct.Struct("<4s5HIIIHH")
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x08
 _LOCAL_CRC = 14
@@ -313,7 +312,8 @@ def save_streamed(
     # The archive has its final length from the start, with holes where the elements belong.
     with torch.serialization.skip_data():
         save(build(like), file.name)
-    begin = _begin(file.name)
+    records = archives.records_of(map_file(Path(file.name)).data, file.name)
+    begin = next(record.begin for record in records if record.key == "data/0")
     crc = done = 0
     for part in data:
         view = part.data
@@ -331,24 +331,11 @@ def save_streamed(
     raise ConvertError(f"{file.name}: other than {like.nbytes} bytes came for its tensor")
 
 
-def _begin(name: str) -> int:
-    """Where the bytes of the only storage of an archive begin."""
-    with zipfile.ZipFile(name) as archive, open(name, "rb") as file:
-        file.seek(_storage(archive).header_offset)
-        *_, name_length, extra_length = _LOCAL.unpack(file.read(_LOCAL.size))
-        return file.tell() + int(name_length) + int(extra_length)
-
-
-def _storage(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
-    (entry,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-    return entry
-
-
 def _set_crc(name: str, end: int, crc: int) -> None:
     """Keep the CRC-32 of the only storage of an archive, whose bytes end at ``end``."""
     # torch does not look at it, other readers of archives do.
     with zipfile.ZipFile(name, "a") as archive:
-        entry = _storage(archive)
+        (entry,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         entry.CRC = crc
         archive.comment = b""  # anything: the list of entries at the end is written again
     with open(name, "r+b") as file:
