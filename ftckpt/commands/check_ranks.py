@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ftckpt.capture.affinity import format_cores, parse_cores
 from ftckpt.commands.check_pairs import NodeFacts, look_at_pairs
 from ftckpt.commands.findings import FAILED, SKIPPED, Finding, Result, failed, passed, warned
+from ftckpt.errors import FtckptError
 from ftckpt.frameworks.launcher import node_name
 from ftckpt.group import Group
 from ftckpt.job.addresses import machine
@@ -114,7 +115,7 @@ class LaunchedRanks:
                 words = gather(self.group, left, str)
             if read_word(node_dir) != words[self.nodes[self.me.node].first]:
                 problem = f"{node_dir.parent.parent} of rank {self.rank} is not that of its node's first rank"
-        except Exception as error:  # noqa: BLE001 - told below, by all ranks together
+        except (FtckptError, OSError) as error:  # told below, by all ranks together
             problem = str(error)
         self.group.gather(b"")  # all have read it
         if self.leads:
