@@ -12,7 +12,7 @@ from ftckpt.parity.groups import mirrors, node_groups, peer_groups
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
-from ftckpt.parity.survive import survives
+from ftckpt.parity.survive import Forecast
 from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.parity_file import parity_bytes
 
@@ -41,15 +41,12 @@ def test_every_number_is_what_trying_all_cases_gives(modes: Modes) -> None:
     job = small(modes, nodes=4, per_node=3, seed=1)
     packages = mirrors(job.holdings, modes)
     found = protection_table(job.holdings, job.groups, packages, 3, parity_bytes)
+    forecast = Forecast(job.groups, packages, job.holdings)
     shards, nodes = [h.shard for h in job.holdings], [f"n{i}" for i in range(4)]
 
     def survived(names: list[str], count: int, are_nodes: bool) -> tuple[int, int]:
         cases = [set(lost) for lost in combinations(names, count)]
-        bad = [
-            lost
-            for lost in cases
-            if survives(job.groups, packages, job.holdings, *((set(), lost) if are_nodes else (lost, set())))
-        ]
+        bad = [lost for lost in cases if forecast.unrecoverable(*((set(), lost) if are_nodes else (lost, set())))]
         return len(cases), len(cases) - len(bad)
 
     assert row(found, "one rank's arena") == survived(shards, 1, False)
@@ -62,7 +59,7 @@ def test_every_number_is_what_trying_all_cases_gives(modes: Modes) -> None:
         if failure.example:
             lost, none = set(failure.example), set[str]()
             args = (none, lost) if "node" in failure.lost else (lost, none)
-            assert survives(job.groups, packages, job.holdings, *args)
+            assert forecast.unrecoverable(*args)
 
 
 def test_node_parity_never_claims_to_bring_a_node_back() -> None:
