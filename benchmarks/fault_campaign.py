@@ -109,9 +109,8 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
             "start_timeout_secs": 30.0, "protect_timeout_secs": 10.0,
             "schedule": "thread",
         }  # fmt: skip
-        places = [(f"dp{rank}", node, "") for rank, node in enumerate(nodes)]
         with contextlib.suppress(ConfigError):
-            modes = resolve_modes(settings["protect"], places, num_nodes > 1, peer_losses=losses, peer_group=group)
+            modes = resolve_modes(settings["protect"], nodes, num_nodes > 1, peer_losses=losses, peer_group=group)
             if modes.names:
                 return Shape(nodes, settings, modes)
 

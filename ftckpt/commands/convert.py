@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftckpt.commands.size_option import size_of
+from ftckpt.commands.options import size_of
 from ftckpt.errors import ConfigError
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human

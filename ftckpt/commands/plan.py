@@ -13,10 +13,10 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
+from ftckpt.commands.options import add_node_memory
 from ftckpt.commands.plan_holdings import HEADER_BYTES, StartPlan, plan
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.commands.plan_verdict import PlanAnswer, judge
-from ftckpt.commands.size_option import add_node_memory
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, Writing, settings_are_written
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs

@@ -115,7 +115,7 @@ def require_slots(config: Config, modes: Modes) -> None:
 
 def resolve_modes(
     protect: str,
-    places: Sequence[tuple[str, str, str]],
+    nodes: Sequence[str],
     spans_nodes: bool,
     *,
     peer_losses: int = 1,
@@ -123,16 +123,16 @@ def resolve_modes(
 ) -> Modes:
     """The modes that ``protect`` means on this job.
 
-    ``places`` are shard, node and rack of every rank; ``spans_nodes``: any replica set has members on
+    ``nodes`` has the node of every rank; ``spans_nodes``: any replica set has members on
     two nodes. "auto" is ``node`` where every node has three ranks or more, ``replica`` where replica sets span
-    nodes, ``peer`` where there are two nodes or more. The order of ``places`` does not matter.
+    nodes, ``peer`` where there are two nodes or more. The order of ``nodes`` does not matter.
 
     Raises:
         ConfigError: an unknown mode, one that would protect nothing on this layout, or settings of ``peer`` that
             cannot work; the text names the field.
     """
     wanted = check_protect(protect)
-    ranks_of = Counter(node for _, node, _ in places)
+    ranks_of = Counter(nodes)
     if wanted == ("auto",):
         # With two arenas XOR is a copy: parity as large as a slot, twice.
         node = min(ranks_of.values(), default=0) >= 3
@@ -148,19 +148,19 @@ def resolve_modes(
 
 def possible_modes(
     protect: str,
-    places: Sequence[tuple[str, str, str]],
+    nodes: Sequence[str],
     spans_nodes: bool,
     *,
     peer_losses: int = 1,
     peer_group: int = 0,
 ) -> tuple[Modes, tuple[str, ...]]:
     """As ``resolve_modes`` for a job that may have lost nodes for good: what ``protect`` and ``peer_losses`` ask for
-    and these ``places`` cannot have is left out. The modes, and a text for each thing that was left out.
+    and these ``nodes`` cannot have is left out. The modes, and a text for each thing that was left out.
 
     Raises:
         ConfigError: an unknown mode, or settings of ``peer`` that can work nowhere; the text names the field.
     """
-    ranks_of = Counter(node for _, node, _ in places)
+    ranks_of = Counter(nodes)
     left_out: list[str] = []
     possible: list[str] = []
     for mode in check_protect(protect):
@@ -182,7 +182,7 @@ def possible_modes(
             )
         peer_losses = losses
     wanted = ",".join(possible) or "none"
-    return resolve_modes(wanted, places, spans_nodes, peer_losses=peer_losses, peer_group=peer_group), tuple(left_out)
+    return resolve_modes(wanted, nodes, spans_nodes, peer_losses=peer_losses, peer_group=peer_group), tuple(left_out)
 
 
 def _check_useful(node: bool, replica: str, peer: bool, ranks_of: Counter[str], spans_nodes: bool) -> None:

@@ -323,8 +323,7 @@ def test_every_loss_of_a_small_job_is_survived_if_and_only_if_the_table_says_so(
     plan: Plan, protect: str, nodes: str
 ) -> None:
     plan = replace(plan, nodes=list(nodes), iterations=ENDLESS, settings={**plan.settings, "protect": protect})
-    places = [(f"dp{rank}", node, "") for rank, node in enumerate(nodes)]
-    modes = resolve_modes(protect, places, len(set(nodes)) > 1)
+    modes = resolve_modes(protect, nodes, len(set(nodes)) > 1)
     with spawn_ranks(train, len(nodes), plan) as ranks:
         train_until_protected(ranks, plan)
     for node in set(nodes):

@@ -265,8 +265,8 @@ def test_packages_go_to_the_next_nodes_other_racks_first() -> None:
     assert mirrors(holdings, Modes(peer=True, peer_losses=3))["sn3"] == ("n3", "n4", "n5", "n0")
 
 
-def places(ranks: int, per_node: int) -> list[tuple[str, str, str]]:
-    return [(f"s{rank}", f"n{rank // per_node}", "") for rank in range(ranks)]
+def nodes_of(ranks: int, per_node: int) -> list[str]:
+    return [f"n{rank // per_node}" for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def places(ranks: int, per_node: int) -> list[tuple[str, str, str]]:
     ],
 )
 def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bool, expected: str) -> None:
-    assert ",".join(resolve_modes(protect, places(ranks, per_node), spans).names) == expected
+    assert ",".join(resolve_modes(protect, nodes_of(ranks, per_node), spans).names) == expected
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bo
 )
 def test_modes_that_cannot_work_are_named(protect: str, per_node: int, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        resolve_modes(protect, places(8, per_node), False, **settings)
+        resolve_modes(protect, nodes_of(8, per_node), False, **settings)
 
 
 RS2 = {"peer_losses": 2}
@@ -329,7 +329,7 @@ def test_what_fewer_nodes_cannot_have_is_left_out_and_told(
     protect: str, nodes: tuple[int, int, bool], options: dict[str, Any], expected: str, told: list[str]
 ) -> None:
     ranks, per_node, spans = nodes
-    modes, left_out = possible_modes(protect, places(ranks, per_node), spans, **options)
+    modes, left_out = possible_modes(protect, nodes_of(ranks, per_node), spans, **options)
     assert ",".join(modes.names) == expected
     assert len(left_out) == len(told) and all(part in text for part, text in zip(told, left_out, strict=True))
 
@@ -337,7 +337,7 @@ def test_what_fewer_nodes_cannot_have_is_left_out_and_told(
 @pytest.mark.parametrize("options", [{"peer_losses": 9}, {"peer_group": 1}])
 def test_settings_that_no_number_of_nodes_makes_work_stay_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="peer_"):
-        possible_modes("peer", places(8, 2), False, **options)
+        possible_modes("peer", nodes_of(8, 2), False, **options)
 
 
 def test_what_a_user_may_ask_for_has_its_traits() -> None:
