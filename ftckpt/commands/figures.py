@@ -14,6 +14,7 @@ from ftckpt.commands.timeline import IDLE, Copy, RankTimeline, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -82,7 +83,7 @@ def blocked(times: Mapping[int, BlockedTime], restarts: Sequence[Recovery]) -> b
 def ages(found: Sequence[Age], restarts: Sequence[Recovery]) -> bytes:
     """The ages of the newest committed, protected and persisted snapshots at each boundary."""
     figure, axes = _axes("iterations", restarts)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    _count_whole(axes.yaxis)
     colors = {"committed": "#13795b", "protected": "#7c4dbd", "persisted": "#c2410c"}
     for name, color in colors.items():
         points = [(age.iteration, getattr(age, name)) for age in found if getattr(age, name) is not None]
@@ -177,13 +178,19 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
+def _count_whole(axis: Axis) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _axes(unit: str, restarts: Sequence[Recovery]) -> tuple[Figure, Axes]:
     """Axes over iterations; a dashed line and a number mark each restart."""
     figure, axes = _figure(2.6)
     axes.margins(y=0.15)
     axes.set_xlabel("iteration")
     axes.set_ylabel(unit)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _count_whole(axes.xaxis)
     for restart in restarts:
         axes.axvline(restart.iteration, color="#c2410c", linestyle="--", linewidth=1, zorder=3)
         if len(restarts) <= 24:

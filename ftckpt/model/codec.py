@@ -77,8 +77,12 @@ def from_json(value: Any, kind: type[T]) -> T:
     return made
 
 
-@lru_cache(maxsize=256)
 def _reader(kind: Any) -> Reader:
+    return _cached_reader(kind)
+
+
+@lru_cache(maxsize=256)
+def _cached_reader(kind: Any) -> Reader:
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any or kind is object:
         return lambda value: value

@@ -179,8 +179,9 @@ def mark(
         return True
     # torch tells neither record nor offset of a mapped storage: its address does.
     base = _file_begin(filled[0].data_ptr())
-    owners = [(storage, by_begin.get(storage.data_ptr() - base)) for storage in filled]
-    if _is_swapped(records, data) or any(one is None or one.nbytes != each.nbytes() for each, one in owners):
+    found = [(storage, by_begin.get(storage.data_ptr() - base)) for storage in filled]
+    owners = [(storage, record) for storage, record in found if record and record.nbytes == storage.nbytes()]
+    if _is_swapped(records, data) or len(owners) < len(filled):
         check_all(data, where)
         return False
     for storage, record in owners:

@@ -21,7 +21,7 @@ from ftckpt.model.fragment import Shape
 METADATA = ".metadata"
 _DATA = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 _STAND_INS = (
-    *pickles.path_globals(dict.fromkeys(("PosixPath", "Path", "PurePosixPath", "PurePath"))),
+    *pickles.path_globals(dict.fromkeys(("PosixPath", "Path", "PurePosixPath", "PurePath"), object)),
     "builtins.getattr",
 )
 _DAMAGES = (
