@@ -14,7 +14,7 @@ from ftckpt.errors import FtckptError
 from ftckpt.parity.groups import mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import Holding
 from ftckpt.parity.modes import Modes
-from ftckpt.parity.survive import survives
+from ftckpt.parity.survive import Forecast
 from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import mirror_dir
@@ -56,7 +56,7 @@ class Job:
             shard: tuple(node for node in nodes if (shard, node) not in self.lost_packages)
             for shard, nodes in mirrors(self.holdings, self.modes).items()
         }
-        lost = survives(groups, packages, self.holdings, self.lost_shards, self.lost_nodes)
+        lost = Forecast(groups, packages, self.holdings).unrecoverable(self.lost_shards, self.lost_nodes)
         return None if lost else self.protected
 
     def arenas(self) -> list[Path]:

@@ -100,20 +100,17 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
         num_nodes = dice.randint(1, 4)
         per_node = dice.randint(1, max(1, 6 // num_nodes))
         nodes = tuple(f"node{index}" for index in range(num_nodes) for _ in range(per_node))
-        code, losses = dice.choice([("xor", 1), ("xor", 1), ("mirror", 1), ("rs", 2)])
+        losses, group = dice.choice([(1, 0), (1, 0), (1, 2), (2, 0)])
         settings: dict[str, Any] = {
             "job": job, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
             "replica_check_interval": 0,
-            "protect": dice.choice(PROTECT), "peer_code": code, "peer_losses": losses,
+            "protect": dice.choice(PROTECT), "peer_losses": losses, "peer_group": group,
             "protect_interval": dice.choice([1, 1, 3]),
             "start_timeout_secs": 30.0, "protect_timeout_secs": 10.0,
             "schedule": "thread",
         }  # fmt: skip
-        places = [(f"dp{rank}", node, "") for rank, node in enumerate(nodes)]
         with contextlib.suppress(ConfigError):
-            modes = resolve_modes(
-                settings["protect"], places, num_nodes > 1, peer_code=code, peer_losses=losses, peer_group=0
-            )
+            modes = resolve_modes(settings["protect"], nodes, num_nodes > 1, peer_losses=losses, peer_group=group)
             if modes.names:
                 return Shape(nodes, settings, modes)
 

@@ -25,9 +25,6 @@ BUSY_SHARE = 0.1
 PAGE_BYTES = 4096
 """What chunks, regions of slots and blocks in files begin on multiples of."""
 
-CODES = ("xor", "rs", "mirror")
-"""How parity is made."""
-
 
 def node_here(env: Mapping[str, str]) -> tuple[str, str]:
     """What this node is called where nobody has configured a name, and what says so."""
@@ -80,9 +77,10 @@ class Config:
     protect_timeout_secs: float = declare(
         60.0, "longest wait for the protection of a snapshot before training goes on without it", minimum=0.1
     )
-    peer_code: str = declare("xor", "how peer parity is made; rs survives several lost nodes", choices=CODES)
     peer_group: int = declare(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
-    peer_losses: int = declare(1, "nodes of a group that may be lost together", minimum=1)
+    peer_losses: int = declare(
+        1, "nodes of a group that may be lost together: by XOR, or by Reed-Solomon where they are several", minimum=1
+    )
     network_rate: str = declare(
         "auto",
         "what a node receives, and as much that it sends, for protection, such as 2GB/s or 16Gbit/s; auto: a quarter "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import os
 import time
 from collections import defaultdict
@@ -149,9 +150,8 @@ class Group:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a view of it
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
         self._group = connect(name, job_store(), self.rank, self.size, self.timeout_secs)
-        self._spare: defaultdict[int, list[Minimum]] = defaultdict(list)  # by the number of values
-        self._spare_rows: defaultdict[int, list[Rows]] = defaultdict(list)
-        self._reused: list[Minimum | Rows] = []  # kept for good: no thread of torch is the last to have a tensor
+        self._spare: defaultdict[tuple[int, ...], list[Posted]] = defaultdict(list)  # by the shape of the values
+        self._reused: list[Posted] = []  # kept for good: no thread of torch is the last to have a tensor
         self._kept: list[Any] = [self._group, self._tensors, self._reused]
         _immortal.append(self._kept)
 
@@ -214,31 +214,26 @@ class Group:
         """Post the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
         return Message(self._try(lambda: self._group.recv([into], source, tag)), self.timeout_secs)
 
-    def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, Minimum]:
+    def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, Posted]:
         """Post an element-wise MIN; returns the work, for ``finish``, and what will have it."""
-        spare = self._spare[len(values)]
-        if spare:
-            minimum = spare.pop()
-        else:
-            tensor = torch.empty(len(values), dtype=torch.int64, device="cpu")
-            minimum = Minimum(tensor, tensor.numpy())
-            self._keep(tensor)
-        minimum.values[:] = values
-        return self._start(lambda: self._group.allreduce([minimum.tensor], _MINIMUM)), minimum
+        posted = self._memory(len(values))
+        posted.values[:] = values
+        return self._start(lambda: self._group.allreduce([posted.tensor], _MINIMUM)), posted
 
-    def start_gather(self, values: npt.NDArray[np.int64]) -> tuple[dist.Work, Rows]:
+    def start_gather(self, values: npt.NDArray[np.int64]) -> tuple[dist.Work, Posted]:
         """Post an all-gather of as many values on all ranks; returns the work, for ``finish``, and what will have the
-        values of each rank."""
-        spare = self._spare_rows[len(values)]
-        if spare:
-            rows = spare.pop()
-        else:
-            own = torch.empty(len(values), dtype=torch.int64, device="cpu")
-            tensor = torch.empty(self.size * len(values), dtype=torch.int64, device="cpu")
-            rows = Rows(own, tensor, tensor.numpy().reshape(self.size, -1))
-            self._keep(own, tensor)
-        rows.own.numpy()[:] = values
-        return self._start(lambda: self._group._allgather_base(rows.tensor, rows.own)), rows
+        values of each rank, a row for each."""
+        posted = self._memory(self.size, len(values))
+        posted.own.numpy()[:] = values
+        return self._start(lambda: self._group._allgather_base(posted.tensor, posted.own)), posted
+
+    def _memory(self, *shape: int) -> Posted:
+        if spare := self._spare[shape]:
+            return spare.pop()
+        tensor = torch.empty(math.prod(shape), dtype=torch.int64, device="cpu")
+        own = tensor if len(shape) == 1 else torch.empty(shape[1], dtype=torch.int64, device="cpu")
+        self._keep(tensor, *([own] if own is not tensor else []))
+        return Posted(own, tensor, tensor.numpy().reshape(shape))
 
     def _start(self, post: Callable[[], dist.Work]) -> dist.Work:
         self._unfinished = [work for work in self._unfinished if not work.is_completed()]
@@ -246,13 +241,10 @@ class Group:
         self._unfinished.append(work)
         return work
 
-    def give_back(self, read: Minimum | Rows) -> None:
+    def give_back(self, read: Posted) -> None:
         """What ``start_minimum`` or ``start_gather`` gave is finished and read: the next one of as many values has it
         again."""
-        if isinstance(read, Minimum):
-            self._spare[len(read.values)].append(read)
-        else:
-            self._spare_rows[len(read.own)].append(read)
+        self._spare[read.values.shape].append(read)
         if not any(read is one for one in self._reused):
             self._reused.append(read)
 
@@ -320,15 +312,9 @@ def look_secs(size: int) -> tuple[float, float]:
     return _FIRST_LOOK_SECS * rarer, _LONGEST_LOOK_SECS * rarer
 
 
-class Minimum(NamedTuple):
-    """Memory that a collective fills, and its ``values``, which a tensor takes long to show."""
-
-    tensor: torch.Tensor
-    values: npt.NDArray[np.int64]
-
-
-class Rows(NamedTuple):
-    """As ``Minimum``, of a gather: what this rank posts, and a row of ``values`` for each rank."""
+class Posted(NamedTuple):
+    """What this rank posts, the memory that the collective fills, and its ``values``, which a tensor takes long to
+    show."""
 
     own: torch.Tensor
     tensor: torch.Tensor

@@ -17,10 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.check_host import arena_problem, look_at_host
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
-from ftckpt.commands.size_option import add_node_memory, size_of
+from ftckpt.commands.options import add_arena, add_node_memory, size_of
 from ftckpt.errors import ConfigError, FtckptError, in_words
 from ftckpt.model import codec
 from ftckpt.model.text import aligned, listed

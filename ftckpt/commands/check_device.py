@@ -20,7 +20,7 @@ from ftckpt.capture.affinity import cores_of_node, format_cores, num_nodes, numa
 from ftckpt.capture.chunks import ChunkCopy, Segment, divided
 from ftckpt.capture.copier import Copier, Flight, make_copier
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
+from ftckpt.commands.findings import FAILED, PASSED, Finding, Result, attempt, failed, passed, skipped, warned
 from ftckpt.errors import in_words
 from ftckpt.model.text import human
 from ftckpt.windows.bubbles import Always, Turn, Windows
@@ -59,7 +59,7 @@ def look_at_device(arena: Path, nbytes: int) -> Iterator[Finding]:
             yield attempt(_AREA, name, partial(look, bench))
 
 
-def _known(device: torch.device) -> Finding:
+def _known(device: torch.device) -> Result:
     """Which device it is, and that this process can use it."""
     name = "CPU: none is here"
     if device.type == "cuda":
@@ -68,16 +68,15 @@ def _known(device: torch.device) -> Finding:
     stack = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     queues = os.environ.get(_QUEUES, "as the driver has it")
     text = f"{name}, {stack}, torch {torch.__version__}, {_QUEUES} {queues}"
-    return Finding(_AREA, "device", PASSED if device.type == "cuda" else SKIPPED, text)
+    return passed(text) if device.type == "cuda" else skipped(text)
 
 
-def _near(device: torch.device) -> Finding:
+def _near(device: torch.device) -> Result:
     """Whether this rank runs where its device is attached: across NUMA nodes copies and launches take longer."""
-    name, own, node = "NUMA", os.sched_getaffinity(0), numa_node_of(device)
+    own, node = os.sched_getaffinity(0), numa_node_of(device)
     there = cores_of_node(node)
     if num_nodes() < 2 or node is None or not there:
-        text = "one NUMA node" if num_nodes() < 2 else "no cores are known to be near the device"
-        return Finding(_AREA, name, SKIPPED, text)
+        return skipped("one NUMA node" if num_nodes() < 2 else "no cores are known to be near the device")
     text = f"cores {format_cores(own)} of this rank, {format_cores(there)} near the device on NUMA node {node}"
     figures = {"cores": float(len(own)), "near_cores": float(len(own & there))}
     if not own & there:
@@ -85,8 +84,8 @@ def _near(device: torch.device) -> Finding:
             f"bind the rank to NUMA node {node}: torchrun --numa-binding node, srun --gpu-bind=closest, or "
             f"numactl --cpunodebind={node}"
         )
-        return Finding(_AREA, name, WARNED, f"{text}: not one is", how, figures)
-    return Finding(_AREA, name, PASSED, text, figures=figures)
+        return warned(f"{text}: not one is", how, **figures)
+    return passed(text, **figures)
 
 
 class Bench:
@@ -173,29 +172,25 @@ class NoWindow(Always):
         return Turn()
 
 
-def _registered(bench: Bench) -> Finding:
+def _registered(bench: Bench) -> Result:
     """How fast the driver pins the slot, and whether it does."""
     if not bench.clock.on_device:
-        return Finding(_AREA, "registration", SKIPPED, "a CPU's memory needs none")
+        return skipped("a CPU's memory needs none")
     assert isinstance(bench.copier, DeviceCopier)
     begin = time.perf_counter()
     is_through = bench.copier.pin_now(_FLIGHT_SECS)
     secs = time.perf_counter() - begin
     if not is_through:
-        return Finding(
-            _AREA, "registration", FAILED, f"the slot is not pinned after {secs:.0f} s", "see the driver's log"
-        )
+        return failed(f"the slot is not pinned after {secs:.0f} s", "see the driver's log")
     if not bench.copier.reaches(bench.slot):
         text = "the driver refused to pin the slot: copies are staged, slower, and wait for the device"
         how = "allow more locked memory: ulimit -l unlimited; of a container --ulimit memlock=-1"
-        return Finding(_AREA, "registration", WARNED, text, how)
+        return warned(text, how)
     rate = bench.slot.numel() / secs
-    return Finding(
-        _AREA, "registration", PASSED, f"pins {rate / 1e9:.1f} GB/s", figures={"secs": secs, "bytes_per_sec": rate}
-    )
+    return passed(f"pins {rate / 1e9:.1f} GB/s", secs=secs, bytes_per_sec=rate)
 
 
-def _exact(bench: Bench) -> Finding:
+def _exact(bench: Bench) -> Result:
     """Whether snapshots have the bytes of their boundary, though the optimizer writes right behind the fence.
 
     Copies of every second one still wait for their window when the fence comes.
@@ -216,12 +211,11 @@ def _exact(bench: Bench) -> Finding:
         differing += bench.differing(wanted)
     if differing:
         text = f"{differing} bytes of {_ROUNDS} snapshots are not those of the device"
-        return Finding(_AREA, "exact copies", FAILED, text, "do not use ftckpt here; report it, with the JSON")
-    text = f"every byte of {_ROUNDS} snapshots is that of the device, whatever is written behind the fence"
-    return Finding(_AREA, "exact copies", PASSED, text)
+        return failed(text, "do not use ftckpt here; report it, with the JSON")
+    return passed(f"every byte of {_ROUNDS} snapshots is that of the device, whatever is written behind the fence")
 
 
-def _rate(bench: Bench) -> Finding:
+def _rate(bench: Bench) -> Result:
     """Against a plain copy of the same bytes into the same kind of memory; both warm."""
     ours, plain = [], []
     whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bench.state])
@@ -239,5 +233,5 @@ def _rate(bench: Bench) -> Finding:
     text = f"{rate / 1e9:.1f} GB/s; a plain copy {limit / 1e9:.1f} GB/s ({rate / limit:.0%})"
     figures = {"bytes_per_sec": rate, "plain_bytes_per_sec": limit}
     if rate < _LEAST_SHARE * limit:
-        return Finding(_AREA, "rate", WARNED, text, "see whether the rank's cores are near the device", figures)
-    return Finding(_AREA, "rate", PASSED, text, figures=figures)
+        return warned(text, "see whether the rank's cores are near the device", **figures)
+    return passed(text, **figures)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftckpt.capture.affinity import format_cores, num_nodes
-from ftckpt.commands.findings import FAILED, PASSED, WARNED, Finding, attempt
+from ftckpt.commands.findings import FAILED, PASSED, WARNED, Finding, Result, attempt, failed, passed, warned
 from ftckpt.model.text import human
 from ftckpt.store.environment import hazards
 from ftckpt.store.memory import mount_of, tightest_limit
@@ -36,7 +36,7 @@ def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Ite
         ranks: the cores of each rank of the job on this node, first of the one that starts the SMP.
     """
     no_arena = arena_problem(arena)
-    in_arena: tuple[tuple[str, Callable[[], Finding]], ...] = (
+    in_arena: tuple[tuple[str, Callable[[], Result]], ...] = (
         ("arena", lambda: _file_system(arena)),
         ("room", lambda: _room(arena, need_bytes)),
         ("memory rate", lambda: _rate(arena)),
@@ -65,34 +65,31 @@ def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Ite
 def arena_problem(arena: Path) -> Finding | None:
     """Why nothing can be looked at there; None: it can."""
     if not arena.is_dir():
+        what = "is not a directory" if arena.exists() else "does not exist"
         remedy = "make it, on a tmpfs, or name another with --arena, and for the job with --ftckpt-arena"
-        return Finding(_AREA, "arena", FAILED, f"{arena} {_is_not(arena)}", remedy)
+        return Finding(_AREA, "arena", FAILED, f"{arena} {what}", remedy)
     if not os.access(arena, os.W_OK | os.X_OK):
         remedy = "name a tmpfs of your own with --ftckpt-arena"
         return Finding(_AREA, "arena", FAILED, f"{arena} cannot be written", remedy)
     return None
 
 
-def _is_not(path: Path) -> str:
-    return "is not a directory" if path.exists() else "does not exist"
+def _file_system(arena: Path) -> Result:
+    return passed(f"{arena} can be written, on {mount_of(arena, Path('/proc')).kind}")
 
 
-def _file_system(arena: Path) -> Finding:
-    return Finding(_AREA, "arena", PASSED, f"{arena} can be written, on {mount_of(arena, Path('/proc')).kind}")
-
-
-def _room(arena: Path, need_bytes: int) -> Finding:
+def _room(arena: Path, need_bytes: int) -> Result:
     limit = tightest_limit(arena)
-    text, figures = f"{human(limit.room_bytes)} are free under {limit.name}", {"free_bytes": float(limit.room_bytes)}
-    if need_bytes and limit.room_bytes < need_bytes:
-        return Finding(_AREA, "room", FAILED, f"{text}, {human(need_bytes)} are needed", limit.remedy, figures)
-    if limit.room_bytes < _SMALL_BYTES:
-        return Finding(_AREA, "room", WARNED, text, limit.remedy, figures)
-    needed = f", {human(need_bytes)} are needed" if need_bytes else ""
-    return Finding(_AREA, "room", PASSED, text + needed, figures=figures)
+    text, free = f"{human(limit.room_bytes)} are free under {limit.name}", float(limit.room_bytes)
+    needed = f"{text}, {human(need_bytes)} are needed" if need_bytes else text
+    if free < need_bytes:
+        return failed(needed, limit.remedy, free_bytes=free)
+    if free < _SMALL_BYTES:
+        return warned(text, limit.remedy, free_bytes=free)
+    return passed(needed, free_bytes=free)
 
 
-def _rate(arena: Path) -> Finding:
+def _rate(arena: Path) -> Result:
     """A file as a slot is: allocated, mapped, written twice. The second time counts: pages are there."""
     source = bytes(_PROBE_BYTES)
     with tempfile.TemporaryFile(dir=arena) as file:
@@ -102,15 +99,13 @@ def _rate(arena: Path) -> Finding:
             begin = time.perf_counter()
             mapped[:] = source
             rate = _PROBE_BYTES / (time.perf_counter() - begin)
-    text, figures = f"one core writes {rate / 1e9:.1f} GB/s into {arena}", {"bytes_per_sec": rate}
+    text = f"one core writes {rate / 1e9:.1f} GB/s into {arena}"
     if rate < _LEAST_RATE:
-        return Finding(
-            _AREA, "memory rate", WARNED, text, "see whether memory is swapped, or shared with others", figures
-        )
-    return Finding(_AREA, "memory rate", PASSED, text, figures=figures)
+        return warned(text, "see whether memory is swapped, or shared with others", bytes_per_sec=rate)
+    return passed(text, bytes_per_sec=rate)
 
 
-def _locks(arena: Path) -> Finding:
+def _locks(arena: Path) -> Result:
     """Record locks, by which ranks and SMPs know who lives, hold between processes."""
     with tempfile.NamedTemporaryFile(dir=arena) as file:
         fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,34 +120,28 @@ def _locks(arena: Path) -> Finding:
             os._exit(code)
         _, status = os.waitpid(child, 0)
     if status == 0:
-        return Finding(_AREA, "locks", PASSED, "locks hold between processes")
-    return Finding(
-        _AREA, "locks", FAILED, f"{arena} does not keep locks between processes",
-        "name a tmpfs with --ftckpt-arena: two jobs would write over each other",
-    )  # fmt: skip
+        return passed("locks hold between processes")
+    remedy = "name a tmpfs with --ftckpt-arena: two jobs would write over each other"
+    return failed(f"{arena} does not keep locks between processes", remedy)
 
 
-def _descriptors() -> Finding:
+def _descriptors() -> Result:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= _LEAST_FILES:
-        return Finding(_AREA, "descriptors", PASSED, f"a process may open {hard} files")
-    return Finding(
-        _AREA, "descriptors", WARNED, f"a process may open {hard} files", f"ulimit -Hn {_LEAST_FILES}, for large jobs"
-    )
+        return passed(f"a process may open {hard} files")
+    return warned(f"a process may open {hard} files", f"ulimit -Hn {_LEAST_FILES}, for large jobs")
 
 
-def _locked_memory() -> Finding:
+def _locked_memory() -> Result:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding(_AREA, "locked memory", PASSED, "a process may lock as much memory as it likes")
+        return passed("a process may lock as much memory as it likes")
     # Drivers that count it refuse, and then copies go through a small buffer.
-    return Finding(
-        _AREA, "locked memory", WARNED, f"a process may lock {human(soft)}",
-        "ulimit -l unlimited, where the device's driver counts what it pins (ROCm, RDMA)",
-    )  # fmt: skip
+    remedy = "ulimit -l unlimited, where the device's driver counts what it pins (ROCm, RDMA)"
+    return warned(f"a process may lock {human(soft)}", remedy)
 
 
-def _cores(ranks: Sequence[Set[int]]) -> Finding:
+def _cores(ranks: Sequence[Set[int]]) -> Result:
     """Of all ranks together: a launcher may have bound each to its own. The SMP runs where the first rank does, which
     starts it."""
     cores, first = set[int]().union(*ranks), ranks[0]
@@ -160,13 +149,11 @@ def _cores(ranks: Sequence[Set[int]]) -> Finding:
     text += f"{max(1, num_nodes())} NUMA node(s)"
     figures = {"cores": float(len(cores)), "ranks": float(len(ranks)), "smp_cores": float(len(first))}
     if len(cores) > len(ranks) and len(first) > 1:
-        return Finding(_AREA, "cores", PASSED, text, figures=figures)
+        return passed(text, **figures)
     if len(cores) > len(ranks):
         text += f"; the SMP has core {format_cores(first)} alone, which is its node's first rank's"
-    return Finding(
-        _AREA, "cores", WARNED, f"{text}: what ftckpt computes, training does not get",
-        "give ranks more cores (--cpus-per-task), or take --ftckpt-smp-cores lower", figures,
-    )  # fmt: skip
+    remedy = "give ranks more cores (--cpus-per-task), or take --ftckpt-smp-cores lower"
+    return warned(f"{text}: what ftckpt computes, training does not get", remedy, **figures)
 
 
 def _per_rank(ranks: Sequence[Set[int]]) -> str:
@@ -179,13 +166,11 @@ def _per_rank(ranks: Sequence[Set[int]]) -> str:
     )
 
 
-def _kernel() -> Finding:
+def _kernel() -> Result:
     release = os.uname().release
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        return Finding(
-            _AREA, "kernel", WARNED, f"{release} gives no handles of processes ({error})",
-            "Linux 5.3 or newer, and a container that allows pidfd_open",
-        )  # fmt: skip
-    return Finding(_AREA, "kernel", PASSED, f"Linux {release}")
+        remedy = "Linux 5.3 or newer, and a container that allows pidfd_open"
+        return warned(f"{release} gives no handles of processes ({error})", remedy)
+    return passed(f"Linux {release}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
+from ftckpt.commands.findings import SKIPPED, Finding, Result, attempt, failed, passed, warned
 from ftckpt.errors import ConfigError
 from ftckpt.events import Events
 from ftckpt.group import Group
@@ -141,22 +141,20 @@ def _serving(serves: bool, trust: Trust, machines: Sequence[str], listen: str) -
         server.close()
 
 
-def _talk(trust: Trust, me: str, node: str, place: Port) -> Callable[[], Finding]:
-    name = f"from {node}"
-
-    def talk() -> Finding:
+def _talk(trust: Trust, me: str, node: str, place: Port) -> Callable[[], Result]:
+    def talk() -> Result:
         if place.problem:
-            return Finding(_AREA, name, FAILED, f"{node}: {place.problem}", _OTHER_INTERFACE)
+            return failed(f"{node}: {place.problem}", _OTHER_INTERFACE)
         secs: dict[int, list[float]] = {0: [], 1: []}
         if problem := _fetch(trust, node, place, secs):
             how = f"let firewalls between nodes pass TCP to ports {PORTS[0]} to {PORTS[-1]}, or {_OTHER_INTERFACE}"
-            return Finding(_AREA, name, FAILED, f"{me} gets nothing from {problem}", how)
+            return failed(f"{me} gets nothing from {problem}", how)
         trip, rate = statistics.median(secs[0][1:]), _BYTES / statistics.median(secs[1])
         text = f"{rate / 1e9:.2f} GB/s, {1e3 * trip:.2f} ms there and back, at {place.host}"
         figures = {"bytes_per_sec": rate, "round_trip_secs": trip}
         if rate < _LEAST_RATE:
-            return Finding(_AREA, name, WARNED, text, _OTHER_INTERFACE, figures)
-        return Finding(_AREA, name, PASSED, text, figures=figures)
+            return warned(text, _OTHER_INTERFACE, **figures)
+        return passed(text, **figures)
 
     return talk
 

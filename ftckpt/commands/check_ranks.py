@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from ftckpt.capture.affinity import format_cores, parse_cores
 from ftckpt.commands.check_pairs import NodeFacts, look_at_pairs
-from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
+from ftckpt.commands.findings import FAILED, SKIPPED, Finding, Result, failed, passed, warned
+from ftckpt.errors import FtckptError
 from ftckpt.frameworks.launcher import node_name
 from ftckpt.group import Group
 from ftckpt.job.addresses import machine
@@ -86,25 +87,22 @@ class LaunchedRanks:
 
     def look(self, arena: Path | None) -> Iterator[Finding]:
         """Each finding as it comes. ``arena``: None where a rank has none."""
-        yield self._clocks()
+        yield Finding("host", "clock", *self._clocks())
         if arena is not None:
-            yield self._directory(arena)
+            yield Finding("host", "one directory", *self._directory(arena))
         if len(self.nodes) == 1:
             yield Finding(_AREA, "SMP pairs", SKIPPED, "one node: nothing is sent")
         else:
             yield from look_at_pairs(self.group, self.nodes, self._listen)
 
-    def _clocks(self) -> Finding:
+    def _clocks(self) -> Result:
         skew = max(one.time for one in self.ranks) - min(one.time for one in self.ranks)
-        text, figures = f"clocks of {len(self.ranks)} ranks are {skew:.3f} s apart", {"secs": skew}
+        text = f"clocks of {len(self.ranks)} ranks are {skew:.3f} s apart"
         if skew > _MOST_SKEW_SECS:
-            return Finding(
-                "host", "clock", WARNED, text, "set them by NTP: object stores refuse requests",
-                figures,
-            )  # fmt: skip
-        return Finding("host", "clock", PASSED, text, figures=figures)
+            return warned(text, "set them by NTP: object stores refuse requests", secs=skew)
+        return passed(text, secs=skew)
 
-    def _directory(self, arena: Path) -> Finding:
+    def _directory(self, arena: Path) -> Result:
         """Ranks of one node see one directory, and not one of their container's each."""
         word = secrets.token_hex(4) if self.rank == 0 else ""
         job = f"check-{gather(self.group, word, str)[0]}"
@@ -117,19 +115,15 @@ class LaunchedRanks:
                 words = gather(self.group, left, str)
             if read_word(node_dir) != words[self.nodes[self.me.node].first]:
                 problem = f"{node_dir.parent.parent} of rank {self.rank} is not that of its node's first rank"
-        except Exception as error:  # noqa: BLE001 - told below, by all ranks together
+        except (FtckptError, OSError) as error:  # told below, by all ranks together
             problem = str(error)
         self.group.gather(b"")  # all have read it
         if self.leads:
             remove_tree(node_dir.parent)
         if problem:
-            return Finding(
-                "host", "one directory", FAILED, problem,
-                "let containers of a node share it (one --ipc, a hostPath), or give each a name with FTCKPT_NODE",
-            )  # fmt: skip
-        return Finding(
-            "host", "one directory", PASSED, f"the {len(self.cores)} rank(s) of node {self.me.node} see one"
-        )
+            how = "let containers of a node share it (one --ipc, a hostPath), or give each a name with FTCKPT_NODE"
+            return failed(problem, how)
+        return passed(f"the {len(self.cores)} rank(s) of node {self.me.node} see one")
 
     def collect(self, found: list[Finding]) -> dict[int, list[Finding]]:
         """What all ranks have found, by rank; of a lost group what the first rank has from the store in time."""

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.job_nodes import job_directory, jobs_in
+from ftckpt.commands.options import add_arena
 from ftckpt.store.directory import clean_job
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftckpt.commands.size_option import size_of
+from ftckpt.commands.options import size_of
 from ftckpt.errors import ConfigError
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
@@ -44,20 +44,9 @@ def add_convert(commands: Any) -> None:
     )
     parser.add_argument("--iteration", type=int, metavar="N", help="which snapshot of arenas (default: the newest)")
     parser.add_argument("--roles", metavar="LIST", help="only these: weight,master,exp_avg,… (default: all)")
-    parser.add_argument(
-        "--max-memory",
-        type=size_of("--max-memory"),
-        default="4GiB",
-        metavar="SIZE",
-        help="of all workers (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-file",
-        type=size_of("--max-file"),
-        default="4GiB",
-        metavar="SIZE",
-        help="of one file (default: %(default)s)",
-    )
+    for option, of in (("--max-memory", "all workers"), ("--max-file", "one file")):
+        text = f"of {of} (default: %(default)s)"
+        parser.add_argument(option, type=size_of(option), default="4GiB", metavar="SIZE", help=text)
     parser.add_argument("--workers", type=int, metavar="N", help="files at once (default: cores, 8 at most)")
     parser.add_argument("--verify", action="store_true", help="read DST again and compare all with SRC")
     parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")

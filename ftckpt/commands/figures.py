@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING
 
 from ftckpt.commands.attempts import Age
 from ftckpt.commands.history import BlockedTime
 from ftckpt.commands.recovery import PARTS, Losses, Recovery, ascending_runs
 from ftckpt.commands.timeline import IDLE, Copy, RankTimeline, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 _DPI = 150
 _WIDTH = 11.0
@@ -47,8 +49,7 @@ def losses(own: Losses, reference: Losses, names: tuple[str, str], restarts: Seq
 
 def restart_times(restarts: Sequence[Recovery]) -> bytes:
     """The parts of the time from each fault to the first boundary after it."""
-    figure = Figure((_WIDTH, 1.1 + 0.34 * len(restarts)))
-    axes = figure.subplots()
+    figure, axes = _figure(1.1 + 0.34 * len(restarts))
     names = [restart.name for restart in restarts]
     left = [0.0] * len(restarts)
     for part in PARTS:
@@ -82,7 +83,7 @@ def blocked(times: Mapping[int, BlockedTime], restarts: Sequence[Recovery]) -> b
 def ages(found: Sequence[Age], restarts: Sequence[Recovery]) -> bytes:
     """The ages of the newest committed, protected and persisted snapshots at each boundary."""
     figure, axes = _axes("iterations", restarts)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    _count_whole(axes.yaxis)
     colors = {"committed": "#13795b", "protected": "#7c4dbd", "persisted": "#c2410c"}
     for name, color in colors.items():
         points = [(age.iteration, getattr(age, name)) for age in found if getattr(age, name) is not None]
@@ -103,9 +104,10 @@ def protection_lags(lags: Losses, restarts: Sequence[Recovery]) -> bytes:
 
 def timeline(found: Timeline) -> bytes:
     """The compute spans and copies of one iteration, two lanes for each rank."""
+    from matplotlib.patches import Patch
+
     ranks = shown(found)
-    figure = Figure((_WIDTH, 1.3 + max(2.0, (0.5 if len(ranks) <= _MAX_NUMBERED else 0.2) * len(ranks))))
-    axes = figure.subplots()
+    figure, axes = _figure(1.3 + max(2.0, (0.5 if len(ranks) <= _MAX_NUMBERED else 0.2) * len(ranks)))
     kinds: Counter[str] = Counter()
     for row, rank in enumerate(ranks):
         for kind, bars in _bars(found, rank).items():
@@ -168,14 +170,27 @@ def _number(axes: Axes, found: Timeline, rank: RankTimeline, row: int) -> None:
             axes.text(middle, row - 0.11, str(seen[span.kind]), color=color, ha="center", va="center", fontsize=7)
 
 
+def _figure(height: float) -> tuple[Figure, Axes]:
+    # Here: matplotlib takes long to load, and need not be installed for other commands.
+    from matplotlib.figure import Figure
+
+    figure = Figure((_WIDTH, height))
+    return figure, figure.subplots()
+
+
+def _count_whole(axis: Axis) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _axes(unit: str, restarts: Sequence[Recovery]) -> tuple[Figure, Axes]:
     """Axes over iterations; a dashed line and a number mark each restart."""
-    figure = Figure((_WIDTH, 2.6))
-    axes = figure.subplots()
+    figure, axes = _figure(2.6)
     axes.margins(y=0.15)
     axes.set_xlabel("iteration")
     axes.set_ylabel(unit)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _count_whole(axes.xaxis)
     for restart in restarts:
         axes.axvline(restart.iteration, color="#c2410c", linestyle="--", linewidth=1, zorder=3)
         if len(restarts) <= 24:

@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.job_nodes import job_directory, jobs_in
+from ftckpt.commands.options import add_arena
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import aligned, listed

@@ -13,10 +13,10 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
+from ftckpt.commands.options import add_node_memory
 from ftckpt.commands.plan_holdings import HEADER_BYTES, StartPlan, plan
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.commands.plan_verdict import PlanAnswer, judge
-from ftckpt.commands.size_option import add_node_memory
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, Writing, settings_are_written
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
@@ -41,8 +41,6 @@ def add_plan(commands: Any) -> None:
     parser = commands.add_parser("plan", help="show what protection would survive and cost for a job of a given size")
     add_shape(parser)
     defaults = Config()
-    for name in ("protect", "peer_code"):
-        parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     settings = {setting.name: setting for setting in fields(Config)}
     for name in (
         "slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit",
@@ -50,7 +48,7 @@ def add_plan(commands: Any) -> None:
     ):  # fmt: skip
         reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
-    for name in ("network_rate", "persist", "mtbf"):
+    for name in ("protect", "network_rate", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     add_node_memory(
         parser, "host memory of a node beside training, such as 512GiB: whether all fits is answered; status 1: no"

@@ -197,15 +197,13 @@ def resolved(job: JobShape, config: Config) -> tuple[Modes, tuple[str, ...]]:
     Raises:
         ConfigError: modes or slots that a start refuses.
     """
-    places = [(job.shards[rank], job.node(rank), job.rack(rank)) for rank in range(job.ranks)]
-    asked: dict[str, Any] = {
-        "peer_code": config.peer_code, "peer_losses": config.peer_losses, "peer_group": config.peer_group
-    }  # fmt: skip
+    nodes = list(map(job.node, range(job.ranks)))
+    asked: dict[str, Any] = {"peer_losses": config.peer_losses, "peer_group": config.peer_group}
     # As a start, which refuses what cannot work before it knows what ranks hold, and leaves out the rest behind that.
-    resolve_modes(config.protect, places, job.nodes > 1, **asked)
+    resolve_modes(config.protect, nodes, job.nodes > 1, **asked)
     dealt = (ranks for ranks in job.replica_sets if ranks not in job.small_sets)
     spans = any(job.node(ranks[0]) != job.node(rank) for ranks in dealt for rank in ranks)
-    modes, left_out = possible_modes(config.protect, places, spans, **asked)
+    modes, left_out = possible_modes(config.protect, nodes, spans, **asked)
     if left_out and not modes.names:
         raise ConfigError(left_out[0])
     require_slots(config, modes)

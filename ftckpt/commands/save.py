@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ftckpt.commands.arena_option import add_arena
+from ftckpt.commands.options import add_arena
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.persist.commit import checkpoints

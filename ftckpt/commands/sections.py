@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ftckpt.commands import figures
 from ftckpt.commands.event_log import count
 from ftckpt.commands.history import Line, RunHistory
 from ftckpt.commands.recovery import Losses, Recovery
@@ -66,8 +67,6 @@ def sections_of(history: RunHistory, timeline: Timeline | None, additions: Addit
 
 
 def _losses(history: RunHistory, reference: Losses, reference_name: str) -> Section:
-    from ftckpt.commands import figures
-
     title = "Losses"
     if not history.losses:
         return Section(
@@ -80,8 +79,6 @@ def _losses(history: RunHistory, reference: Losses, reference_name: str) -> Sect
 
 
 def _restarts(history: RunHistory) -> Section:
-    from ftckpt.commands import figures
-
     title, restarts = "Restarts: their causes, sources and times", history.restarts
     if not restarts:
         return Section(title, f"None: the run has {count(len(history.attempts), 'attempt')}.")
@@ -125,8 +122,6 @@ def _total(one: Recovery) -> str:
 
 
 def _blocked(history: RunHistory) -> Section:
-    from ftckpt.commands import figures
-
     title = "Training blocked by snapshots"
     if not history.blocked:
         return Section(title, "No snapshot was taken.")
@@ -138,8 +133,6 @@ def _blocked(history: RunHistory) -> Section:
 
 
 def _ages(history: RunHistory) -> Section:
-    from ftckpt.commands import figures
-
     title, ages = "Ages of snapshots", list(history.ages())
     if all(age.committed is None for age in ages):
         return Section(title, "The events show no snapshot that all ranks had.")
@@ -154,8 +147,6 @@ def _ages(history: RunHistory) -> Section:
 
 
 def _protection(history: RunHistory) -> Section:
-    from ftckpt.commands import figures
-
     title, event = "Protection", history.protection
     if event is None:
         return Section(title, "The events show none: the run had --ftckpt-protect none, or ended before it began.")
@@ -178,8 +169,6 @@ def _protection(history: RunHistory) -> Section:
 
 
 def _iteration(timeline: Timeline | None) -> Section:
-    from ftckpt.commands import figures
-
     title = "One iteration, and the copies of its snapshot"
     if timeline is None:
         return Section(title, f"The events have no timeline: {REMEDY}.")

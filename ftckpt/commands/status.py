@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.job_nodes import JobNodes, NodeState, closed_jobs_in, jobs_in, nodes_here, own_jobs_in
+from ftckpt.commands.options import add_arena
 from ftckpt.commands.stored import usable_at
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, StorageError
 from ftckpt.model.text import aligned, human, listed

@@ -120,6 +120,32 @@ def snapshot_catalog(
     )
 
 
+def read_catalog(
+    iteration: int,
+    manifests: Sequence[Manifest],
+    roles: Collection[str] | None,
+    read: Callable[[ShardFragment], Bytes],
+    load: Callable[[str], object],
+) -> tuple[Catalog, list[ShardFragment]]:
+    """The catalog of a snapshot with keys of ``roles`` (None: all), and what each of its fragments is.
+
+    Args:
+        read: the bytes of a fragment.
+        load: the objects of a shard.
+    """
+    # Weights may have been left out as casts of their masters: these are needed to make them.
+    wanted = {*roles, "master"} if roles is not None and "weight" in roles else roles
+    entries = without_doubles(
+        logical_fragments(manifests, wanted), lambda entry: xxhash.xxh3_64_intdigest(read(entry).data)
+    )
+    objects = objects_by_shard(first_of_each_stage([manifest.shard for manifest in manifests]), load)
+    catalog = snapshot_catalog(iteration, manifests, entries, objects)
+    if roles is not None and "weight" not in roles:
+        # What derives from masters that are read for themselves is no part of what was asked for.
+        catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
+    return catalog, entries
+
+
 def objects_by_shard(shards: Iterable[str], load: Callable[[str], object]) -> Mapping[str, object]:
     """The catalog's objects: what the ranks of ``shards`` saved."""
     return {"shards": {shard: load(shard) for shard in shards}}
@@ -190,9 +216,13 @@ class ArenaReader(Reader):
         self._arenas: dict[Path, Arena] = {}
         try:
             self._slots = self._choose(paths, iteration)
-            # Weights may have been left out as casts of their masters: these are needed to make them.
-            read = {*roles, "master"} if roles is not None and "weight" in roles else roles
-            self.catalog, self._entries = self._make_catalog(read)
+            self._check_headers()
+            snapshot = next(iter(self._slots.values())).snapshot
+            manifests = [slot.arena.manifest for slot in self._slots.values()]
+            self.catalog, self._entries = read_catalog(
+                snapshot.iteration, manifests, roles, self._read, self._load_objects
+            )
+            self.confirm()
         except BaseException:  # nobody else would unmap what was opened
             self.close()
             raise
@@ -255,32 +285,16 @@ class ArenaReader(Reader):
                 reports.append(ArenaReport(node, name, name, problems=(str(error),)))
         return reports
 
-    def _make_catalog(self, roles: Collection[str] | None) -> tuple[Catalog, list[ShardFragment]]:
-        slots = self._slots
-        for slot in slots.values():
+    def _check_headers(self) -> None:
+        for slot in self._slots.values():
             if not slot.arena.header_good(slot.index):
                 raise ConvertError(f"{slot.where}: the header is damaged; {_NO_PARITY}")
-        unchecked = [shard for shard, slot in slots.items() if slot.arena.unchecked(slot.index)]
+        unchecked = [shard for shard, slot in self._slots.items() if slot.arena.unchecked(slot.index)]
         if unchecked:
             log.warning(
                 "ftckpt: no checksums were taken yet of %s: what is read cannot be checked",
                 listed(unchecked),
             )
-        manifests = [slot.arena.manifest for slot in slots.values()]
-        entries = without_doubles(
-            logical_fragments(manifests, roles), lambda entry: xxhash.xxh3_64_intdigest(self._read(entry).data)
-        )
-        catalog = snapshot_catalog(
-            next(iter(slots.values())).snapshot.iteration,
-            manifests,
-            entries,
-            objects_by_shard(first_of_each_stage(list(slots)), self._load_objects),
-        )
-        if roles is not None and "weight" not in roles:
-            # Masters that were read only to make weights of them are no part of what was asked for.
-            catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
-        self.confirm()
-        return catalog, entries
 
     def _read(self, entry: ShardFragment) -> Bytes:
         slot = self._slots[entry.shard]

@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ftckpt.convert.arenas import (
-    ShardFragment,
-    logical_fragments,
-    objects_by_shard,
-    snapshot_catalog,
-    without_doubles,
-)
-from ftckpt.convert.catalog import Bytes, Catalog, Reader
+from ftckpt.convert.arenas import ShardFragment, read_catalog
+from ftckpt.convert.catalog import Bytes, Reader
 from ftckpt.convert.storage import CheckedOnce, explained, map_file
 from ftckpt.errors import ConvertError, CorruptError, StorageError
 from ftckpt.model import objects
 from ftckpt.model.lineage import UNKNOWN, Lineage, is_past
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.topology import first_of_each_stage
 from ftckpt.persist.commit import MANIFEST_NAME, OWNER_NAME, VOID, folder_of, iteration_of, lineage_of_claim
 from ftckpt.persist.place import is_manifest
 from ftckpt.persist.retention import void_of
@@ -78,7 +71,13 @@ class SnapshotReader(Reader):
             log.warning("ftckpt: %s is about to be removed", path)
         self._files = {shard: self._open(shard, entry) for shard, entry in self.stored.shards.items()}
         self._unpacked = lru_cache(_UNPACKED)(self._chunk)
-        self.catalog, self._entries = self._make_catalog(roles)
+        self.catalog, self._entries = read_catalog(
+            self.stored.snapshot.iteration,
+            [file.shard.image.manifest for file in self._files.values()],
+            roles,
+            lambda entry: self._read(entry, 0, entry.fragment.nbytes),
+            self._objects,
+        )
 
     def read(self, index: int) -> Bytes:
         return self.read_part(index, 0, self._entries[index].fragment.nbytes)
@@ -110,19 +109,6 @@ class SnapshotReader(Reader):
             )
         except StorageError as error:
             raise ConvertError(str(error)) from None
-
-    def _make_catalog(self, roles: Collection[str] | None) -> tuple[Catalog, list[ShardFragment]]:
-        manifests = [file.shard.image.manifest for file in self._files.values()]
-        entries = without_doubles(logical_fragments(manifests, roles), self._content)
-        found = objects_by_shard(first_of_each_stage(list(self._files)), self._objects)
-        catalog = snapshot_catalog(self.stored.snapshot.iteration, manifests, entries, found)
-        if roles is not None and "weight" not in roles:
-            # Masters that were read only to make weights of them are no part of what was asked for.
-            catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
-        return catalog, entries
-
-    def _content(self, entry: ShardFragment) -> int:
-        return xxhash.xxh3_64_intdigest(self._read(entry, 0, entry.fragment.nbytes).data)
 
     def _read(self, entry: ShardFragment, begin: int, end: int) -> Bytes:
         file, image = self._files[entry.shard], self._files[entry.shard].shard.image

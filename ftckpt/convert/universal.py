@@ -28,7 +28,7 @@ from ftckpt.convert.safetensors import (
 )
 from ftckpt.convert.storage import PARTIAL, CheckedOnce, Destination, explained, map_file
 from ftckpt.errors import ConvertError, CorruptError, FtckptError
-from ftckpt.model import objects
+from ftckpt.model import codec, objects
 from ftckpt.model.fragment import DTYPE_BYTES, Shape
 from ftckpt.model.text import with_article
 
@@ -44,7 +44,11 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A consolidated tensor: in which file it lies, and xxh3-64 of its bytes as 16 hex digits."""
+    """A consolidated tensor: in which file it lies, and xxh3-64 of its bytes as 16 hex digits.
+
+    Raises:
+        ValueError: it cannot be one.
+    """
 
     dtype: str
     shape: Shape
@@ -55,16 +59,11 @@ class TensorEntry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> TensorEntry:
-        """Inverse of ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
-        shape = tuple(int(size) for size in entry["shape"])
-        if entry["dtype"] not in DTYPE_BYTES or min(shape, default=0) < 0:
-            raise ValueError(f"type {entry['dtype']!r} of shape {shape}")
-        return cls(entry["dtype"], shape, str(entry["file"]), _hash(entry["checksum"]))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "shape": list(self.shape), "file": self.file, "checksum": self.checksum}
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES or min(self.shape, default=0) < 0:
+            raise ValueError(f"type {self.dtype!r} of shape {self.shape}")
+        if not _HASH.fullmatch(self.checksum):
+            raise ValueError(f"{self.checksum!r} is no checksum of 16 hex digits")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,10 @@ class FileEntry:
         nbytes = int(entry["bytes"])
         if nbytes < 0:
             raise ValueError(f"{name}: {nbytes} bytes")
-        return cls(nbytes, _hash(entry["checksum"]) if "checksum" in entry else "")
+        checksum = entry.get("checksum", "")
+        if checksum and not _HASH.fullmatch(checksum):
+            raise ValueError(f"{name}: {checksum!r} is no checksum of 16 hex digits")
+        return cls(nbytes, checksum)
 
     def to_json(self) -> dict[str, Any]:
         return {"bytes": self.nbytes, **({"checksum": self.checksum} if self.checksum else {})}
@@ -117,7 +119,7 @@ class UniversalManifest:
             "padded": sorted(self.padded),
             "derived": dict(sorted(self.derived.items())),
             "files": {name: file.to_json() for name, file in sorted(self.files.items())},
-            "tensors": {key: entry.to_json() for key, entry in sorted(self.tensors.items())},
+            "tensors": {key: codec.to_json(entry) for key, entry in sorted(self.tensors.items())},
         }
         # Of the values, not of the text: indentation may change, a value may not.
         value["checksum"] = _checksum(value)
@@ -143,10 +145,10 @@ class UniversalManifest:
                 iteration=int(value["iteration"]),
                 origin=str(value["origin"]),
                 layout=dict(value["layout"]),
-                tensors={str(key): TensorEntry.from_json(entry) for key, entry in value["tensors"].items()},
+                tensors=codec.from_json(value["tensors"], dict[str, TensorEntry]),
                 files={str(name): FileEntry.from_json(str(name), entry) for name, entry in value["files"].items()},
-                padded=frozenset(map(str, value["padded"])),
-                derived={str(key): str(dtype) for key, dtype in value["derived"].items()},
+                padded=codec.from_json(value["padded"], frozenset[str]),
+                derived=codec.from_json(value["derived"], dict[str, str]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ConvertError(f"{where}: is no manifest of a universal checkpoint: {str(error)[:200]}") from None
@@ -157,12 +159,6 @@ class UniversalManifest:
             raise ConvertError(f"{where}: {OBJECTS_NAME}, with its checksum, is not among the files")
 
         return manifest
-
-
-def _hash(value: Any) -> str:
-    if not isinstance(value, str) or not _HASH.fullmatch(value):
-        raise ValueError(f"{value!r} is no checksum of 16 hex digits")
-    return value
 
 
 def _checksum(value: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from ftckpt.convert.catalog import WEIGHTS_ALONE, Catalog, Get, Reader, Rows, Te
 from ftckpt.convert.consolidation import Consolidator
 from ftckpt.convert.conversion import Conversion, one_at_a_time
 from ftckpt.convert.foreign.pickles import plain
-from ftckpt.convert.megatron.common import hyperparameters, identity_of
+from ftckpt.convert.megatron.common import hyperparameters, identity_of, shards_of
 from ftckpt.convert.safetensors import strips
 from ftckpt.errors import ConvertError
 from ftckpt.model import objects
@@ -187,7 +187,7 @@ def _of_deepspeed(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_shards(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Of a snapshot: what the first rank has."""
-    shards = [shard for shard in objects["shards"].values() if isinstance(shard, Mapping)]
+    shards = shards_of(objects)
     first: Mapping[str, Any] = next(iter(shards), {})
     schedulers = (shard["scheduler"] for shard in shards if isinstance(shard.get("scheduler"), Mapping))
     settings = {_SCHEDULER: next(schedulers, None), **_hyperparameters(objects)}

@@ -354,17 +354,15 @@ class Protection:
         ``lessens``: it goes on too where one of several modes cannot be had. Replicas may drift apart in training,
         and then nothing of a slot is any other rank's; what else was asked for stays.
         """
-        config, members = self._config, self._topology.members
-        places = [(member.shard, member.node, rack) for member, rack in zip(members, self._racks, strict=True)]
-        code, losses, group = config.peer_code, config.peer_losses, config.peer_group
-        peer: dict[str, Any] = {"peer_code": code, "peer_losses": losses, "peer_group": group}
+        config, nodes = self._config, [member.node for member in self._topology.members]
+        peer: dict[str, Any] = {"peer_losses": config.peer_losses, "peer_group": config.peer_group}
         if config.layouts or lessens:
-            modes, left_out = possible_modes(config.protect, places, spans_nodes, **peer)
+            modes, left_out = possible_modes(config.protect, nodes, spans_nodes, **peer)
             if left_out and not (modes.names or config.layouts):
                 raise ConfigError(left_out[0])
             self._tell_less(left_out)
         else:
-            modes = resolve_modes(config.protect, places, spans_nodes, **peer)
+            modes = resolve_modes(config.protect, nodes, spans_nodes, **peer)
         return (lessened(modes) if self._gives_up else None) or modes
 
     def _tell_less(self, reasons: Sequence[str]) -> None:

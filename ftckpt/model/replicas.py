@@ -158,7 +158,8 @@ class Sharing:
     num_ranks: int
 
     def look(self, contents: Callable[[Sequence[int]], Sequence[int]]) -> Holdings:
-        """What this rank holds now; ``contents`` as in ``replica_sets``."""
+        """What this rank holds now; ``contents`` is called once, with indices of fragments that several ranks hold,
+        and answers a 64-bit hash of the bytes of each."""
         hashes = np.zeros(len(self.nbytes), np.uint64)
         indices = self.order.tolist()
         for index, content in zip(indices, contents(indices), strict=True):
@@ -209,32 +210,6 @@ def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[
     order = order[np.lexsort((mine[order], group_of[order]))]
     nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
     return Sharing(groups, group_of, nbytes, order, identities, num_ranks)
-
-
-def replica_sets(
-    gather: Gather,
-    rank: int,
-    num_ranks: int,
-    fragments: Sequence[Fragment],
-    contents: Callable[[Sequence[int]], Sequence[int]],
-) -> ReplicaSets:
-    """Find out together which ranks hold the same bits of the same fragments. Collective.
-
-    ``contents`` is called once on every rank, with indices into ``fragments``, and answers a 64-bit hash of the
-    bytes of each: only of fragments that several ranks hold. Messages per rank: that of ``find_sharing``; bytes and a
-    digest per group; what ``Sharing.sets`` needs.
-    """
-    sharing = find_sharing(gather, rank, num_ranks, fragments)
-    holdings: Holdings | None = None
-
-    def summary() -> bytes:
-        nonlocal holdings
-        holdings = sharing.look(contents)
-        return holdings.summary()
-
-    summaries = gather(summary)
-    assert holdings is not None, "``gather`` raises where it failed"
-    return sharing.sets(gather, holdings, summaries)
 
 
 def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> list[tuple[int, Fragment]]:

@@ -23,8 +23,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ftckpt.config import CODES, PAGE_BYTES
+from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, LostError
+from ftckpt.parity.modes import CODES
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -58,8 +59,8 @@ def encode(  # noqa: PLR0917 - the last one is optional
     """Parity block ``row`` (0 to ``losses`` - 1) of a stripe of ``length`` bytes, in ``out`` or a new array.
 
     ``data`` are uint8 arrays in the stripe's order, each of ``length`` bytes at most; what is missing at an
-    end, and None, counts as zeros. ``xor`` has the row 0 alone; ``mirror`` has one data array, and every row is
-    a copy of it.
+    end, and None, counts as zeros. ``xor`` and ``mirror`` have the row 0 alone; ``mirror`` has one data array, of
+    which that is a copy.
 
     Raises:
         ConfigError: an unknown code, or one that has no such row for so much data.
@@ -118,8 +119,6 @@ def decode(
         )
     if any(len(blocks[row]) != length for row in rows):
         raise ValueError(f"parity blocks of {[len(blocks[row]) for row in rows]} bytes in a stripe of {length}")
-    if code == "mirror":
-        return {index: blocks[rows[0]].copy() for index in lost}
     solved = {index: np.empty(length, np.uint8) for index in lost}
     # Row 0 is the plain XOR, also of rs: the one lost array is what all others and the block add up to.
     if rows == [0]:
@@ -142,14 +141,14 @@ def coefficient(row: int, index: int) -> int:
 def _row(code: str, row: int, width: int, losses: int) -> list[int]:
     """Coefficients of one parity row of ``width`` data arrays."""
     if code not in CODES:
-        raise ConfigError(f"--ftckpt-peer-code: {code!r} is none of {', '.join(CODES)}")
-    if not 0 <= row < losses or (code == "xor" and losses != 1) or (code == "mirror" and width != 1):
+        raise ConfigError(f"parity by {code!r}, which is none of {', '.join(CODES)}")
+    if not 0 <= row < losses or (code != "rs" and losses != 1) or (code == "mirror" and width != 1):
         raise ConfigError(f"--ftckpt-peer-losses: {code} of {width} arrays has no parity block {row} of {losses}")
     if code == "rs" and width + losses > MAX_MEMBERS:
         raise ConfigError(
             f"--ftckpt-peer-group: rs spans {MAX_MEMBERS} members at most, not {width + losses}; lower it"
         )
-    return [1] * width if code == "mirror" else [coefficient(row, index) for index in range(width)]
+    return [coefficient(row, index) for index in range(width)]
 
 
 def _solve(

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ftckpt.config import CODES
 from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
-from ftckpt.parity.modes import MOST_ARENAS, MOST_MEMBERS, TRAITS, Modes, ModeTraits
+from ftckpt.parity.modes import CODES, MOST_ARENAS, MOST_MEMBERS, TRAITS, Modes, ModeTraits
 
 T = TypeVar("T")
 
@@ -144,7 +143,7 @@ class ParityGroup:
             raise ValueError(f"parity group {self.name}: unknown mode {self.mode!r} or code {self.code!r}")
         if len(self.members) < 2 or len(self.places) < len(self.members):
             raise ValueError(f"parity group {self.name}: needs two members or more, each of another shard")
-        if not 1 <= self.losses < len(self.members) or (self.code == "xor" and self.losses != 1):
+        if not 1 <= self.losses < len(self.members) or (self.code != "rs" and self.losses != 1):
             raise ValueError(
                 f"parity group {self.name}: {self.code} over {len(self.members)} members cannot survive "
                 f"{self.losses} losses"
@@ -252,9 +251,10 @@ def peer_groups(holdings: Iterable[Holding], modes: Modes) -> list[ParityGroup]:
             if len(own) > 1 and any(holding.private for holding in own):
                 # Where nodes differ in their number of arenas a group may be smaller than was asked for.
                 losses = min(modes.peer_losses, len(own) - 1)
+                code = "xor" if losses == 1 else "rs"
                 members = [Member(h.shard, h.node, h.arena, 0, h.private) for h in own]
                 chunk_bytes = max(holding.chunk_bytes for holding in own)
-                groups.append(ParityGroup.of("peer", modes.peer_code, losses, chunk_bytes, members))
+                groups.append(ParityGroup.of("peer", code, losses, chunk_bytes, members))
     return groups
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,6 +18,17 @@ class HoldingSection(NamedTuple):
     of: str
     first: int
     lengths: tuple[int, ...]
+
+    def to_json(self) -> list[Any]:
+        """A JSON value for ``from_json``."""
+        # As runs: all chunks but the last of a section have one length, and there may be a million of them.
+        return [*self[:4], pack_lengths(self.lengths)]
+
+    @classmethod
+    def from_json(cls, value: Any) -> HoldingSection:
+        """Inverse of ``to_json``; raises ValueError or TypeError for anything else."""
+        kind, group, of, first, runs = value
+        return cls(str(kind), str(group), str(of), int(first), unpack_lengths(runs))
 
 
 @dataclass(frozen=True)
@@ -39,38 +50,6 @@ class Holding:
     volatile: tuple[int, tuple[int, ...]]
     slot_bytes: int = 0
     package_bytes: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON value for ``from_json``."""
-        return {
-            **vars(self),
-            # As runs: all chunks but the last of a section have one length, and there may be a million of them.
-            "sections": [[s.kind, s.group, s.of, s.first, pack_lengths(s.lengths)] for s in self.sections],
-            "volatile": [self.volatile[0], pack_lengths(self.volatile[1])],
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Holding:
-        """Inverse of ``to_json``; raises ValueError for anything else."""
-        try:
-            first, lengths = value["volatile"]
-            return cls(
-                shard=str(value["shard"]),
-                node=str(value["node"]),
-                rack=str(value["rack"]),
-                arena=str(value["arena"]),
-                digest=str(value["digest"]),
-                chunk_bytes=int(value["chunk_bytes"]),
-                slot_bytes=int(value["slot_bytes"]),
-                package_bytes=int(value["package_bytes"]),
-                sections=tuple(
-                    HoldingSection(str(kind), str(group), str(of), int(begin), unpack_lengths(runs))
-                    for kind, group, of, begin, runs in value["sections"]
-                ),
-                volatile=(int(first), unpack_lengths(lengths)),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"not a holding: {error}") from None
 
     @property
     def lengths(self) -> tuple[int, ...]:

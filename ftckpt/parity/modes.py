@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ftckpt.config import CODES, Config
+from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.setting_checks import check_protect
+
+CODES = ("xor", "rs", "mirror")
+"""How parity is made: of peers by the first two, in slots by the first and the last."""
 
 MOST_MEMBERS = 8
 """Members of a group where nothing else is asked for: more save memory, fewer survive more losses."""
@@ -61,7 +64,6 @@ class Modes:
     node: bool = False
     replica: str = ""
     peer: bool = False
-    peer_code: str = "xor"
     peer_losses: int = 1
     peer_group: int = 0
 
@@ -113,25 +115,24 @@ def require_slots(config: Config, modes: Modes) -> None:
 
 def resolve_modes(
     protect: str,
-    places: Sequence[tuple[str, str, str]],
+    nodes: Sequence[str],
     spans_nodes: bool,
     *,
-    peer_code: str = "xor",
     peer_losses: int = 1,
     peer_group: int = 0,
 ) -> Modes:
     """The modes that ``protect`` means on this job.
 
-    ``places`` are shard, node and rack of every rank; ``spans_nodes``: any replica set has members on
+    ``nodes`` has the node of every rank; ``spans_nodes``: any replica set has members on
     two nodes. "auto" is ``node`` where every node has three ranks or more, ``replica`` where replica sets span
-    nodes, ``peer`` where there are two nodes or more. The order of ``places`` does not matter.
+    nodes, ``peer`` where there are two nodes or more. The order of ``nodes`` does not matter.
 
     Raises:
         ConfigError: an unknown mode, one that would protect nothing on this layout, or settings of ``peer`` that
             cannot work; the text names the field.
     """
     wanted = check_protect(protect)
-    ranks_of = Counter(node for _, node, _ in places)
+    ranks_of = Counter(nodes)
     if wanted == ("auto",):
         # With two arenas XOR is a copy: parity as large as a slot, twice.
         node = min(ranks_of.values(), default=0) >= 3
@@ -141,26 +142,25 @@ def resolve_modes(
         replica = next((mode for mode in ("replica", "copy") if mode in wanted), "")
         _check_useful(node, replica, peer, ranks_of, spans_nodes)
     if peer:
-        _check_peer(peer_code, peer_losses, peer_group, len(ranks_of))
-    return Modes(node, replica, peer, peer_code, peer_losses, peer_group)
+        _check_peer(peer_losses, peer_group, len(ranks_of))
+    return Modes(node, replica, peer, peer_losses, peer_group)
 
 
 def possible_modes(
     protect: str,
-    places: Sequence[tuple[str, str, str]],
+    nodes: Sequence[str],
     spans_nodes: bool,
     *,
-    peer_code: str = "xor",
     peer_losses: int = 1,
     peer_group: int = 0,
 ) -> tuple[Modes, tuple[str, ...]]:
     """As ``resolve_modes`` for a job that may have lost nodes for good: what ``protect`` and ``peer_losses`` ask for
-    and these ``places`` cannot have is left out. The modes, and a text for each thing that was left out.
+    and these ``nodes`` cannot have is left out. The modes, and a text for each thing that was left out.
 
     Raises:
         ConfigError: an unknown mode, or settings of ``peer`` that can work nowhere; the text names the field.
     """
-    ranks_of = Counter(node for _, node, _ in places)
+    ranks_of = Counter(nodes)
     left_out: list[str] = []
     possible: list[str] = []
     for mode in check_protect(protect):
@@ -181,9 +181,8 @@ def possible_modes(
                 f"--ftckpt-peer-losses: of {len(ranks_of)} nodes {losses} can be lost together, not {peer_losses}"
             )
         peer_losses = losses
-    settings = {"peer_losses": peer_losses, "peer_group": peer_group}
-    modes = resolve_modes(",".join(possible) or "none", places, spans_nodes, peer_code=peer_code, **settings)
-    return modes, tuple(left_out)
+    wanted = ",".join(possible) or "none"
+    return resolve_modes(wanted, nodes, spans_nodes, peer_losses=peer_losses, peer_group=peer_group), tuple(left_out)
 
 
 def _check_useful(node: bool, replica: str, peer: bool, ranks_of: Counter[str], spans_nodes: bool) -> None:
@@ -200,18 +199,12 @@ def _check_useful(node: bool, replica: str, peer: bool, ranks_of: Counter[str], 
         raise ConfigError("--ftckpt-protect: peer needs two nodes or more, here all ranks are on one; use node")
 
 
-def _check_peer(code: str, losses: int, group: int, num_nodes: int) -> None:
-    if code not in CODES:
-        raise ConfigError(f"--ftckpt-peer-code: {code!r} is not one of {', '.join(CODES)}")
+def _check_peer(losses: int, group: int, num_nodes: int) -> None:
     if losses < 1:
         raise ConfigError(f"--ftckpt-peer-losses: {losses} is too small; the least is 1")
     if group < 0 or group == 1:
         raise ConfigError(
             f"--ftckpt-peer-group: a group of {group} cannot guard anything; use 2 or more, or 0 for up to eight"
-        )
-    if code == "xor" and losses > 1:
-        raise ConfigError(
-            f"--ftckpt-peer-losses: xor survives one lost node, not {losses}; use --ftckpt-peer-code rs or mirror"
         )
     members = min(group or MOST_MEMBERS, num_nodes)
     if losses >= members:

@@ -2,7 +2,7 @@
 
 ``xor`` and ``rs`` with N members and m blocks: the holders of stripe s are members (s + j) mod N for j < m, and every
 other member contributes its next chunk. Each member contributes to N - m of any N stripes in a row.
-``mirror``: each chunk is a stripe of its own, with a block at each of the m members behind its own.
+``mirror``: each chunk is a stripe of its own, with a block at the member behind its own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def stripes(group: ParityGroup) -> Iterator[Stripe]:
 def num_blocks(group: ParityGroup, holder: int) -> int:
     """How many blocks member ``holder`` has."""
     if group.code == "mirror":
-        return sum(len(group.members[member].lengths) for member in _mirrored(group, holder))
+        return len(group.members[holder - 1].lengths)
     return _blocks_before(num_stripes(group), holder, len(group.members), group.losses)
 
 
@@ -76,10 +76,7 @@ def stripe_of_block(group: ParityGroup, holder: int, block: int) -> int:
     if not 0 <= block < num_blocks(group, holder):
         raise IndexError(f"parity group {group.name}: member {holder} has no block {block}")
     if group.code == "mirror":
-        for member in _mirrored(group, holder):
-            if block < len(group.members[member].lengths):
-                return _begin(group, member) + block
-            block -= len(group.members[member].lengths)
+        return _begin(group, holder - 1) + block
     members, losses = len(group.members), group.losses
     # The stripes of a period whose holder it is, ascending: its blocks are numbered in the order of stripes.
     periods, rest = divmod(block, losses)
@@ -105,9 +102,7 @@ def _stripe(group: ParityGroup, index: int) -> Stripe:
     if group.code == "mirror":
         member = bisect_right(group.chunk_ends, index)
         chunk = index - _begin(group, member)
-        holders = [(member + 1 + row) % members for row in range(losses)]
-        blocks = tuple((holder, _mirror_block(group, holder, member, chunk)) for holder in holders)
-        return Stripe(((member, chunk),), blocks, group.members[member].lengths[chunk])
+        return Stripe(((member, chunk),), (((member + 1) % members, chunk),), group.members[member].lengths[chunk])
     data, length = [], 0
     for member in range(members):
         if (member - index) % members >= losses:
@@ -143,12 +138,3 @@ def _own_before(member: int, rest: int, members: int, losses: int) -> int:
 
 def _begin(group: ParityGroup, member: int) -> int:
     return group.chunk_ends[member] - len(group.members[member].lengths)
-
-
-def _mirrored(group: ParityGroup, holder: int) -> list[int]:
-    """Members whose chunks a holder mirrors, ascending."""
-    return sorted((holder - 1 - row) % len(group.members) for row in range(group.losses))
-
-
-def _mirror_block(group: ParityGroup, holder: int, member: int, chunk: int) -> int:
-    return chunk + sum(len(group.members[other].lengths) for other in _mirrored(group, holder) if other < member)

@@ -117,24 +117,12 @@ def block_chunk(group: ParityGroup, holder: int, block: int) -> ChunkId | None:
     return (member.shard, member.blocks + block) if group.in_slots and member.blocks >= 0 else None
 
 
-def survives(
-    groups: Sequence[ParityGroup],
-    packages: Mapping[str, Sequence[str]],
-    holdings: Iterable[Holding],
-    lost_shards: Set[str],
-    lost_nodes: Set[str],
-) -> list[str]:
-    """Shards that are not recoverable if these arenas and all that lies on these nodes are lost, sorted.
+class Forecast:
+    """What can be rebuilt of one job, for many losses.
 
     ``packages`` are the nodes that keep the package of a shard, its own among them; volatile state comes from there.
     A lost arena takes its parity files along, a lost node its arenas and the packages on it. A shard is recoverable
     if all of its chunks are, and if a package is left to verify them.
-    """
-    return Forecast(groups, packages, holdings).unrecoverable(lost_shards, lost_nodes)
-
-
-class Forecast:
-    """``survives`` for many losses of one job.
 
     Most cases are decided on whole arenas. Where that is not enough chunks are solved, once for each pattern of
     groups, numbers of chunks and losses: most of a job's groups look alike.
@@ -149,19 +137,20 @@ class Forecast:
         self.on_node: dict[str, list[str]] = {}
         for holding in self.holdings.values():
             self.on_node.setdefault(holding.node, []).append(holding.shard)
-        self._of_shard: dict[str, list[int]] = {shard: [] for shard in self.holdings}
+        self.groups_of: dict[str, list[int]] = {shard: [] for shard in self.holdings}
+        """Places in ``groups`` of those that an arena is a member of."""
         for place, group in enumerate(self.groups):
             for member in group.members:
-                self._of_shard.setdefault(member.shard, []).append(place)
+                self.groups_of.setdefault(member.shard, []).append(place)
         self._parts = {shard: self._covers(holding) for shard, holding in self.holdings.items()}
         # A number for each shape: patterns of losses are compared very often, and shapes are long tuples.
         shapes: dict[Any, int] = {}
-        self._shape = [shapes.setdefault(_group_shape(group), len(shapes)) for group in self.groups]
-        self._cut = {shard: shapes.setdefault(_cut(own), len(shapes)) for shard, own in self.holdings.items()}
+        self.shape_of = [shapes.setdefault(_group_shape(group), len(shapes)) for group in self.groups]
+        self.cut_of = {shard: shapes.setdefault(_cut(own), len(shapes)) for shard, own in self.holdings.items()}
         self._known: dict[Any, bool] = {}
 
     def survived(self, lost_shards: Set[str], lost_nodes: Set[str]) -> bool:
-        """Whether ``survives`` names no shard."""
+        """Whether all shards are recoverable if these arenas and all that lies on these nodes are lost."""
         lost = self._lost(lost_shards, lost_nodes)
         return not self._bare(lost, lost_nodes) and self.recovers(lost)
 
@@ -175,12 +164,13 @@ class Forecast:
         if pattern not in self._known:
             # With fewer lost chunks more can be solved: if that fails, so does the whole. The first ones tell most of
             # the time. In two periods of the longest group every arrangement of holders occurs.
-            longest = max((len(self.groups[g].members) for shard in lost for g in self._of_shard[shard]), default=0)
+            longest = max((len(self.groups[g].members) for shard in lost for g in self.groups_of[shard]), default=0)
             whole = not self._unsolved(lost, 1, left)
             self._known[pattern] = whole and not any(self._unsolved(lost, few) for few in (2 * longest, None))
         return self._known[pattern]
 
     def unrecoverable(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
+        """As ``survived``: the shards that are not, sorted."""
         lost = self._lost(lost_shards, lost_nodes)
         bare = self._bare(lost, lost_nodes)
         return sorted(bare | self._unsolved(lost, None) if self._left_by_arenas(lost) else bare)
@@ -200,18 +190,6 @@ class Forecast:
                     together.setdefault(node, set()).add(name[shard])
         return {of: others - {of} for of, others in together.items()}
 
-    def groups_of(self, shard: str) -> Sequence[int]:
-        """The places in ``groups`` of those that an arena is a member of."""
-        return self._of_shard[shard]
-
-    def shape_of(self, group: int) -> int:
-        """The same number for groups of one shape."""
-        return self._shape[group]
-
-    def cut_of(self, shard: str) -> int:
-        """The same number for arenas that are cut alike."""
-        return self._cut[shard]
-
     def _lost(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
         on_nodes = {shard for node in lost_nodes for shard in self.on_node.get(node, ())}
         # In one order, by node: losses of the same shape then give the same pattern.
@@ -227,7 +205,7 @@ class Forecast:
         parts = []
         for section in holding.sections:
             covers = []
-            for place in self._of_shard[holding.shard]:
+            for place in self.groups_of[holding.shard]:
                 member = self.groups[place].members[self.groups[place].places[holding.shard]]
                 # Groups take whole sections: ``node`` all, ``peer`` the private one, groups in slots one each.
                 as_data = member.first <= section.first
@@ -247,7 +225,7 @@ class Forecast:
         parts = {(shard, part): covers for shard in lost for part, covers in enumerate(self._parts[shard])}
         while parts:
             # Blocks in files stay lost with their arena; those in slots come back with the slot's chunks.
-            by_file = Counter(place for shard in lost for place in self._of_shard[shard])
+            by_file = Counter(place for shard in lost for place in self.groups_of[shard])
             by_slot = Counter(place for _, place in {(at[0], g) for at, covers in parts.items() for g in covers})
             spare = {
                 place
@@ -268,7 +246,7 @@ class Forecast:
         Lost are only the first ``few`` chunks of each section, None: all, and only of the sections ``among``, which
         ``_left_by_arenas`` names.
         """
-        places = {place for shard in lost for place in self._of_shard[shard]}
+        places = {place for shard in lost for place in self.groups_of[shard]}
         chunks = {
             (shard, section.first + chunk)
             for shard in lost
@@ -282,11 +260,11 @@ class Forecast:
 
     def _pattern(self, lost: Sequence[str]) -> Any:
         """Equal for losses that only differ in names and in bytes."""
-        places = dict.fromkeys(place for shard in lost for place in self._of_shard[shard])
+        places = dict.fromkeys(place for shard in lost for place in self.groups_of[shard])
         members = [tuple(self.groups[place].places.get(shard, -1) for shard in lost) for place in places]
         return (
-            tuple(self._cut[shard] for shard in lost),
-            tuple(self._shape[place] for place in places),
+            tuple(self.cut_of[shard] for shard in lost),
+            tuple(self.shape_of[place] for place in places),
             tuple(members),
         )
 
@@ -305,7 +283,7 @@ class LossUnits:
         self._shards = {node: sorted(own) for node, own in forecast.on_node.items()} if nodes else arenas
         # Of each unit its groups, each with its place among them: what two share is known by these.
         self._groups = {
-            unit: {group: at for at, group in enumerate(dict.fromkeys(g for s in own for g in forecast.groups_of(s)))}
+            unit: {group: at for at, group in enumerate(dict.fromkeys(g for s in own for g in forecast.groups_of[s]))}
             for unit, own in self._shards.items()
         }
         kinds: dict[Any, int] = {}
@@ -337,12 +315,12 @@ class LossUnits:
         forecast, places = self._forecast, self._groups[unit]
         arenas = tuple(
             (
-                forecast.cut_of(shard),
-                *((places[g], forecast.groups[g].places[shard]) for g in forecast.groups_of(shard)),
+                forecast.cut_of[shard],
+                *((places[g], forecast.groups[g].places[shard]) for g in forecast.groups_of[shard]),
             )
             for shard in self._shards[unit]
         )
-        return arenas, tuple(map(forecast.shape_of, places))
+        return arenas, tuple(forecast.shape_of[place] for place in places)
 
     def _alone_with_packages(self) -> dict[str, list[set[str]]]:
         """Of units with arenas whose packages all lie on one or two nodes, or on none, those nodes."""

@@ -103,7 +103,22 @@ def memory_table(
     parity_bytes: FileBytes,
 ) -> dict[str, Memory]:
     """Node → its memory; arguments as for ``protection_table``."""
-    return _memory(holdings, _parity(groups, parity_bytes), mirrors, slots)
+    parity = _parity(groups, parity_bytes)
+    on_node: dict[str, list[Holding]] = {}
+    packages: dict[str, int] = {}
+    for holding in sorted(holdings, key=lambda h: h.node):
+        on_node.setdefault(holding.node, []).append(holding)
+        for node in mirrors.get(holding.shard, ()):
+            packages[node] = packages.get(node, 0) + holding.package_bytes
+    return {
+        node: Memory(
+            slots=slots * sum(max(h.slot_bytes, sum(h.lengths)) for h in own),
+            in_slots=slots * sum(sum(s.lengths) for h in own for s in h.sections if s.kind in ("parity", "copy")),
+            parity=PARITY_FILES * parity.get(node, 0),
+            packages=MAX_SETS * packages.get(node, 0),
+        )
+        for node, own in on_node.items()
+    }
 
 
 def protection_table(
@@ -188,26 +203,6 @@ def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str,
         for member, nbytes in zip(group.members, known[key], strict=True):
             total[member.node] = total.get(member.node, 0) + nbytes
     return total
-
-
-def _memory(
-    holdings: Sequence[Holding], parity: Mapping[str, int], mirrors: Mapping[str, Sequence[str]], slots: int
-) -> dict[str, Memory]:
-    on_node: dict[str, list[Holding]] = {}
-    packages: dict[str, int] = {}
-    for holding in sorted(holdings, key=lambda h: h.node):
-        on_node.setdefault(holding.node, []).append(holding)
-        for node in mirrors.get(holding.shard, ()):
-            packages[node] = packages.get(node, 0) + holding.package_bytes
-    return {
-        node: Memory(
-            slots=slots * sum(max(h.slot_bytes, sum(h.lengths)) for h in own),
-            in_slots=slots * sum(sum(s.lengths) for h in own for s in h.sections if s.kind in ("parity", "copy")),
-            parity=PARITY_FILES * parity.get(node, 0),
-            packages=MAX_SETS * packages.get(node, 0),
-        )
-        for node, own in on_node.items()
-    }
 
 
 def network_table(

@@ -102,8 +102,7 @@ class CheckpointName(NamedTuple):
         return cls.parse(f"{folder}{found[1] or ''}") if found is not None else None
 
 
-@dataclass(frozen=True)
-class CheckpointFile:
+class CheckpointFile(NamedTuple):
     """A file that is durable: its name in the checkpoint, bytes, and xxh3-64 of them as 16 hex digits."""
 
     name: str
@@ -122,24 +121,14 @@ class DoneMark:
     node: str
     files: tuple[CheckpointFile, ...]
     parts: Mapping[str, Any]
-    lineage: Lineage = UNKNOWN
-
-    def encode(self) -> bytes:
-        files = [[file.name, file.nbytes, file.checksum] for file in self.files]
-        value = {"node": self.node, "files": files, "parts": dict(self.parts), "lineage": codec.to_json(self.lineage)}
-        return json.dumps(value, sort_keys=True).encode()
+    lineage: Lineage
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> DoneMark:
-        """Inverse of ``encode``. Raises StorageError for anything else."""
+        """Inverse of ``codec.encode``. Raises StorageError for anything else."""
         try:
-            value = json.loads(data)
-            files = tuple(
-                CheckpointFile(str(name), int(nbytes), str(checksum)) for name, nbytes, checksum in value["files"]
-            )
-            lineage = codec.from_json(value["lineage"], Lineage)
-            return cls(str(value["node"]), files, dict(value["parts"]), lineage)
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            return codec.decode(data, cls)
+        except ValueError as error:
             raise StorageError(f"{where}: is no mark of a node: {error}", lasting=True) from None
 
 
@@ -169,7 +158,7 @@ class PendingCheckpoint:
     def done(self, parts: Mapping[str, Any], lineage: Lineage = UNKNOWN) -> None:
         """All that this node has to write is durable; ``parts`` are JSON values for the manifest."""
         mark = DoneMark(self._node, tuple(self._files), parts, lineage)
-        self._storage.put(f"{self._marks}{self._node}", mark.encode())
+        self._storage.put(f"{self._marks}{self._node}", codec.encode(mark))
 
     def own_mark(self) -> DoneMark | None:
         """What this node has said before: the commit, elsewhere, may count on its files from then on."""

@@ -33,7 +33,15 @@ from ftckpt.store.image import SlotImage
 from ftckpt.store.locks import FileLock
 from ftckpt.store.mapping import FileId, Mapping, create_mapping, open_mapping
 from ftckpt.store.parity_file import parity_of
-from ftckpt.store.slots import FreshSlot, SlotFiles, header_file_good, image_of_files, write_header
+from ftckpt.store.slots import (
+    FreshSlot,
+    SlotMapping,
+    header_file_good,
+    image_of_files,
+    open_slot,
+    slot_name,
+    write_header,
+)
 
 Progress = Callable[[int, int], None]
 HashesOf = Callable[[Iterable[int]], Iterable[int]]
@@ -82,6 +90,11 @@ def _make_control(directory: Path, slots: int, image: SlotImage) -> Mapping:
     return control
 
 
+def _unmap(slot: SlotMapping) -> None:
+    if isinstance(slot, Mapping):
+        slot.close()
+
+
 class Arena:
     """The mapped files of one shard.
 
@@ -94,7 +107,7 @@ class Arena:
     names the sealing (``seal_id``) of the slot's record.
     """
 
-    def __init__(self, path: Path, image: SlotImage, control: Mapping, slots: SlotFiles) -> None:
+    def __init__(self, path: Path, image: SlotImage, control: Mapping, slots: list[SlotMapping]) -> None:
         self.path = path
         self.image = image
         self.control = ControlBlock(control.data)
@@ -125,17 +138,17 @@ class Arena:
         remove_stale(node_dir, manifest.shard)
         temporary = node_dir / f".{final.name}.new-{os.getpid()}"  # the dot hides it from ``list_arenas``
         directory = final if final.exists() else temporary
-        files = SlotFiles(directory, image, slots)
+        files: list[SlotMapping] = [None] * slots
         try:
             with ExitStack() as undo:
                 undo.callback(remove_tree if directory == temporary else clear_arena, directory)
-                undo.callback(files.close)
                 directory.mkdir(mode=0o700, exist_ok=True)
                 # The lock tells it from what a killed process left half made, which ``remove_stale`` deletes.
                 with FileLock(directory / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
                     write_header(directory, image)
                     for slot in range(slots if allocate is None else allocate):
-                        files.make(slot)
+                        files[slot] = mapping = FreshSlot(directory / slot_name(slot), image).take()
+                        undo.callback(mapping.close)
                     # Last of all files: without a control block nobody takes what else is there for an arena.
                     control = undo.enter_context(closing(_make_control(directory, slots, image)))
                     # One system call: whoever lists sees all of it, or nothing. Nothing happens to a cleared one.
@@ -143,7 +156,6 @@ class Arena:
                 undo.pop_all()
         except OSError as error:
             raise ArenaError(f"{final}: cannot be created: {error.strerror}") from None
-        files.path = final  # for errors and for slots made later: mappings follow the inode
         return cls(final, image, control, files)
 
     @classmethod
@@ -172,7 +184,7 @@ class Arena:
                     raise CorruptError(
                         f"{path}: {block.num_chunks} chunks in the control block, {len(image.chunks)} in a slot"
                     )
-                files = SlotFiles.open(path, image, block, writable)
+                files = [open_slot(path, image.file_bytes, block, slot, writable) for slot in range(block.slots)]
         except BaseException:
             control.close()
             raise
@@ -188,7 +200,7 @@ class Arena:
             ArenaError: the file cannot be created.
         """
         if not self.allocated(slot):
-            self._slots.make(slot, reserves)
+            self._make(slot, reserves)
 
     def build(self, slot: int, halted: Callable[[], bool] = bool) -> FreshSlot:
         """The memory that ``slot`` will have by ``put``; any thread may wait for it, and nothing has changed by then.
@@ -197,20 +209,21 @@ class Arena:
             MemoryBudgetError: the file system has no room.
             ArenaError: the file cannot be created, or ``halted``, asked every some 100 MB, said so.
         """
-        return self._slots.build(slot, halted)
+        return FreshSlot(self.path / slot_name(slot), self.image, halted)
 
     def put(self, slot: int, fresh: FreshSlot) -> None:
-        """Have ``fresh`` as ``slot``, which has no memory; it can be written at once. Takes no time.
+        """Have ``fresh`` as ``slot``, in place of a damaged one; it can be written at once. Takes no time.
 
         Raises:
             ArenaError: the arena's directory has gone.
         """
-        self._slots.put(slot, fresh)
+        old, self._slots[slot] = self._slots[slot], fresh.take()
+        _unmap(old)
 
     def map(self, slot: int) -> None:
         """Map ``slot``, to be read, which its writer has given memory since the arena was opened. What others read of
         the arena stays as it is."""
-        self._slots.map(slot, self.control)
+        self._slots[slot] = open_slot(self.path, self.image.file_bytes, self.control, slot, False)
 
     def free(self, slot: int) -> None:
         """Give up what ``slot`` holds, and its memory, until ``allocate``.
@@ -224,7 +237,7 @@ class Arena:
             raise ArenaError(f"{self.path}: slot {slot} has the last header; remove the arena instead")
         # Readers take a missing file for damage unless the record is EMPTY.
         self.control.void(slot)
-        self._slots.free(slot)
+        self._delete(slot)
 
     def lock(self, deadline_secs: float) -> None:
         """Become the one process that writes this arena, until ``unlock`` or ``close``.
@@ -256,7 +269,7 @@ class Arena:
         else:
             # In one step: nothing else shows whose arena this is.
             self.control.void(slot)
-            self._slots.make(slot)
+            self._make(slot)
 
     def remove(self) -> None:
         """Close the arena and delete its files."""
@@ -269,19 +282,26 @@ class Arena:
 
     def slot(self, slot: int) -> memoryview:
         """The whole file of ``slot``; raises CorruptError if it is damaged, ArenaError if not allocated."""
-        return self._slots.view(slot)
+        mapping = self._slots[slot]
+        if isinstance(mapping, Mapping):
+            return mapping.data[:]
+        raise (ArenaError if mapping is None else CorruptError)(str(self.slot_error(slot)))
 
     def slot_id(self, slot: int) -> FileId | None:
         """Of the file of ``slot`` that is mapped; None where none is."""
-        return self._slots.file_id(slot)
+        mapping = self._slots[slot]
+        return mapping.file_id if isinstance(mapping, Mapping) else None
 
     def slot_error(self, slot: int) -> str | None:
         """Why ``slot`` cannot be used, or None."""
-        return self._slots.error(slot)
+        mapping = self._slots[slot]
+        if mapping is None:
+            return f"{self.path / slot_name(slot)}: not allocated"
+        return mapping if isinstance(mapping, str) else None
 
     def allocated(self, slot: int) -> bool:
         """Whether ``slot`` has memory; one that has none is no damage."""
-        return self._slots.allocated(slot)
+        return self._slots[slot] is not None
 
     def snapshots(self) -> dict[SnapshotId, int]:
         """The slot of each snapshot in the arena, newest first; slots that cannot be read are left out."""
@@ -398,7 +418,17 @@ class Arena:
         # Views before their mapping, which stays mapped as long as one of them lives.
         self.control.close()
         self._control_map.close()
-        self._slots.close()
+        for mapping in self._slots:
+            _unmap(mapping)
+
+    def _make(self, slot: int, reserves: bool = True) -> None:
+        self.put(slot, FreshSlot(self.path / slot_name(slot), self.image, reserves=reserves))
+
+    def _delete(self, slot: int) -> None:
+        # Views that others have stay valid: the pages live until the last mapping of the file is gone.
+        (self.path / slot_name(slot)).unlink(missing_ok=True)
+        mapping, self._slots[slot] = self._slots[slot], None
+        _unmap(mapping)
 
     def _known_beside(self, slot: int) -> bool:
         others = (other for other in range(self.control.slots) if other != slot)

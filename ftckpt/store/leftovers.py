@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from ftckpt.config import Config
 from ftckpt.model.text import human
 from ftckpt.setting_checks import is_name
 from ftckpt.store.locks import JOB_LOCK_NAME, holder_of
+from ftckpt.store.memory import used_bytes
 
 _PREFIX = "ftckpt-"
 _MOST = 5
@@ -36,7 +36,7 @@ def leftovers(root: Path, job: str) -> list[Leftover]:
             if name in (path.name, job) or not is_name(name) or not _is_own(path):
                 continue
             runs = any(holder_of(node / JOB_LOCK_NAME) is not None for node in path.iterdir())
-            found.append(Leftover(name, sum(_sizes(path)), runs))
+            found.append(Leftover(name, used_bytes(path), runs))
     return sorted((one for one in found if one.nbytes), key=lambda one: (-one.nbytes, one.job))
 
 
@@ -59,12 +59,3 @@ def _is_own(path: Path) -> bool:
     with suppress(OSError):
         return path.lstat().st_uid == os.geteuid() and path.is_dir() and not path.is_symlink()
     return False
-
-
-def _sizes(directory: Path) -> Iterator[int]:
-    """Bytes that each file below ``directory`` occupies; what goes meanwhile is left out."""
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):
-                # The kernel counts in 512 bytes whatever the block size is.
-                yield os.lstat(os.path.join(parent, name)).st_blocks * 512

@@ -12,7 +12,7 @@ from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.store.control import ControlBlock, SlotState
 from ftckpt.store.directory import fresh_name
 from ftckpt.store.image import SlotImage, parse_image
-from ftckpt.store.mapping import FileId, Mapping, create_mapping, open_mapping
+from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
 
 HEADER_NAME = "header"
 """The file with the bytes that each slot begins with: an arena is known by it before a slot has memory."""
@@ -65,88 +65,17 @@ class FreshSlot:
         self._name.close()
 
 
-class SlotFiles:
-    """The slots of one arena, each of them mapped, damaged, or not allocated: without a file.
+SlotMapping = Mapping | str | None
+"""A slot that is mapped; why it is damaged; or not allocated: without a file."""
 
-    ``make``, ``put`` and ``free`` belong to the one process that writes the arena; ``free`` does not look at the
-    control block, the caller voids the slot's record first.
+
+def open_slot(arena: Path, nbytes: int, control: ControlBlock, slot: int, writable: bool) -> SlotMapping:
+    """Map what is there. A missing file is damage if the record claims anything, else not allocated.
+
+    Raises:
+        MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
     """
-
-    def __init__(self, path: Path, image: SlotImage, slots: int) -> None:
-        self.path = path
-        self._image = image
-        self._slots: list[Mapping | str | None] = [None] * slots
-
-    @classmethod
-    def open(cls, path: Path, image: SlotImage, control: ControlBlock, writable: bool) -> SlotFiles:
-        """Map what is there. A missing file is damage if the record claims anything, else not allocated.
-
-        Raises:
-            MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
-        """
-        files = cls(path, image, control.slots)
-        for slot in range(control.slots):
-            files._slots[slot] = _open_slot(path / slot_name(slot), image.file_bytes, control, slot, writable)
-        return files
-
-    def map(self, slot: int, control: ControlBlock) -> None:
-        """Map a slot, to be read, that its writer has given memory since this was opened."""
-        self._slots[slot] = _open_slot(self.path / slot_name(slot), self._image.file_bytes, control, slot, False)
-
-    def view(self, slot: int) -> memoryview:
-        """The whole file; raises CorruptError if it is damaged, ArenaError if it is not allocated."""
-        mapping = self._slots[slot]
-        if isinstance(mapping, Mapping):
-            return mapping.data[:]
-        raise (ArenaError if mapping is None else CorruptError)(str(self.error(slot)))
-
-    def file_id(self, slot: int) -> FileId | None:
-        """Of the file that is mapped; None where none is."""
-        mapping = self._slots[slot]
-        return mapping.file_id if isinstance(mapping, Mapping) else None
-
-    def error(self, slot: int) -> str | None:
-        """Why the slot cannot be used, or None."""
-        mapping = self._slots[slot]
-        if mapping is None:
-            return f"{self.path / slot_name(slot)}: not allocated"
-        return mapping if isinstance(mapping, str) else None
-
-    def allocated(self, slot: int) -> bool:
-        """Whether the slot has a file, sound or damaged."""
-        return self._slots[slot] is not None
-
-    def make(self, slot: int, reserves: bool = True) -> None:
-        """Build a slot and have it at once; see FreshSlot."""
-        self.put(slot, FreshSlot(self.path / slot_name(slot), self._image, reserves=reserves))
-
-    def build(self, slot: int, halted: Callable[[], bool] = bool) -> FreshSlot:
-        """The file of a slot, for ``put``; may be called on any thread. See FreshSlot."""
-        return FreshSlot(self.path / slot_name(slot), self._image, halted)
-
-    def put(self, slot: int, fresh: FreshSlot) -> None:
-        """Have ``fresh`` as a slot, in place of a damaged one; raises ArenaError where it cannot get its name."""
-        old, self._slots[slot] = self._slots[slot], fresh.take()
-        if isinstance(old, Mapping):
-            old.close()
-
-    def free(self, slot: int) -> None:
-        """Delete the file and unmap it: memory comes back as soon as the last view of the slot is gone."""
-        # Views that others have stay valid: the pages live until the last mapping of the file is gone.
-        (self.path / slot_name(slot)).unlink(missing_ok=True)
-        mapping, self._slots[slot] = self._slots[slot], None
-        if isinstance(mapping, Mapping):
-            mapping.close()
-
-    def close(self) -> None:
-        """Unmap all; never raises because of views that still exist."""
-        for mapping in self._slots:
-            if isinstance(mapping, Mapping):
-                mapping.close()
-
-
-def _open_slot(path: Path, nbytes: int, control: ControlBlock, slot: int, writable: bool) -> Mapping | str | None:
-    problem = ""
+    path, problem = arena / slot_name(slot), ""
     for _ in range(2):  # a file that was missing may have been made before its record was read
         try:
             return open_mapping(path, nbytes, writable)

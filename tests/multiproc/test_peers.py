@@ -101,8 +101,8 @@ def cluster(arena_root: Path) -> Iterator[Cluster]:
     [
         ([[0], [1]], Modes(peer=True)),
         ([[0, 1], [2, 3], [4, 5]], Modes(peer=True)),
-        ([[0], [1], [2], [3], [4]], Modes(peer=True, peer_code="rs", peer_losses=2)),
-        ([[0], [1], [2]], Modes(peer=True, peer_code="mirror", peer_losses=2)),
+        ([[0], [1], [2], [3], [4]], Modes(peer=True, peer_losses=2)),
+        ([[0], [1], [2]], Modes(peer=True, peer_losses=2)),
         ([[0, 1, 2], [3, 4, 5]], Modes(node=True, peer=True)),
         ([[0, 1], [2]], Modes(peer=True)),
     ],

@@ -315,8 +315,7 @@ def test_every_loss_of_a_small_job_is_survived_if_and_only_if_the_table_says_so(
     plan: Plan, protect: str, nodes: str
 ) -> None:
     plan = replace(plan, nodes=list(nodes), iterations=ENDLESS, settings={**plan.settings, "protect": protect})
-    places = [(f"dp{rank}", node, "") for rank, node in enumerate(nodes)]
-    modes = resolve_modes(protect, places, len(set(nodes)) > 1)
+    modes = resolve_modes(protect, nodes, len(set(nodes)) > 1)
     with spawn_ranks(train, len(nodes), plan) as ranks:
         train_until_protected(ranks, plan)
     for node in set(nodes):
@@ -358,12 +357,7 @@ def check_restart(plan: Plan, memory: Any) -> bool:
         ({"protect": "peer"}, "aaa", "protect: peer needs two nodes or more"),
         ({"protect": "node"}, "abc", "protect: node needs two ranks or more on a node"),
         ({"protect": "peer", "peer_group": 1}, "abc", "--ftckpt-peer-group: a group of 1 cannot guard anything"),
-        ({"protect": "peer", "peer_losses": 2}, "abc", "--ftckpt-peer-losses: xor survives one lost node"),
-        (
-            {"protect": "peer", "peer_code": "rs", "peer_losses": 3},
-            "abc",
-            "--ftckpt-peer-losses: 3 lost of a group of 3",
-        ),
+        ({"protect": "peer", "peer_losses": 3}, "abc", "--ftckpt-peer-losses: 3 lost of a group of 3"),
         ({"secret_file": "/nowhere/secret"}, "aaa", "--ftckpt-secret-file: /nowhere/secret cannot be read"),
         ({"smp_listen": "192.0.2.1"}, "aaa", "--ftckpt-smp-listen: '192.0.2.1' cannot be listened at here"),
     ],

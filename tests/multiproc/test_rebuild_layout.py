@@ -72,11 +72,11 @@ CASES: dict[str, tuple[Job, tuple[str, ...], tuple[str, ...], set[str]]] = {
         {"peer_parity"},
     ),
     "two of four nodes": (
-        Job(Path(), ("n0", "n1", "n2", "n3"), Modes(peer=True, peer_code="rs", peer_losses=2)), ("n0", "n2"),
+        Job(Path(), ("n0", "n1", "n2", "n3"), Modes(peer=True, peer_losses=2)), ("n0", "n2"),
         ("n1", "n3", "n3"), {"peer_parity"},
     ),
     "a mirrored node": (
-        Job(Path(), ("n0", "n0", "n1", "n1"), Modes(peer=True, peer_code="mirror")), ("n0",), ("n1",),
+        Job(Path(), ("n0", "n0", "n1", "n1"), Modes(peer=True, peer_group=2)), ("n0",), ("n1",),
         {"peer_parity"},
     ),
     "replicas and peers": (

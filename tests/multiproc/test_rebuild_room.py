@@ -200,7 +200,7 @@ def broken(job: Job, where: str, nth: int) -> None:
 
 POINTS = {
     "before anything is freed": ("ftckpt.restore.repair:give_up", 1),
-    "a slot is void but not freed": ("ftckpt.store.slots:SlotFiles.free", 1),
+    "a slot is void but not freed": ("ftckpt.store.arena:Arena._delete", 1),
     "half of an arena": ("ftckpt.store.arena:Arena.free", 2),
     "one arena of two": ("ftckpt.store.ledger:_free", 2),
     "all is freed": ("ftckpt.restore.build:Build.open", 1),

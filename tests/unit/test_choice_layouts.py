@@ -269,7 +269,7 @@ def test_shards_of_a_node_that_is_gone_are_rebuilt_evenly_by_those_that_are_left
 
 
 def test_a_new_node_takes_its_part_of_what_is_rebuilt() -> None:
-    inventory, findings = shielded(["n2", "n3"], Modes(peer=True, peer_code="rs", peer_losses=2))
+    inventory, findings = shielded(["n2", "n3"], Modes(peer=True, peer_losses=2))
     homes = {"tp0-dp0": "n0", "tp0-dp1": "n1", "tp0-dp2": "n9"}
     decision = decide(inventory, job(homes, NEW), findings, reshapes=True)
     assert isinstance(decision, Decision) and decision.rebuild is not None

@@ -20,7 +20,7 @@ from test_universal_arenas import job as arenas_of
 
 from ftckpt.commands import convert as cli_convert
 from ftckpt.commands.main import main
-from ftckpt.commands.size_option import size_of
+from ftckpt.commands.options import size_of
 from ftckpt.convert.catalog import Get, Unit
 from ftckpt.convert.consolidation import Consolidator
 from ftckpt.convert.conversion import Options, convert, prepare, run

@@ -135,7 +135,7 @@ def test_racks_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_more_losses_survive_more_and_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
     one = planned(capsys, f"{SIZE} --protect peer")
-    two = planned(capsys, f"{SIZE} --protect peer --peer-code rs --peer-losses 2")
+    two = planned(capsys, f"{SIZE} --protect peer --peer-losses 2")
     assert failures(one)["any two nodes"][1] < failures(two)["any two nodes"][1] == 2016
     assert 1.9 * one["network_bytes"]["job"] < two["network_bytes"]["job"]
     assert one["memory_per_node"]["parity"] < two["memory_per_node"]["parity"]
@@ -448,8 +448,7 @@ def test_what_is_given_up_before_it_is_protected_is_answered_with_no(capsys: pyt
         ("--dp 8 --gpus-per-node 1 --params 1e9 --protect replica", "protect: replica needs state"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --protect raid", "protect: 'raid'"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --peer-group 1", "--peer-group: a group of 1"),
-        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4 --peer-code rs", "--peer-losses: 4 lost of a group"),
-        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 2", "--peer-losses: xor survives one"),
+        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4", "--peer-losses: 4 lost of a group"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 3", "--racks: 8 nodes"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 2 --nodes-per-rack 2", "give one of them"),
         ("--dp 1000000 --pp 1000 --gpus-per-node 8 --params 1e12", "are too many"),

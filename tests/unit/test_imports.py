@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 NO_PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
 PICKLES = "ftckpt.convert.foreign.pickles"
+DATA_PICKLES = "ftckpt.convert.foreign.distributed"
 NO_PICKLE_NAMES = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list", "allow_pickle", "object_to_tensor", "tensor_to_object",
@@ -170,7 +171,8 @@ def test_a_framework_is_imported_by_its_integration_alone(framework: str) -> Non
 
 @pytest.mark.parametrize("name", list(MODULES))
 def test_nothing_reads_pickle(name: str) -> None:
-    assert not {target.split(".")[0] for target in imports_of(name)} & NO_PICKLE_MODULES
+    allowed = {"pickle"} if name == DATA_PICKLES else set[str]()
+    assert {target.split(".")[0] for target in imports_of(name)} & NO_PICKLE_MODULES == allowed
     for node in ast.walk(tree_of(name)):
         names = {getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "arg", None)}
         names |= {getattr(node, "name", None)} if isinstance(node, ast.alias) else set()
@@ -187,6 +189,21 @@ def test_what_is_read_from_checkpoints_of_others_runs_no_code() -> None:
     assert loads
     for call in loads:
         assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
+
+
+def test_the_module_that_imports_pickle_only_makes_an_unpickler_that_finds_data() -> None:
+    """Neither ``loads`` nor an unpickler that looks names up by itself."""
+    nodes = list(ast.walk(tree_of(DATA_PICKLES)))
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "pickle"]
+    used = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and node.value in names]
+    assert len(used) == len(names)
+    assert sorted(used) == ["pickle.UnpicklingError", "pickle._Unpickler"]
+    classes = [
+        node for node in nodes if isinstance(node, ast.ClassDef) and "pickle" in ast.unparse(node).split(":")[0]
+    ]
+    (unpickler,) = classes
+    assert "find_class" in {one.name for one in unpickler.body if isinstance(one, ast.FunctionDef)}
+    assert "super()" not in ast.unparse(unpickler)
 
 
 @functools.cache

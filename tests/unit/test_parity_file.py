@@ -79,7 +79,7 @@ def assert_holds(file: ParityFile, lineage: bytes, iteration: int) -> None:
 
 
 @pytest.mark.parametrize("holder", range(4))
-@pytest.mark.parametrize(("code", "losses"), [("xor", 1), ("rs", 2), ("rs", 3), ("mirror", 1), ("mirror", 2)])
+@pytest.mark.parametrize(("code", "losses"), [("xor", 1), ("rs", 2), ("rs", 3), ("mirror", 1)])
 def test_every_holder_of_every_code(path: Path, code: str, losses: int, holder: int) -> None:
     group = group_of(code, losses, "peer", 4)
     file = ParityFile.create(path, group, holder)

@@ -22,8 +22,9 @@ import torch.distributed.checkpoint as dcp
 
 from ftckpt.convert.catalog import Bytes, Catalog, Tensor
 from ftckpt.convert.conversion import Options, convert
-from ftckpt.convert.foreign import pickle_stack, pickles
-from ftckpt.convert.foreign.distributed import CheckpointDirectory
+from ftckpt.convert.deepspeed.reader import DeepSpeedReader
+from ftckpt.convert.foreign import pickles
+from ftckpt.convert.foreign.distributed import CheckpointDirectory, read_data
 from ftckpt.convert.megatron.dist_reader import MegatronDistReader
 from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.errors import ConvertError
@@ -147,12 +148,6 @@ def test_saved_files_are_torchs_own(tmp_path: Path) -> None:
         pickles.save({}, tmp_path / "no" / "x.pt")
 
 
-def known(full_name: str) -> Any:
-    if full_name == "collections.OrderedDict":
-        return dict
-    raise LookupError(full_name)
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_is_read(protocol: int) -> None:
     shared = [1, 2]
@@ -166,20 +161,31 @@ def test_every_protocol_is_read(protocol: int) -> None:
         "shared": [shared, shared],
         "nested": {"a": {"b": {}}},
     }
-    read = pickle_stack.read(pickle.dumps(value, protocol), "x", known)
+    read = read_data(pickle.dumps(value, protocol), "x")
     assert read == value
     assert read["shared"][0] is read["shared"][1]
 
 
-def test_the_stack_runs_nothing() -> None:
+def test_a_pickle_of_data_runs_nothing() -> None:
     for protocol in (2, 4):
         with pytest.raises(ConvertError, match=r"holds .*exec"):
-            pickle_stack.read(pickle.dumps(Runs(), protocol), "x", known)
+            read_data(pickle.dumps(Runs(), protocol), "x")
     data = pickle.dumps({"a": list(range(100))})
     for keep in range(len(data)):
         with pytest.raises(ConvertError, match="truncated or damaged"):
-            pickle_stack.read(data[:keep], "x", known)
+            read_data(data[:keep], "x")
     assert MARK not in os.environ
+
+
+@pytest.mark.parametrize("name", ["pathlib.PurePosixPath", "collections.OrderedDict", "builtins.getattr"])
+def test_a_pickle_of_data_changes_nothing(name: str) -> None:
+    """It may set attributes of what it names, in place of what it makes of that."""
+    module, _, attribute = name.rpartition(".")
+    state = b"(N(dVchanged\nI1\nst"  # (None, {"changed": 1})
+    data = f"c{module}\n{attribute}\n".encode() + state + b"b."
+    with pytest.raises(ConvertError, match="truncated or damaged"):
+        read_data(data, "x")
+    assert not hasattr(getattr(sys.modules[module], attribute), "changed")
 
 
 def test_a_directory_of_torch_distributed_checkpoint_is_read(tmp_path: Path) -> None:
@@ -339,3 +345,23 @@ def test_parameters_flattened_by_older_versions(tmp_path: Path) -> None:
     for layer in range(3):
         values = torch.from_numpy(read.read(layer).copy()).view(torch.float32).reshape(4, 2)
         assert torch.equal(values, whole[layer])
+
+
+@pytest.mark.parametrize("arguments", [(2,), ("gradients",)], ids=["by value", "by name"])
+def test_a_stage_of_zero_is_read_whichever_python_wrote_it(
+    arguments: tuple[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.10 and 3.12 pickle an enumeration by its value, 3.11.0 to 3.11.3 by its name."""
+    home = types.ModuleType("deepspeed.made_up")
+    stages = type("ZeroStageEnum", (), {"__module__": home.__name__})
+    home.ZeroStageEnum = stages  # type: ignore[attr-defined]
+    stage = type("Stage", (), {"__reduce__": lambda _: (getattr, (stages, *arguments))})()
+    if arguments == (2,):
+        stage = type("Stage", (), {"__reduce__": lambda _: (stages, arguments)})()
+    state = {"zero_stage": stage, "single_partition_of_fp32_groups": [torch.arange(6.0)], "partition_count": 1}
+    model = {"module": {"w": torch.ones(2, 3)}, "param_shapes": [{"w": torch.Size((2, 3))}], "global_steps": 3}
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    monkeypatch.undo()
+    assert DeepSpeedReader(tmp_path).catalog.layout["zero"] == 2

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ConfigError
+from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section
 from ftckpt.parity.groups import (
@@ -135,8 +136,8 @@ def test_impossible_groups_are_refused(change: dict[str, Any], text: str) -> Non
 def test_foreign_json_is_a_value_error(value: Any) -> None:
     with pytest.raises(ValueError, match="not a parity group"):
         ParityGroup.from_json(value)
-    with pytest.raises(ValueError, match="not a holding"):
-        Holding.from_json(value)
+    with pytest.raises(ValueError, match="no Holding"):
+        codec.from_json(value, Holding)
 
 
 @given(st.lists(st.integers(1, 3), max_size=50))
@@ -170,7 +171,7 @@ def test_a_holding_is_cut_as_the_slot_is() -> None:
     assert held.lengths == tuple(chunk.nbytes for chunk in image.chunks)
     assert held.slot_bytes == image.file_bytes and held.digest == manifest.digest.hex()
     assert held.package_bytes > 1000 + 77 + 8 * 8
-    assert Holding.from_json(json.loads(json.dumps(held.to_json()))) == held
+    assert codec.decode(codec.encode(held), Holding) == held
 
 
 def test_node_groups_take_all_chunks_of_all_arenas_of_a_node() -> None:
@@ -219,7 +220,7 @@ def test_peers_are_in_different_racks_and_large_arenas_stand_together() -> None:
 
 def test_a_small_group_spares_what_it_can() -> None:
     holdings = [holding(f"s{n}{r}", f"n{n}", private(CHUNK)) for n in range(3) for r in range(3 if n else 1)]
-    groups = peer_groups(holdings, Modes(peer=True, peer_code="rs", peer_losses=2))
+    groups = peer_groups(holdings, Modes(peer=True, peer_losses=2))
     assert sorted((len(group.members), group.losses) for group in groups) == [(2, 1), (2, 1), (3, 2)]
 
 
@@ -261,11 +262,11 @@ def test_packages_go_to_the_next_nodes_other_racks_first() -> None:
     assert mirror_nodes(nodes, 4, racks)["n0"][3] in ("n1", "n2")
     holdings = [holding(f"s{node}", node, private(5)) for node in nodes]
     assert mirrors(holdings, Modes(node=True))["sn3"] == ("n3",)
-    assert mirrors(holdings, Modes(peer=True, peer_code="rs", peer_losses=3))["sn3"] == ("n3", "n4", "n5", "n0")
+    assert mirrors(holdings, Modes(peer=True, peer_losses=3))["sn3"] == ("n3", "n4", "n5", "n0")
 
 
-def places(ranks: int, per_node: int) -> list[tuple[str, str, str]]:
-    return [(f"s{rank}", f"n{rank // per_node}", "") for rank in range(ranks)]
+def nodes_of(ranks: int, per_node: int) -> list[str]:
+    return [f"n{rank // per_node}" for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def places(ranks: int, per_node: int) -> list[tuple[str, str, str]]:
     ],
 )
 def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bool, expected: str) -> None:
-    assert ",".join(resolve_modes(protect, places(ranks, per_node), spans).names) == expected
+    assert ",".join(resolve_modes(protect, nodes_of(ranks, per_node), spans).names) == expected
 
 
 @pytest.mark.parametrize(
@@ -296,21 +297,19 @@ def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bo
         ("replica", 2, {}, "protect: replica needs state"),
         ("node,copy", 2, {}, "protect: copy needs state"),
         ("raid", 2, {}, "protect: 'raid'"),
-        ("peer", 2, {"peer_losses": 2}, "peer_losses: xor survives one"),
-        ("peer", 2, {"peer_losses": 4, "peer_code": "rs"}, "peer_losses: 4 lost of a group of 4"),
-        ("peer", 1, {"peer_losses": 2, "peer_code": "rs", "peer_group": 2}, "a larger peer_group="),
-        ("auto", 2, {"peer_losses": 4, "peer_code": "mirror"}, "peer_losses"),
+        ("peer", 2, {"peer_losses": 4}, "peer_losses: 4 lost of a group of 4"),
+        ("peer", 1, {"peer_losses": 2, "peer_group": 2}, "a larger peer_group="),
+        ("auto", 2, {"peer_losses": 4}, "peer_losses"),
         ("peer", 2, {"peer_losses": 0}, "peer_losses: 0"),
         ("peer", 2, {"peer_group": 1}, "peer_group: a group of 1"),
-        ("peer", 2, {"peer_code": "raid6"}, "peer_code"),
     ],
 )
 def test_modes_that_cannot_work_are_named(protect: str, per_node: int, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        resolve_modes(protect, places(8, per_node), False, **settings)
+        resolve_modes(protect, nodes_of(8, per_node), False, **settings)
 
 
-RS2 = {"peer_losses": 2, "peer_code": "rs"}
+RS2 = {"peer_losses": 2}
 
 
 @pytest.mark.parametrize(
@@ -330,15 +329,15 @@ def test_what_fewer_nodes_cannot_have_is_left_out_and_told(
     protect: str, nodes: tuple[int, int, bool], options: dict[str, Any], expected: str, told: list[str]
 ) -> None:
     ranks, per_node, spans = nodes
-    modes, left_out = possible_modes(protect, places(ranks, per_node), spans, **options)
+    modes, left_out = possible_modes(protect, nodes_of(ranks, per_node), spans, **options)
     assert ",".join(modes.names) == expected
     assert len(left_out) == len(told) and all(part in text for part, text in zip(told, left_out, strict=True))
 
 
-@pytest.mark.parametrize("options", [{"peer_losses": 2}, {"peer_losses": 9, "peer_code": "rs"}, {"peer_group": 1}])
+@pytest.mark.parametrize("options", [{"peer_losses": 9}, {"peer_group": 1}])
 def test_settings_that_no_number_of_nodes_makes_work_stay_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="peer_"):
-        possible_modes("peer", places(8, 2), False, **options)
+        possible_modes("peer", nodes_of(8, 2), False, **options)
 
 
 def test_what_a_user_may_ask_for_has_its_traits() -> None:

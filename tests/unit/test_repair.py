@@ -92,7 +92,7 @@ class World:
 def groups(draw: st.DrawFn) -> ParityGroup:
     members = draw(st.integers(2, 5))
     code = draw(st.sampled_from(["xor", "rs", "mirror"]))
-    losses = 1 if code == "xor" else draw(st.integers(1, members - 1))
+    losses = draw(st.integers(1, members - 1)) if code == "rs" else 1
     lengths = st.integers(0, 5).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, CHUNK)))
     found = []
     for index in range(members):
@@ -100,7 +100,7 @@ def groups(draw: st.DrawFn) -> ParityGroup:
         cut = (CHUNK,) * (chunks - 1) + (last,) if chunks else ()
         found.append(Member(f"s{index}", f"n{index}", f"s{index}", draw(st.integers(0, 2)), cut))
     mode = draw(st.sampled_from(["peer", "slots"]))
-    if mode == "peer" or losses > 1 or code == "rs":
+    if mode == "peer" or code == "rs":
         return ParityGroup.of("peer", code, losses, CHUNK, found)
     mode = "replica" if code == "xor" else "copy"
     name = slot_group_name(mode, [m.shard for m in found], [m.shard for m in found])

@@ -29,7 +29,6 @@ from ftckpt.model.replicas import (
     identity,
     own_parts,
     private_key,
-    replica_sets,
     run_indices,
     run_share,
     without_small,
@@ -37,6 +36,7 @@ from ftckpt.model.replicas import (
 from ftckpt.model.shares import bounded_capacities, choose, deal, loads
 from ftckpt.model.topology import RankPlace, Topology, layouts_differ
 from tests.support.errors import raises
+from tests.support.replica_sets import replica_sets
 
 Ranks = tuple[int, ...]
 Job = tuple[dict[int, list[Fragment]], dict[bytes, Ranks], set[bytes]]

@@ -303,7 +303,7 @@ def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         ("more: 1\nrules: []", "unknown field more; known are about, rules, variables, variants"),
         ("variables: {a: [1]}\nrules: []", "rules have to be"),
         ("variables: {a: {of: b}}\nrules: [{match: a, unique: true}]", "variables: a: unknown field of"),
-        ("variables: {a: {from: 3}}\nrules: [{match: a, unique: true}]", "from has to be a name"),
+        ("variables: {a: {from: 3}}\nrules: [{match: a, unique: true}]", "from: has to be a text"),
     ):
         path.write_text(text)
         with pytest.raises(SpecError, match=error):

@@ -33,7 +33,7 @@ def group_of(code: str, losses: int, lengths: list[list[int]]) -> ParityGroup:
 def drawn_groups(draw: st.DrawFn, most: int = 8) -> ParityGroup:
     members = draw(st.integers(2, most))
     code = draw(st.sampled_from(["xor", "rs", "mirror"]))
-    losses = 1 if code == "xor" else draw(st.integers(1, members - 1))
+    losses = draw(st.integers(1, members - 1)) if code == "rs" else 1
     own = st.lists(st.integers(1, CHUNK), max_size=draw(st.sampled_from([0, 3, 40])))
     return group_of(code, losses, draw(st.lists(own, min_size=members, max_size=members)))
 
@@ -44,18 +44,9 @@ def brute(group: ParityGroup) -> list[Stripe]:
     blocks = [0] * members
     found = []
     if group.code == "mirror":
-        kept: dict[tuple[int, int], int] = {}
-        for holder in range(members):
-            for member in range(members):  # member after member, chunk after chunk
-                if 1 <= (holder - member) % members <= losses:
-                    for chunk in range(len(group.members[member].lengths)):
-                        kept[holder, stripe_of(group, member, chunk)] = blocks[holder]
-                        blocks[holder] += 1
         for member, own in enumerate(group.members):
             for chunk, nbytes in enumerate(own.lengths):
-                holders = [(member + j) % members for j in range(1, losses + 1)]
-                held = tuple((holder, kept[holder, len(found)]) for holder in holders)
-                found.append(Stripe(((member, chunk),), held, nbytes))
+                found.append(Stripe(((member, chunk),), (((member + 1) % members, chunk),), nbytes))
         return found
     nexts = [0] * members
     while any(nexts[i] < len(own.lengths) for i, own in enumerate(group.members)):

@@ -28,7 +28,7 @@ from ftckpt.parity.groups import (
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import Stripe, blocks_bytes, stripes
-from ftckpt.parity.survive import BlockId, ChunkId, Forecast, LossUnits, Repair, block_chunk, solve, survives
+from ftckpt.parity.survive import BlockId, ChunkId, Forecast, LossUnits, Repair, block_chunk, solve
 
 CHUNK = 8
 
@@ -198,14 +198,14 @@ ALL_MODES = [
     Modes(replica="replica"),
     Modes(replica="copy"),
     Modes(peer=True),
-    Modes(peer=True, peer_code="mirror"),
-    Modes(peer=True, peer_code="rs", peer_losses=2),
-    Modes(peer=True, peer_code="mirror", peer_losses=2),
+    Modes(peer=True, peer_group=2),
+    Modes(peer=True, peer_losses=2),
+    Modes(peer=True, peer_losses=2, peer_group=3),
     Modes(node=True, peer=True),
     Modes(node=True, replica="replica"),
     Modes(node=True, replica="copy", peer=True),
     Modes(node=True, replica="replica", peer=True),
-    Modes(node=True, replica="replica", peer=True, peer_code="rs", peer_losses=2),
+    Modes(node=True, replica="replica", peer=True, peer_losses=2),
 ]
 
 
@@ -218,7 +218,7 @@ def small(modes: Modes, nodes: int = 3, per_node: int = 3, seed: int = 0) -> Job
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: "-".join((*m.names, m.peer_code, str(m.peer_losses))))
+@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: f"{m.names}{m.peer_losses}{m.peer_group}")
 def test_every_loss_of_up_to_three_arenas(modes: Modes) -> None:
     """What is forecast for arenas is what the chunks say, whatever is lost."""
     job = small(modes)
@@ -228,12 +228,12 @@ def test_every_loss_of_up_to_three_arenas(modes: Modes) -> None:
     for lost in chain.from_iterable(combinations(shards, count) for count in (1, 2, 3)):
         chunks = set().union(*map(job.stepped, lost))
         unsolved = check(job, chunks, job.blocks_of(lost))
-        told = survives(job.groups, packages, job.holdings, set(lost), set())
+        told = Forecast(job.groups, packages, job.holdings).unrecoverable(set(lost), set())
         assert told == sorted({shard for shard, _ in unsolved}), lost
         assert forecast.survived(set(lost), set()) == (not told)
 
 
-@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: "-".join((*m.names, m.peer_code, str(m.peer_losses))))
+@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: f"{m.names}{m.peer_losses}{m.peer_group}")
 def test_every_loss_of_nodes(modes: Modes) -> None:
     job = small(modes, nodes=4, per_node=2)
     packages = mirrors(job.holdings, modes)
@@ -242,7 +242,7 @@ def test_every_loss_of_nodes(modes: Modes) -> None:
         shards = job.on(lost)
         unsolved = check(job, set().union(*map(job.stepped, shards)), job.blocks_of(shards))
         bare = {s for s in shards if set(packages[s]) <= set(lost)}
-        told = survives(job.groups, packages, job.holdings, set(), set(lost))
+        told = Forecast(job.groups, packages, job.holdings).unrecoverable(set(), set(lost))
         assert told == sorted(bare | {shard for shard, _ in unsolved}), lost
         assert forecast.survived(set(), set(lost)) == (not told)
 
@@ -302,8 +302,8 @@ def test_chunks_of_no_group_stay_unsolved() -> None:
 def damaged_jobs(draw: st.DrawFn) -> tuple[Job, set[ChunkId], set[BlockId]]:
     nodes, per_node = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     replica = draw(st.sampled_from(["", "replica", "copy"]))
-    code, losses = draw(st.sampled_from([("xor", 1), ("mirror", 1), ("mirror", 2), ("rs", 2)]))
-    modes = Modes(draw(st.booleans()), replica, draw(st.booleans()), code, losses)
+    losses, group = draw(st.sampled_from([(1, 0), (1, 2), (2, 3), (2, 0)]))
+    modes = Modes(draw(st.booleans()), replica, draw(st.booleans()), losses, group)
     sizes = st.lists(st.integers(0, 50), min_size=nodes * per_node, max_size=nodes * per_node)
     job = build(modes, nodes, per_node, draw(sizes), draw(sizes))
     arenas = draw(st.sets(st.sampled_from([h.shard for h in job.holdings]), max_size=3))
@@ -379,17 +379,18 @@ def test_two_of_one_group_do_not_look_like_two_of_groups_of_that_shape(nodes: bo
 def test_a_lost_node_takes_its_packages_along() -> None:
     job = small(Modes(peer=True), nodes=4, per_node=1)
     own_only: Mapping[str, Sequence[str]] = {h.shard: (h.node,) for h in job.holdings}
-    told = survives(job.groups, own_only, job.holdings, set(), {"n1"})
+    told = Forecast(job.groups, own_only, job.holdings).unrecoverable(set(), {"n1"})
     assert told == ["s1"]  # its chunks could be rebuilt, but nothing could verify them
-    assert survives(job.groups, own_only, job.holdings, {"s1"}, set()) == []  # the node, and its package, are there
-    assert survives(job.groups, {}, job.holdings, {"s1"}, set()) == ["s1"]
+    # The node, and its package, are there.
+    assert Forecast(job.groups, own_only, job.holdings).unrecoverable({"s1"}, set()) == []
+    assert Forecast(job.groups, {}, job.holdings).unrecoverable({"s1"}, set()) == ["s1"]
     mirrored = mirrors(job.holdings, job.modes)
-    assert survives(job.groups, mirrored, job.holdings, set(), {"n1"}) == []
+    assert Forecast(job.groups, mirrored, job.holdings).unrecoverable(set(), {"n1"}) == []
     assert not Forecast(job.groups, own_only, job.holdings).survived(set(), {"n1"})
 
 
 def test_nodes_that_keep_each_others_packages_are_near() -> None:
-    job = small(Modes(peer=True, peer_code="mirror", peer_losses=2), nodes=4, per_node=1)
+    job = small(Modes(peer=True, peer_losses=2, peer_group=3), nodes=4, per_node=1)
     packages = {"s0": ["n0", "n3"], "s1": ["n1"], "s2": ["n2", "n0", "n1"], "s3": ["n3", "n0"]}
     forecast = Forecast([], packages, job.holdings)
     near = forecast.near(nodes=True)

@@ -28,6 +28,8 @@ from ftckpt.model.fragment import Box, Fragment, Shape
 from ftckpt.model.text import with_article
 
 _TIED = "tied_modules."
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""Names of the stages of ZeRO, as DeepSpeed has them."""
 
 
 def read_weights(files: Files) -> Iterator[ParameterSlice]:
@@ -326,8 +328,9 @@ def _layout(files: Files) -> dict[str, int | str | bool]:
     for _, path in files.of("zero")[:1]:
         state = files.load(path).get("optimizer_state_dict") or {}
         stated = state.get("zero_stage", 1)
-        # An enumeration of DeepSpeed's comes out of the file as a stand-in.
-        stage = int(stated if isinstance(stated, int) else stated.arguments[0])
+        # An enumeration of DeepSpeed's comes out of the file as a stand-in, by its name from some versions of Python.
+        value = stated if isinstance(stated, int) else stated.arguments[0]
+        stage = _STAGES.index(value) if isinstance(value, str) else int(value)
     return {"tp": files.tp, "pp": files.pp, "dp": files.dp, "zero": stage}
 
 

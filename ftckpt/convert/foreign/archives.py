@@ -12,13 +12,13 @@ programs that fill storages in later. Files in the format of torch before 1.6 ha
 from __future__ import annotations
 
 import io
-import mmap
 import struct
 import sys
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,16 +174,18 @@ def mark(
         ConvertError: such a record is not what was written.
     """
     by_begin = {record.begin: record for record in records if record.nbytes and record.key.startswith(_DATA)}
-    by_pointer = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
-    if not by_pointer:
+    filled = [storage for storage in storages if storage.nbytes()]
+    if not filled:
         return True
-    # torch tells neither record nor offset of a mapped storage: its address does, once the file's own is known.
-    base = _base({pointer: storage.nbytes() for pointer, storage in by_pointer.items()}, by_begin)
-    if base is None or _is_swapped(records, data):
+    # torch tells neither record nor offset of a mapped storage: its address does.
+    base = _file_begin(filled[0].data_ptr())
+    found = [(storage, by_begin.get(storage.data_ptr() - base)) for storage in filled]
+    owners = [(storage, record) for storage, record in found if record and record.nbytes == storage.nbytes()]
+    if _is_swapped(records, data) or len(owners) < len(filled):
         check_all(data, where)
         return False
-    for pointer, storage in by_pointer.items():
-        setattr(storage, _FIELD, _Storage(where, by_begin[pointer - base]))
+    for storage, record in owners:
+        setattr(storage, _FIELD, _Storage(where, record))
     return True
 
 
@@ -205,24 +207,15 @@ def check_small(storages: Sequence[torch.UntypedStorage], value: Any) -> None:
                 known.check(storage, next(names, "") or "its tensor")
 
 
-def _base(sizes: Mapping[int, int], by_begin: Mapping[int, ArchiveRecord]) -> int | None:
-    """Where in memory the file begins that has these storages, by pointer, at the places of these records.
-
-    None: there is not exactly one place where all fit. Files that torch writes have as many of one as of the other.
-    """
-    lowest = min(sizes)
-    begins = [min(by_begin, default=0)] if len(sizes) == len(by_begin) else by_begin
-    fitting = [
-        lowest - begin
-        for begin in begins
-        # A mapping begins on a page.
-        if (lowest - begin) % mmap.PAGESIZE == 0
-        and all(
-            p - lowest + begin in by_begin and by_begin[p - lowest + begin].nbytes == size
-            for p, size in sizes.items()
-        )
-    ]
-    return fitting[0] if len(fitting) == 1 else None
+def _file_begin(address: int) -> int:
+    """Where in memory the file begins, or would, that is mapped at ``address``; 0 where none is."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        # proc(5): addresses, permissions, offset, device, inode.
+        span, _, offset, _, inode, *_ = line.split()
+        begin, end = (int(word, 16) for word in span.split("-"))
+        if begin <= address < end and inode != "0":
+            return begin - int(offset, 16)
+    return 0
 
 
 def _is_swapped(records: Sequence[ArchiveRecord], data: memoryview) -> bool:

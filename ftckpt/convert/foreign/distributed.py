@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ftckpt.convert.catalog import DTYPE_NAMES, Bytes
-from ftckpt.convert.foreign import archives, pickle_stack, pickles
+from ftckpt.convert.foreign import archives, pickles
 from ftckpt.convert.storage import CheckedOnce, explained, map_file
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Shape
 
 METADATA = ".metadata"
 _DATA = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-_BUILDERS: dict[str, Any] = {
+_STAND_INS = (
+    *pickles.path_globals(dict.fromkeys(("PosixPath", "Path", "PurePosixPath", "PurePath"), object)),
+    "builtins.getattr",
+)
+_DAMAGES = (
+    pickle.UnpicklingError, struct.error, EOFError, ArithmeticError, AttributeError, LookupError, TypeError,
+    ValueError,
+)  # fmt: skip
+_TYPES: dict[str, Any] = {
     "torch.Size": tuple,
     "torch.serialization._get_layout": str,
-    "builtins.getattr": pickles.member,
     "builtins.set": set,
     "builtins.slice": slice,
     "collections.OrderedDict": dict,
-    **pickles.path_globals(dict.fromkeys(("PosixPath", "Path", "PurePosixPath", "PurePath"), PurePosixPath)),
     **{f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYPE_NAMES},
 }
 
@@ -70,7 +79,7 @@ class CheckpointDirectory:
         where = path / METADATA
         with explained(where):
             data = where.read_bytes()
-        value = pickle_stack.read(data, str(where), _known)
+        value = read_data(data, str(where))
         try:
             self.tensors, self.objects = _contents(value)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -145,12 +154,34 @@ class CheckpointDirectory:
         return sorted(by_file.items())
 
 
-def _known(full_name: str) -> Any:
-    if full_name in _BUILDERS:
-        return _BUILDERS[full_name]
-    if full_name.startswith(_DATA):
-        return pickles.stand_in(full_name)
-    raise LookupError(full_name)
+class _DataUnpickler(pickle._Unpickler):
+    """Makes data alone of a pickle. ``torch.load`` refuses opcodes of this kind of file.
+
+    Nothing is imported, and nothing is called but types of Python's own that no file can change, and stand-ins. It is
+    Python's implementation, not C's: that takes memory for whatever number a damaged file names.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{module}.{name}"
+        if full_name in _TYPES:
+            return _TYPES[full_name]
+        if full_name in _STAND_INS or full_name.startswith(_DATA):
+            return pickles.stand_in(full_name)
+        raise ConvertError(f"holds {full_name}, which is not made from files, as it could run code")
+
+
+def read_data(data: bytes, name: str) -> Any:
+    """The value that a pickle describes; ``name`` is the file's, for errors.
+
+    Raises:
+        ConvertError: truncated, damaged, or it names what is not data.
+    """
+    try:
+        return _DataUnpickler(io.BytesIO(data)).load()
+    except ConvertError as error:
+        raise ConvertError(f"{name} {error}") from None
+    except _DAMAGES as error:
+        raise ConvertError(f"{name} is truncated or damaged: {error}") from None
 
 
 def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:

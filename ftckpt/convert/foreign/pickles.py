@@ -292,12 +292,10 @@ def _plain_items(items: Mapping[Any, Any], name: str) -> dict[Any, Any]:
     }
 
 
-_LOCAL = struct.Struct("<4s5HIIIHH")
-_CENTRAL = struct.Struct("<4s6HIIIHHHHHII")
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x08
-_LOCAL_CRC, _CENTRAL_CRC = 14, 16
-"""Where in these headers the CRC-32 of the entry stands."""
+_LOCAL_CRC = 14
+"""Where in an entry's own header its CRC-32 stands."""
 
 
 def save_streamed(
@@ -314,7 +312,8 @@ def save_streamed(
     # The archive has its final length from the start, with holes where the elements belong.
     with torch.serialization.skip_data():
         save(build(like), file.name)
-    entry, begin = _entry(file.name)
+    records = archives.records_of(map_file(Path(file.name)).data, file.name)
+    begin = next(record.begin for record in records if record.key == "data/0")
     crc = done = 0
     for part in data:
         view = part.data
@@ -327,40 +326,23 @@ def save_streamed(
             done, view = done + written, view[written:]
     else:
         if done == like.nbytes:
-            with open(file.name, "r+b") as opened, zipfile.ZipFile(file.name) as archive:
-                _set_crc(opened, archive.start_dir, entry, begin + done, crc)
+            _set_crc(file.name, begin + done, crc)
             return
     raise ConvertError(f"{file.name}: other than {like.nbytes} bytes came for its tensor")
 
 
-def _entry(name: str) -> tuple[zipfile.ZipInfo, int]:
-    """The only storage of an archive, and where its bytes begin."""
-    with zipfile.ZipFile(name) as archive:
-        (entry,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-    with open(name, "rb") as file:
-        file.seek(entry.header_offset)
-        *_, name_length, extra_length = _LOCAL.unpack(file.read(_LOCAL.size))
-    return entry, entry.header_offset + _LOCAL.size + name_length + extra_length
-
-
-def _set_crc(file: BinaryIO, at: int, entry: zipfile.ZipInfo, end: int, crc: int) -> None:
-    """Keep the CRC-32 of an entry whose bytes end at ``end``; ``at`` is where the central headers begin."""
+def _set_crc(name: str, end: int, crc: int) -> None:
+    """Keep the CRC-32 of the only storage of an archive, whose bytes end at ``end``."""
     # torch does not look at it, other readers of archives do.
-    name, value = entry.filename.encode(), struct.pack("<I", crc)
-    if entry.flag_bits & _HAS_DESCRIPTOR:
-        file.seek(end)
-        if file.read(4) == _DESCRIPTOR_SIGNATURE:
-            file.write(value)
-    else:
-        file.seek(entry.header_offset + _LOCAL_CRC)
-        file.write(value)
-    # Central headers stand one behind the other; zipfile gives the begin of the first alone.
-    found = b""
-    while found != name:
-        file.seek(at)
-        fields = _CENTRAL.unpack(file.read(_CENTRAL.size))
-        name_length, extra_length, comment_length = fields[10:13]
-        found, header = file.read(name_length), at
-        at += _CENTRAL.size + name_length + extra_length + comment_length
-    file.seek(header + _CENTRAL_CRC)
-    file.write(value)
+    with zipfile.ZipFile(name, "a") as archive:
+        (entry,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
+        entry.CRC = crc
+        archive.comment = b""  # anything: the list of entries at the end is written again
+    with open(name, "r+b") as file:
+        if not entry.flag_bits & _HAS_DESCRIPTOR:
+            file.seek(entry.header_offset + _LOCAL_CRC)
+        elif os.pread(file.fileno(), 4, end) == _DESCRIPTOR_SIGNATURE:
+            file.seek(end + 4)
+        else:
+            return
+        file.write(struct.pack("<I", crc))

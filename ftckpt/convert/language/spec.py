@@ -375,12 +375,9 @@ def _variables(value: Any, where: str) -> dict[str, Variable]:
             variables[name] = Variable((), expression(stated, f"{where}: {name}"))
             continue
         body = fields_of(stated, f"{where}: {name}", {"from", "default"})
-        sources = body.get("from", [])
-        sources = [sources] if isinstance(sources, str) else sources
-        if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
-            raise SpecError(f"{where}: {name}: from has to be a name or a list of names")
+        sources = _names(body.get("from", []), f"{where}: {name}: from")
         default = expression(body["default"], f"{where}: {name}") if "default" in body else None
-        variables[name] = Variable(tuple(sources), default)
+        variables[name] = Variable(sources, default)
     return variables
 
 

@@ -68,10 +68,15 @@ def arguments_of(objects: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
 
+def shards_of(objects: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a snapshot what its ranks saved."""
+    return [shard for shard in (objects.get("shards") or {}).values() if isinstance(shard, Mapping)]
+
+
 def _position(objects: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a snapshot says of Megatron-LM's train loop; empty where it says nothing."""
-    for shard in (objects.get("shards") or {}).values():
-        users = shard.get("objects") if isinstance(shard, Mapping) else None
+    for shard in shards_of(objects):
+        users = shard.get("objects")
         position = users.get("counters") if isinstance(users, Mapping) else None
         if isinstance(position, Mapping) and isinstance(position.get("counters"), Mapping):
             return position
@@ -102,9 +107,8 @@ def hyperparameters(objects: Mapping[str, Any]) -> Hyperparameters:
     if isinstance(common, Mapping):
         optimizers = list(optimizers_in(common.get("optimizer")))
         sources += [(each.get("param_groups") or (), each.get("scaler")) for each in optimizers]
-    for shard in (objects.get("shards") or {}).values():
-        saved = shard.get("optimizers") if isinstance(shard, Mapping) else None
-        sources += [(each.get("groups") or (), each.get("scaler")) for each in saved or ()]
+    for shard in shards_of(objects):
+        sources += [(each.get("groups") or (), each.get("scaler")) for each in shard.get("optimizers") or ()]
     seen: set[tuple[Any, ...]] = set()
     for groups, scaler in sources:
         hyper.scaler = scaler if hyper.scaler is None else hyper.scaler
@@ -164,7 +168,8 @@ def make_common(
     # What Megatron-LM writes; below 2 query, key and value were ordered otherwise.
     common.setdefault("checkpoint_version", 3.0)
     common["iteration"] = iteration
-    scheduler = next(_schedulers(objects), None)
+    schedulers = (shard.get("scheduler") for shard in shards_of(objects))
+    scheduler = next((one for one in schedulers if isinstance(one, Mapping)), None)
     if "opt_param_scheduler" not in common and scheduler is not None:
         common["opt_param_scheduler"] = copy.deepcopy(scheduler)
     common[CONTENT] = {**(common.get(CONTENT) or {}), **content}
@@ -172,12 +177,6 @@ def make_common(
     if hyper.groups:
         common["optimizer"] = _optimizer(hyper, step, fp32)
     return common
-
-
-def _schedulers(objects: Mapping[str, Any]) -> Iterator[Any]:
-    for shard in (objects.get("shards") or {}).values():
-        if isinstance(shard, Mapping) and isinstance(shard.get("scheduler"), Mapping):
-            yield shard["scheduler"]
 
 
 def _optimizer(hyper: Hyperparameters, step: float | None, fp32: bool) -> dict[Any, Any]:

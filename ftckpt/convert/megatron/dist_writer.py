@@ -73,8 +73,8 @@ class MegatronDistWriter:
                 "the source says no learning rates, betas and weight decays of groups of parameters, which Megatron "
                 "wants beside optimizer state; convert the weights alone with --roles weight,buffer"
             )
-        blocks = names.stackable(self._stored) if self._stack and not _names_each_layer(catalog.objects) else ()
-        self._stacks = names.layer_counts(self._stored, blocks)
+        is_stacked = self._stack and not _names_each_layer(catalog.objects)
+        self._stacks = names.stackable(self._stored) if is_stacked else {}
         packed = _pack(self._stored, self._max_file_bytes)
         if packed:  # steps are read with the first file, to go into ``common.pt``
             packed[0][:0] = map(Rows.whole, steps)

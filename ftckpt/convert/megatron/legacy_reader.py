@@ -113,7 +113,7 @@ def _deal(
 ) -> list[list[RankTensor]]:
     """The parameters of each group: those without weight decay are biases and what has one dimension."""
     dealt: list[list[RankTensor]] = [[] for _ in groups]
-    plain = [_multiplier(group) == 0.0 for group in groups]
+    plain = [float(group.get("wd_mult", group.get("pre_wd_mult", 1.0))) == 0.0 for group in groups]
     for each in parameters:
         flat = len(each.shape) == 1 or each.name.endswith(".bias")
         fitting = [index for index, without_decay in enumerate(plain) if without_decay is flat]
@@ -127,10 +127,6 @@ def _deal(
             counts = f"{len(group['params'])} parameters in a group of the optimizer, {len(mine)} in the model"
             raise ConvertError(f"{file}: {counts}; {_REMEDY}")
     return dealt
-
-
-def _multiplier(group: Mapping[str, Any]) -> float:
-    return float(group.get("wd_mult", group.get("pre_wd_mult", 1.0)))
 
 
 def _checked(each: RankTensor, role: str, value: torch.Tensor) -> RankTensor:
@@ -248,7 +244,7 @@ class MegatronLegacyReader(Reader):
             fragment for each in tensors for fragment in self._fragments(each, placed[each.name, each.coords])
         ]
         fragments = [each for each in fragments if wanted is None or each.key.partition("/")[0] in wanted]
-        keys = {fragment.key for fragment in fragments}
+        keys = {fragment.key: fragment.key.partition("/") for fragment in fragments}
         vocabularies = {placement.name for placement in placed.values() if placement and placement.padded}
         averages = {placement.name for placement in placed.values() if placement and placement.average}
         self.catalog = Catalog(
@@ -257,8 +253,8 @@ class MegatronLegacyReader(Reader):
             layout=layout_of(args),
             fragments=tuple(fragments),
             objects={"megatron": _objects(first)},
-            padded=frozenset(key for key in keys if _split(key)[1] in vocabularies and _split(key)[0] != "step"),
-            average=frozenset(key for key in keys if _split(key)[1] in averages),
+            padded=frozenset(key for key, (role, _, name) in keys.items() if name in vocabularies and role != "step"),
+            average=frozenset(key for key, (_, _, name) in keys.items() if name in averages),
         )
 
     def read(self, index: int) -> Bytes:
@@ -445,8 +441,3 @@ def _groups_alone(value: Any) -> Any:
     groups = inner.get("param_groups") or ()
     stripped = [{name: item for name, item in group.items() if name != "params"} for group in groups]
     return {"optimizer": {"param_groups": stripped}, "grad_scaler": value.get("grad_scaler")}
-
-
-def _split(key: str) -> tuple[str, str]:
-    role, _, name = key.partition("/")
-    return role, name

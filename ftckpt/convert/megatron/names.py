@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ftckpt.convert.catalog import Tensor
@@ -80,20 +80,21 @@ class TensorPosition:
     first: Shape
 
 
-def stackable(tensors: Iterable[Tensor]) -> frozenset[str]:
-    """Blocks, by names such as ``decoder.layers``, all of whose layers have the same tensors of the same shapes."""
+def stackable(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Blocks, by names such as ``decoder.layers``, all of whose layers have the same tensors of the same shapes, and
+    how many layers each has."""
     layers: dict[str, dict[int, set[tuple[str, str, Shape]]]] = defaultdict(lambda: defaultdict(set))
     for tensor in tensors:
         role, _, name = tensor.key.partition("/")
         match = LAYER.fullmatch(name)
         if match and role != "step":
             layers[match[1]][int(match[2])].add((f"{role}/{match[3]}", tensor.dtype, tensor.shape))
-    return frozenset(
-        block
+    return {
+        block: len(numbers)
         for block, numbers in layers.items()
         # Without gaps, and alike in name, type and shape: Megatron stacks no others.
         if sorted(numbers) == list(range(len(numbers))) and all(one == numbers[0] for one in numbers.values())
-    )
+    }
 
 
 def places(tensor: Tensor, names: Sequence[str], stacks: Mapping[str, int]) -> Iterator[TensorPosition]:
@@ -107,16 +108,6 @@ def places(tensor: Tensor, names: Sequence[str], stacks: Mapping[str, int]) -> I
             yield TensorPosition(stacked, (stacks[match[1]], *tensor.shape), (int(match[2]),))
         else:
             yield TensorPosition(name, tensor.shape, ())
-
-
-def layer_counts(tensors: Iterable[Tensor], blocks: Collection[str]) -> dict[str, int]:
-    """How many layers each of these blocks has."""
-    counts: dict[str, int] = dict.fromkeys(blocks, 0)
-    for tensor in tensors:
-        match = LAYER.fullmatch(tensor.key.partition("/")[2])
-        if match and match[1] in counts:
-            counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
-    return counts
 
 
 def extra_states(tensors: Iterable[Tensor], stacks: Mapping[str, int]) -> Iterator[str]:

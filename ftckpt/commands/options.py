@@ -1,14 +1,21 @@
-"""Options that take a size, such as ``--node-memory 512GiB``."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
+from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.units import size
 
 _MAX_BYTES = 1 << 60
+
+
+def add_arena(parser: argparse.ArgumentParser) -> None:
+    """Add ``--arena``: where the memory of jobs is."""
+    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
 
 
 def size_of(option: str, minimum: str = "1B") -> Callable[[str], int]:
