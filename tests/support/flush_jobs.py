@@ -46,11 +46,18 @@ class Job:
         for node in self.nodes:
             node.flush(iteration)
 
-    def persist(self, slot: int, iteration: int) -> None:
-        """Until both nodes have brought a snapshot there."""
+    def request(self, slot: int, iteration: int) -> None:
+        """A snapshot of both nodes that is to come to storage."""
         self.snapshot(slot, iteration)
         self.flush(iteration)
+
+    def persist(self, slot: int, iteration: int) -> None:
+        """Until a snapshot of both nodes is on storage."""
+        self.request(slot, iteration)
         self.settled(iteration)
+
+    def wait_checked(self, iteration: int) -> None:
+        until(lambda: all(node.checked(iteration) for node in self.nodes), "checksums")
 
     @property
     def arenas(self) -> list[Arena]:
