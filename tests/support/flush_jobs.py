@@ -81,7 +81,9 @@ class Job:
     def check(self, storage: Storage, iteration: int) -> StoredSnapshot:
         """All that is on storage of a snapshot is what memory has of it."""
         name = f"{folder_of(iteration)}/manifest.json"
-        stored = StoredSnapshot.decode(storage.read(name), name)
+        manifest = storage.read(name)
+        stored = StoredSnapshot.decode(manifest, name)
+        assert stored.encode() == manifest
         for arena in self.arenas:
             slot = arena.find(stored.snapshot)
             entry = stored.shards[arena.manifest.shard]

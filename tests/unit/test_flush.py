@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from ftckpt.config import Config
@@ -27,7 +26,6 @@ from ftckpt.persist.commit import CheckpointName, PendingCheckpoint, claim, fold
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import locate
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import open_storage
 from ftckpt.restore.shelf import Shelf
 from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
@@ -580,16 +578,6 @@ def test_killed_at_any_step_one_checkpoint_is_whole_and_the_next_attempt_ends_it
         step += stride
     assert (7,) in seen and (8,) in seen and step > 60
     assert committed(storage) == [8] and leftovers(job.where) == []
-
-
-def test_manifests_of_shards_survive_json(job: Job) -> None:
-    job.start()
-    job.persist(0, 7)
-    storage = open_storage(job.where)
-    stored = StoredSnapshot.decode(storage.read(f"{folder_of(7)}/manifest.json"), "m")
-    again = StoredSnapshot.decode(stored.encode(), "m")
-    assert again.encode() == stored.encode()
-    assert np.array_equal(again.shards["dp0"].chunk_hashes, stored.shards["dp0"].chunk_hashes)
 
 
 def test_what_is_not_its_own_is_never_removed(job: Job) -> None:
