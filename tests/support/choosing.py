@@ -1,16 +1,19 @@
-"""A job by its shards and their nodes, and what a restart of it would choose without parity."""
+"""A job by its shards and their nodes, what protects it, and what a restart of it would choose without parity."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.parity.groups import Member, node_groups, peer_groups
+from ftckpt.parity.holding import Holding
+from ftckpt.parity.modes import Modes
 from ftckpt.restore.choice import Decision, Findings, Query, decide
-from ftckpt.restore.inventory import ArenaReport, Inventory, Shield, take_inventory
-from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.inventory import ArenaReport, Inventory, ParityReport, Shield, SoundPackage, take_inventory
+from ftckpt.restore.locations import OpenArenas, PackageAt, SlotAt
 from ftckpt.store.damage import Damage
 
 
@@ -18,6 +21,21 @@ def job(homes: Mapping[str, str], layout: Mapping[str, int | str | bool]) -> Top
     """A job of one rank for each shard, on the node that ``homes`` gives."""
     coords = [{axis: int(index) for axis, index in re.findall(r"([a-z]+)([0-9]+)", shard)} for shard in homes]
     return Topology(0, tuple(RankPlace(*both) for both in zip(coords, homes.values(), strict=True)), layout)
+
+
+def shield_of(
+    holdings: Sequence[Holding], modes: Modes, packages: Mapping[str, PackageAt], has_parity: Callable[[Member], bool]
+) -> Shield:
+    """What protects a snapshot of these shards: parity of the members that have any, and a package of a shard."""
+    groups = (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
+    parity = [
+        ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.name, index)
+        for group in groups
+        for index, member in enumerate(group.members)
+        if has_parity(member)
+    ]
+    sound = {h.shard: (SoundPackage(packages[h.shard], 100, h),) for h in holdings if h.shard in packages}
+    return Shield({g.name: g for g in groups}, {(p.group, p.holder): p for p in parity}, sound)
 
 
 def decided(

@@ -1,4 +1,4 @@
-"""Flips single bits in checkpoints of other programs, in every record that ``torch.save`` wrote."""
+"""Flips single bits of files; in checkpoints of other programs, in every record that ``torch.save`` wrote."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ import xxhash
 
 from ftckpt.errors import ConvertError
 from ftckpt.model import objects
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Turn one bit of a file round; a second call turns it back."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
 
 
 @dataclass(frozen=True)
@@ -55,17 +64,11 @@ def of_distributed(path: Path) -> list[Record]:
 def flipped(record: Record, at: int | None = None) -> Iterator[None]:
     """One bit of a record is another one, in the middle or at byte ``at``."""
     place = record.begin + (record.nbytes // 2 if at is None else at)
-    with record.file.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 4]))
+    flip(record.file, place, 2)
     try:
         yield
     finally:
-        with record.file.open("r+b") as file:
-            file.seek(place)
-            file.write(bytes([byte]))
+        flip(record.file, place, 2)
 
 
 def all_that_is_read(source: Any) -> str:

@@ -13,6 +13,7 @@ from ftckpt.persist.place import Place
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
+from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import FlushState
 from tests.support.smp_nodes import Node, Smp, describe
 from tests.support.waiting import until
@@ -45,6 +46,23 @@ class Job:
         for node in self.nodes:
             node.flush(iteration)
 
+    def request(self, slot: int, iteration: int) -> None:
+        """A snapshot of both nodes that is to come to storage."""
+        self.snapshot(slot, iteration)
+        self.flush(iteration)
+
+    def persist(self, slot: int, iteration: int) -> None:
+        """Until a snapshot of both nodes is on storage."""
+        self.request(slot, iteration)
+        self.settled(iteration)
+
+    def wait_checked(self, iteration: int) -> None:
+        until(lambda: all(node.checked(iteration) for node in self.nodes), "checksums")
+
+    @property
+    def arenas(self) -> list[Arena]:
+        return [arena for node in self.nodes for arena in node.arenas]
+
     def start(self) -> None:
         for smp in self.smps:
             smp.start()
@@ -63,21 +81,22 @@ class Job:
     def check(self, storage: Storage, iteration: int) -> StoredSnapshot:
         """All that is on storage of a snapshot is what memory has of it."""
         name = f"{folder_of(iteration)}/manifest.json"
-        stored = StoredSnapshot.decode(storage.read(name), name)
-        for node in self.nodes:
-            for arena in node.arenas:
-                slot = arena.find(stored.snapshot)
-                entry = stored.shards[arena.manifest.shard]
-                data = storage.read(f"{folder_of(iteration)}/{entry.file}")
-                assert slot is not None and len(data) == entry.nbytes
-                file = ShardFile(entry.file, arena.manifest.shard, entry, lambda at, n, data=data: data[at : at + n])
-                image, begin = arena.image, arena.image.objects.begin
-                with arena.slot(slot) as view:
-                    used = begin + entry.objects_used
-                    assert entry.frames is not None or data[:used] == bytes(view[:used])
-                    assert data[: len(image.header)] == image.header and bytes(file.objects()) == view[begin:used]
-                    for number, span in enumerate(image.chunks):
-                        assert bytes(file.chunk(number)) == view[span.begin : span.end]
+        manifest = storage.read(name)
+        stored = StoredSnapshot.decode(manifest, name)
+        assert stored.encode() == manifest
+        for arena in self.arenas:
+            slot = arena.find(stored.snapshot)
+            entry = stored.shards[arena.manifest.shard]
+            data = storage.read(f"{folder_of(iteration)}/{entry.file}")
+            assert slot is not None and len(data) == entry.nbytes
+            file = ShardFile(entry.file, arena.manifest.shard, entry, lambda at, n, data=data: data[at : at + n])
+            image, begin = arena.image, arena.image.objects.begin
+            with arena.slot(slot) as view:
+                used = begin + entry.objects_used
+                assert entry.frames is not None or data[:used] == bytes(view[:used])
+                assert data[: len(image.header)] == image.header and bytes(file.objects()) == view[begin:used]
+                for number, span in enumerate(image.chunks):
+                    assert bytes(file.chunk(number)) == view[span.begin : span.end]
         return stored
 
     def close(self) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -41,13 +39,6 @@ WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
 
 def manifest_of(tp: int) -> Manifest:
     return Manifest({"tp": tp}, {"tp": 2}, (WEIGHTS,), (), 100, 8192)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-locks-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
 
 
 @contextmanager
@@ -98,8 +89,8 @@ def answer_to_another(path: Path) -> str:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_live_holder_is_named_and_a_dead_one_forgotten(root: Path) -> None:
-    arena = Arena.create(node_directory(root, "job", "node"), manifest_of(0), 2)
+def test_a_live_holder_is_named_and_a_dead_one_forgotten(arena_root: Path) -> None:
+    arena = Arena.create(node_directory(arena_root, "job", "node"), manifest_of(0), 2)
     with holder(LOCK_ARENA, arena.path) as process:
         begin = time.monotonic()
         with raises(ArenaError, "tp0", f"process {process.pid}", "wait"):
@@ -110,41 +101,41 @@ def test_a_live_holder_is_named_and_a_dead_one_forgotten(root: Path) -> None:
     arena.close()
 
 
-def test_waiting_ends_when_the_holder_does(root: Path) -> None:
-    with holder(LOCK_FILE, root / "lock") as process:
+def test_waiting_ends_when_the_holder_does(arena_root: Path) -> None:
+    with holder(LOCK_FILE, arena_root / "lock") as process:
         killer = threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL))
         begin = time.monotonic()
         killer.start()
-        FileLock(root / "lock", 60, "a", "b").release()
+        FileLock(arena_root / "lock", 60, "a", "b").release()
         assert 0.2 < time.monotonic() - begin < 30
 
 
-def test_a_forked_worker_does_not_keep_the_lock(root: Path) -> None:
+def test_a_forked_worker_does_not_keep_the_lock(arena_root: Path) -> None:
     fork = LOCK_FILE + "\nimport os\npid = os.fork()\nif pid == 0:\n    import time; time.sleep(60)\n"
     fork += "Path(sys.argv[2]).write_text(str(pid))"
-    with holder(fork, root / "lock", root / "worker") as process:
-        worker = int((root / "worker").read_text())
+    with holder(fork, arena_root / "lock", arena_root / "worker") as process:
+        worker = int((arena_root / "worker").read_text())
         try:
             with pytest.raises(ArenaError, match=f"process {process.pid}"):
-                FileLock(root / "lock", 0, "a", "b")
+                FileLock(arena_root / "lock", 0, "a", "b")
             os.kill(process.pid, signal.SIGKILL)
-            FileLock(root / "lock", 30, "a", "b").release()
+            FileLock(arena_root / "lock", 30, "a", "b").release()
             os.kill(worker, 0)
         finally:
             os.kill(worker, signal.SIGKILL)
 
 
-def test_a_second_lock_in_one_process_is_refused_and_does_not_drop_the_first(root: Path) -> None:
-    with FileLock(root / "lock", 0, "a", "b"):
+def test_a_second_lock_in_one_process_is_refused_and_does_not_drop_the_first(arena_root: Path) -> None:
+    with FileLock(arena_root / "lock", 0, "a", "b"):
         with pytest.raises(ArenaError, match=r"held by this process \(pid \d+\)"):
-            FileLock(root / "lock", 60, "a", "b")
-        assert f"held by process {os.getpid()}" in answer_to_another(root / "lock")
-    assert answer_to_another(root / "lock") == "free"
-    FileLock(root / "lock", 0, "a", "b").release()
+            FileLock(arena_root / "lock", 60, "a", "b")
+        assert f"held by process {os.getpid()}" in answer_to_another(arena_root / "lock")
+    assert answer_to_another(arena_root / "lock") == "free"
+    FileLock(arena_root / "lock", 0, "a", "b").release()
 
 
-def test_opening_and_closing_another_arena_object_keeps_the_lock(root: Path) -> None:
-    arena = Arena.create(node_directory(root, "job", "node"), manifest_of(0), 2)
+def test_opening_and_closing_another_arena_object_keeps_the_lock(arena_root: Path) -> None:
+    arena = Arena.create(node_directory(arena_root, "job", "node"), manifest_of(0), 2)
     arena.lock(0)
     Arena.open(arena.path).close()
     assert f"held by process {os.getpid()}" in answer_to_another(arena.path / "lock")
@@ -154,93 +145,93 @@ def test_opening_and_closing_another_arena_object_keeps_the_lock(root: Path) -> 
     arena.close()
 
 
-def test_a_lock_file_that_was_removed_protects_nothing(root: Path) -> None:
-    with FileLock(root / "lock", 0, "a", "b"):
-        (root / "lock").unlink()
-        with FileLock(root / "lock", 0, "a", "b"):
-            assert (root / "lock").exists()
+def test_a_lock_file_that_was_removed_protects_nothing(arena_root: Path) -> None:
+    with FileLock(arena_root / "lock", 0, "a", "b"):
+        (arena_root / "lock").unlink()
+        with FileLock(arena_root / "lock", 0, "a", "b"):
+            assert (arena_root / "lock").exists()
 
 
-def test_a_lock_file_removed_between_open_and_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_removed_between_open_and_lock(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lockf = fcntl.lockf
     calls = []
 
     def remove_then_lock(fd: int, kind: int) -> None:
         calls.append(fd)
         if len(calls) == 1:
-            (root / "lock").unlink()
+            (arena_root / "lock").unlink()
         lockf(fd, kind)
 
     monkeypatch.setattr(fcntl, "lockf", remove_then_lock)
-    with FileLock(root / "lock", 0, "a", "b"):
+    with FileLock(arena_root / "lock", 0, "a", "b"):
         assert len(calls) == 2
-        assert f"held by process {os.getpid()}" in answer_to_another(root / "lock")
+        assert f"held by process {os.getpid()}" in answer_to_another(arena_root / "lock")
 
 
-def test_the_job_lock_tells_who_runs(root: Path) -> None:
-    node_dir = node_directory(root, "train7", "node")
+def test_the_job_lock_tells_who_runs(arena_root: Path) -> None:
+    node_dir = node_directory(arena_root, "train7", "node")
     with holder(LOCK_JOB, node_dir) as process:
         with raises(ArenaError, "'train7'", f"process {process.pid}", "--ftckpt-job"):
             JobLock(node_dir, 0.1)
-        assert not remove_job_if_empty(root, "train7", "node")
+        assert not remove_job_if_empty(arena_root, "train7", "node")
         assert node_dir.exists()
     JobLock(node_dir, 5).release()
 
 
-def test_an_ended_job_leaves_nothing(root: Path) -> None:
-    node_dir = node_directory(root, "job", "node")
+def test_an_ended_job_leaves_nothing(arena_root: Path) -> None:
+    node_dir = node_directory(arena_root, "job", "node")
     lock = JobLock(node_dir, 0)
     arena = Arena.create(node_dir, manifest_of(0), 2)
     arena.lock(0)
-    assert not remove_job_if_empty(root, "job", "node")
+    assert not remove_job_if_empty(arena_root, "job", "node")
     arena.remove()
-    assert remove_job_if_empty(root, "job", "node")
+    assert remove_job_if_empty(arena_root, "job", "node")
     lock.release()
-    assert list(root.iterdir()) == []
-    assert remove_job_if_empty(root, "job", "node")
+    assert list(arena_root.iterdir()) == []
+    assert remove_job_if_empty(arena_root, "job", "node")
     with JobLock(node_dir, 0):  # the next attempt begins from nothing
         assert node_dir.stat().st_mode & 0o777 == 0o700
 
 
-def test_who_removes_a_job_tries_no_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_removes_a_job_tries_no_lock(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A try would make the file of a job that somebody else removes at this moment, and keep others from removing."""
-    JobLock(node_directory(root, "job", "node"), 0).release()
+    JobLock(node_directory(arena_root, "job", "node"), 0).release()
     monkeypatch.setattr(fcntl, "lockf", lambda *_: pytest.fail("the job's lock was tried"))
-    assert remove_job_if_empty(root, "job", "node")
-    assert list(root.iterdir()) == []
+    assert remove_job_if_empty(arena_root, "job", "node")
+    assert list(arena_root.iterdir()) == []
 
 
-def test_another_node_keeps_its_part(root: Path) -> None:
-    node_directory(root, "job", "a")
-    other = node_directory(root, "job", "b")
-    assert remove_job_if_empty(root, "job", "a")
+def test_another_node_keeps_its_part(arena_root: Path) -> None:
+    node_directory(arena_root, "job", "a")
+    other = node_directory(arena_root, "job", "b")
+    assert remove_job_if_empty(arena_root, "job", "a")
     assert other.exists()
 
 
-def test_clean_refuses_a_live_job_then_takes_all(root: Path) -> None:
-    node_dir = node_directory(root, "job", "node")
+def test_clean_refuses_a_live_job_then_takes_all(arena_root: Path) -> None:
+    node_dir = node_directory(arena_root, "job", "node")
     paths = []
     for tp in range(2):
         arena = Arena.create(node_dir, manifest_of(tp), 2)
         arena.close()
         paths.append(arena.path)
     (node_dir / ".tp3.00000000.new-77").mkdir()
-    keep = node_directory(root, "job2", "node")
+    keep = node_directory(arena_root, "job2", "node")
     for code, path in ((LOCK_JOB, node_dir), (LOCK_ARENA, paths[1])):
         with holder(code, path) as process:
             with pytest.raises(ArenaError, match=f"process {process.pid}"):
-                clean_job(root, "job")
+                clean_job(arena_root, "job")
             assert list_arenas(node_dir) == paths
-    assert clean_job(root, "job") == paths
-    assert list(root.iterdir()) == [keep.parent]
-    assert clean_job(root, "job") == []
+    assert clean_job(arena_root, "job") == paths
+    assert list(arena_root.iterdir()) == [keep.parent]
+    assert clean_job(arena_root, "job") == []
 
 
 def test_clean_leaves_a_job_alone_that_starts_when_the_lock_is_gone(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two nodes: what is still to go of the old attempt goes, and nothing of the new one."""
-    node_dir, other = (node_directory(root, "job", node) for node in ("a", "b"))
+    node_dir, other = (node_directory(arena_root, "job", node) for node in ("a", "b"))
     for directory in (node_dir, other):
         Arena.create(directory, manifest_of(0), 2).close()
         (directory / ".ends").write_text("of the old attempt")
@@ -255,7 +246,7 @@ def test_clean_leaves_a_job_alone_that_starts_when_the_lock_is_gone(
 
     monkeypatch.setattr(os, "unlink", unlink)
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: path.is_file() and unlink(path))
-    clean_job(root, "job")
+    clean_job(arena_root, "job")
     started[0].release()
     assert not other.exists()
     assert [path.name[:3] for path in list_arenas(node_dir)] == ["tp1"]
@@ -263,8 +254,8 @@ def test_clean_leaves_a_job_alone_that_starts_when_the_lock_is_gone(
     assert not (node_dir / ".ends").exists()
 
 
-def test_what_is_none_of_ftckpts_stays(root: Path) -> None:
-    node_dir = node_directory(root, "job", "a")
+def test_what_is_none_of_ftckpts_stays(arena_root: Path) -> None:
+    node_dir = node_directory(arena_root, "job", "a")
     Arena.create(node_dir, manifest_of(0), 2).close()
     mine = [
         node_dir / "backup" / "slot0.safetensors", node_dir / "notes", node_dir / ".notes.new",
@@ -276,9 +267,9 @@ def test_what_is_none_of_ftckpts_stays(root: Path) -> None:
     (node_dir / ".mirror").symlink_to(node_dir / "backup")
     assert [path.name for path in list_arenas(node_dir)] == [arena_path(node_dir, manifest_of(0)).name]
     remove_half_made(node_dir)
-    assert not remove_job_if_empty(root, "job", "a")
+    assert not remove_job_if_empty(arena_root, "job", "a")
     told: list[str] = []
-    assert len(clean_job(root, "job", told.append)) == 1
+    assert len(clean_job(arena_root, "job", told.append)) == 1
     assert sorted(path for path in node_dir.parent.rglob("*") if path.is_file()) == sorted(mine)
     assert all(any(str(path) in line for line in told) for path in (node_dir / "backup", mine[1], mine[4]))
 
@@ -298,15 +289,15 @@ for number in range(300):
 """
 
 
-def test_starts_beside_a_clean_that_goes_on_and_on_lose_nothing(root: Path) -> None:
-    node_dir = root / "ftckpt-job" / "node"
+def test_starts_beside_a_clean_that_goes_on_and_on_lose_nothing(arena_root: Path) -> None:
+    node_dir = arena_root / "ftckpt-job" / "node"
     process = subprocess.Popen(
         [sys.executable, "-c", STARTS, str(node_dir)], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
     )
     try:
         while process.poll() is None:
             with suppress(ArenaError):  # a start is under way
-                clean_job(root, "job")
+                clean_job(arena_root, "job")
         assert process.stderr is not None
         assert process.returncode == 0, process.stderr.read()
     finally:
@@ -315,9 +306,9 @@ def test_starts_beside_a_clean_that_goes_on_and_on_lose_nothing(root: Path) -> N
 
 
 def test_a_directory_that_goes_while_its_lock_is_made_is_made_again(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node_dir, mkdir, left = root / "ftckpt-job" / "node", Path.mkdir, [3]
+    node_dir, mkdir, left = arena_root / "ftckpt-job" / "node", Path.mkdir, [3]
 
     def made_in_vain(path: Path, *args: int, **options: int) -> None:
         """As beside an attempt that ends: what was made last, or before, is gone at once."""
@@ -332,33 +323,33 @@ def test_a_directory_that_goes_while_its_lock_is_made_is_made_again(
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a b", "x" * 300])
-def test_names_that_could_leave_the_root(root: Path, name: str) -> None:
+def test_names_that_could_leave_the_root(arena_root: Path, name: str) -> None:
     for call in (
-        lambda: node_directory(root, name, "node"),
-        lambda: node_directory(root, "job", name),
-        lambda: clean_job(root, name),
-        lambda: remove_job_if_empty(root, "job", name),
+        lambda: node_directory(arena_root, name, "node"),
+        lambda: node_directory(arena_root, "job", name),
+        lambda: clean_job(arena_root, name),
+        lambda: remove_job_if_empty(arena_root, "job", name),
     ):
         with pytest.raises(ArenaError, match="is not a name"):
             call()
 
 
-def test_a_link_in_place_of_the_job(root: Path) -> None:
-    (root / "elsewhere").mkdir()
-    (root / "ftckpt-job").symlink_to(root / "elsewhere")
-    (root / "ftckpt-gone").symlink_to(root / "nowhere")
-    (root / "ftckpt-file").write_text("")
+def test_a_link_in_place_of_the_job(arena_root: Path) -> None:
+    (arena_root / "elsewhere").mkdir()
+    (arena_root / "ftckpt-job").symlink_to(arena_root / "elsewhere")
+    (arena_root / "ftckpt-gone").symlink_to(arena_root / "nowhere")
+    (arena_root / "ftckpt-file").write_text("")
     for job, text in (("job", "symbolic link"), ("gone", "symbolic link"), ("file", "not a directory")):
         with pytest.raises(ArenaError, match=text):
-            node_directory(root, job, "node")
+            node_directory(arena_root, job, "node")
         with pytest.raises(ArenaError, match=text):
-            clean_job(root, job)
-    assert (root / "elsewhere").exists()
+            clean_job(arena_root, job)
+    assert (arena_root / "elsewhere").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_what_belongs_to_another_user_is_left_alone(root: Path) -> None:
-    node_dir = node_directory(root, "job", "node")
+def test_what_belongs_to_another_user_is_left_alone(arena_root: Path) -> None:
+    node_dir = node_directory(arena_root, "job", "node")
     arena = Arena.create(node_dir, manifest_of(0), 2)
     arena.close()
     os.chown(arena.path, 12345, -1)
@@ -367,9 +358,9 @@ def test_what_belongs_to_another_user_is_left_alone(root: Path) -> None:
     for path in (node_dir, node_dir.parent):
         os.chown(path, 12345, -1)
         with pytest.raises(ArenaError, match="belongs to uid 12345"):
-            node_directory(root, "job", "node")
+            node_directory(arena_root, "job", "node")
         with pytest.raises(ArenaError, match="belongs to uid 12345"):
-            clean_job(root, "job")
+            clean_job(arena_root, "job")
     assert list_arenas(node_dir) == [arena.path]
 
 
@@ -380,7 +371,9 @@ def test_an_unwritable_root(tmp_path: Path) -> None:
         node_directory(Path("/proc"), "job", "node")
 
 
-def test_a_directory_that_goes_between_two_looks_is_made_anew(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_goes_between_two_looks_is_made_anew(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``mkdir`` finds it, and looks again whether it is one: by then a clean has deleted it."""
     mkdir, gone = Path.mkdir, [FileExistsError(), FileExistsError()]
 
@@ -390,5 +383,5 @@ def test_a_directory_that_goes_between_two_looks_is_made_anew(root: Path, monkey
         mkdir(self, *args, **options)
 
     monkeypatch.setattr(Path, "mkdir", looked_at_too_late)
-    with JobLock(root / "ftckpt-job" / "node", 0):
-        assert (root / "ftckpt-job" / "node").is_dir() and not gone
+    with JobLock(arena_root / "ftckpt-job" / "node", 0):
+        assert (arena_root / "ftckpt-job" / "node").is_dir() and not gone

@@ -11,6 +11,7 @@ import pytest
 import safetensors
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from test_arena_image import slot_bytes, vector
 
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError
@@ -22,10 +23,6 @@ from tests.support.errors import raises
 
 KINDS = ("private", "shared", "copy", "parity")
 GROUP = "0123456789abcdef"
-
-
-def vector(key: str, numel: int, dtype: str = "F32") -> Fragment:
-    return Fragment.whole(key, dtype, (numel,), Box((0,), (numel,)))
 
 
 PLAIN = Manifest({"tp": 0}, {"tp": 2}, (vector("a", 3000), vector("b", 5)), (vector("rng", 3, "U8"),), 100, 8192)
@@ -167,10 +164,6 @@ def test_chunks_are_counted_section_by_section() -> None:
         SlotImage.of(replace(PLAIN, stepped=stepped, sections=sections, chunk_bytes=1, volatile=()))
 
 
-def parity_like(fragment: Fragment) -> tuple[Fragment, ...]:
-    return (*STEPPED[:5], fragment)
-
-
 LONG = Fragment(f"__parity__/{GROUP}", "U8", (9000,), Box((0,), (9000,)), 0, 8000)
 WRONG: dict[str, tuple[Any, str]] = {
     "too few fragments": (SECTIONS[1:], "hold 4 fragments, there are 6"),
@@ -205,7 +198,7 @@ def test_an_inconsistent_table_is_refused(case: str) -> None:
 @pytest.mark.parametrize("fragment", [vector(f"__parity__/{GROUP}", 2250), vector("x", 9000, "U8"), LONG])
 def test_parity_is_one_whole_fragment_of_bytes(fragment: Fragment) -> None:
     with pytest.raises(ValueError, match="fragment"):
-        replace(SECTIONED, stepped=parity_like(fragment))
+        replace(SECTIONED, stepped=(*STEPPED[:5], fragment))
 
 
 FOREIGN: list[Any] = [
@@ -221,15 +214,13 @@ def test_sections_of_another_kind_are_corrupt(value: Any) -> None:
         Manifest.decode(text)
 
 
-def rebuilt(edit: Callable[[dict[str, Any]], object]) -> bytes:
-    """The header of SECTIONED with an edited manifest in it, entries as they were."""
-    value = json.loads(SlotImage.of(SECTIONED).header[8:])
+def rebuilt(edit: Callable[[dict[str, Any]], object], manifest: Manifest = SECTIONED) -> bytes:
+    """The header of a manifest that was edited in it, entries as they were."""
+    value = json.loads(SlotImage.of(manifest).header[8:])
     inner = json.loads(value["__metadata__"]["manifest"])
     edit(inner)
     value["__metadata__"]["manifest"] = json.dumps(inner, separators=(",", ":"), sort_keys=True)
-    text = json.dumps(value, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % PAGE_BYTES)
-    return len(text).to_bytes(8, "little") + text
+    return slot_bytes(json.dumps(value, separators=(",", ":")).encode())
 
 
 @pytest.mark.parametrize(
@@ -251,10 +242,5 @@ def test_a_header_that_contradicts_its_sections_is_corrupt(
 
 
 def test_an_empty_list_of_sections_is_not_canonical() -> None:
-    value = json.loads(SlotImage.of(PLAIN).header[8:])
-    inner = {**json.loads(value["__metadata__"]["manifest"]), "sections": []}
-    value["__metadata__"]["manifest"] = json.dumps(inner, separators=(",", ":"), sort_keys=True)
-    text = json.dumps(value, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % PAGE_BYTES)
     with raises(CorruptError, "canonical"):
-        parse_image(len(text).to_bytes(8, "little") + text)
+        parse_image(rebuilt(lambda manifest: manifest.update(sections=[]), PLAIN))

@@ -6,9 +6,8 @@ import errno
 import os
 import shutil
 import stat
-import tempfile
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,8 @@ from ftckpt.store.control import FORMAT, SlotState
 from ftckpt.store.directory import LOCK_NAME, arena_path, list_arenas, node_directory
 from tests.support.choosing import inventory_of
 from tests.support.errors import raises
+from tests.support.flips import flip
+from tests.support.smp_nodes import LINEAGE, fill
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -36,55 +37,47 @@ WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
 FLAT = Fragment("m", "BF16", (64, 100), Box((0, 0), (64, 100)), 100, 2100)
 RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
 MANIFEST = Manifest({"tp": 0, "pp": 0}, {"tp": 1}, (WEIGHTS, FLAT), (RNG,), 5000, 8192)
-LINEAGE = b"l" * 16
+Reopened = Callable[..., Arena]
 
 
 @pytest.fixture
-def node_dir() -> Iterator[Path]:
-    root = Path(tempfile.mkdtemp(prefix="ftckpt-test-segment-", dir="/dev/shm"))
-    yield node_directory(root, "job", "node")
-    shutil.rmtree(root)
+def node_dir(arena_root: Path) -> Path:
+    return node_directory(arena_root, "job", "node")
 
 
-def pattern(arena: Arena, iteration: int) -> bytes:
-    spans = (arena.image.stepped, arena.image.volatile)
-    return np.random.default_rng(iteration).bytes(sum(span.nbytes for span in spans))
+@pytest.fixture
+def arena(node_dir: Path) -> Iterator[Arena]:
+    with closing(Arena.create(node_dir, MANIFEST, 2)) as made:
+        yield made
 
 
-def write(arena: Arena, slot: int, iteration: int, objects: bytes = b"objects") -> None:
-    arena.control.begin(slot)
-    image, data = arena.image, pattern(arena, iteration)
-    with arena.slot(slot) as view:
-        view[image.stepped.begin : image.stepped.end] = data[: image.stepped.nbytes]
-        view[image.volatile.begin : image.volatile.end] = data[image.stepped.nbytes :]
-        view[image.objects.begin : image.objects.begin + len(objects)] = objects
-    for chunk in range(len(image.chunks)):
-        arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-    arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
-    arena.control.seal(slot, SnapshotId(LINEAGE, iteration))
+@pytest.fixture
+def reopened() -> Iterator[Reopened]:
+    """Closes an arena, and opens it as another process finds it."""
+    with ExitStack() as stack:
+
+        def reopen(arena: Arena, writable: bool = False) -> Arena:
+            arena.close()
+            return stack.enter_context(closing(Arena.open(arena.path, writable)))
+
+        yield reopen
 
 
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        value = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([value ^ 1 << bit]))
+def write(arena: Arena, slot: int, iteration: int) -> None:
+    fill(arena, slot, iteration, hashed=True)
 
 
-def test_create_write_reopen(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_create_write_reopen(node_dir: Path, arena: Arena, reopened: Reopened) -> None:
     assert list_arenas(node_dir) == [arena.path] == [arena_path(node_dir, MANIFEST)]
     write(arena, 1, 7)
-    arena.close()
+    written = bytes(arena.read_objects(1))
     for writable in (False, True):
-        again = Arena.open(arena.path, writable)
+        again = reopened(arena, writable)
         assert again.manifest == MANIFEST
         assert [again.control.record(slot).state for slot in range(2)] == [SlotState.EMPTY, SlotState.SEALED]
         assert not again.verify(1) and again.verify(0).names == ["record"]
-        assert bytes(again.read_objects(1)) == b"objects"
+        assert bytes(again.read_objects(1)) == written
         assert again.slot(1).readonly is not writable
-        again.close()
 
 
 def test_modes_and_sizes(node_dir: Path) -> None:
@@ -116,20 +109,18 @@ def test_an_smp_knows_of_slots_that_it_has_not_mapped_yet(node_dir: Path) -> Non
         guarded.close()
 
 
-def test_a_slot_opens_in_safetensors(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_a_slot_opens_in_safetensors(arena: Arena) -> None:
     write(arena, 0, 3)
     with safe_open(arena.path / "slot0.safetensors", "pt") as file:
         assert file.metadata()["format"] == "ftckpt-slot"
         weights, flat = file.get_tensor(WEIGHTS.name), file.get_tensor(FLAT.name)
     assert weights.shape == (64, 100) and weights.dtype == torch.float32
     assert flat.shape == (2000,) and flat.dtype == torch.bfloat16
-    data = pattern(arena, 3)
-    assert weights.numpy().tobytes() == data[: WEIGHTS.nbytes]
-    arena.close()
+    begin = arena.image.stepped.begin
+    assert weights.numpy().tobytes() == arena.slot(0)[begin : begin + WEIGHTS.nbytes]
 
 
-def test_the_last_slot_of_an_arena_is_renewed_in_one_step(node_dir: Path) -> None:
+def test_the_last_slot_of_an_arena_is_renewed_in_one_step(node_dir: Path, reopened: Reopened) -> None:
     """Nothing else shows whose arena it is."""
     Arena.create(node_dir, MANIFEST, 2, allocate=1).close()
     path = arena_path(node_dir, MANIFEST)
@@ -139,33 +130,28 @@ def test_the_last_slot_of_an_arena_is_renewed_in_one_step(node_dir: Path) -> Non
     assert arena.slot_error(0) is not None
     arena.renew(0)
     write(arena, 0, 7)
-    arena.close()
-    again = Arena.open(path)
+    again = reopened(arena)
     assert again.find(SnapshotId(LINEAGE, 7)) == 0 and not again.verify(0)
-    again.close()
 
 
-def test_a_cleared_arena_keeps_its_parity_and_is_made_anew(node_dir: Path) -> None:
-    Arena.create(node_dir, MANIFEST, 2).close()
-    path = arena_path(node_dir, MANIFEST)
+def test_a_cleared_arena_keeps_its_parity_and_is_made_anew(node_dir: Path, arena: Arena, reopened: Reopened) -> None:
+    path = arena.path
     for name in ("parity.peer.0", "checks", ".slot1.0123abcd.new"):
         (path / name).write_text(name)
     clear_arena(path)
     assert {entry.name for entry in path.iterdir()} <= {"parity.peer.0", LOCK_NAME}
     with pytest.raises(CorruptError):
         Arena.open(path)
-    arena = Arena.create(node_dir, MANIFEST, 2)
-    write(arena, 0, 7)
-    arena.close()
+    anew = Arena.create(node_dir, MANIFEST, 2)
+    write(anew, 0, 7)
     assert (path / "parity.peer.0").read_text() == "parity.peer.0"
-    again = Arena.open(path)
-    assert again.find(SnapshotId(LINEAGE, 7)) == 0
-    again.close()
+    assert reopened(anew).find(SnapshotId(LINEAGE, 7)) == 0
 
 
-def test_no_room_for_an_arena_made_anew_leaves_its_parity(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Arena.create(node_dir, MANIFEST, 2).close()
-    path = arena_path(node_dir, MANIFEST)
+def test_no_room_for_an_arena_made_anew_leaves_its_parity(
+    node_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = arena.path
     (path / "parity.peer.0").write_text("parity")
     clear_arena(path)
 
@@ -178,8 +164,7 @@ def test_no_room_for_an_arena_made_anew_leaves_its_parity(node_dir: Path, monkey
     assert (path / "parity.peer.0").exists() and not list(path.glob("slot*"))
 
 
-def test_create_refuses_to_replace(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_create_refuses_to_replace(node_dir: Path, arena: Arena) -> None:
     write(arena, 0, 3)
     with raises(ArenaError, "exists", "open", "remove"):
         Arena.create(node_dir, MANIFEST, 2)
@@ -246,23 +231,7 @@ def test_a_full_tmpfs_is_an_error_not_a_sigbus(tmp_path: Path) -> None:
         os.system(f"umount {tmp_path}")
 
 
-def test_every_byte_is_verified(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
-    write(arena, 0, 3)
-    path, image = arena.path / "slot0.safetensors", arena.image
-    dead = range(image.objects.begin + len(b"objects"), image.objects.end)
-    rng = np.random.default_rng(5)
-    for at in [*rng.integers(0, image.file_bytes, 300).tolist(), 0, image.file_bytes - 1]:
-        flip(path, at, at % 8)
-        bad = arena.verify(0).names
-        assert len(bad) == (0 if at in dead else 1), at
-        flip(path, at, at % 8)
-    assert not arena.verify(0)
-    arena.close()
-
-
-def test_verify_names_what_is_bad_and_reports_progress(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_verify_names_what_is_bad_and_reports_progress(arena: Arena) -> None:
     write(arena, 0, 3)
     path, image = arena.path / "slot0.safetensors", arena.image
     for at in (9, image.chunks[2].begin, image.chunks[-1].end - 1, image.objects.begin, image.volatile.end):
@@ -273,22 +242,20 @@ def test_verify_names_what_is_bad_and_reports_progress(node_dir: Path) -> None:
     assert seen[-1] == (image.file_bytes, image.file_bytes) and seen == sorted(seen)
     flip(arena.path / "control", FORMAT.records_offset + 40)
     assert arena.verify(0).names == ["record"]
-    arena.close()
 
 
-def test_objects_longer_than_their_room_are_bad(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_objects_longer_than_their_room_are_bad(arena: Arena) -> None:
     arena.control.begin(0)
     arena.control.set_objects(0, 5001, 0)
     arena.control.seal(0, SnapshotId(LINEAGE, 1))
     with pytest.raises(CorruptError, match="room for 5000"):
         arena.read_objects(0)
     assert "objects" in arena.verify(0).names
-    arena.close()
 
 
-def test_a_removal_cut_short_leaves_nothing_that_looks_whole(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_a_removal_cut_short_leaves_nothing_that_looks_whole(
+    node_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("ftckpt.store.directory.remove_tree", lambda path: None)
         arena.remove()
@@ -299,52 +266,36 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_whole(node_dir: Path, mon
 
 
 @pytest.mark.parametrize("length", [0, 100, 4096, -1, None])
-def test_a_truncated_slot_spoils_only_itself(node_dir: Path, length: int | None) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_a_truncated_slot_spoils_only_itself(arena: Arena, reopened: Reopened, length: int | None) -> None:
     write(arena, 0, 3)
     write(arena, 1, 4)
-    arena.close()
     slot = arena.path / "slot0.safetensors"
     if length is None:
         slot.unlink()
     else:
         os.truncate(slot, length % arena.image.file_bytes)
-    again = Arena.open(arena.path, writable=True)
+    again = reopened(arena, writable=True)
     error = again.slot_error(0)
     assert error is not None and "slot0.safetensors" in error
     assert again.verify(0).names == [error] and not again.verify(1)
     with pytest.raises(CorruptError, match="slot0"):
         again.slot(0)
-    again.close()
 
 
-def test_a_slot_with_holes_is_filled_before_it_is_written(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
-    arena.close()
+def test_a_slot_with_holes_is_filled_before_it_is_written(arena: Arena, reopened: Reopened) -> None:
     slot = arena.path / "slot1.safetensors"
     os.truncate(slot, 4096)
     os.truncate(slot, arena.image.file_bytes)
-    again = Arena.open(arena.path, writable=True)
+    again = reopened(arena, writable=True)
     assert slot.stat().st_blocks * 512 >= again.image.file_bytes
-    again.close()
 
 
-def test_a_bad_header_in_one_slot_is_reported_by_verify(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_an_arena_is_known_by_any_sound_header(arena: Arena, reopened: Reopened) -> None:
     write(arena, 0, 3)
     write(arena, 1, 4)
-    flip(arena.path / "slot0.safetensors", 20)
-    arena.close()
-    again = Arena.open(arena.path)
-    assert again.verify(0).names == ["header"] and not again.verify(1)
-    again.close()
-
-
-def test_an_arena_is_known_by_any_sound_header(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
-    arena.close()
     for name in ("slot0.safetensors", "header", "slot1.safetensors"):
-        Arena.open(arena.path).close()
+        again = reopened(arena)
+        assert again.verify(0).names == ([] if name.startswith("slot0") else ["header"]) and not again.verify(1)
         flip(arena.path / name, 3)
     with raises(CorruptError, "slot0", "slot1", "header"):
         Arena.open(arena.path)
@@ -376,8 +327,7 @@ def test_slots_of_another_manifest_are_corrupt(node_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "flipped"])
-def test_a_bad_control_block_is_corrupt(node_dir: Path, damage: str) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_a_bad_control_block_is_corrupt(arena: Arena, damage: str) -> None:
     arena.close()
     control = arena.path / "control"
     match damage:
@@ -393,9 +343,7 @@ def test_a_bad_control_block_is_corrupt(node_dir: Path, damage: str) -> None:
         Arena.open(arena.path)
 
 
-def test_a_control_block_of_another_version_is_a_mismatch(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
-    arena.close()
+def test_a_control_block_of_another_version_is_a_mismatch(arena: Arena) -> None:
     header = bytearray((arena.path / "control").read_bytes()[:504])
     header[8] = 9
     with open(arena.path / "control", "r+b") as file:
@@ -404,15 +352,12 @@ def test_a_control_block_of_another_version_is_a_mismatch(node_dir: Path) -> Non
         Arena.open(arena.path)
 
 
-def test_a_link_in_place_of_a_slot_is_not_followed(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
-    arena.close()
+def test_a_link_in_place_of_a_slot_is_not_followed(node_dir: Path, arena: Arena, reopened: Reopened) -> None:
     slot = arena.path / "slot1.safetensors"
     slot.rename(node_dir / "elsewhere")
     slot.symlink_to(node_dir / "elsewhere")
-    again = Arena.open(arena.path, writable=True)
+    again = reopened(arena, writable=True)
     assert again.slot_error(1) is not None and again.slot_error(0) is None
-    again.close()
 
 
 def test_a_missing_arena(node_dir: Path) -> None:
@@ -424,7 +369,7 @@ def used_bytes(arena: Arena) -> int:
     return sum(path.stat().st_blocks * 512 for path in arena.path.iterdir() if "slot" in path.name)
 
 
-def test_slots_without_memory(node_dir: Path) -> None:
+def test_slots_without_memory(node_dir: Path, reopened: Reopened) -> None:
     arena = Arena.create(node_dir, MANIFEST, 3, allocate=1)
     assert [arena.allocated(slot) for slot in range(3)] == [True, False, False] and arena.control.slots == 3
     assert used_bytes(arena) == arena.image.file_bytes
@@ -439,8 +384,7 @@ def test_slots_without_memory(node_dir: Path) -> None:
     write(arena, 2, 7)
     arena.allocate(2)
     assert not arena.verify(2), "allocating what is there must not touch it"
-    arena.close()
-    again = Arena.open(arena.path, writable=True)
+    again = reopened(arena, writable=True)
     assert [again.allocated(slot) for slot in range(3)] == [True, False, True] and not again.verify(2)
     again.allocate(1)
     write(again, 1, 8)
@@ -456,8 +400,7 @@ def test_impossible_numbers_of_slots_to_allocate(node_dir: Path, allocate: int) 
     assert list(node_dir.iterdir()) == []
 
 
-def test_a_freed_slot_gives_its_memory_back(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_a_freed_slot_gives_its_memory_back(arena: Arena) -> None:
     write(arena, 0, 3)
     write(arena, 1, 4)
     arena.free(0)
@@ -470,11 +413,9 @@ def test_a_freed_slot_gives_its_memory_back(node_dir: Path) -> None:
     arena.allocate(0)
     write(arena, 0, 5)
     assert not arena.verify(0)
-    arena.close()
 
 
-def test_memory_of_a_freed_slot_comes_back_with_its_last_view(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_memory_of_a_freed_slot_comes_back_with_its_last_view(arena: Arena) -> None:
     first, second = np.frombuffer(arena.slot(0), np.uint8), torch.frombuffer(arena.slot(0), dtype=torch.uint8)
     arena.free(0)
     assert _mapped(arena.path / "slot0")
@@ -489,27 +430,25 @@ def test_memory_of_a_freed_slot_comes_back_with_its_last_view(node_dir: Path) ->
 
 
 @pytest.mark.parametrize("state", ["WRITING", "SEALED", "torn"])
-def test_a_missing_file_is_damage_unless_the_record_is_empty(node_dir: Path, state: str) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_a_missing_file_is_damage_unless_the_record_is_empty(
+    node_dir: Path, arena: Arena, reopened: Reopened, state: str
+) -> None:
     write(arena, 0, 3)
     if state == "WRITING":
         arena.control.begin(0)
-    arena.close()
     if state == "torn":
         flip(arena.path / "control", FORMAT.records_offset + 30)
     (arena.path / "slot0.safetensors").unlink()
-    again = Arena.open(arena.path)
+    again = reopened(arena)
     assert again.allocated(0)
     with pytest.raises(CorruptError, match="slot0"):
         again.slot(0)
     (report,) = inventory_of(node_dir).arenas
     assert len(report.problems) == 1 and "slot 0" in report.problems[0]
-    again.close()
-    again = Arena.open(arena.path, writable=True)
+    again = reopened(again, writable=True)
     again.renew(0)
     write(again, 0, 5)
     assert not again.verify(0)
-    again.close()
 
 
 def test_a_slot_that_is_not_allocated_is_no_problem_of_the_inventory(node_dir: Path) -> None:
@@ -520,8 +459,7 @@ def test_a_slot_that_is_not_allocated_is_no_problem_of_the_inventory(node_dir: P
     arena.close()
 
 
-def test_a_slot_freed_or_allocated_while_a_reader_opens(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_a_slot_freed_or_allocated_while_a_reader_opens(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     write(arena, 1, 4)
     opened = slots.open_mapping
 
@@ -549,7 +487,6 @@ def test_a_slot_freed_or_allocated_while_a_reader_opens(node_dir: Path, monkeypa
         reader = Arena.open(arena.path)
     assert not reader.allocated(0)
     reader.close()
-    arena.close()
 
 
 def test_no_room_for_a_slot_changes_nothing(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,8 +520,7 @@ def _mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-def test_close_with_views_alive(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_close_with_views_alive(node_dir: Path, arena: Arena) -> None:
     write(arena, 0, 3)
     array = np.frombuffer(arena.slot(0), dtype=np.uint8)
     tensor = torch.frombuffer(arena.slot(1), dtype=torch.uint8)
@@ -600,8 +536,7 @@ def test_close_with_views_alive(node_dir: Path) -> None:
     assert not _mapped(node_dir)
 
 
-def test_close_gives_the_memory_back(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2)
+def test_close_gives_the_memory_back(arena: Arena) -> None:
     assert _mapped(arena.path.parent)
     arena.close()
     assert not _mapped(arena.path.parent)

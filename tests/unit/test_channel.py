@@ -59,6 +59,7 @@ from ftckpt.smp.requests import (
     exchange,
 )
 from ftckpt.smp.server import MAX_CONNECTIONS, MAX_UNPROVEN, Server
+from tests.support.smp_nodes import Seen
 from tests.support.waiting import until
 
 SECRET = Trust(b"s" * 32)
@@ -70,15 +71,6 @@ HASTY_TO_MEET = replace(PATIENT, connect_secs=2.0)
 HASTY = replace(PATIENT, step_secs=0.5)
 CHUNK = ChunkRequest(SNAPSHOT, "tp0-dp1", 3)
 BOUND = 1 << 20
-
-
-class Seen(Events):
-    def __init__(self) -> None:
-        super().__init__(None, 0)
-        self.all: list[tuple[str, dict[str, object]]] = []
-
-    def emit(self, event: str, **fields: object) -> None:
-        self.all.append((event, fields))
 
 
 class Store:
@@ -143,19 +135,42 @@ def peers(server: Server) -> Iterator[Peers]:
         yield made
 
 
+@contextmanager
+def played(deadlines: Deadlines = PATIENT) -> Iterator[tuple[socket.socket, Peers]]:
+    """Peers that ask a socket of the test: what comes there is the test's to answer."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        asking(listening.getsockname()[1], deadlines=deadlines) as peers,
+    ):
+        yield listening, peers
+
+
 def dial(server: Server) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def received_in_time(sock: socket.socket, opening: bytes) -> bytes:
+    """What is sent to one that sends ``opening``, until it is cut off in time, also where it sends nothing."""
+    received, begun = b"", time.monotonic()
+    sock.sendall(opening)
+    with suppress(ConnectionError):
+        while piece := sock.recv(4096):
+            received += piece
+    assert time.monotonic() - begun < 10
+    return received
 
 
 def soon() -> float:
     return time.monotonic() + 20.0
 
 
-def sockets() -> tuple[socket.socket, socket.socket]:
+@contextmanager
+def channels() -> Iterator[tuple[Channel, Channel]]:
     """Both ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         one = socket.create_connection(listening.getsockname())
-        return one, listening.accept()[0]
+        with closing(Channel(one)) as asker, closing(Channel(listening.accept()[0])) as answerer:
+            yield asker, answerer
 
 
 def both(asker: Callable[[], object], answerer: Callable[[], object]) -> list[BaseException | None]:
@@ -179,8 +194,7 @@ def both(asker: Callable[[], object], answerer: Callable[[], object]) -> list[Ba
 @contextmanager
 def greeted(asks: Trust = SECRET, answers: Trust = SECRET) -> Iterator[tuple[Channel, Channel]]:
     """A channel after its handshake: the asker's end and the answerer's."""
-    one, two = map(Channel, sockets())
-    with closing(one), closing(two):
+    with channels() as (one, two):
         assert both(lambda: one.greet(asks, soon()), lambda: two.welcome(answers, soon())) == [None, None]
         yield one, two
 
@@ -227,56 +241,54 @@ def test_who_knows_the_secret_is_answered(store: Store, events: Seen, trust: Tru
 def test_both_sides_prove_the_secret() -> None:
     with greeted():
         pass
-    one, two = map(Channel, sockets())
-    with closing(one), closing(two):
+    with channels() as (one, two):
         refused = both(lambda: one.greet(OTHER, soon()), lambda: _welcome_and_close(two))
     assert [type(error) for error in refused] == [RefusedError, RefusedError]
 
 
 def test_an_answerer_that_does_not_know_the_secret_is_not_believed() -> None:
-    one, two = map(Channel, sockets())
+    with channels() as (one, two):
 
-    def pretend() -> None:
-        two.write(two.read(HELLO.size, soon()), soon())
-        two.write(two.read(32, soon()), soon())  # the asker's own proof, sent back
+        def pretend() -> None:
+            two.write(two.read(HELLO.size, soon()), soon())
+            two.write(two.read(32, soon()), soon())  # the asker's own proof, sent back
 
-    with closing(one), closing(two):
         refused, _ = both(lambda: one.greet(SECRET, soon()), pretend)
         assert isinstance(refused, RefusedError) and "does not know the job's secret" in str(refused)
 
 
+def proof_for(channel: Channel) -> bytes:
+    """Exchanges hellos, the own one always the same; the proof that the other side waits for."""
+    mine = HELLO.pack(MAGIC, 0, b"n" * 32)
+    channel.write(mine, soon())
+    theirs = bytes(channel.read(HELLO.size, soon()))
+    return hmac.digest(SECRET.secret, b"ftckpt smp client" + mine + theirs, "sha256")
+
+
 def test_a_proof_is_of_this_connection(server: Server) -> None:
     """A recorded beginning does not open a second connection."""
-    proof = b""
-    for attempt in range(2):
-        with closing(Channel(dial(server))) as channel:
-            mine = HELLO.pack(MAGIC, 0, b"n" * 32)
-            channel.write(mine, soon())
-            theirs = bytes(channel.read(HELLO.size, soon()))
-            if attempt == 0:
-                proof = hmac.digest(SECRET.secret, b"ftckpt smp client" + mine + theirs, "sha256")
-            channel.write(proof, soon())
-            if attempt == 0:
-                assert len(channel.read(32, soon())) == 32
-            else:
-                with pytest.raises(PeerError, match=r"closed|broke"):
-                    channel.read(32, soon())
+    with closing(Channel(dial(server))) as first, closing(Channel(dial(server))) as second:
+        proof = proof_for(first)
+        first.write(proof, soon())
+        assert len(first.read(32, soon())) == 32
+        assert proof_for(second) != proof
+        second.write(proof, soon())
+        with pytest.raises(PeerError, match=r"closed|broke"):
+            second.read(32, soon())
 
 
 def test_nobody_on_the_way_can_switch_sealing_off() -> None:
     """Both hellos go into both proofs: a flag that was cleared on its way ends the connection."""
-    one, two = sockets()
-    asker, answerer = Channel(one), Channel(two)
-    read = answerer.read
+    with channels() as (asker, answerer):
+        read = answerer.read
 
-    def cleared(nbytes: int, deadline: float) -> bytearray:
-        data = read(nbytes, deadline)
-        if nbytes == HELLO.size:
-            data[8] = 0
-        return data
+        def cleared(nbytes: int, deadline: float) -> bytearray:
+            data = read(nbytes, deadline)
+            if nbytes == HELLO.size:
+                data[8] = 0
+            return data
 
-    answerer.read = cleared  # type: ignore[method-assign]
-    with closing(asker):
+        answerer.read = cleared  # type: ignore[method-assign]
         raised = both(lambda: asker.greet(SEALED, soon()), lambda: _welcome_and_close(answerer))
     assert [type(error) for error in raised] == [RefusedError, RefusedError]
 
@@ -287,16 +299,15 @@ def _welcome_and_close(channel: Channel) -> None:
 
 
 def test_one_of_another_version_is_named(server: Server) -> None:
-    with closing(Channel(dial(server))) as channel, socket.create_server(("127.0.0.1", 0)) as other:
+    with closing(Channel(dial(server))) as channel:
         channel.write(b"FTCKSMP9" + bytes(40), soon())
         assert channel.read(HELLO.size, soon()).startswith(MAGIC)
         with pytest.raises(PeerError):
             channel.read(1, soon())
-        asker = Channel(socket.create_connection(other.getsockname()))
-        with closing(asker), closing(Channel(other.accept()[0])) as old:
-            old.write(b"FTCKSMP9" + bytes(40), soon())
-            with pytest.raises(VersionError):
-                asker.greet(SECRET, soon())
+    with channels() as (asker, old):
+        old.write(b"FTCKSMP9" + bytes(40), soon())
+        with pytest.raises(VersionError):
+            asker.greet(SECRET, soon())
 
 
 @pytest.mark.parametrize("opening", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3, b"\0" * 48, MAGIC + b"n" * 72])
@@ -304,16 +315,7 @@ def test_who_does_not_know_it_is_shown_nothing(
     hasty_to_meet: Server, store: Store, events: Seen, opening: bytes
 ) -> None:
     with dial(hasty_to_meet) as sock:
-        begun = time.monotonic()
-        sock.sendall(opening)
-        received = b""
-        try:
-            while piece := sock.recv(4096):
-                received += piece
-        except ConnectionError:
-            pass
-        assert time.monotonic() - begun < 15  # cut off in time, also where nothing was sent
-        assert len(received) in (0, HELLO.size) and store.wanted == 0
+        assert len(received_in_time(sock, opening)) in (0, HELLO.size) and store.wanted == 0
     if opening.startswith(MAGIC):
         until(lambda: events.all, "named")
         assert [(name, fields["address"]) for name, fields in events.all] == [("peer_refused", "127.0.0.1")]
@@ -482,8 +484,7 @@ class TestRecords:
                 self.receive(answerer)
 
     def test_what_was_not_greeted_carries_no_frame(self) -> None:
-        one, two = map(Channel, sockets())
-        with closing(one), closing(two), pytest.raises(AssertionError):
+        with channels() as (one, _), pytest.raises(AssertionError):
             one.send(b"{}", soon())
 
     @pytest.mark.parametrize(
@@ -561,7 +562,7 @@ class TestRecords:
     ],
 )
 def test_nonsense_from_one_that_knows_the_secret_is_an_error(say: Callable[[Channel], None], reason: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, asking(listening.getsockname()[1]) as peers:
+    with played() as (listening, peers):
         fetch = peers.fetch("n1", CHUNK, BOUND)
         with closing(Channel(listening.accept()[0])) as channel:
             channel.welcome(SECRET, soon())
@@ -574,7 +575,7 @@ def test_nonsense_from_one_that_knows_the_secret_is_an_error(say: Callable[[Chan
 def test_what_nobody_waits_for_any_more_is_not_asked_for() -> None:
     """While one transfer takes its time, many are asked for and cancelled; the next one does not wait for them."""
     last = ChunkRequest(replace(SNAPSHOT, iteration=8), "dp0", 1)
-    with socket.create_server(("127.0.0.1", 0)) as listening, asking(listening.getsockname()[1]) as peers:
+    with played() as (listening, peers):
         arrived: list[int] = []
         first = peers.fetch("n1", CHUNK, BOUND, arrived.append)
         with closing(Channel(listening.accept()[0])) as channel:
@@ -596,7 +597,7 @@ def test_what_nobody_waits_for_any_more_is_not_asked_for() -> None:
 
 
 def test_no_more_than_some_requests_wait() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, asking(listening.getsockname()[1]) as peers:
+    with played() as (_, peers):
         fetches = [peers.fetch("n1", CHUNK, BOUND) for _ in range(200)]
         refused = [fetch for fetch in fetches if "requests wait" in fetch.error]
         assert 200 - 64 - 1 <= len(refused) < 200 and not any(fetch.tried for fetch in refused)
@@ -732,13 +733,7 @@ class TestOfOneNode:
         with socket.socket(socket.AF_UNIX) as sock, socket_address(tmp_path) as address:
             sock.connect(address)
             sock.settimeout(15)
-            sock.sendall(opening)
-            begun = time.monotonic()
-            received = b""
-            with suppress(ConnectionError):
-                while piece := sock.recv(100):
-                    received += piece
-            assert len(received) in (0, HELLO.size) and time.monotonic() - begun < 10
+            assert len(received_in_time(sock, opening)) in (0, HELLO.size)
 
     def test_a_loop_that_stands_still_answers_nobody_and_holds_nobody(
         self, store: Store, events: Seen, tmp_path: Path
@@ -752,11 +747,7 @@ class TestOfOneNode:
 
 
 def test_one_that_never_answers_is_given_up_in_time() -> None:
-    hasty = replace(PATIENT, connect_secs=0.5)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        asking(listening.getsockname()[1], deadlines=hasty) as peers,
-    ):
+    with played(replace(PATIENT, connect_secs=0.5)) as (_, peers):
         begun = time.monotonic()
         data, error = fetched(peers)
         assert data is None and "sends nothing in time" in error
@@ -765,10 +756,7 @@ def test_one_that_never_answers_is_given_up_in_time() -> None:
 
 def test_one_that_answers_byte_by_byte_is_given_up_in_time() -> None:
     """The deadline is of the whole, not of each read."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        asking(listening.getsockname()[1], deadlines=HASTY) as peers,
-    ):
+    with played(HASTY) as (listening, peers):
         fetch = peers.fetch("n1", CHUNK, BOUND)
         with closing(Channel(listening.accept()[0])) as channel:
             channel.welcome(SECRET, soon())
@@ -831,14 +819,12 @@ def test_strangers_keep_nobody_out(server: Server, events: Seen) -> None:
 
 def test_a_flood_from_one_address_turns_out_its_own(server: Server, events: Seen) -> None:
     with closing(Channel(dial(server))) as slow, ExitStack() as flood:
-        mine = HELLO.pack(MAGIC, 0, b"n" * 32)
-        slow.write(mine, soon())
-        theirs = bytes(slow.read(HELLO.size, soon()))
+        proof = proof_for(slow)
         for _ in range(2 * MAX_UNPROVEN):
             flood.enter_context(socket.create_connection(("127.0.0.1", server.port), 10, ("127.0.0.2", 0)))
         until(lambda: events.all, "turned out")
         assert events.all[0][1]["address"] == "127.0.0.2"
-        slow.write(hmac.digest(SECRET.secret, b"ftckpt smp client" + mine + theirs, "sha256"), soon())
+        slow.write(proof, soon())
         assert len(slow.read(32, soon())) == 32
 
 
@@ -865,15 +851,16 @@ def test_of_a_thousand_nodes_those_that_are_asked_cost_a_thread(server: Server) 
         assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
 
 
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_node_for_which_no_thread_can_be_started_is_asked_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with asking(server.port) as peers:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", fail)
+            patch.setattr(threading.Thread, "start", no_thread)
             assert "no thread can be started for it" in fetched(peers)[1]
         assert fetched(peers)[1] == ""
 
@@ -900,12 +887,9 @@ def test_a_thread_that_cannot_be_started_costs_one_connection(
 
 
 def test_a_port_without_a_thread_is_not_open(store: Store, events: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as server:
         with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-            patch.setattr(threading.Thread, "start", fail)
+            patch.setattr(threading.Thread, "start", no_thread)
             server.listen("127.0.0.1", SECRET)
         assert server.port == 0
         assert server.listen("127.0.0.1", SECRET) > 0

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,15 +33,25 @@ DIGEST = b"d" * 16
 OLD, NEW = b"o" * 16, b"n" * 16
 
 
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-checks-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
 def new_checks(arena_dir: Path) -> Checks:
     return Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, True)
+
+
+def opened(arena_dir: Path) -> Checks:
+    """By a reader."""
+    return Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+
+
+@pytest.fixture
+def writer(arena_root: Path) -> Iterator[Checks]:
+    with closing(new_checks(arena_root)) as made:
+        yield made
+
+
+@pytest.fixture
+def reader(arena_root: Path, writer: Checks) -> Iterator[Checks]:
+    with closing(opened(arena_root)) as made:
+        yield made
 
 
 def hashes_of(iteration: int) -> Any:
@@ -63,9 +71,7 @@ def assert_tells(found: Check | None, state: CheckState, lineage: bytes, iterati
     assert found.chunk_hashes.tolist() == hashes_of(iteration).tolist()
 
 
-def test_checked_then_covered_as_readers_see_it(arena_dir: Path) -> None:
-    writer = new_checks(arena_dir)
-    reader = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+def test_checked_then_covered_as_readers_see_it(arena_root: Path, writer: Checks, reader: Checks) -> None:
     assert [reader.read(slot) for slot in range(SLOTS)] == [None, None]
     check(writer, 1, NEW, 3)
     assert_tells(reader.read(1), CheckState.CHECKED, NEW, 3)
@@ -78,53 +84,42 @@ def test_checked_then_covered_as_readers_see_it(arena_dir: Path) -> None:
     assert reader.read(1) is None
     check(writer, 1, NEW, 6)
     writer.close()
-    again = new_checks(arena_dir)
-    assert_tells(again.read(1), CheckState.CHECKED, NEW, 6)
-    assert not reader.replaced and not again.replaced
+    with closing(new_checks(arena_root)) as again:
+        assert_tells(again.read(1), CheckState.CHECKED, NEW, 6)
+        assert not reader.replaced and not again.replaced
     with pytest.raises(TypeError):
         reader.clear(0)
-    reader.close()
-    again.close()
 
 
-def test_the_file_is_private_and_whole(arena_dir: Path) -> None:
+def test_the_file_is_private_and_whole(arena_root: Path) -> None:
     before = os.umask(0)
     try:
-        new_checks(arena_dir).close()
+        new_checks(arena_root).close()
     finally:
         os.umask(before)
-    status = (arena_dir / "checks").stat()
+    status = (arena_root / "checks").stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_size == checks_bytes(SLOTS, CHUNKS) <= status.st_blocks * 512
-    assert [file.name for file in arena_dir.iterdir()] == ["checks"]
+    assert [file.name for file in arena_root.iterdir()] == ["checks"]
 
 
-def prepare_both(checks: Checks) -> None:
-    check(checks, 0, OLD, 1)
-    check(checks, 1, OLD, 2)
-    checks.store_covered(0, (SnapshotId(OLD, 1), 10))
-    checks.store_covered(1, (SnapshotId(OLD, 2), 20))
-
-
-def test_what_is_covered_must_be_what_was_checked(arena_dir: Path) -> None:
-    checks = new_checks(arena_dir)
+def test_what_is_covered_must_be_what_was_checked(writer: Checks) -> None:
     three, four = SnapshotId(NEW, 3), SnapshotId(NEW, 4)
     others = [(0, (three, 30)), (1, (SnapshotId(OLD, 3), 30)), (1, (four, 30)), (1, (three, 31))]
     for slot, seal_id in [(1, (three, 30)), *others]:
         with raises(ArenaError, "CHECKED", "iteration"):
-            checks.store_covered(slot, seal_id)
-        check(checks, 1, NEW, 3)
-    assert_tells(checks.read(1), CheckState.CHECKED, NEW, 3)
-    checks.close()
+            writer.store_covered(slot, seal_id)
+        check(writer, 1, NEW, 3)
+    assert_tells(writer.read(1), CheckState.CHECKED, NEW, 3)
 
 
 def test_what_was_checked_is_there_at_every_store_that_takes_covered_back(
-    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+    writer: Checks, reader: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the trainer takes no checksums there are no others: what is hashed anew might be wrong by then."""
-    checks = new_checks(arena_dir)
-    prepare_both(checks)
-    reader = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+    for slot in range(2):
+        check(writer, slot, OLD, slot + 1)
+        writer.store_covered(slot, (SnapshotId(OLD, slot + 1), 10 * (slot + 1)))
     store, seen = Stores.store, list[bool]()
 
     def told(self: Stores, offset: int, data: bytes | memoryview) -> None:
@@ -133,15 +128,12 @@ def test_what_was_checked_is_there_at_every_store_that_takes_covered_back(
         seen.append(found is not None and found.chunk_hashes.tolist() == hashes_of(1).tolist())
 
     monkeypatch.setattr(Stores, "store", told)
-    take_back([(SimpleNamespace(checks=checks), SimpleNamespace(slot=0))])  # type: ignore[list-item]
+    take_back([(SimpleNamespace(checks=writer), SimpleNamespace(slot=0))])  # type: ignore[list-item]
     assert seen and all(seen)
     assert_tells(reader.read(0), CheckState.CHECKED, OLD, 1)
-    for file in (checks, reader):
-        file.close()
 
 
-def test_a_reader_beside_the_writer_never_sees_a_mixture(arena_dir: Path) -> None:
-    writer = new_checks(arena_dir)
+def test_a_reader_beside_the_writer_never_sees_a_mixture(writer: Checks, reader: Checks) -> None:
     ended = threading.Event()
 
     def write() -> None:
@@ -156,7 +148,6 @@ def test_a_reader_beside_the_writer_never_sees_a_mixture(arena_dir: Path) -> Non
     sys.setswitchinterval(1e-5)
     try:
         thread.start()
-        reader = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
         deadline = time.monotonic() + 60
         while not ended.is_set() and time.monotonic() < deadline:
             found = reader.read(1)
@@ -167,13 +158,9 @@ def test_a_reader_beside_the_writer_never_sees_a_mixture(arena_dir: Path) -> Non
     finally:
         sys.setswitchinterval(before)
     assert ended.is_set()
-    reader.close()
-    writer.close()
 
 
-def test_leases(arena_dir: Path) -> None:
-    writer = new_checks(arena_dir)
-    reader = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+def test_leases(writer: Checks, reader: Checks) -> None:
     assert [reader.leased(slot) for slot in range(SLOTS)] == [False, False]
     writer.lease(1, time.monotonic_ns() + 50 * 10**9)
     assert [reader.leased(slot) for slot in range(SLOTS)] == [False, True]
@@ -186,55 +173,51 @@ def test_leases(arena_dir: Path) -> None:
     for forged in (time.monotonic_ns() + 62 * 10**9, (1 << 64) - 1):
         writer._stores.store(512, forged.to_bytes(8, "little"))
         assert not reader.leased(0)
-    reader.close()
-    writer.close()
 
 
-def test_readers_refuse_and_the_writer_replaces_what_is_bad(arena_dir: Path) -> None:
-    path = arena_dir / "checks"
+def test_readers_refuse_and_the_writer_replaces_what_is_bad(arena_root: Path) -> None:
+    path = arena_root / "checks"
     with pytest.raises(ArenaError, match="cannot be opened"):
-        Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
-    stale = new_checks(arena_dir)
+        opened(arena_root)
+    stale = new_checks(arena_root)
     check(stale, 0, OLD, 1)
     good = path.read_bytes()
     for at in (0, 9, 13, 17, 33, 100, 503, 504, 511):
         path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         with pytest.raises(CorruptError, match=r"bad magic|header checksum"):
-            Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+            opened(arena_root)
     for damaged in (b"x", good[:100], good[:-1], good + b"\0", good[:511]):
         path.write_bytes(damaged)
         with pytest.raises(CorruptError):
-            Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+            opened(arena_root)
     for slots, chunks, digest in ((3, CHUNKS, DIGEST), (SLOTS, 4, DIGEST), (SLOTS, CHUNKS, b"e" * 16)):
         path.write_bytes(good)
         with raises(CorruptError, "arena"):
-            Checks.create_or_open(arena_dir, slots, chunks, digest, False)
-        fresh = Checks.create_or_open(arena_dir, slots, chunks, digest, True)
+            Checks.create_or_open(arena_root, slots, chunks, digest, False)
+        fresh = Checks.create_or_open(arena_root, slots, chunks, digest, True)
         assert fresh.read(0) is None and stale.replaced and not fresh.replaced
         fresh.close()
     stale.close()
 
 
-def test_another_version_is_a_mismatch(arena_dir: Path) -> None:
-    new_checks(arena_dir).close()
-    raw = bytearray((arena_dir / "checks").read_bytes())
+def test_another_version_is_a_mismatch(arena_root: Path) -> None:
+    new_checks(arena_root).close()
+    raw = bytearray((arena_root / "checks").read_bytes())
     raw[8] = 2
     raw[504:512] = xxhash.xxh3_64_intdigest(bytes(raw[:504])).to_bytes(8, "little")
-    (arena_dir / "checks").write_bytes(raw)
+    (arena_root / "checks").write_bytes(raw)
     with pytest.raises(MismatchError, match="version 2"):
-        Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
-    new_checks(arena_dir).close()
-    Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False).close()
+        opened(arena_root)
+    new_checks(arena_root).close()
+    opened(arena_root).close()
 
 
-def test_arguments_out_of_range(arena_dir: Path) -> None:
-    checks = new_checks(arena_dir)
-    for call in (lambda: checks.read(2), lambda: checks.read(-1), lambda: checks.leased(2), lambda: checks.clear(9)):
+def test_arguments_out_of_range(arena_root: Path, writer: Checks) -> None:
+    for call in (lambda: writer.read(2), lambda: writer.read(-1), lambda: writer.leased(2), lambda: writer.clear(9)):
         with pytest.raises(IndexError):
             call()
     with pytest.raises(ValueError, match="chunks"):
-        checks.store_checked(0, (SnapshotId(NEW, 1), 1), np.zeros(CHUNKS + 1, np.uint64), 0.0)
-    checks.close()
+        writer.store_checked(0, (SnapshotId(NEW, 1), 1), np.zeros(CHUNKS + 1, np.uint64), 0.0)
     for slots, chunks, digest in (
         (0, 1, DIGEST),
         (65, 1, DIGEST),
@@ -243,17 +226,17 @@ def test_arguments_out_of_range(arena_dir: Path) -> None:
         (1, 1, b""),
     ):
         with pytest.raises(ConfigError, match="impossible checks"):
-            Checks.create_or_open(arena_dir, slots, chunks, digest, True)
+            Checks.create_or_open(arena_root, slots, chunks, digest, True)
 
 
-def test_no_room_leaves_nothing_behind(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_leaves_nothing_behind(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(MemoryBudgetError):
-        new_checks(arena_dir)
-    assert list(arena_dir.iterdir()) == []
+        new_checks(arena_root)
+    assert list(arena_root.iterdir()) == []
 
 
 CREATE = """
@@ -266,20 +249,20 @@ while True:
 """
 
 
-def test_a_kill_while_it_is_created_leaves_none_or_a_good_one(arena_dir: Path) -> None:
+def test_a_kill_while_it_is_created_leaves_none_or_a_good_one(arena_root: Path) -> None:
     for round_ in range(5):
         with suppress(FileNotFoundError):
-            (arena_dir / "checks").unlink()
-        command = [sys.executable, "-c", CREATE, str(arena_dir)]
+            (arena_root / "checks").unlink()
+        command = [sys.executable, "-c", CREATE, str(arena_root)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
             time.sleep(0.001 * round_)  # any instant
             child.kill()
-        if (arena_dir / "checks").exists():
-            Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False).close()
-        new_checks(arena_dir).close()
-        half_made = {file.name for file in arena_dir.iterdir()} - {"checks"}
+        if (arena_root / "checks").exists():
+            opened(arena_root).close()
+        new_checks(arena_root).close()
+        half_made = {file.name for file in arena_root.iterdir()} - {"checks"}
         assert len(half_made) <= 1 and all(re.fullmatch(r"\.checks\.[0-9a-f]{8}\.new", name) for name in half_made)
-    (arena_dir / "checks").unlink()
-    new_checks(arena_dir).close()  # a half-made one is no obstacle, and does not stay
-    assert [file.name for file in arena_dir.iterdir()] == ["checks"]
+    (arena_root / "checks").unlink()
+    new_checks(arena_root).close()  # a half-made one is no obstacle, and does not stay
+    assert [file.name for file in arena_root.iterdir()] == ["checks"]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ftckpt.errors import LostError, MismatchError
 from ftckpt.model.codec import decode, encode
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.groups import node_groups, peer_groups
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.shards import StoredSnapshot
@@ -23,17 +22,15 @@ from ftckpt.restore.inventory import (
     Inventory,
     NodeProtection,
     PackageReport,
-    ParityReport,
     Problem,
     Shield,
     SlotReport,
-    SoundPackage,
 )
 from ftckpt.restore.locations import PackageAt, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
 from ftckpt.restore.search import is_of_one_layout
 from ftckpt.store.damage import Damage
-from tests.support.choosing import decided, job
+from tests.support.choosing import decided, job, shield_of
 from tests.support.errors import raises
 
 LAYOUT: dict[str, int | str | bool] = {"tp": 2, "pp": 1}
@@ -97,29 +94,6 @@ def test_a_copy_on_the_home_node_is_preferred_in_any_order_of_reports(home: str)
     for order in itertools.permutations(copies):
         decision = decided(order, job({"tp0": home}, LAYOUT))
         assert isinstance(decision, Decision) and decision.sources["tp0"].node == home
-
-
-def test_another_node_gives_what_home_does_not_have() -> None:
-    decision = chosen(report("tp0", (A, 5), node="n7"), report("tp0", (A, 4)), report("tp1", (A, 5), (A, 4)))
-    assert decision is not None and decision.snapshot.iteration == 5
-    assert decision.sources["tp0"].node == "n7"
-
-
-def test_a_bad_copy_at_home_is_replaced_by_another_nodes() -> None:
-    reports = report("tp0", (A, 5)), report("tp0", (A, 5), node="n7"), report("tp1", (A, 5))
-    decision = chosen(*reports, bad=[SlotAt("n0", "tp0.0011", 0)])
-    assert decision is not None and decision.sources["tp0"].node == "n7"
-
-
-def test_shards_that_nobody_needs_do_not_matter() -> None:
-    decision = chosen(report("tp0", (A, 5)), report("tp1", (A, 5)), report("tp9", (A, 6)))
-    assert decision is not None and decision.snapshot.iteration == 5
-
-
-def test_nothing_was_ever_whole_is_a_start_from_the_beginning() -> None:
-    assert chosen() is None
-    assert chosen(report("tp0"), report("tp1")) is None
-    assert chosen(report("tp0", (A, 1)), report("tp1")) is None
 
 
 @pytest.mark.parametrize(
@@ -225,8 +199,10 @@ def check(reports: Sequence[ArenaReport], bad: Collection[SlotAt]) -> None:
 
 def test_every_small_case_is_as_defined() -> None:
     contents = [c for n in range(3) for c in itertools.combinations(SNAPSHOTS, n)]
-    for first, second, whole in itertools.product(contents, contents, (None, (A, 1))):
-        reports = [report("tp0", *first, whole=whole), report("tp1", *second)]
+    elsewhere = [[], [report("tp0", (A, 2), node="n7")], [report("tp9", (A, 2))]]
+    check([], ())
+    for first, second, whole, others in itertools.product(contents, contents, (None, (A, 1)), elsewhere):
+        reports = [report("tp0", *first, whole=whole), report("tp1", *second), *others]
         for bad in ((), [SlotAt("n0", "tp0.0011", 0)]):
             check(reports, bad)
 
@@ -278,18 +254,10 @@ def shielded(
     without_parity_of: Collection[str] = (),
 ) -> Known:
     """All that protects one snapshot, but the parity files in the arenas of some shards."""
-    snapshot = SnapshotId(*named)
-    holdings = [holding(shard) for shard in RANKS]
-    groups = (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
-    parity = [
-        ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.name, index)
-        for group in groups
-        for index, member in enumerate(group.members)
-        if member.shard not in without_parity_of
-    ]
+    snapshot, holdings = SnapshotId(*named), [holding(shard) for shard in RANKS]
     packages = [PackageReport(NODES[s], f"{s}.{snapshot}", s, snapshot) for s in packages_of]
-    sound = {p.shard: (SoundPackage(PackageAt(p.node, p.file), 100, holding(p.shard)),) for p in packages}
-    shield = Shield({g.name: g for g in groups}, {(p.group, p.holder): p for p in parity}, sound)
+    places = {p.shard: PackageAt(p.node, p.file) for p in packages}
+    shield = shield_of(holdings, modes, places, lambda member: member.shard not in without_parity_of)
     return Inventory(packages=tuple(packages)), Findings(shields={snapshot: shield})
 
 

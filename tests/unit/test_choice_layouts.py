@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ftckpt.errors import LostError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology, shard_names
-from ftckpt.parity.groups import peer_groups
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
@@ -22,14 +21,11 @@ from ftckpt.restore.inventory import (
     Inventory,
     Layout,
     PackageReport,
-    ParityReport,
-    Shield,
     SlotReport,
-    SoundPackage,
     known_shards,
 )
 from ftckpt.restore.locations import PackageAt, SlotAt
-from tests.support.choosing import decided, job
+from tests.support.choosing import decided, job, shield_of
 from tests.support.errors import raises
 
 WIDE: Layout = {"tp": 2, "dp": 2, "zero": True}
@@ -234,16 +230,9 @@ def shielded(gone: Collection[str], modes: Modes) -> tuple[Inventory, Findings]:
                 (3, (24,)))
         for s in OLD_SHARDS
     ]  # fmt: skip
-    groups = peer_groups(held, modes)
-    parity = [
-        ParityReport(member.node, member.arena, "parity.peer.0", group.name, index)
-        for group in groups
-        for index, member in enumerate(group.members)
-        if member.node not in gone
-    ]
     packages = [PackageReport("n0", f"{h.shard}.{SnapshotId(A, 5)}", h.shard, SnapshotId(A, 5)) for h in held]
-    sound = {h.shard: (SoundPackage(PackageAt("n0", f"{h.shard}.{SnapshotId(A, 5)}"), 100, h),) for h in held}
-    shield = Shield({g.name: g for g in groups}, {(p.group, p.holder): p for p in parity}, sound)
+    places = {p.shard: PackageAt(p.node, p.file) for p in packages}
+    shield = shield_of(held, modes, places, lambda member: member.node not in gone)
     return Inventory(tuple(survivors(gone)), tuple(packages)), Findings(shields={SnapshotId(A, 5): shield})
 
 

@@ -6,13 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from ftckpt.commands.main import main
 from ftckpt.model.fragment import Box, Fragment
@@ -24,36 +22,21 @@ from ftckpt.store.control import FORMAT
 from ftckpt.store.directory import PULSE_NAME, node_directory
 from ftckpt.store.locks import JobLock
 from ftckpt.store.pulse import Pulse
+from tests.support.flips import flip
+from tests.support.smp_nodes import fill
 
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
 LINEAGE = bytes.fromhex("1f2e3d4c") * 4
 
 
-@pytest.fixture
-def root() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-cli-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
 def arena_with_snapshot(root: Path, tp: int = 0, node: str = "n0") -> Path:
-    manifest = Manifest({"tp": tp}, {"tp": 2}, (WEIGHTS,), (), 100, 8192)
+    manifest = Manifest({"tp": tp}, {"tp": 2}, (WEIGHTS,), (), 4000, 8192)
     arena = Arena.create(node_directory(root, "job", node), manifest, 2)
-    arena.control.begin(1)
-    for chunk in range(len(arena.image.chunks)):
-        arena.control.set_chunk_hash(1, chunk, arena.hash_chunk(1, chunk))
-    arena.control.set_objects(1, 0, xxhash.xxh3_64_intdigest(b""))
-    arena.control.seal(1, SnapshotId(LINEAGE, 120))
+    fill(arena, 1, 120, hashed=True, lineage=LINEAGE)
     arena.control.mark_whole(SnapshotId(LINEAGE, 119))
     arena.close()
     return arena.path
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def rows(text: str) -> list[list[str]]:
@@ -61,8 +44,8 @@ def rows(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("up", [0, 1, 2])
-def test_inspect_an_arena_a_node_or_a_job(root: Path, capsys: pytest.CaptureFixture[str], up: int) -> None:
-    path = arena_with_snapshot(root)
+def test_inspect_an_arena_a_node_or_a_job(arena_root: Path, capsys: pytest.CaptureFixture[str], up: int) -> None:
+    path = arena_with_snapshot(arena_root)
     target = [path, path.parent, path.parent.parent][up]
     assert main(["inspect", str(target)]) == 0
     out = capsys.readouterr().out
@@ -75,51 +58,51 @@ def test_inspect_an_arena_a_node_or_a_job(root: Path, capsys: pytest.CaptureFixt
     assert f"{name}: newest snapshot known to be whole on all ranks: iteration 119 of lineage 1f2e3d4c" in out
 
 
-def test_inspect_all_nodes_of_a_job(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [arena_with_snapshot(root, tp, node) for tp, node in ((0, "n0"), (1, "n0"), (0, "n1"))]
-    assert main(["inspect", str(root / "ftckpt-job")]) == 0
+def test_inspect_all_nodes_of_a_job(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [arena_with_snapshot(arena_root, tp, node) for tp, node in ((0, "n0"), (1, "n0"), (0, "n1"))]
+    assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
     shown = {row[0] for row in rows(capsys.readouterr().out)[1:]}
     assert shown == {f"{path.parent.name}/{path.name}" for path in paths}
 
 
 def test_inspect_a_job_by_its_name(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arena_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = arena_with_snapshot(root)
-    (root / "job").mkdir()
-    monkeypatch.chdir(root)
-    assert main(["inspect", "job", "--arena", str(root)]) == 0
+    path = arena_with_snapshot(arena_root)
+    (arena_root / "job").mkdir()
+    monkeypatch.chdir(arena_root)
+    assert main(["inspect", "job", "--arena", str(arena_root)]) == 0
     assert {row[0] for row in rows(capsys.readouterr().out)[1:]} == {f"n0/{path.name}"}
-    assert main(["inspect", "./job", "--arena", str(root)]) == 2
-    assert main(["inspect", "jib", "--arena", str(root)]) == 2
+    assert main(["inspect", "./job", "--arena", str(arena_root)]) == 2
+    assert main(["inspect", "jib", "--arena", str(arena_root)]) == 2
     assert capsys.readouterr().err.endswith(
-        f"jib: neither a path nor a job with memory under {root}; jobs there: job\n"
+        f"jib: neither a path nor a job with memory under {arena_root}; jobs there: job\n"
     )
 
 
-def test_inspect_all_jobs_beside_what_is_not_ours(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, other = arena_with_snapshot(root), root / "others" / "cache" / "deep"
+def test_inspect_all_jobs_beside_what_is_not_ours(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, other = arena_with_snapshot(arena_root), arena_root / "others" / "cache" / "deep"
     other.mkdir(parents=True)
-    assert main(["inspect", str(root)]) == 0
+    assert main(["inspect", str(arena_root)]) == 0
     assert {row[0] for row in rows(capsys.readouterr().out)[1:]} == {f"ftckpt-job/n0/{path.name}"}
-    shutil.rmtree(root / "ftckpt-job")
-    assert main(["inspect", str(root)]) == 2 and "no arenas here" in capsys.readouterr().err
+    shutil.rmtree(arena_root / "ftckpt-job")
+    assert main(["inspect", str(arena_root)]) == 2 and "no arenas here" in capsys.readouterr().err
 
 
-def test_inspect_shows_where_ranks_that_live_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    node_dir = arena_with_snapshot(root).parent
-    assert main(["inspect", str(root / "ftckpt-job")]) == 0
+def test_inspect_shows_where_ranks_that_live_are(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node_dir = arena_with_snapshot(arena_root).parent
+    assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
     assert "last heartbeat" not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
     Pulse.open(node_dir, 1, 7).beat(41, "start")
     Pulse.open(node_dir, 0, 6).leave()
-    assert main(["inspect", str(root / "ftckpt-job")]) == 0
+    assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
     out = capsys.readouterr().out
     assert f"n0: rank 7, pid {os.getpid()}: in start, after iteration 41; last heartbeat " in out
     assert out.count("last heartbeat") == 1
 
 
-def test_inspect_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = arena_with_snapshot(root)
+def test_inspect_verifies(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(arena_root)
     assert main(["inspect", "--verify", str(path)]) == 0
     assert [row[-1] for row in rows(capsys.readouterr().out)] == ["VERIFIED", "-", "yes"]
     flip(path / "slot1.safetensors", 4096 + 9000)
@@ -130,13 +113,11 @@ def test_inspect_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows(out)[2][-1] == "BAD" and "slot 1: bad: chunk 1" in out
 
 
-def test_inspect_tells_how_far_a_snapshot_has_come(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = arena_with_snapshot(root)
+def test_inspect_tells_how_far_a_snapshot_has_come(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(arena_root)
     arena = Arena.open(path, writable=True)
     control, chunks = arena.control, len(arena.image.chunks)
-    control.begin(0)
-    control.set_objects(0, 0, xxhash.xxh3_64_intdigest(b""))
-    control.seal(0, SnapshotId(LINEAGE, 121), hashed=False)
+    fill(arena, 0, 121, lineage=LINEAGE)
 
     def shown() -> tuple[list[str], str]:
         assert main(["inspect", "--verify", str(path)]) == 0
@@ -167,15 +148,15 @@ def test_inspect_tells_how_far_a_snapshot_has_come(root: Path, capsys: pytest.Ca
     arena.close()
 
 
-def test_inspect_one_slot(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = arena_with_snapshot(root)
+def test_inspect_one_slot(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(arena_root)
     assert main(["inspect", str(path / "slot1.safetensors"), "--verify"]) == 0
     assert [row[1:3] for row in rows(capsys.readouterr().out)[1:]] == [["1", "SEALED"]]
 
 
-def test_inspect_a_slot_copied_elsewhere(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = arena_with_snapshot(root)
-    copy = root / "copy.safetensors"
+def test_inspect_a_slot_copied_elsewhere(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(arena_root)
+    copy = arena_root / "copy.safetensors"
     shutil.copy(path / "slot1.safetensors", copy)
     assert main(["inspect", str(copy)]) == 0
     assert "shard tp0, 1 fragments" in capsys.readouterr().out
@@ -193,101 +174,104 @@ def test_inspect_a_slot_copied_elsewhere(root: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_inspect_reports_damage(
-    root: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], state: str, note: str
+    arena_root: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], state: str, note: str
 ) -> None:
-    path = arena_with_snapshot(root)
+    path = arena_with_snapshot(arena_root)
     damage(path)
     assert main(["inspect", str(path.parent)]) == 1
     out = capsys.readouterr().out
     assert state in {row[2] for row in rows(out)} and note in out
 
 
-def test_clean(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = arena_with_snapshot(root)
+def test_clean(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(arena_root)
     with JobLock(path.parent, 0):
-        assert main(["clean", "job", "--arena", str(root)]) == 2
+        assert main(["clean", "job", "--arena", str(arena_root)]) == 2
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1
         assert captured.err.startswith("ftckpt: a live job named 'job' runs on this node")
-    assert main(["clean", "job", "--arena", str(root)]) == 0
+    assert main(["clean", "job", "--arena", str(arena_root)]) == 0
     assert capsys.readouterr().out == f"removed {path}\n"
-    assert list(root.iterdir()) == []
-    assert main(["clean", "job", "--arena", str(root)]) == 1
+    assert list(arena_root.iterdir()) == []
+    assert main(["clean", "job", "--arena", str(arena_root)]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err == f"ftckpt: no memory of job 'job' under {root}; jobs there: none\n"
-    node_directory(root, "job", "n0")
-    assert main(["clean", "job", "--arena", str(root)]) == 0 and not list(root.iterdir())
+    assert (
+        captured.out == ""
+        and captured.err == f"ftckpt: no memory of job 'job' under {arena_root}; jobs there: none\n"
+    )
+    node_directory(arena_root, "job", "n0")
+    assert main(["clean", "job", "--arena", str(arena_root)]) == 0 and not list(arena_root.iterdir())
 
 
-def test_a_place_that_is_not_there_has_no_list_of_jobs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", "--arena", str(root / "none")]) == 1
+def test_a_place_that_is_not_there_has_no_list_of_jobs(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", "--arena", str(arena_root / "none")]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and f"--arena: {root / 'none'} is not a directory" in captured.err
-    assert main(["ls", "--arena", str(root)]) == 0 and "no job has memory" in capsys.readouterr().out
+    assert captured.out == "" and f"--arena: {arena_root / 'none'} is not a directory" in captured.err
+    assert main(["ls", "--arena", str(arena_root)]) == 0 and "no job has memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("odd", ["ftckpt-a b/n/x", "ftckpt-\x1b[31mred/n/x", "ftckpt-job/n \x1b[2J/x", "ftckpt-/n/x"])
 def test_an_odd_directory_hides_no_job_and_its_name_is_not_printed(
-    root: Path, capsys: pytest.CaptureFixture[str], odd: str
+    arena_root: Path, capsys: pytest.CaptureFixture[str], odd: str
 ) -> None:
-    arena_with_snapshot(root)
-    (root / odd).mkdir(parents=True)
-    assert main(["ls", "--arena", str(root)]) == 0
+    arena_with_snapshot(arena_root)
+    (arena_root / odd).mkdir(parents=True)
+    assert main(["ls", "--arena", str(arena_root)]) == 0
     captured = capsys.readouterr()
     assert [line.split()[:2] for line in captured.out.splitlines()[1:]] == [["job", "n0"]] and not captured.err
-    assert main(["status", "none", "--arena", str(root)]) == 2
-    assert capsys.readouterr().err == f"ftckpt: no memory of job 'none' under {root}; jobs there: job\n"
-    assert main(["status", "--arena", str(root)]) == 1
+    assert main(["status", "none", "--arena", str(arena_root)]) == 2
+    assert capsys.readouterr().err == f"ftckpt: no memory of job 'none' under {arena_root}; jobs there: job\n"
+    assert main(["status", "--arena", str(arena_root)]) == 1
     assert capsys.readouterr().out.startswith("job job: 0 ranks train on 1 node(s)")
 
 
 def test_a_job_that_ends_while_jobs_are_listed_is_left_out(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arena_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena_with_snapshot(root)
+    arena_with_snapshot(arena_root)
     monkeypatch.setattr("ftckpt.commands.status.jobs_in", lambda root: ["ended", "job"])
-    assert main(["ls", "--arena", str(root)]) == 0
+    assert main(["ls", "--arena", str(arena_root)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["JOB", "job"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_the_only_job_is_the_only_one_of_this_user(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arena_with_snapshot(root)
-    other = node_directory(root, "other", "n0")
+def test_the_only_job_is_the_only_one_of_this_user(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arena_with_snapshot(arena_root)
+    other = node_directory(arena_root, "other", "n0")
     (other / "smp.lock").touch()
-    assert main(["status", "--arena", str(root)]) == 2
-    assert f"under {root} are job, other" in capsys.readouterr().err
+    assert main(["status", "--arena", str(arena_root)]) == 2
+    assert f"under {arena_root} are job, other" in capsys.readouterr().err
     os.chown(other.parent, 65534, -1)
-    assert main(["status", "--arena", str(root)]) == 1
+    assert main(["status", "--arena", str(arena_root)]) == 1
     assert capsys.readouterr().out.startswith("job job: ")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_a_directory_that_another_user_keeps_to_himself_hides_no_job(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    arena_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (root / "ftckpt-open" / "n" / "x").mkdir(parents=True)
-    (root / "ftckpt-open" / "n").chmod(0o700)
-    root.chmod(0o755)
+    (arena_root / "ftckpt-open" / "n" / "x").mkdir(parents=True)
+    (arena_root / "ftckpt-open" / "n").chmod(0o700)
+    arena_root.chmod(0o755)
     try:
         os.seteuid(65534)
-        assert main(["ls", "--arena", str(root)]) == 0
+        assert main(["ls", "--arena", str(arena_root)]) == 0
     finally:
         os.seteuid(0)
-    assert capsys.readouterr().out == f"no job has memory under {root}\n"
+    assert capsys.readouterr().out == f"no job has memory under {arena_root}\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_what_other_users_have_is_named_and_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arena_with_snapshot(root)
-    root.chmod(0o755)
+def test_what_other_users_have_is_named_and_left_out(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arena_with_snapshot(arena_root)
+    arena_root.chmod(0o755)
     try:
         os.seteuid(65534)
-        assert main(["ls", "--arena", str(root)]) == 0
+        assert main(["ls", "--arena", str(arena_root)]) == 0
         captured = capsys.readouterr()
-        assert captured.out == f"no job has memory under {root}\n"
+        assert captured.out == f"no job has memory under {arena_root}\n"
         assert captured.err == "ftckpt: left out, as no other user sees what they have: job of root (uid 0)\n"
-        assert main(["status", "job", "--arena", str(root)]) == 2
+        assert main(["status", "job", "--arena", str(arena_root)]) == 2
         assert "job 'job' belongs to root (uid 0): no other sees" in capsys.readouterr().err
     finally:
         os.seteuid(0)

@@ -33,12 +33,13 @@ from ftckpt.model.fragment import Box, Fragment
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 
+TENSORS = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A universal checkpoint."""
-    tensors = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
-    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "source", 400), Options())
+    convert(Memory(TENSORS, wholes(TENSORS)), UniversalWriter(tmp_path / "source", 400), Options())
     return tmp_path / "source"
 
 
@@ -218,8 +219,7 @@ def test_a_destination_that_somebody_else_made_is_not_taken_for_the_finished_one
 
 def changed_universal(path: Path) -> None:
     shutil.rmtree(path)
-    tensors = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
-    changed = {key: value + 1 for key, value in tensors.items()}
+    changed = {key: value + 1 for key, value in TENSORS.items()}
     convert(Memory(changed, wholes(changed)), UniversalWriter(path, 400), Options())
 
 

@@ -27,6 +27,11 @@ def planned(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any
     return value
 
 
+def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    assert main(["plan", *arguments.split()]) == 0
+    return capsys.readouterr().out
+
+
 def failures(value: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return {row["lost"]: (row["cases"], row["survived"]) for row in value["failures"]}
 
@@ -50,13 +55,11 @@ def test_data_parallel_ranks_fill_the_nodes(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *SIZE.split()]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, SIZE)
     for words in ("512 ranks on 64 nodes", "any two nodes", "12 bytes per parameter", "layernorms"):
         assert words in text
     assert "network limit: 781.2MB/s each way (25% of 25 Gbit/s, assumed" in text
-    assert main(["plan", *SIZE.split(), "--dtype", "fp32", "--protect", "none"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, f"{SIZE} --dtype fp32 --protect none")
     assert "network limit" not in text
     assert "fp32 weights" in text and "protect none, 2 slots" in text
 
@@ -181,8 +184,7 @@ def test_a_mode_of_several_that_a_job_cannot_have_is_left_out_as_at_a_start(
 ) -> None:
     value = planned(capsys, f"{SIZE} --protect replica,peer")
     assert value["protect"] == "peer" and "replica needs state" in value["left_out"][0]
-    assert main(["plan", *SIZE.split(), "--protect", "replica,peer"]) == 0
-    assert "left out: --protect: replica needs state" in capsys.readouterr().out
+    assert "left out: --protect: replica needs state" in printed(capsys, f"{SIZE} --protect replica,peer")
 
 
 def test_tensor_parallel_ranks_of_a_layer_share_no_expert_with_etp_1() -> None:
@@ -244,9 +246,7 @@ def test_fewer_counts_of_steps_than_ranks_are_planned(capsys: pytest.CaptureFixt
 
 
 def test_what_vpp_changes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *f"{SIZE} --vpp 2".split()]) == 0
-    told = capsys.readouterr().out
-    assert "vpp 2 changes which layers a stage has" in told
+    assert "vpp 2 changes which layers a stage has" in printed(capsys, f"{SIZE} --vpp 2")
     with_vpp = planned(capsys, f"{SIZE} --vpp 2")
     assert {**with_vpp, "assumed": 0} == {**planned(capsys, SIZE), "assumed": 0}
 
@@ -287,8 +287,7 @@ def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFix
     line, value = answer(capsys, f"{NODES} --node-memory {peer + 1:.0f}B")
     assert line.startswith("no: it does not fit: --protect peer needs ")
     assert value["slots"] == 3 and value["need"]["sum"] > peer + 1
-    assert main(["plan", *f"{NODES} --node-memory {peer + 1:.0f}B --protect peer".split()]) == 0
-    assert capsys.readouterr().out.startswith("yes: ")
+    assert printed(capsys, f"{NODES} --node-memory {peer + 1:.0f}B --protect peer").startswith("yes: ")
     line, _ = answer(capsys, f"{NODES} --node-memory {none - 1:.0f}B")
     assert "more ranks, or " in line
     line, _ = answer(capsys, f"{NODES} --protect peer --slots 5 --node-memory {peer + 1:.0f}B")
@@ -469,5 +468,4 @@ def test_how_often_snapshots_go_to_storage_follows_from_mtbf_and_the_rate(capsys
     slow = planned(capsys, f"{SIZE} --mtbf 40h --persist-rate 1MB/s")
     assert slow["persist_interval_secs"] == pytest.approx(2 * node_bytes / 1e6), "storage rests as long as it works"
     assert planned(capsys, SIZE)["persist_interval_secs"] > value["persist_interval_secs"]
-    assert main(["plan", *SIZE.split()]) == 0
-    assert "memory is lost once in 115 h (--mtbf)" in capsys.readouterr().out
+    assert "memory is lost once in 115 h (--mtbf)" in printed(capsys, SIZE)

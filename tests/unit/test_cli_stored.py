@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.retention import pinned, void
+from tests.support.flips import flip
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import LINEAGE
 
@@ -27,20 +27,12 @@ def filled(arena_root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> 
     job = Job(arena_root, str(where), persist_compress=getattr(request, "param", "none"))
     job.start()
     for slot, iteration in enumerate((7, 8)):
-        job.snapshot(slot, iteration)
-        job.flush(iteration)
-        job.settled(iteration)
+        job.persist(slot, iteration)
     job.close()
     return where
 
 
 compressed_or_not = pytest.mark.parametrize("filled", ["none", "zstd"], indirect=True)
-
-
-def flipped(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 @compressed_or_not
@@ -60,7 +52,7 @@ def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[
     assert [(one["iteration"], one["layout"], one["shards"], one["void"]) for one in listed] == [
         (8, "dp4", 4, False), (7, "dp4", 4, False),
     ]  # fmt: skip
-    flipped(next(filled.glob("iter_0000008/*.safetensors")), 5000)
+    flip(next(filled.glob("iter_0000008/*.safetensors")), 5000)
     assert main(["verify", str(filled), "--json"]) == 1
     verified = json.loads(capsys.readouterr().out)
     assert [bool(one["problems"]) for one in verified["snapshots"]] == [True, False] and verified[
@@ -80,11 +72,11 @@ def test_who_saves_beside_something_newer_is_told(filled: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda file: flipped(file, 100_000), "does not match its checksum"),
-        (lambda file: flipped(file, 20), "does not match its checksum"),
+        (lambda file: flip(file, 100_000), "does not match its checksum"),
+        (lambda file: flip(file, 20), "does not match its checksum"),
         (lambda file: file.unlink(), "is missing"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes, not "),
-        (lambda file: flipped(file.with_name("manifest.json"), 300), "iter_0000008: bad: "),
+        (lambda file: flip(file.with_name("manifest.json"), 300), "iter_0000008: bad: "),
     ],
     ids=["tensor", "header", "missing", "truncated", "manifest"],
 )
@@ -123,57 +115,45 @@ def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["verify", str(tmp_path), "--iteration", "3"]) == 2 and "of iteration 3" in capsys.readouterr().err
 
 
-def megatron_dist(path: Path) -> None:
-    (path / "iter_0000080").mkdir(parents=True)
-    (path / "iter_0000080" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    (path / "latest_checkpointed_iteration.txt").write_text("80")
+KINDS: dict[str, dict[str, str]] = {
+    "megatron-dist": {
+        "iter_0000080/metadata.json": '{"sharded_backend": "torch_dist"}',
+        "latest_checkpointed_iteration.txt": "80",
+    },
+    "megatron-legacy": {
+        "iter_0000080/mp_rank_00/model_optim_rng.pt": "",
+        "latest_checkpointed_iteration.txt": "80",
+    },
+    "deepspeed": {"global_step80/mp_rank_00_model_states.pt": "", "latest": "global_step80"},
+    "deepspeed-universal": {"global_step80/zero/optimizer_state.pt": "", "latest_universal": "global_step80"},
+    "weights": {"model.safetensors": ""},
+    "notes": {"notes.txt": ""},
+}
+"""Files of what others write, as far as it is known by them."""
 
 
-def megatron_legacy(path: Path) -> None:
-    (path / "iter_0000080" / "mp_rank_00").mkdir(parents=True)
-    (path / "iter_0000080" / "mp_rank_00" / "model_optim_rng.pt").touch()
-    (path / "latest_checkpointed_iteration.txt").write_text("80")
-
-
-def of_deepspeed(path: Path) -> None:
-    (path / "global_step80").mkdir(parents=True)
-    (path / "global_step80" / "mp_rank_00_model_states.pt").touch()
-    (path / "latest").write_text("global_step80")
-
-
-def deepspeed_universal(path: Path) -> None:
-    (path / "global_step80" / "zero").mkdir(parents=True)
-    (path / "global_step80" / "zero" / "optimizer_state.pt").touch()
-    (path / "latest_universal").write_text("global_step80")
-
-
-def weights(path: Path) -> None:
-    path.mkdir()
-    (path / "model.safetensors").touch()
-
-
-def notes(path: Path) -> None:
-    path.mkdir()
-    (path / "notes.txt").touch()
+def make(kind: str, path: Path) -> None:
+    for name, text in KINDS[kind].items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("kind", "words"),
     [
-        (megatron_dist, ("Megatron torch_dist", "iteration 80")),
-        (megatron_legacy, ("Megatron", "format torch", "iteration 80")),
-        (of_deepspeed, ("DeepSpeed checkpoint", "iteration 80")),
-        (deepspeed_universal, ("DeepSpeed universal", "iteration 80")),
-        (weights, ("Hugging Face", "safetensors")),
-        (notes, ()),
+        ("megatron-dist", ("Megatron torch_dist", "iteration 80")),
+        ("megatron-legacy", ("Megatron", "format torch", "iteration 80")),
+        ("deepspeed", ("DeepSpeed checkpoint", "iteration 80")),
+        ("deepspeed-universal", ("DeepSpeed universal", "iteration 80")),
+        ("weights", ("Hugging Face", "safetensors")),
+        ("notes", ()),
     ],
 )
 @pytest.mark.parametrize("command", ["list", "verify", "inspect", "pin"])
 def test_what_is_of_another_kind_is_called_by_its_name(
-    command: str, make: Callable[[Path], None], words: tuple[str, ...], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    make(there := tmp_path / "there")
+    command: str, kind: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(kind, there := tmp_path / "there")
     assert main([command, str(there), *(["80"] if command == "pin" else [])]) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in (str(there), *words)), told
@@ -185,7 +165,7 @@ def test_snapshots_are_found_by_one_rule(
 ) -> None:
     """At the place itself, beside what others load, and by the folder of one of them."""
     beside = tmp_path / "beside"
-    megatron_dist(beside)
+    make("megatron-dist", beside)
     shutil.copytree(filled, beside / "ftckpt")
     told = []
     for number, where in enumerate((filled, beside, beside / "ftckpt", filled / "iter_0000007")):

@@ -103,17 +103,8 @@ def test_the_json_section_builds_an_equal_configuration(config: Config) -> None:
 
 
 def test_both_forms_of_a_flag_are_read_and_all_else_is_left() -> None:
-    argv = [
-        "--lr",
-        "1",
-        "--ftckpt",
-        "--ftckpt-interval",
-        "5",
-        "data",
-        "--ftckpt-job=a",
-        "--ftckpt-start-timeout-secs=2",
-    ]
-    config, rest = Config.from_flags(argv)
+    argv = "--lr 1 --ftckpt --ftckpt-interval 5 data --ftckpt-job=a --ftckpt-start-timeout-secs=2"
+    config, rest = Config.from_flags(argv.split())
     assert config == Config(enabled=True, interval=5, job="a", start_timeout_secs=2.0)
     assert rest == ["--lr", "1", "data"]
 

@@ -264,13 +264,6 @@ def test_a_source_that_is_not_whole_or_contradicts_itself_is_refused(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_destination_that_exists_is_an_error(tmp_path: Path) -> None:
-    tensors = model(1)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ConvertError, match="out: exists"):
-        convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
-
-
 class Broken(Exception):
     pass
 

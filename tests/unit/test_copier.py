@@ -118,13 +118,13 @@ def test_a_failure_while_hashing_or_sealing_is_a_failed_copy(copier: HostCopier,
         raise OSError(which)
 
     watched = Watched()
-    quiet: Callable[..., None] = lambda *_: None  # noqa: E731
-    calls = {"landed": quiet, "arrived": quiet, which: fail}
+    calls: dict[str, Callable[..., None]] = {"landed": lambda _: None, "arrived": lambda: watched.told.append(1)}
+    calls[which] = fail
     watched.flight = Flight(COPIES, watched.slot, calls["landed"], calls["arrived"])
     flight = watched.start(copier)
     assert flight.wait(LONG_SECS)
     assert not copier.fence(flight, LONG_SECS)
-    assert repr(flight.error) == f"OSError('{which}')"
+    assert repr(flight.error) == f"OSError('{which}')" and not watched.told
     assert flight.cancel()
 
 
@@ -148,41 +148,12 @@ def test_a_stuck_copy_passes_its_deadline_and_nothing_is_told_after_cancel(
     assert not copier.fence(flight, 0.0) or flight.cancelled
 
 
-def test_cancel_waits_for_a_chunk_whose_bytes_are_there(copier: HostCopier) -> None:
-    begun, released, done = threading.Event(), threading.Event(), threading.Event()
-
-    def landed(chunk: int) -> None:
-        if begun.is_set():  # however late the cancel comes, the flight has not arrived before it
-            raise OSError("a later chunk")
-        begun.set()
-        released.wait(LONG_SECS)
-        done.set()
-
-    watched = Watched()
-    watched.flight = Flight(COPIES, watched.slot, landed, lambda: None)
-    flight = watched.start(copier)
-    assert begun.wait(LONG_SECS)
-    threading.Timer(0.2, released.set).start()
-    assert flight.cancel()
-    assert done.is_set(), "a hash is written after the slot was given back"
-
-
 def test_cancel_is_refused_once_the_snapshot_has_arrived(copier: HostCopier) -> None:
     watched = Watched()
     flight = watched.start(copier)
     assert flight.wait(LONG_SECS)
     assert not flight.cancel()
     assert not flight.cancelled and watched.told[-1] == "arrived"
-
-
-def test_either_cancel_or_arrival_wins_never_both(copier: HostCopier) -> None:
-    for _ in range(200):
-        watched = Watched()
-        flight = watched.start(copier)
-        time.sleep(0)
-        cancelled = flight.cancel()
-        assert flight.wait(LONG_SECS)
-        assert cancelled == ("arrived" not in watched.told)
 
 
 def test_the_next_flight_begins_after_a_failed_and_a_cancelled_one(
@@ -233,21 +204,15 @@ def test_a_flight_without_copies_arrives(copier: HostCopier) -> None:
     assert told == ["arrived"]
 
 
-def test_volatile_state_is_that_of_the_call(copier: HostCopier) -> None:
-    watched = Watched()
-    copier.prepare([watched.slot])
-    copier.take([watched.live], COPIES, watched.slot)
-    watched.live.zero_()
-    assert watched.copied
-
-
 def test_volatile_state_is_copied_as_it_is_at_each_boundary(copier: HostCopier) -> None:
     """Where it goes to is found out once; from other tensors, as they were kept, it comes from these."""
     watched = Watched()
     live, kept = [watched.live], [torch.full((16,), -1.0)]
+    copier.prepare([watched.slot])
     for sources, value in ((live, 1.0), (live, 2.0), (kept, 9.0), (live, 3.0)):
         watched.live.fill_(value)
         copier.take(sources, COPIES, watched.slot)
+        watched.live.zero_()  # by what comes behind the call
         assert watched.slot.view(torch.float32).tolist() == [value if sources is live else -1.0] * 16
 
 

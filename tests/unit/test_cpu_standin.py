@@ -264,15 +264,17 @@ assert not kernels.is_batch_invariant_mode_enabled()
 """
 
 
-def test_installed_before_megatron_is_imported() -> None:
+def run_script(path: Path, text: str) -> str:
     root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IMPORT_ORDER],
-        env={**os.environ, "PYTHONPATH": path},
-        check=True,
-        timeout=120,
-    )
+    path.write_text(text)
+    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": search}
+    run = subprocess.run([sys.executable, path], env=env, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return run.stdout
+
+
+def test_installed_before_megatron_is_imported(tmp_path: Path) -> None:
+    run_script(tmp_path / "script.py", IMPORT_ORDER)
 
 
 SPAWNS = """
@@ -287,15 +289,6 @@ if __name__ == "__main__":
 else:
     assert torch.cuda.is_available() and torch.ones(1, device="cuda").cuda() is not None
 """
-
-
-def run_script(path: Path, text: str) -> str:
-    root = str(Path(__file__).resolve().parents[2])
-    path.write_text(text)
-    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": search}
-    run = subprocess.run([sys.executable, path], env=env, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    return run.stdout
 
 
 @pytest.mark.slow

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,35 +17,21 @@ from hypothesis import strategies as st
 
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.training_state import Description, Piece
+from tests.support.arenas import ThreadGroup
 from tests.support.digest import Digest, Digester
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8, "I64": torch.int64}
 Tensors = dict[str, tuple[str, np.ndarray]]
 
 
-def gathering(count: int) -> tuple[threading.Barrier, list[Callable[[bytes], list[bytes]]]]:
-    """What ``gather`` is to each of several threads."""
-    told: list[bytes] = [b""] * count
-    barrier = threading.Barrier(count, timeout=30)
-
-    def gather(rank: int, data: bytes) -> list[bytes]:
-        told[rank] = data
-        barrier.wait()
-        heard = list(told)
-        barrier.wait()
-        return heard
-
-    return barrier, [functools.partial(gather, rank) for rank in range(count)]
-
-
 def digests(ranks: Sequence[Description], rows: int | None = None) -> Digest:
-    barrier, gathers = gathering(len(ranks))
+    shared = [b""] * len(ranks), threading.Barrier(len(ranks))
 
     def digest(rank: int) -> Digest:
         try:
-            return Digester(ranks[rank], gathers[rank], rank, rows)()
+            return Digester(ranks[rank], ThreadGroup(rank, shared).gather, rank, rows)()
         except BaseException:
-            barrier.abort()
+            shared[1].abort()
             raise
 
     with ThreadPoolExecutor(len(ranks)) as pool:

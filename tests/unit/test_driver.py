@@ -27,15 +27,9 @@ def library(path: Path, source: str, *linked: Path) -> Path:
     """A shared library whose name for other libraries is its file's."""
     code = path.with_suffix(".c")
     code.write_text(source)
-    flags = [
-        "-shared",
-        "-fPIC",
-        "-nostdlib",
-        "-Wl,--no-as-needed",
-        f"-Wl,-soname,{path.name}",
-        f"-Wl,-rpath,{path.parent}",
-    ]
-    subprocess.run(["cc", *flags, "-o", path, code, *linked], check=True)
+    flags = ["-shared", "-fPIC", "-nostdlib"]
+    to_linker = ["-Wl,--no-as-needed", f"-Wl,-soname,{path.name}", f"-Wl,-rpath,{path.parent}"]
+    subprocess.run(["cc", *flags, *to_linker, "-o", path, code, *linked], check=True)
     return path
 
 
@@ -96,11 +90,8 @@ def stream_of(rank: int, size: int, kind: str, loaded: Sequence[Path]) -> list[A
     for path in loaded:
         ctypes.CDLL(str(path))
     cuda = cast("Any", torch.cuda)
-    cuda.device, cuda.ExternalStream, cuda.Stream = (
-        nullcontext,
-        lambda pointer, _device: pointer,
-        lambda _device: "one of 32",
-    )
+    cuda.device, cuda.ExternalStream = nullcontext, lambda pointer, _device: pointer
+    cuda.Stream = lambda _device: "one of 32"
     return [driver.separate_stream(torch.device("cuda", 0)) for _ in range(2)]
 
 

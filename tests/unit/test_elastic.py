@@ -276,24 +276,19 @@ C10D = ["--rdzv-backend", "c10d"]
         (["--nnodes", "2"], {}, False),  # static: no other node can join
         (["--nnodes", "1", *C10D], {}, False),
         (["--standalone"], {}, False),
+        # An agent that cannot be seen is judged by its nodes.
+        (None, {"GROUP_WORLD_SIZE": "1"}, False),
+        (None, {"GROUP_WORLD_SIZE": "2"}, True),
     ],
 )
 def test_the_first_rank_names_what_lets_a_replaced_node_join(
-    words: list[str], settings: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch,
+    words: list[str] | None, settings: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(rendezvous, "agent_of", lambda env: Agent(1, ["torchrun", *words, "train.py"], settings))
-    rendezvous.isolate_attempts(timeout_secs=10)
-    assert (rendezvous.REMEDY in caplog.text) == warns
-
-
-@pytest.mark.usefixtures("agent_store")
-@pytest.mark.parametrize(("nodes", "warns"), [("1", False), ("2", True)])
-def test_an_agent_that_cannot_be_seen_is_judged_by_its_nodes(
-    nodes: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(rendezvous, "agent_of", lambda env: None)
-    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    seen = None if words is None else Agent(1, ["torchrun", *words, "train.py"], settings)
+    monkeypatch.setattr(rendezvous, "agent_of", lambda env: seen)
+    if words is None:
+        monkeypatch.setenv("GROUP_WORLD_SIZE", settings["GROUP_WORLD_SIZE"])
     rendezvous.isolate_attempts(timeout_secs=10)
     assert (rendezvous.REMEDY in caplog.text) == warns
 
@@ -318,13 +313,10 @@ def test_a_shared_store_without_an_address_is_an_error(missing: str) -> None:
         rendezvous.shared_store(shared)
 
 
+@pytest.mark.usefixtures("agent_store")
 def test_a_process_group_of_torch_s_own_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a restart would read in torchrun's store where dead ones have listened, and use up all restarts."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for name, value in {"MASTER_ADDR": "h", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(rendezvous, "_isolation", "")
     with pytest.raises(LaunchError, match=r"call ftckpt.plain.init_process_group\(config, ...\) in place of torch's"):
         ftckpt.plain.attach(torch.nn.Linear(1, 1), None, config=Config(enabled=True))  # type: ignore[arg-type]
 

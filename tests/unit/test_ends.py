@@ -25,6 +25,16 @@ from ftckpt.store.page import owner_word
 from ftckpt.store.pulse import RankPulse
 from tests.support.waiting import until
 
+
+def memory_group(root: Path, name: str) -> Path:
+    """What counts the kills in the memory cgroup of processes, which have seen none."""
+    (root / "self").mkdir()
+    (root / "self" / "cgroup").write_text(f"0::/{name}\n")
+    (root / name).mkdir(parents=True)
+    (counts := root / name / "memory.events").write_text("max 4\noom_kill 0\n")
+    return counts
+
+
 ALIVE = RankPulse(0, 3, 77, 11, "forward", 5, 1, True)
 
 
@@ -66,10 +76,7 @@ def test_who_is_gone_is_told_once(tmp_path: Path) -> None:
 
 
 def test_the_kernel_s_killer_is_named(tmp_path: Path) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/job/step\n")
-    (tmp_path / "job" / "step").mkdir(parents=True)
-    events = tmp_path / "job" / "step" / "memory.events"
+    events = memory_group(tmp_path, "job/step")
     events.write_text("max 4\noom 2\noom_kill 2\n")
     watch = DeathWatch(tmp_path, tmp_path)
     pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78, beat_ns=9)]
@@ -143,10 +150,7 @@ def test_the_signal_is_named_and_its_consequences_come_behind_it(tmp_path: Path,
 
 
 def test_memory_is_no_cause_of_other_signals(tmp_path: Path, sleeping: Sleeping) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/step\n")
-    (tmp_path / "step").mkdir()
-    (events := tmp_path / "step" / "memory.events").write_text("oom_kill 0\n")
+    events = memory_group(tmp_path, "step")
     watch = DeathWatch(tmp_path, tmp_path)
     watch.look([pulse for _, pulse in sleeping])
     events.write_text("oom_kill 1\n")
@@ -192,10 +196,7 @@ def test_a_rank_that_loses_another_says_how_that_has_ended(tmp_path: Path) -> No
 
 
 def test_who_has_said_why_it_ended_did_not_end_without_a_word(tmp_path: Path) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/step\n")
-    (tmp_path / "step").mkdir()
-    (events := tmp_path / "step" / "memory.events").write_text("oom_kill 0\n")
+    events = memory_group(tmp_path, "step")
     pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78)]
     watch, other = DeathWatch(tmp_path, tmp_path), DeathWatch(tmp_path, tmp_path)
     assert [*watch.look(pair), *other.look(pair)] == []
@@ -254,11 +255,8 @@ def test_what_befalls_another_job_or_was_long_ago_is_no_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group above that of the ranks counts every job of the node."""
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/slurm/job_1\n")
-    for group in ("slurm", "slurm/job_1"):
-        (tmp_path / group).mkdir()
-        (tmp_path / group / "memory.events").write_text("oom_kill 0\n")
+    memory_group(tmp_path, "slurm/job_1")
+    (tmp_path / "slurm" / "memory.events").write_text("oom_kill 0\n")
     (tmp_path / "slurm" / "job_1" / "memory.events.local").write_text("oom_kill 0\n")
     watch = DeathWatch(tmp_path, tmp_path)
     assert watch.look([ALIVE]) == []

@@ -34,6 +34,12 @@ def lines(directory: Path, rank: int = 0) -> list[dict[str, object]]:
     return [json.loads(line) for line in (directory / f"rank{rank}.jsonl").read_text().splitlines()]
 
 
+def read(directory: Path) -> tuple[EventLog, list[dict[str, Any]]]:
+    """Rank 0's log as commands read it, and its lines."""
+    log = EventLog(directory)
+    return log, [line for _, line in log.lines(log.rank_files[0])]
+
+
 def test_a_line_says_when_what_and_who(tmp_path: Path) -> None:
     events = Events(tmp_path / "new" / "folder", 3)
     events.emit("snapshot", iteration=5, blocked_secs=0.25)
@@ -54,24 +60,6 @@ def test_attempts_follow_each_other_in_one_file(tmp_path: Path) -> None:
 def test_a_line_is_there_before_the_file_is_closed(tmp_path: Path) -> None:
     Events(tmp_path, 0).emit("joined")
     assert [line["event"] for line in lines(tmp_path)] == ["joined"]
-
-
-def test_lines_of_several_threads_never_mix(tmp_path: Path) -> None:
-    events = Events(tmp_path, 0)
-
-    def emit(thread: int) -> None:
-        for index in range(200):
-            events.emit("copied", thread=thread, index=index, text="x" * 500)
-
-    threads = [threading.Thread(target=emit, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    events.close()
-    found = lines(tmp_path)
-    for number in range(4):
-        assert [line["index"] for line in found if line["thread"] == number] == list(range(200))
 
 
 @pytest.mark.parametrize("event", sorted(name for name, kind in EVENTS.items() if kind.loud))
@@ -117,20 +105,23 @@ def test_after_close_only_the_log_is_left(tmp_path: Path, caplog: pytest.LogCapt
 MIB = 1 << 20
 
 
+def emit_copied(events: Events, numbers: range) -> None:
+    """A line of a kilobyte for each number."""
+    for number in numbers:
+        events.emit("copied", iteration=number, moved_bytes="x" * 1000)
+
+
 def test_a_log_that_comes_to_its_limit_loses_its_older_half(tmp_path: Path) -> None:
     """Lines stay complete, in their order, and the log says when the first of them are gone."""
     events = Events(tmp_path, 0, limit_bytes=2 * MIB)
     events.emit("joined", job="j")
     events.emit("restored", lineage="first")
     events.emit("restored", lineage="second")
-    for number in range(3000):
-        events.emit("copied", iteration=number, moved_bytes="x" * 1000)
+    emit_copied(events, range(3000))
     events.close()
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert set(sizes) == {"rank0.jsonl", "rank0.jsonl.1"} and sum(sizes.values()) <= 2 * MIB
-    log = EventLog(tmp_path)
-    (path,) = log.rank_files
-    joined, restored, *found = (line for _, line in log.lines(path))
+    log, (joined, restored, *found) = read(tmp_path)
     assert (joined["job"], restored["lineage"]) == ("j", "second"), "which attempt the rest is of"
     numbers = [line["iteration"] for line in found]
     assert numbers == list(range(numbers[0], 3000)) and numbers[0] > 500
@@ -143,11 +134,10 @@ def test_marks_in_lines_are_no_fields_of_events() -> None:
 
 def test_nothing_is_said_to_be_gone_before_it_is(tmp_path: Path) -> None:
     events = Events(tmp_path, 0, limit_bytes=2 * MIB)
-    for number in range(1500):
-        events.emit("copied", iteration=number, moved_bytes="x" * 1000)
-    log = EventLog(tmp_path)
+    emit_copied(events, range(1500))
+    log, found = read(tmp_path)
     assert (tmp_path / "rank0.jsonl.1").exists()
-    assert [line["iteration"] for _, line in log.lines(log.rank_files[0])] == list(range(1500)) and not log.notes
+    assert [line["iteration"] for line in found] == list(range(1500)) and not log.notes
 
 
 def test_what_earlier_attempts_wrote_counts(tmp_path: Path) -> None:
@@ -165,8 +155,7 @@ def test_two_processes_of_one_rank_keep_what_each_has_written(tmp_path: Path) ->
     for number in range(1500):
         for events in both:
             events.emit("copied", iteration=number, moved_bytes="x" * 1000)
-    log = EventLog(tmp_path)
-    found = Counter(line["iteration"] for _, line in log.lines(log.rank_files[0]))
+    found = Counter(line["iteration"] for line in read(tmp_path)[1])
     assert (tmp_path / "rank0.jsonl.1").exists() and found == dict.fromkeys(range(1500), 2)
 
 
@@ -175,8 +164,7 @@ def test_a_line_that_a_log_is_begun_anew_for_is_there_once(tmp_path: Path) -> No
     events.emit("copied", moved_bytes="x" * (MIB - 300))
     events.emit("joined", job="j" * 300)
     (tmp_path / "rank0.jsonl.1").unlink()
-    log = EventLog(tmp_path)
-    assert [line["event"] for _, line in log.lines(log.rank_files[0])] == ["joined"]
+    assert [line["event"] for line in read(tmp_path)[1]] == ["joined"]
 
 
 def test_threads_that_write_while_a_log_is_begun_anew_lose_no_line(tmp_path: Path) -> None:
@@ -191,9 +179,10 @@ def test_threads_that_write_while_a_log_is_begun_anew_lose_no_line(tmp_path: Pat
         thread.start()
     for thread in threads:
         thread.join()
-    log = EventLog(tmp_path)
-    found = [(line["secs"], line["iteration"]) for _, line in log.lines(log.rank_files[0])]
-    assert sorted(found) == [(thread, index) for thread in range(4) for index in range(700)] and not log.num_broken
+    log, found = read(tmp_path)
+    assert len(found) == 4 * 700 and not log.num_broken
+    for number in range(4):
+        assert [line["iteration"] for line in found if line["secs"] == number] == list(range(700)), "in its order"
 
 
 @pytest.mark.parametrize("may_hang", [False, True])
@@ -211,8 +200,8 @@ def test_a_line_that_was_left_half_written_takes_no_other_with_it(tmp_path: Path
     events = Events(tmp_path, 0)
     events.emit("joined")
     events.close()
-    log = EventLog(tmp_path)
-    assert [line["event"] for _, line in log.lines(log.rank_files[0])] == ["joined"] and log.num_broken == 1
+    log, found = read(tmp_path)
+    assert [line["event"] for line in found] == ["joined"] and log.num_broken == 1
 
 
 class Pipe:
@@ -248,14 +237,9 @@ def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(event_file, "MAX_WAITING", 500)
     with Pipe(tmp_path) as pipe:
         events = Events(tmp_path, 0, may_hang=True)
-
-        def emit(begin: int, end: int) -> None:
-            for number in range(begin, end):
-                events.emit("copied", iteration=number, moved_bytes="x" * 1000)
-
-        emit(0, 100)
+        emit_copied(events, range(100))
         until(lambda: pipe.is_full)
-        emitting = threading.Thread(target=emit, args=(100, 2000), daemon=True)
+        emitting = threading.Thread(target=emit_copied, args=(events, range(100, 2000)), daemon=True)
         emitting.start()
         emitting.join(10.0)
         assert not emitting.is_alive()
@@ -280,8 +264,7 @@ def test_a_file_system_that_hangs_does_not_keep_a_job_from_its_end(
     monkeypatch.setattr(event_file, "CLOSE_SECS", 0.2)
     with Pipe(tmp_path) as pipe:
         events = Events(tmp_path, 0, may_hang=True)
-        for _ in range(200):
-            events.emit("copied", moved_bytes="x" * 1000)
+        emit_copied(events, range(200))
         begin = time.monotonic()
         events.close()
         assert time.monotonic() - begin < 5.0

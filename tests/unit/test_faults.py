@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +16,6 @@ pytestmark = pytest.mark.multiproc
 SMALL = ["--layers", "1", "--hidden", "16", "--seq", "16", "--global-batch", "4", "--iterations", "4"]
 ITERATION = 2
 AT_RESTORE = ("void", "load")
-
-
-@pytest.fixture
-def arena() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-faults-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
 
 
 def train(rank: int, world_size: int, plan: str, arena: str, log: str) -> None:
@@ -47,20 +37,20 @@ def logged(log: Path) -> list[int]:
     return [json.loads(line)["iteration"] for line in log.read_text().splitlines()]
 
 
-def test_every_point_is_reached_once_in_the_order_of_an_iteration(arena: Path, tmp_path: Path) -> None:
+def test_every_point_is_reached_once_in_the_order_of_an_iteration(arena_root: Path, tmp_path: Path) -> None:
     """A stall of no length at each point of one run, then of a restart: markers tell what fired, and when."""
     points = [point for point in POINTS if point not in AT_RESTORE]
     plan = [Fault(0, ITERATION, point, tmp_path / point, "stall") for point in points]
     # Behind the fence of the next iteration but one, so that ITERATION + 1 is sealed.
     plan.append(Fault(0, ITERATION + 2, "before_step", tmp_path / "kill", "kill"))
-    [killed] = attempt(1, plan, arena, tmp_path / "log")
+    [killed] = attempt(1, plan, arena_root, tmp_path / "log")
     assert killed.exitcode == -signal.SIGKILL
     assert [fault.point for fault in plan if not fault.fired(0)] == []
     assert logged(tmp_path / "log") == [1, 2, 3]
 
     restored = ITERATION + 1
     plan += [Fault(0, restored, "load", tmp_path / "load", "stall")]
-    [ended] = attempt(1, plan, arena, tmp_path / "log")
+    [ended] = attempt(1, plan, arena_root, tmp_path / "log")
     assert ended.ok, ended.error
     assert plan[-1].fired(0)
     assert logged(tmp_path / "log") == [1, 2, 3, 4]
@@ -71,32 +61,32 @@ def test_every_point_is_reached_once_in_the_order_of_an_iteration(arena: Path, t
     assert times["begin"] <= times["between"]
 
 
-def test_killed_while_a_slot_is_written_and_while_newer_ones_are_voided(arena: Path, tmp_path: Path) -> None:
+def test_killed_while_a_slot_is_written_and_while_newer_ones_are_voided(arena_root: Path, tmp_path: Path) -> None:
     copying = Fault(0, 3, "copy", tmp_path / "copy", "kill")
     # Rank 1 has time to seal snapshot 3, which rank 0 never finishes: the restart has to void it.
     waiting = Fault(1, 4, "forward", tmp_path / "wait", "stall", secs=0.5)
     voiding = Fault(0, 2, "void", tmp_path / "void", "kill")
     plan = [copying, waiting, voiding]
-    results = attempt(2, plan, arena, tmp_path / "log")
+    results = attempt(2, plan, arena_root, tmp_path / "log")
     assert results[0].exitcode == -signal.SIGKILL and copying.fired(0) and not copying.fired(1)
     assert waiting.fired(1) and not voiding.fired(0)
-    results = attempt(2, plan, arena, tmp_path / "log")
+    results = attempt(2, plan, arena_root, tmp_path / "log")
     assert results[0].exitcode == -signal.SIGKILL and voiding.fired(0)
-    results = attempt(2, plan, arena, tmp_path / "log")
+    results = attempt(2, plan, arena_root, tmp_path / "log")
     assert [result.ok for result in results] == [True, True]
     assert logged(tmp_path / "log") == [1, 2, 3, 3, 4]
 
 
-def test_all_ranks_die_together(arena: Path, tmp_path: Path) -> None:
+def test_all_ranks_die_together(arena_root: Path, tmp_path: Path) -> None:
     fault = Fault("all", 2, "before_step", tmp_path / "all", "kill", secs=20)
-    results = attempt(2, [fault], arena, tmp_path / "log")
+    results = attempt(2, [fault], arena_root, tmp_path / "log")
     assert [result.exitcode for result in results] == [-signal.SIGKILL] * 2
     assert fault.fired(0) and fault.fired(1)
 
 
-def test_raise_names_the_point(arena: Path, tmp_path: Path) -> None:
+def test_raise_names_the_point(arena_root: Path, tmp_path: Path) -> None:
     fault = Fault(0, 1, "boundary", tmp_path / "raise", "raise")
-    [result] = attempt(1, [fault], arena, tmp_path / "log")
+    [result] = attempt(1, [fault], arena_root, tmp_path / "log")
     assert result.error is not None and "FaultInjected: rank 0: boundary of iteration 1" in result.error
     assert fault.fired(0)
 

@@ -60,11 +60,6 @@ def saved(job: Job, smp: int, request: PersistRequest, secs: float = 30.0) -> di
     return status
 
 
-def checked(job: Job, iteration: int) -> None:
-    job.start()
-    until(lambda: all(node.checked(iteration) for node in job.nodes))
-
-
 def test_what_is_to_come_to_storage_waits_for_no_share_of_the_cores(job: Job) -> None:
     """The share is used up for a minute by the first look at anything."""
     for smp in job.smps:
@@ -87,8 +82,7 @@ def test_what_is_to_come_to_storage_waits_for_no_share_of_the_cores(job: Job) ->
 
 def test_what_a_node_has_done_with_fewer_shards_is_not_all_that_is_to_be_done(job: Job) -> None:
     """An attempt on one node flushes the snapshot that it restored, of which it holds all shards now."""
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.smps[0].start()
     until(lambda: job.smps[0].events.of("flushed"), "its mark, which waits for the other node's")
     job.smps[0].pause()
@@ -127,7 +121,8 @@ def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
     monkeypatch.setattr(Flush, "_before", stand)
     monkeypatch.setattr(flushing, "_FILES", 1)
     job.snapshot(0, 7)
-    checked(job, 7)
+    job.start()
+    job.wait_checked(7)
     goes_on_as(job, "save")
     for smp in range(2):
         asked(job, smp, PersistRequest("", 20.0, True))
@@ -157,7 +152,8 @@ def test_a_save_that_hangs_at_another_place_keeps_nothing_from_storage(
     monkeypatch.setattr(Flush, "_before", stand)
     elsewhere.mkdir()
     job.snapshot(0, 7)
-    checked(job, 7)
+    job.start()
+    job.wait_checked(7)
     try:
         for smp in range(2):
             asked(job, smp, PersistRequest(str(elsewhere), 20.0, True))
@@ -171,21 +167,18 @@ def test_a_save_that_hangs_at_another_place_keeps_nothing_from_storage(
 
 def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) -> None:
     """The newest that parity gives may be of the attempt before."""
-    for node in job.nodes:
-        for arena in node.arenas:
-            fill(arena, 1, 9, lineage=b"later" + bytes(11))
+    for arena in job.arenas:
+        fill(arena, 1, 9, lineage=b"later" + bytes(11))
     job.start()
-    for node in job.nodes:
-        for arena in node.arenas:
-            snapshot = next(one for one in arena.snapshots() if one.iteration == 9)
-            arena.control.mark_flush(snapshot)
+    for arena in job.arenas:
+        snapshot = next(one for one in arena.snapshots() if one.iteration == 9)
+        arena.control.mark_flush(snapshot)
     job.settled(9)
-    for node in job.nodes:
-        for arena in node.arenas:
-            arena.control.mark_flush(None)
-            arena.control.void(1)
+    for arena in job.arenas:
+        arena.control.mark_flush(None)
+        arena.control.void(1)
     job.snapshot(0, 7)
-    until(lambda: all(node.checked(7) for node in job.nodes))
+    job.wait_checked(7)
     requests = PersistRequest("", 20.0, True)
     asked(job, 1, requests)
     status = saved(job, 0, requests)
@@ -200,13 +193,14 @@ def test_another_training_of_this_name_leaves_nothing_unsaved(claimed: bool, job
     place.mkdir()
     final = FileStorage(str(place))
     job.snapshot(0, 100)
-    checked(job, 100)
+    job.start()
+    job.wait_checked(100)
     request = PersistRequest(str(place), 20.0, True)
     assert saved_by_both(job, request) == 100
-    for arena in [arena for node in job.nodes for arena in node.arenas]:
+    for arena in job.arenas:
         arena.control.void(0)
         fill(arena, 1, 60, lineage=b"anew" + bytes(12))
-    until(lambda: all(node.checked(60) for node in job.nodes))
+    job.wait_checked(60)
     if claimed:
         claim(final, "the training before", "job")
         asked(job, 1, request)
@@ -233,10 +227,11 @@ def test_what_was_saved_before_of_this_training_is_not_given_up_for_less(job: Jo
     (tmp_path / "final").mkdir()
     job.snapshot(0, 7)
     job.snapshot(1, 8)
-    checked(job, 8)
+    job.start()
+    job.wait_checked(8)
     request = PersistRequest(str(tmp_path / "final"), 20.0, True)
     assert saved_by_both(job, request) == 8
-    for arena in [arena for node in job.nodes for arena in node.arenas]:
+    for arena in job.arenas:
         arena.control.void(1)
     assert saved_by_both(job, request) == 8
     assert committed(FileStorage(str(tmp_path / "final"))) == [8]
@@ -254,7 +249,8 @@ def test_a_doubtful_snapshot_is_brought_where_nothing_else_is_there(job: Job, af
 
 def test_what_a_lost_node_has_said_before_does_not_count(job: Job) -> None:
     job.snapshot(0, 7)
-    checked(job, 7)
+    job.start()
+    job.wait_checked(7)
     owner = job.smps[1].duties._flush_orders.owner
     commit.tell_holdings(FileStorage(job.where), "b", owner, job.nodes[1].arenas[0].snapshots(), "beat")
     for _ in range(2):
@@ -266,7 +262,8 @@ def test_what_a_lost_node_has_said_before_does_not_count(job: Job) -> None:
 def test_of_two_who_ask_for_one_save_both_have_it(job: Job, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     job.snapshot(0, 7)
-    checked(job, 7)
+    job.start()
+    job.wait_checked(7)
     first, duties = PersistRequest("", 20.0, True), job.smps[0].duties
     with raises(SmpError, "nothing is on its way to storage"):
         asked(job, 0, replace(first, anew=False))
@@ -282,8 +279,7 @@ def test_of_two_who_ask_for_one_save_both_have_it(job: Job, tmp_path: Path) -> N
 
 def test_a_node_that_has_no_more_than_storage_keeps_nobody_waiting(job: Job) -> None:
     """Another was a snapshot further when the job ended."""
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.start()
     job.settled(7)
     _, b = job.nodes
@@ -297,8 +293,7 @@ def test_a_node_that_has_no_more_than_storage_keeps_nobody_waiting(job: Job) -> 
 
 def test_what_cannot_be_read_for_a_moment_may_be_the_newest(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage that fails in the middle of a look gives nothing older away for it."""
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.start()
     job.settled(7)
     read, failed = FileStorage.read, list[str]()

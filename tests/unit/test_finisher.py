@@ -73,18 +73,3 @@ def test_a_drop_waits_for_what_lands_at_that_moment(finisher: Finisher) -> None:
     finisher.end(flight)
     assert flight.wait(LONG_SECS)
     assert told == [7, ("cancelled", True)]
-
-
-def test_an_error_of_one_chunk_is_the_flights(finisher: Finisher) -> None:
-    told = list[object]()
-
-    def landed(chunk: int) -> None:
-        if chunk == 1:
-            raise OSError("no more")
-
-    flight = flight_of(landed, told)
-    for chunk in range(3):
-        finisher.chunk(flight, chunk)
-    finisher.end(flight)
-    assert flight.wait(LONG_SECS)
-    assert repr(flight.error) == "OSError('no more')" and not told

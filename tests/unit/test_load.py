@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError
-from ftckpt.group import Bytes, Group
+from ftckpt.group import Group
 from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
@@ -27,6 +27,7 @@ from ftckpt.restore.load import Item, Traffic, Transfer, execute, fetch, transfe
 from ftckpt.restore.locations import BlockAt, ChunkAt, Location, OpenArenas, PackageAt, SlotAt, location_of
 from ftckpt.restore.offers import Index, Offer
 from ftckpt.restore.plan import ReadItem, StridedCopy, run
+from tests.support.arenas import ThreadGroup as Gathering
 
 WAIT_SECS = 20.0
 SLOT_BYTES = 1 << 12
@@ -36,7 +37,6 @@ class Exchange:
     """What the ranks of a job share when they are threads."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.barrier = threading.Barrier(size)
         self.parts: list[bytes] = [b""] * size
         self.posted = threading.Condition()
@@ -67,22 +67,16 @@ class Work:
         self.group.open -= 1
 
 
-class ThreadGroup:
+class ThreadGroup(Gathering):
     """Stands in for ``Group``: a message is through once its receiver waits for it, not when it is posted."""
 
     name = "ftckpt/group/threads"
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
-        self.exchange, self.rank, self.size = exchange, rank, exchange.size
+        super().__init__(rank, (exchange.parts, exchange.barrier))
+        self.exchange = exchange
         self.longest = self.sent = self.open = self.most_open = 0
         self.partners: set[int] = set()
-
-    def gather(self, data: Bytes) -> list[bytes]:
-        self.exchange.parts[self.rank] = bytes(data)
-        self.exchange.barrier.wait(WAIT_SECS)
-        parts = list(self.exchange.parts)
-        self.exchange.barrier.wait(WAIT_SECS)
-        return parts
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         return self.gather(data)[source]
@@ -378,17 +372,13 @@ def test_messages_are_bounded_full_and_in_order(strips: list[tuple[int, int, int
     assert flat == [value for strip in whole for value in strip.view.reshape(-1).tolist()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.uint8])
-def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
-    item = dtype.itemsize
-    names = {
-        torch.float32: "F32",
-        torch.bfloat16: "BF16",
-        torch.bool: "BOOL",
-        torch.float64: "F64",
-        torch.uint8: "U8",
-    }
-    fragment = Fragment.whole("w", names[dtype], (10,), Box((0,), (10,)))
+TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "BOOL": torch.bool, "F64": torch.float64, "U8": torch.uint8}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_elements_of_a_read_land_at_their_bytes(name: str) -> None:
+    dtype, item = TYPES[name], TYPES[name].itemsize
+    fragment = Fragment.whole("w", name, (10,), Box((0,), (10,)))
     live = [torch.zeros(4, dtype=dtype), torch.zeros(6, dtype=dtype)]
     runs = [(2, 1, 3), (7, 4, 2)]
     source = SlotAt("n", "a0", 0)
