@@ -243,6 +243,7 @@ def test_a_doubtful_snapshot_is_brought_where_nothing_else_is_there(job: Job, af
         write_lineage(node.dir, FIRST.doubt(after, 8))
     job.snapshot(0, 7)
     job.snapshot(1, 8)
+    job.start()
     job.wait_checked(8)
     assert saved_by_both(job, PersistRequest("", 20.0, True)) == brought
 
