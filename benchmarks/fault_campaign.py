@@ -1,10 +1,10 @@
 """A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
 
-Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines, kills
-trainers or SMPs at random instants, damages arenas, parity and packages, two faults at once, and starts the job
-again: first, maybe, with one rank on another machine of the same name, which is refused. What it restores is
-compared bit for bit; from where it must be able to go on is what the failure table says of this loss. A rank may
-crash once the job is done: it must not begin again.
+Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines, has replicas
+drift apart, numbers of iterations go back, or a rank fork; kills trainers or SMPs at random instants, damages arenas,
+parity and packages, two faults at once, and starts the job again: first, maybe, with one rank on another machine of
+the same name, which is refused. What it restores is compared bit for bit; from where it must be able to go on is what
+the failure table says of this loss. A rank may crash once the job is done: it must not begin again.
 
   python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
 """
@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.campaign_damage import Job, damage, survey  # noqa: E402
-from benchmarks.campaign_job import Ended, Plan, train  # noqa: E402
+from benchmarks.campaign_job import HOW, NO_TROUBLE, POSITIONS, Ended, Plan, Trouble, train  # noqa: E402
 from benchmarks.common import environment, print_table, write_json  # noqa: E402
 from ftckpt.errors import ConfigError, FtckptError  # noqa: E402
 from ftckpt.parity.modes import Modes, resolve_modes  # noqa: E402
 from ftckpt.store.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
 from ftckpt.store.locks import holder_of  # noqa: E402
+from tests.support.event_logs import read_events  # noqa: E402
 from tests.support.mounting import may_mount  # noqa: E402
 from tests.support.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402
 
@@ -54,7 +56,9 @@ _GRACE_SECS = 30.0
 _DEADLINE_SECS = 6.0
 """Of a group whose rank is stopped for half as long again."""
 _ITERATIONS_AFTER = 60
-"""After a stall, until which a snapshot must have come."""
+"""After trouble, until which it must be over."""
+_PROOFS = (1, 2, 4, 8)
+"""Snapshots before which replicas are compared as a whole: what has drifted there comes into none."""
 _LINES = re.compile(r"^(ftckpt\.errors\.)?(\w*Error): (.*)$", re.MULTILINE)
 
 
@@ -103,7 +107,7 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
         code, losses = dice.choice([("xor", 1), ("xor", 1), ("mirror", 1), ("rs", 2)])
         settings: dict[str, Any] = {
             "job": job, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
-            "replica_check_interval": 0,
+            "events": str(arena / "events"),
             "protect": dice.choice(PROTECT), "peer_code": code, "peer_losses": losses,
             "protect_interval": dice.choice([1, 1, 3]),
             "start_timeout_secs": 30.0, "protect_timeout_secs": 10.0,
@@ -129,14 +133,19 @@ def run_trial(seed: int) -> Verdict:
         (arena / "tmp").mkdir()
         shape = draw_shape(dice, arena, job)
         try:
-            memory = _train_and_kill(dice, shape, arena / "progress", injected)
+            trouble = draw_trouble(dice, shape)
+            memory = _train_and_kill(dice, shape, trouble, arena / "progress", injected)
             for _ in range(dice.choice([0, 1, 1, 2, 2])):
                 _damage(memory, dice)
+            memory.look()
             injected += memory.faults
             promise = memory.promise
             nodes = _replace_lost(dice, shape, memory)
             _start_with_a_stray(dice, shape, nodes, arena / "stray", injected)
-            kind, start, text = judge(_restart(dice, shape, nodes, arena / "again", injected), memory)
+            # A drift that was not noticed yet may mix what ranks held.
+            mixes = trouble.kind == "drift" and not memory.head.doubtful
+            plan = Plan(shape.settings, nodes, dice.randint(1, 8), arena / "again", past=trouble, mixes=mixes)
+            kind, start, text = judge(_restart(dice, shape, plan, injected), memory)
         except TrialError as error:
             kind, start, text = "wrong", None, str(error)
         finally:
@@ -158,6 +167,8 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
         # Where all of every node is gone nothing can know of a snapshot: a fresh start is right.
         if start is None and memory.whole >= 0 and not memory.all_lost:
             return "wrong", start, f"began anew although iteration {memory.whole} was whole"
+        if start is not None and memory.doubts(start):
+            return "wrong", start, f"iteration {start} is doubtful"
         if promise is not None and promise >= 0 and (start is None or start < promise):
             return "wrong", start, f"iteration {start}, promised was {promise}"
         return "resumed", start, ""
@@ -173,23 +184,31 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
     return "refused", None, lost[0]
 
 
-def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: list[str]) -> Job:
+def draw_trouble(dice: random.Random, shape: Shape) -> Trouble:
+    """What training meets while nobody has killed anything yet; of no kind: nothing."""
+    kinds, world_size = ["", "", "stall", "back", "fork"], len(shape.nodes)
+    kind = dice.choice([*kinds, "drift"] if world_size > 1 else kinds)
+    least = 3 if kind == "back" else 1
+    return Trouble(kind, dice.randint(least, 20), dice.randrange(world_size), dice.choice(HOW.get(kind, [""])))
+
+
+def _train_and_kill(dice: random.Random, shape: Shape, trouble: Trouble, progress: Path, faults: list[str]) -> Job:
     """Train for a while, then kill some ranks, and maybe SMPs or arenas before; the launcher ends the others."""
     progress.mkdir()
-    world_size, least = len(shape.nodes), dice.randint(1, 20)
-    trouble = dice.choice(["", "", "", "stall"])
-    if trouble == "stall":
+    world_size = len(shape.nodes)
+    if trouble.kind == "stall":
         shape.settings.update(start_timeout_secs=_DEADLINE_SECS)
-    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress), None
+    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress, trouble=trouble), None
     with spawn_ranks(train, world_size, plan, env=shape.env) as ranks:
-        _wait_for(ranks, progress, least + 1)
-        if trouble == "stall":
-            _stall(ranks, progress, dice.randrange(world_size), shape, faults)
+        _wait_for(ranks, progress, trouble.iteration + 1)
+        if trouble.kind:
+            faults.append(str(trouble))
+            _outlast(dice, ranks, progress, shape, trouble)
         time.sleep(dice.random() * 0.2)
         if dice.random() < 0.3:
             faults += _kill_smps(shape, dice.sample(sorted(set(shape.nodes)), 1))
             time.sleep(dice.random())
-        if dice.random() < 0.3:
+        if dice.random() < 0.3 and trouble.kind != "drift":  # which moves arenas meanwhile
             memory = survey(shape.folder, shape.modes)
             damage(memory, dice, live=True)
             time.sleep(dice.random() * 0.5)
@@ -202,17 +221,41 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: l
     return memory or survey(shape.folder, shape.modes)
 
 
-def _stall(ranks: RankGroup, progress: Path, victim: int, shape: Shape, faults: list[str]) -> None:
-    """Stop a rank for longer than all deadlines; snapshots must go on after that."""
-    faults.append(f"a stall of rank {victim}")
-    ranks.kill(victim, signal.SIGSTOP)
-    time.sleep(1.5 * _DEADLINE_SECS)
-    reached = int((progress / f"rank{victim}").read_text())
-    ranks.kill(victim, signal.SIGCONT)
+def _outlast(dice: random.Random, ranks: RankGroup, progress: Path, shape: Shape, trouble: Trouble) -> None:
+    """Have a rank stopped for longer than all deadlines, if that is the trouble; what comes of it must come soon."""
+    if trouble.kind == "stall":
+        ranks.kill(trouble.rank, signal.SIGSTOP)
+        time.sleep(1.5 * _DEADLINE_SECS)
+    elif dice.random() < 0.4:
+        return
+    reached, before = int((progress / f"rank{trouble.rank}").read_text()), survey(shape.folder, shape.modes)
+    ranks.kill(trouble.rank, signal.SIGCONT)
     _wait_for(ranks, progress, reached + _ITERATIONS_AFTER)
-    whole = survey(shape.folder, shape.modes).whole
-    if whole <= reached + 1:
-        raise TrialError(f"no snapshot since the stall at iteration {reached}: the newest is {whole}")
+    events, after = Path(shape.settings["events"]), survey(shape.folder, shape.modes)
+    if problem := unmet(trouble, reached, before, after, read_events(events)):
+        raise TrialError(f"{trouble}: {problem}")
+
+
+def unmet(trouble: Trouble, reached: int, before: Job, after: Job, events: Sequence[dict[str, Any]]) -> str:
+    """What of a promise about ``trouble`` does not hold; it came at ``reached``, where memory was as ``before``."""
+    if trouble.kind == "back":
+        off = sum(event["event"] == "turned_off" for event in events)
+        same = (before.whole, before.protected, before.sealed) == (after.whole, after.protected, after.sealed)
+        return "" if same and off == len(before.sealed) else f"{off} ranks are off, and memory changed: {not same}"
+    if after.whole <= reached + 1 or after.doubts(after.whole):
+        return f"no snapshot since iteration {reached}: the newest is {after.whole}"
+    return _unnoticed(trouble.iteration, events, len(after.sealed)) if trouble.kind == "drift" else ""
+
+
+def _unnoticed(drift: int, events: Sequence[dict[str, Any]], world_size: int) -> str:
+    """Why the alarm of a drift is not the one that must come with the first full row of samples after it."""
+    taken = Counter(event["iteration"] for event in events if event["event"] == "snapshot")
+    last = next(end for end in count(drift) if all(taken[end - at] == world_size for at in range(POSITIONS)))
+    alarms = {(event["after"], event["until"]) for event in events if event["event"] == "replicas_drift"}
+    if drift in _PROOFS and not alarms:
+        return ""
+    is_right = len(alarms) == 1 and all(after < drift <= until <= last for after, until in alarms)
+    return "" if is_right else f"a drift at {drift} must be noticed by {last}, and the alarms are {sorted(alarms)}"
 
 
 def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
@@ -274,15 +317,16 @@ def _start_with_a_stray(
         raise TrialError(f"a name that two machines have was not refused: {strange[0].error or strange[0].exitcode}")
 
 
-def _restart(
-    dice: random.Random, shape: Shape, nodes: Sequence[str], progress: Path, faults: list[str]
-) -> list[RankResult]:
-    """Start again, and once more where a rank crashes after the end."""
-    progress.mkdir()
-    crashing = dice.randrange(len(nodes)) if dice.random() < 0.3 else None
-    plan = Plan(shape.settings, nodes, dice.randint(1, 8), progress, crashing=crashing)
+def _restart(dice: random.Random, shape: Shape, plan: Plan, faults: list[str]) -> list[RankResult]:
+    """Start again, where a rank may fork, and once more where a rank crashes after the end."""
+    plan.progress.mkdir()
+    ranks = range(len(plan.nodes))
+    crashing = dice.choice(ranks) if dice.random() < 0.3 else None
+    trouble = Trouble("fork", 1, dice.choice(ranks), dice.choice(HOW["fork"])) if dice.random() < 0.3 else NO_TROUBLE
+    faults += [f"{trouble} in the restart"] if trouble.kind else []
+    plan = replace(plan, crashing=crashing, trouble=trouble)
     results = _attempt(shape, plan)
-    ended = progress / f"ended{crashing}"
+    ended = plan.progress / f"ended{crashing}"
     if crashing is not None and ended.exists():
         faults.append(f"crash of rank {crashing} after the end")
         start, wrong = json.loads(ended.read_text())
