@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ftckpt.errors import FtckptError
@@ -148,14 +149,14 @@ def flip_control(job: Job, dice: random.Random) -> None:
     job.lose(path, "flipped bits in the control block")
 
 
-def spoil_checks(job: Job, dice: random.Random) -> None:
-    """Flip bits in the SMP's checksums, or delete them."""
-    _spoil(job, dice, "checks")
-
-
-def spoil_parity(job: Job, dice: random.Random) -> None:
-    """Flip bits in a parity file, or delete it."""
-    _spoil(job, dice, "parity.*")
+def spoil(job: Job, dice: random.Random, pattern: str) -> None:
+    """Flip bits in a file of an arena, or delete it."""
+    path = dice.choice(job.arenas())
+    files = sorted(path.glob(pattern))
+    if files:
+        chosen = dice.choice(files)
+        _flip_or_delete(chosen, dice)
+        job.lose(path, f"damage to {chosen.name}")
 
 
 def spoil_package(job: Job, dice: random.Random) -> None:
@@ -170,6 +171,7 @@ def spoil_package(job: Job, dice: random.Random) -> None:
         job.faults.append(f"packages of {shard} on {node}")
 
 
+spoil_checks, spoil_parity = partial(spoil, pattern="checks"), partial(spoil, pattern="parity.*")
 DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
     lose_node, lose_node, delete_arena, flip_slot, flip_slot, truncate_slot, flip_control, spoil_checks, spoil_parity,
     spoil_package,
@@ -188,15 +190,6 @@ def damage(job: Job, dice: random.Random, live: bool = False) -> None:
             dice.choice(LIVE_DAMAGES if live else DAMAGES)(job, dice)
         except (FtckptError, OSError) as error:  # an SMP that lives may repair or replace a file meanwhile
             job.faults.append(f"nothing: {error}")
-
-
-def _spoil(job: Job, dice: random.Random, pattern: str) -> None:
-    path = dice.choice(job.arenas())
-    files = sorted(path.glob(pattern))
-    if files:
-        chosen = dice.choice(files)
-        _flip_or_delete(chosen, dice)
-        job.lose(path, f"damage to {chosen.name}")
 
 
 def _flip_or_delete(path: Path, dice: random.Random) -> None:

@@ -3,7 +3,7 @@ of it can be checked without another run."""
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import faulthandler
 import gc
 import json
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -257,6 +258,7 @@ def _inherit(how: str, checkpointer: Checkpointer, state: KnownState, folder: Pa
         gc.collect()
     while "stay" in how and folder.exists():
         time.sleep(0.1)
-    if "exit" in how:
-        ctypes.pythonapi.Py_Exit(0)  # handlers at the exit, and destructors, as behind sys.exit in a script
+    if "exit" in how:  # as a script of its own would; not further, where gloo's destructors use the parent's sockets
+        atexit._run_exitfuncs()
+        sys.exit()
     os._exit(0)

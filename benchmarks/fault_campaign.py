@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ _ITERATIONS_AFTER = 60
 """After trouble, until which it must be over."""
 _PROOFS = (1, 2, 4, 8)
 """Snapshots before which replicas are compared as a whole: what has drifted there comes into none."""
-_LINES = re.compile(r"^(ftckpt\.errors\.)?(\w*Error): (.*)$", re.MULTILINE)
+_LOST = re.compile(r"^(?:ftckpt\.errors\.)?LostError: (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,7 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
     texts = [result.error or f"exit code {result.exitcode}" for result in results if not result.ok]
     if any(result.exitcode == -signal.SIGKILL and result.error is None for result in results):
         return "hung", None, texts[0]
-    injected = [match for text in texts for match in _LINES.findall(text)]
-    lost = [message for _, name, message in injected if name == "LostError"]
+    lost = [message for text in texts for message in _LOST.findall(text)]
     if not lost:
         return "wrong", None, texts[0][-600:]
     if promise is not None:
@@ -206,7 +204,9 @@ def _train_and_kill(dice: random.Random, shape: Shape, trouble: Trouble, progres
             _outlast(dice, ranks, progress, shape, trouble)
         time.sleep(dice.random() * 0.2)
         if dice.random() < 0.3:
-            faults += _kill_smps(shape, dice.sample(sorted(set(shape.nodes)), 1))
+            node = dice.choice(shape.nodes)
+            if _kill(holder_of(shape.folder / node / SMP_LOCK_NAME)):
+                faults.append(f"kill of the SMP of {node}")
             time.sleep(dice.random())
         if dice.random() < 0.3 and trouble.kind != "drift":  # which moves arenas meanwhile
             memory = survey(shape.folder, shape.modes)
@@ -250,11 +250,12 @@ def unmet(trouble: Trouble, reached: int, before: Job, after: Job, events: Seque
 def _unnoticed(drift: int, events: Sequence[dict[str, Any]], world_size: int) -> str:
     """Why the alarm of a drift is not the one that must come with the first full row of samples after it."""
     taken = Counter(event["iteration"] for event in events if event["event"] == "snapshot")
-    last = next(end for end in count(drift) if all(taken[end - at] == world_size for at in range(POSITIONS)))
+    ends = range(drift + POSITIONS - 1, max(taken))
+    last = next((end for end in ends if all(taken[end - at] == world_size for at in range(POSITIONS))), max(taken))
     alarms = {(event["after"], event["until"]) for event in events if event["event"] == "replicas_drift"}
     if drift in _PROOFS and not alarms:
         return ""
-    is_right = len(alarms) == 1 and all(after < drift <= until <= last for after, until in alarms)
+    is_right = bool(alarms) and all(after < drift <= until <= last for after, until in alarms)
     return "" if is_right else f"a drift at {drift} must be noticed by {last}, and the alarms are {sorted(alarms)}"
 
 
@@ -272,16 +273,12 @@ def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
     raise TrialError(f"iteration {iteration} was not reached: {(texts or ['no error'])[0]}")
 
 
-def _kill_smps(shape: Shape, nodes: Sequence[str]) -> list[str]:
-    faults = []
-    for node in nodes:
-        lock = shape.folder / node / SMP_LOCK_NAME
-        pid = holder_of(lock) if lock.exists() else None
+def _kill(pid: int | None) -> bool:
+    """Kill a process, if it is one; whether it was."""
+    with contextlib.suppress(ProcessLookupError):
         if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            faults.append(f"kill of the SMP of {node}")
-    return faults
+            os.kill(pid, signal.SIGKILL)
+    return bool(pid)
 
 
 def _damage(memory: Job, dice: random.Random) -> None:
@@ -291,9 +288,7 @@ def _damage(memory: Job, dice: random.Random) -> None:
     before = set(memory.lost_nodes)
     damage(memory, dice)
     for node in memory.lost_nodes - before:
-        if pid := smps.get(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(smps.get(node))
 
 
 def _replace_lost(dice: random.Random, shape: Shape, memory: Job) -> list[str]:
@@ -338,15 +333,8 @@ def _restart(dice: random.Random, shape: Shape, plan: Plan, faults: list[str]) -
 
 
 def _attempt(shape: Shape, plan: Plan) -> list[RankResult]:
-    return run_ranks(
-        train,
-        len(plan.nodes),
-        plan,
-        timeout_secs=_RESTART_SECS,
-        expect_failures=True,
-        grace_secs=_GRACE_SECS,
-        env=shape.env,
-    )
+    limits = {"timeout_secs": _RESTART_SECS, "grace_secs": _GRACE_SECS}
+    return run_ranks(train, len(plan.nodes), plan, expect_failures=True, env=shape.env, **limits)
 
 
 def _clean(arena: Path, job: str) -> str:
@@ -361,8 +349,7 @@ def _clean(arena: Path, job: str) -> str:
     while (alive := _processes_of(job)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in alive:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _kill(pid)
     return "; ".join([*left[:5], *(f"process {pid}" for pid in alive)])
 
 
@@ -415,6 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seed": args.seed,
         "resumed_as_promised": as_table,
         "resumed_beyond_promise": counts["resumed"] - as_table,
+        "faults": Counter(fault.split(" of ")[0] for v in verdicts for fault in v.faults),
         "secs": round(time.monotonic() - begin, 1),
         "bad": [
             {"seed": args.seed * 100_000 + number, "kind": v.kind, "faults": v.faults, "text": v.text}

@@ -288,8 +288,10 @@ class Snapshots:
         try:
             proof = shard.prove(late, state.has_stepped, state.whole)
         except FtckptError as error:
-            self.execute([state.turn_off(f"no new arena: {error}")])
+            self.execute([*state.mistrust(), state.turn_off(f"no new arena: {error}")])
             return
+        if proof.parted:
+            self.execute(state.mistrust())
         trusted = state.trusted
         state.proved(proof.stepped, proof.changed, proof.new_arenas)
         if proof.ends:
