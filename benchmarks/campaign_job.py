@@ -48,12 +48,11 @@ _ITERATION_SECS = 0.03
 
 @dataclass(frozen=True)
 class Trouble:
-    """A fault that training itself meets, in the given iteration of an attempt.
+    """A fault that training itself meets, in an iteration of an attempt; a ``stall`` comes from outside.
 
-    ``drift``: from then on bits differ between replicas: in one element of ``rank`` (``flip``), in one of its weights
-    alone (``weight``), or on all ranks in one element more with each iteration (``slow``). ``back``: ``step`` gets
-    smaller numbers, of another history. ``fork``: ``rank`` forks a child, and ``how`` tells what that does. ``stall``
-    comes from outside.
+    ``drift``: replicas differ, in an element of ``rank`` (``flip``), in one of its weights (``weight``), or on all
+    ranks in one more with each iteration (``slow``). ``back``: ``step`` gets smaller numbers, of another history.
+    ``fork``: ``rank`` forks a child; ``how`` it uses and drops what it has, and ends.
     """
 
     kind: str
@@ -79,7 +78,7 @@ class Plan:
 
     ``progress`` gets a file ``rank{R}`` once its rank has trained an iteration. Rank ``stray`` is on a machine of its
     own that has its node's name. Rank ``crashing`` is aborted once it has closed; how it ended is in ``ended{R}``.
-    ``past`` is the trouble of the attempt before; ``mixes``: what is restored may mix what ranks held.
+    ``mixes``: what is restored may mix what ranks held.
     """
 
     settings: Mapping[str, Any]
@@ -90,7 +89,6 @@ class Plan:
     crashing: int | None = None
     protected: int = 0
     trouble: Trouble = NO_TROUBLE
-    past: Trouble = NO_TROUBLE
     mixes: bool = False
 
 
@@ -202,7 +200,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Ended:
     if run.read().code == 0:
         return Ended(None, (), finished=True)
     members = tuple(RankPlace({"dp": index}, plan.nodes[index]) for index in range(world_size))
-    state = KnownState(rank, world_size, plan.past if plan.past.kind == "drift" else plan.trouble)
+    state = KnownState(rank, world_size, plan.trouble)
     sample.SAMPLE_BYTES = SAMPLE_BYTES
     config = Config(enabled=True, node=node, **plan.settings)
     topology = Topology(rank, members, {"dp": world_size})

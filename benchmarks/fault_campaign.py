@@ -1,10 +1,6 @@
 """A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
 
-Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines, has replicas
-drift apart, numbers of iterations go back, or a rank fork; kills trainers or SMPs at random instants, damages arenas,
-parity and packages, two faults at once, and starts the job again: first, maybe, with one rank on another machine of
-the same name, which is refused. What it restores is compared bit for bit; from where it must be able to go on is what
-the failure table says of this loss. A rank may crash once the job is done: it must not begin again.
+What a trial does, and what must come of it, is in README.md.
 
   python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
 """
@@ -31,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.campaign_damage import Job, damage, survey  # noqa: E402
-from benchmarks.campaign_job import HOW, NO_TROUBLE, POSITIONS, Ended, Plan, Trouble, train  # noqa: E402
+from benchmarks.campaign_job import HOW, POSITIONS, Ended, Plan, Trouble, train  # noqa: E402
 from benchmarks.common import environment, print_table, write_json  # noqa: E402
 from ftckpt.errors import ConfigError, FtckptError  # noqa: E402
 from ftckpt.parity.modes import Modes, resolve_modes  # noqa: E402
@@ -143,7 +139,7 @@ def run_trial(seed: int) -> Verdict:
             _start_with_a_stray(dice, shape, nodes, arena / "stray", injected)
             # A drift that was not noticed yet may mix what ranks held.
             mixes = trouble.kind == "drift" and not memory.head.doubtful
-            plan = Plan(shape.settings, nodes, dice.randint(1, 8), arena / "again", past=trouble, mixes=mixes)
+            plan = Plan(shape.settings, nodes, dice.randint(1, 8), arena / "again", trouble=trouble, mixes=mixes)
             kind, start, text = judge(_restart(dice, shape, plan, injected), memory)
         except TrialError as error:
             kind, start, text = "wrong", None, str(error)
@@ -231,30 +227,27 @@ def _outlast(dice: random.Random, ranks: RankGroup, progress: Path, shape: Shape
     reached, before = int((progress / f"rank{trouble.rank}").read_text()), survey(shape.folder, shape.modes)
     ranks.kill(trouble.rank, signal.SIGCONT)
     _wait_for(ranks, progress, reached + _ITERATIONS_AFTER)
-    events, after = Path(shape.settings["events"]), survey(shape.folder, shape.modes)
-    if problem := unmet(trouble, reached, before, after, read_events(events)):
+    events, after = read_events(Path(shape.settings["events"])), survey(shape.folder, shape.modes)
+    if problem := unmet(trouble, reached, before, after, events):
         raise TrialError(f"{trouble}: {problem}")
 
 
 def unmet(trouble: Trouble, reached: int, before: Job, after: Job, events: Sequence[dict[str, Any]]) -> str:
     """What of a promise about ``trouble`` does not hold; it came at ``reached``, where memory was as ``before``."""
+    world_size, drift = len(after.sealed), trouble.iteration
     if trouble.kind == "back":
         off = sum(event["event"] == "turned_off" for event in events)
         same = (before.whole, before.protected, before.sealed) == (after.whole, after.protected, after.sealed)
-        return "" if same and off == len(before.sealed) else f"{off} ranks are off, and memory changed: {not same}"
+        return "" if same and off == world_size else f"{off} ranks are off, and memory changed: {not same}"
     if after.whole <= reached + 1 or after.doubts(after.whole):
         return f"no snapshot since iteration {reached}: the newest is {after.whole}"
-    return _unnoticed(trouble.iteration, events, len(after.sealed)) if trouble.kind == "drift" else ""
-
-
-def _unnoticed(drift: int, events: Sequence[dict[str, Any]], world_size: int) -> str:
-    """Why the alarm of a drift is not the one that must come with the first full row of samples after it."""
+    alarms = {(event["after"], event["until"]) for event in events if event["event"] == "replicas_drift"}
+    if trouble.kind != "drift" or (drift in _PROOFS and not alarms):
+        return ""
+    # The alarm must come with the first row of samples after the drift that is not interrupted.
     taken = Counter(event["iteration"] for event in events if event["event"] == "snapshot")
     ends = range(drift + POSITIONS - 1, max(taken))
     last = next((end for end in ends if all(taken[end - at] == world_size for at in range(POSITIONS))), max(taken))
-    alarms = {(event["after"], event["until"]) for event in events if event["event"] == "replicas_drift"}
-    if drift in _PROOFS and not alarms:
-        return ""
     is_right = bool(alarms) and all(after < drift <= until <= last for after, until in alarms)
     return "" if is_right else f"a drift at {drift} must be noticed by {last}, and the alarms are {sorted(alarms)}"
 
@@ -317,9 +310,11 @@ def _restart(dice: random.Random, shape: Shape, plan: Plan, faults: list[str]) -
     plan.progress.mkdir()
     ranks = range(len(plan.nodes))
     crashing = dice.choice(ranks) if dice.random() < 0.3 else None
-    trouble = Trouble("fork", 1, dice.choice(ranks), dice.choice(HOW["fork"])) if dice.random() < 0.3 else NO_TROUBLE
-    faults += [f"{trouble} in the restart"] if trouble.kind else []
-    plan = replace(plan, crashing=crashing, trouble=trouble)
+    plan = replace(plan, crashing=crashing)
+    if plan.trouble.kind != "drift":  # which stays
+        fork = dice.random() < 0.4
+        plan = replace(plan, trouble=Trouble("fork" if fork else "", 1, dice.choice(ranks), dice.choice(HOW["fork"])))
+        faults += [f"{plan.trouble} in the restart"] if fork else []
     results = _attempt(shape, plan)
     ended = plan.progress / f"ended{crashing}"
     if crashing is not None and ended.exists():
