@@ -240,9 +240,9 @@ def unmet(trouble: Trouble, reached: int, before: Job, after: Job, events: Seque
         return "" if same and off == world_size else f"{off} ranks are off, and memory changed: {not same}"
     if after.whole <= reached + 1 or after.doubts(after.whole):
         return f"no snapshot since iteration {reached}: the newest is {after.whole}"
-    alarms = {(event["after"], event["until"]) for event in events if event["event"] == "replicas_drift"}
-    if trouble.kind != "drift" or (drift in _PROOFS and not alarms):
+    if trouble.kind != "drift" or drift in _PROOFS:
         return ""
+    alarms = {(event["after"], event["until"]) for event in events if event["event"] == "replicas_drift"}
     # The alarm must come with the first row of samples after the drift that is not interrupted.
     taken = Counter(event["iteration"] for event in events if event["event"] == "snapshot")
     ends = range(drift + POSITIONS - 1, max(taken))
