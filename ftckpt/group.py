@@ -160,8 +160,8 @@ class Group:
         """Let go of connections and their threads, when all ranks have agreed that nothing more is posted.
 
         A collective that is not finished keeps them: who ends a group waits for all of those. So does a child that
-        this process has forked: its copies of closed connections stay in gloo's epoll, and an event of one aborts this
-        process, or hangs it.
+        this process has forked: its copies of closed connections stay in gloo's epoll, and an event of one aborts or
+        hangs this process.
         """
         self._given_up = self._given_up or f"rank {self.rank} has closed the group"
         if not forks.has_forked and all(work.is_completed() for work in self._unfinished):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.capture import sample
 from ftckpt.errors import MemoryBudgetError
 from tests.support import jobs
 from tests.support.faults import Fault
@@ -139,7 +140,6 @@ DRIFTS_AT = 20
 
 def drifting(rank: int, world_size: int, run: jobs.Run, at: int = DRIFTS_AT, sample_bytes: int = 0) -> jobs.Outcome:
     """One element of rank 1 goes wrong right before the snapshot that is taken ``at`` an iteration."""
-    from ftckpt.capture import sample
     from ftckpt.job.snapshots import Snapshots
 
     sample.SAMPLE_BYTES = sample_bytes or sample.SAMPLE_BYTES

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ftckpt import forks
+from ftckpt.group import Group
 from ftckpt.store import ends
 from ftckpt.store.pulse import Pulse
 from tests.support import ds_jobs, jobs
@@ -191,8 +192,6 @@ def test_nothing_of_the_parent_changes(arena_root: Path, tmp_path: Path) -> None
 
 def closes_its_group(rank: int, world_size: int, folder: str) -> int:
     """Close groups, of which a child of one rank has copies; returns how many."""
-    from ftckpt.group import Group
-
     for _ in range(ROUNDS):
         group = Group(30.0)
         group.gather(b"begun")
