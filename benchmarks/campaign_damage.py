@@ -8,15 +8,18 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ftckpt.errors import FtckptError
+from ftckpt.model.lineage import UNKNOWN, Lineage, is_doubtful, newest
 from ftckpt.parity.groups import mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import Holding
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.survive import Forecast
 from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.directory import list_arenas
+from ftckpt.store.lineage_file import read_lineage
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.slots import slot_name
 
@@ -25,7 +28,8 @@ from ftckpt.store.slots import slot_name
 class Job:
     """Where the memory of a job lies, what was in it before any damage, and what was damaged.
 
-    ``whole`` and ``protected`` are iterations, -1: none. ``lost_packages`` are pairs of shard and node.
+    ``whole`` and ``protected`` are iterations, -1: none. ``sealed`` has the iterations in the slots of each shard.
+    ``lost_packages`` are pairs of shard and node. ``head`` is the lineage that a start finds.
     """
 
     folder: Path
@@ -37,6 +41,16 @@ class Job:
     lost_nodes: set[str] = field(default_factory=set)
     lost_packages: set[tuple[str, str]] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
+    sealed: dict[str, set[int]] = field(default_factory=dict)
+    head: Lineage = UNKNOWN
+
+    def doubts(self, iteration: int) -> bool:
+        """Whether the snapshot of ``iteration`` may mix states of ranks that differ, as was noticed."""
+        return is_doubtful(self.head, iteration, self.head)
+
+    def look(self) -> None:
+        """Find the ``head``: it may change until all ranks are dead, and be lost with nodes."""
+        self.head = newest(read_lineage(node) for node in self.folder.iterdir()) if self.folder.is_dir() else UNKNOWN
 
     @property
     def all_lost(self) -> bool:
@@ -47,8 +61,10 @@ class Job:
     def promise(self) -> int | None:
         """The iteration that a restart must reach at least, -1 for any, None where it may refuse."""
         if not (self.lost_shards or self.lost_nodes or self.lost_packages):
-            return self.whole
-        if self.protected < 0:
+            sealed = set[int].intersection(*self.sealed.values()) if self.doubts(self.whole) else {self.whole}
+            return max((one for one in sealed if one <= self.whole and not self.doubts(one)), default=None)
+        # Two arenas of a shard: it was laid out anew, and what is protected in which of them is not asked here.
+        if self.protected < 0 or self.doubts(self.protected) or len(self.holdings) > len(self.sealed):
             return None
         groups = peer_groups(self.holdings, self.modes) + slot_groups(self.holdings)
         groups += node_groups(self.holdings) if self.modes.node else []
@@ -75,10 +91,14 @@ def survey(folder: Path, modes: Modes) -> Job:
     job = Job(folder, [], modes, -1, -1)
     for path in job.arenas():
         with closing(Arena.open(path)) as arena:
-            job.holdings.append(arena.image.holding(path.parent.name, "", path.name))
-            whole, protected = arena.control.whole(), arena.control.protected()
+            holding, control = arena.image.holding(path.parent.name, "", path.name), arena.control
+            job.holdings.append(holding)
+            slots = job.sealed.setdefault(holding.shard, set())
+            slots |= {one.iteration for slot in range(control.slots) if (one := control.snapshot(slot))}
+            whole, protected = control.whole(), control.protected()
             job.whole = max(job.whole, whole.iteration if whole else -1)
             job.protected = max(job.protected, protected.iteration if protected else -1)
+    job.look()
     return job
 
 
@@ -129,14 +149,14 @@ def flip_control(job: Job, dice: random.Random) -> None:
     job.lose(path, "flipped bits in the control block")
 
 
-def spoil_checks(job: Job, dice: random.Random) -> None:
-    """Flip bits in the SMP's checksums, or delete them."""
-    _spoil(job, dice, "checks")
-
-
-def spoil_parity(job: Job, dice: random.Random) -> None:
-    """Flip bits in a parity file, or delete it."""
-    _spoil(job, dice, "parity.*")
+def spoil(job: Job, dice: random.Random, pattern: str) -> None:
+    """Flip bits in a file of an arena, or delete it."""
+    path = dice.choice(job.arenas())
+    files = sorted(path.glob(pattern))
+    if files:
+        chosen = dice.choice(files)
+        _flip_or_delete(chosen, dice)
+        job.lose(path, f"damage to {chosen.name}")
 
 
 def spoil_package(job: Job, dice: random.Random) -> None:
@@ -151,6 +171,7 @@ def spoil_package(job: Job, dice: random.Random) -> None:
         job.faults.append(f"packages of {shard} on {node}")
 
 
+spoil_checks, spoil_parity = partial(spoil, pattern="checks"), partial(spoil, pattern="parity.*")
 DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
     lose_node, lose_node, delete_arena, flip_slot, flip_slot, truncate_slot, flip_control, spoil_checks, spoil_parity,
     spoil_package,
@@ -169,15 +190,6 @@ def damage(job: Job, dice: random.Random, live: bool = False) -> None:
             dice.choice(LIVE_DAMAGES if live else DAMAGES)(job, dice)
         except (FtckptError, OSError) as error:  # an SMP that lives may repair or replace a file meanwhile
             job.faults.append(f"nothing: {error}")
-
-
-def _spoil(job: Job, dice: random.Random, pattern: str) -> None:
-    path = dice.choice(job.arenas())
-    files = sorted(path.glob(pattern))
-    if files:
-        chosen = dice.choice(files)
-        _flip_or_delete(chosen, dice)
-        job.lose(path, f"damage to {chosen.name}")
 
 
 def _flip_or_delete(path: Path, dice: random.Random) -> None:

@@ -3,11 +3,16 @@ of it can be checked without another run."""
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
 import json
 import logging
+import multiprocessing
 import os
 import resource
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ftckpt.capture import sample
 from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
 from ftckpt.group import Group
@@ -32,8 +38,37 @@ from tests.support.mounting import move_into_a_container
 SHARED, PRIVATE, SMALL = 60_000, 50_000, 100
 """Elements of what all ranks hold alike, of what each holds alone, and of a tensor that changes anywhere."""
 
+SAMPLE_BYTES = 1 << 16
+"""What a sample compares of the largest replica set here, for more than one position."""
+POSITIONS = -(-4 * SHARED // SAMPLE_BYTES)
+
 # Long enough for an SMP to check and cover some snapshots on a few cores, not all of them.
 _ITERATION_SECS = 0.03
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A fault that training itself meets, in an iteration of an attempt; a ``stall`` comes from outside.
+
+    ``drift``: replicas differ, in an element of ``rank`` (``flip``), in one of its weights (``weight``), or on all
+    ranks in one more with each iteration (``slow``). ``back``: ``step`` gets smaller numbers, of another history.
+    ``fork``: ``rank`` forks a child; ``how`` it uses and drops what it has, and ends.
+    """
+
+    kind: str
+    iteration: int
+    rank: int
+    how: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} of rank {self.rank} at {self.iteration}{self.how and f' ({self.how})'}"
+
+
+NO_TROUBLE = Trouble("", 0, 0)
+HOW = {
+    "drift": ("flip", "weight", "slow"),
+    "fork": ("use, leave", "use, exit", "drop, exit", "use, stay", "drop, stay"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +78,7 @@ class Plan:
 
     ``progress`` gets a file ``rank{R}`` once its rank has trained an iteration. Rank ``stray`` is on a machine of its
     own that has its node's name. Rank ``crashing`` is aborted once it has closed; how it ended is in ``ended{R}``.
+    ``mixes``: what is restored may mix what ranks held.
     """
 
     settings: Mapping[str, Any]
@@ -52,6 +88,8 @@ class Plan:
     stray: int | None = None
     crashing: int | None = None
     protected: int = 0
+    trouble: Trouble = NO_TROUBLE
+    mixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,13 +105,14 @@ class Ended:
 
 
 class KnownState:
-    """Tensors and objects whose every bit follows from rank and iteration."""
+    """Tensors and objects whose every bit follows from rank and iteration, and from how replicas drift."""
 
     reshapes = False
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world_size: int, drift: Trouble = NO_TROUBLE) -> None:
+        self.rank, self._world_size, self._drift = rank, world_size, drift
         self.iteration = 0
+        self.history = 0
         self.shared, self.private = torch.zeros(SHARED), torch.zeros(PRIVATE)
         self.small = torch.zeros(SMALL, dtype=torch.int64)
         self.weight = torch.zeros(SHARED, dtype=torch.bfloat16)
@@ -91,12 +130,12 @@ class KnownState:
 
     def save_objects(self) -> dict[str, Any]:
         """See TrainingState."""
-        return {"iteration": self.iteration, "note": f"rank {self._rank} at {self.iteration}"}
+        return {"iteration": self.iteration, "note": f"rank {self.rank} at {self.iteration}"}
 
     def load_objects(self, objects: Any) -> None:
         """See TrainingState."""
         self.iteration = objects["iteration"]
-        assert objects["note"] == f"rank {self._rank} at {self.iteration}"
+        assert objects["note"] == f"rank {self.rank} at {self.iteration}"
 
     def load_reshaped(self, objects: Any, iteration: int) -> None:
         """See TrainingState."""
@@ -108,23 +147,39 @@ class KnownState:
     def advance(self, iteration: int) -> None:
         """What optimizer and script do in an iteration."""
         self.iteration = iteration
-        for tensor, expected in zip(self._tensors(), self._expected(iteration), strict=True):
+        for tensor, expected in zip(self._tensors(), self._expected(iteration, self.rank), strict=True):
             tensor.copy_(expected)
 
-    def wrong(self, iteration: int) -> tuple[str, ...]:
-        """Names of tensors that are not, bit for bit, those of ``iteration``."""
+    def wrong(self, iteration: int, mixes: bool = False) -> tuple[str, ...]:
+        """Names of tensors that are not, bit for bit, those of ``iteration``; where this ``mixes`` each element may
+        be that of another rank."""
         names = ("private", "shared", "weight", "small")
-        pairs = zip(names, self._tensors(), self._expected(iteration), strict=True)
-        bad = [name for name, actual, expected in pairs if not torch.equal(actual, expected)]
+        held = [self._expected(iteration, rank) for rank in range(self._world_size)]
+        bad = []
+        for index, (name, actual) in enumerate(zip(names, self._tensors(), strict=True)):
+            may_mix = mixes and name in ("shared", "weight")
+            known = [one[index] for one in held] if may_mix else [held[self.rank][index]]
+            if not torch.stack([actual == one for one in known]).any(0).all():
+                bad.append(name)
         return (*bad, *(["objects"] if self.iteration != iteration else []))
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         return self.private, self.shared, self.weight, self.small
 
-    def _expected(self, iteration: int) -> tuple[torch.Tensor, ...]:
-        private, shared = _values(PRIVATE, 31 * self._rank + iteration), _values(SHARED, 7919 + iteration)
-        small = torch.arange(SMALL) * (self._rank + 1) + iteration
-        return private, shared, shared.to(torch.bfloat16), small
+    def _expected(self, iteration: int, rank: int) -> tuple[torch.Tensor, ...]:
+        salt = iteration + 500_009 * self.history
+        private, shared = _values(PRIVATE, 31 * rank + salt), _values(SHARED, 7919 + salt)
+        small = torch.arange(SMALL) * (rank + 1) + salt
+        drift, weight = self._drift, shared.to(torch.bfloat16)
+        if drift.kind == "drift" and iteration >= drift.iteration and (rank == drift.rank or drift.how == "slow"):
+            steps = torch.arange(iteration - drift.iteration + 1 if drift.how == "slow" else 1)
+            spots = (104_729 * drift.iteration + 7919 * steps) % SHARED
+            if drift.how == "weight":
+                weight.view(torch.int16)[spots] ^= 1
+            else:
+                shared.view(torch.int32)[spots] ^= rank + 1
+                weight = shared.to(torch.bfloat16)
+        return private, shared, weight, small
 
 
 def _values(count: int, salt: int) -> torch.Tensor:
@@ -145,14 +200,15 @@ def train(rank: int, world_size: int, plan: Plan) -> Ended:
     if run.read().code == 0:
         return Ended(None, (), finished=True)
     members = tuple(RankPlace({"dp": index}, plan.nodes[index]) for index in range(world_size))
-    state = KnownState(rank, world_size)
+    state = KnownState(rank, world_size, plan.trouble)
+    sample.SAMPLE_BYTES = SAMPLE_BYTES
     config = Config(enabled=True, node=node, **plan.settings)
     topology = Topology(rank, members, {"dp": world_size})
     # One rank of those that a launcher started on a machine speaks for all of them.
     speaker = run if plan.nodes.index(node) == rank else LauncherRun("")
     checkpointer = Checkpointer(config, state, topology, group=Group(config.start_timeout_secs), run=speaker)
     start = checkpointer.restore()
-    wrong = state.wrong(start or 0)
+    wrong = state.wrong(start or 0, plan.mixes)
     iteration, fewest, protected = start or 0, torch.zeros(1, dtype=torch.int64), set[SnapshotId]()
     last = iteration + plan.iterations
     while iteration < last or int(fewest) < plan.protected:
@@ -163,8 +219,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Ended:
         protected |= {checkpointer.protected} - {None}
         fewest.fill_(len(protected))
         dist.all_reduce(fewest, dist.ReduceOp.MIN)  # as gradients are: all ranks end in the same iteration
-        state.advance(iteration)
-        checkpointer.step(iteration)
+        _step(plan, checkpointer, state, iteration, iteration - (start or 0))
         (plan.progress / f"rank{rank}").write_text(str(iteration))
     checkpointer.close()
     if rank == plan.crashing:
@@ -173,3 +228,35 @@ def train(rank: int, world_size: int, plan: Plan) -> Ended:
         faulthandler.disable()  # of a crash that is meant to happen nobody needs the stacks
         os.abort()
     return Ended(start, wrong)
+
+
+def _step(plan: Plan, checkpointer: Checkpointer, state: KnownState, iteration: int, num: int) -> None:
+    """Optimizer and boundary of ``iteration``, the ``num``-th of this attempt, and the trouble that comes with it."""
+    trouble = plan.trouble
+    if trouble.kind == "back" and num >= trouble.iteration:
+        state.history, iteration = 1, iteration - (trouble.iteration + 1) // 2
+    state.advance(iteration)
+    checkpointer.step(iteration)
+    if trouble.kind == "fork" and (num, state.rank) == (trouble.iteration, trouble.rank):
+        args = trouble.how, checkpointer, state, Path(plan.settings["arena"])
+        multiprocessing.get_context("fork").Process(target=_inherit, args=args).start()
+
+
+def _inherit(how: str, checkpointer: Checkpointer, state: KnownState, folder: Path) -> None:
+    """What a forked child does with what it has inherited; one that stays does so until ``folder`` has gone."""
+    signal.alarm(120)  # it ends, whatever it waits for
+    if "use" in how:
+        checkpointer.fence()
+        state.advance(0)
+        checkpointer.step(100_000)
+        checkpointer.close()
+    if "drop" in how:
+        vars(checkpointer).clear()
+        vars(state).clear()
+        gc.collect()
+    while "stay" in how and folder.exists():
+        time.sleep(0.1)
+    if "exit" in how:  # as a script of its own would; not further, where gloo's destructors use the parent's sockets
+        atexit._run_exitfuncs()
+        sys.exit()
+    os._exit(0)

@@ -1,10 +1,6 @@
 """A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
 
-Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines, kills
-trainers or SMPs at random instants, damages arenas, parity and packages, two faults at once, and starts the job
-again: first, maybe, with one rank on another machine of the same name, which is refused. What it restores is
-compared bit for bit; from where it must be able to go on is what the failure table says of this loss. A rank may
-crash once the job is done: it must not begin again.
+What a trial does, and what must come of it, is in README.md.
 
   python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
 """
@@ -31,12 +27,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.campaign_damage import Job, damage, survey  # noqa: E402
-from benchmarks.campaign_job import Ended, Plan, train  # noqa: E402
+from benchmarks.campaign_job import HOW, POSITIONS, Ended, Plan, Trouble, train  # noqa: E402
 from benchmarks.common import environment, print_table, write_json  # noqa: E402
 from ftckpt.errors import ConfigError, FtckptError  # noqa: E402
 from ftckpt.parity.modes import Modes, resolve_modes  # noqa: E402
 from ftckpt.store.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
 from ftckpt.store.locks import holder_of  # noqa: E402
+from tests.support.event_logs import read_events  # noqa: E402
 from tests.support.mounting import may_mount  # noqa: E402
 from tests.support.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402
 
@@ -49,13 +46,16 @@ PROTECT = (
 # Several processes import torch at once, on few cores.
 _START_SECS = 60.0
 _RESTART_SECS = 90.0
-_GRACE_SECS = 30.0
+_GRACE_SECS = 70.0
+"""Longer than a collective of the pool waits: a child may keep the connections of a rank that has ended."""
 
 _DEADLINE_SECS = 6.0
 """Of a group whose rank is stopped for half as long again."""
 _ITERATIONS_AFTER = 60
-"""After a stall, until which a snapshot must have come."""
-_LINES = re.compile(r"^(ftckpt\.errors\.)?(\w*Error): (.*)$", re.MULTILINE)
+"""After trouble, until which it must be over."""
+_PROOFS = (1, 2, 4, 8)
+"""Snapshots before which replicas are compared as a whole: what has drifted there comes into none."""
+_LOST = re.compile(r"^(?:ftckpt\.errors\.)?LostError: (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ class Verdict:
     promise: int | None
     start: int | None
     text: str
-    secs: float
 
 
 def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
@@ -103,7 +102,7 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
         losses, group = dice.choice([(1, 0), (1, 0), (1, 2), (2, 0)])
         settings: dict[str, Any] = {
             "job": job, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
-            "replica_check_interval": 0,
+            "events": str(arena / "events"),
             "protect": dice.choice(PROTECT), "peer_losses": losses, "peer_group": group,
             "protect_interval": dice.choice([1, 1, 3]),
             "start_timeout_secs": 30.0, "protect_timeout_secs": 10.0,
@@ -118,7 +117,6 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
 def run_trial(seed: int) -> Verdict:
     """One trial; its outcome follows from ``seed`` up to the instants at which things happen."""
     dice = random.Random(seed)
-    begin = time.monotonic()
     job = f"campaign-{os.getpid()}-{seed}"
     promise, injected = None, list[str]()
     with tempfile.TemporaryDirectory(prefix="ftckpt-campaign-", dir="/dev/shm") as folder:
@@ -126,21 +124,26 @@ def run_trial(seed: int) -> Verdict:
         (arena / "tmp").mkdir()
         shape = draw_shape(dice, arena, job)
         try:
-            memory = _train_and_kill(dice, shape, arena / "progress", injected)
+            trouble = draw_trouble(dice, shape)
+            memory = _train_and_kill(dice, shape, trouble, arena / "progress", injected)
             for _ in range(dice.choice([0, 1, 1, 2, 2])):
                 _damage(memory, dice)
+            memory.look()
             injected += memory.faults
             promise = memory.promise
             nodes = _replace_lost(dice, shape, memory)
             _start_with_a_stray(dice, shape, nodes, arena / "stray", injected)
-            kind, start, text = judge(_restart(dice, shape, nodes, arena / "again", injected), memory)
+            # A drift that was not noticed yet may mix what ranks held.
+            mixes = trouble.kind == "drift" and not memory.head.doubtful
+            plan = Plan(shape.settings, nodes, dice.randint(1, 8), arena / "again", trouble=trouble, mixes=mixes)
+            kind, start, text = judge(_restart(dice, shape, plan, injected), memory)
         except TrialError as error:
             kind, start, text = "wrong", None, str(error)
         finally:
             left = _clean(arena, job)
         if left and kind in ("resumed", "refused"):
             kind, text = "leaked", left
-    return Verdict(kind, shape, tuple(injected), promise, start, text, time.monotonic() - begin)
+    return Verdict(kind, shape, tuple(injected), promise, start, text)
 
 
 def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, str]:
@@ -155,14 +158,15 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
         # Where all of every node is gone nothing can know of a snapshot: a fresh start is right.
         if start is None and memory.whole >= 0 and not memory.all_lost:
             return "wrong", start, f"began anew although iteration {memory.whole} was whole"
+        if start is not None and memory.doubts(start):
+            return "wrong", start, f"iteration {start} is doubtful"
         if promise is not None and promise >= 0 and (start is None or start < promise):
             return "wrong", start, f"iteration {start}, promised was {promise}"
         return "resumed", start, ""
     texts = [result.error or f"exit code {result.exitcode}" for result in results if not result.ok]
     if any(result.exitcode == -signal.SIGKILL and result.error is None for result in results):
         return "hung", None, texts[0]
-    injected = [match for text in texts for match in _LINES.findall(text)]
-    lost = [message for _, name, message in injected if name == "LostError"]
+    lost = [message for text in texts for message in _LOST.findall(text)]
     if not lost:
         return "wrong", None, texts[0][-600:]
     if promise is not None:
@@ -170,23 +174,33 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
     return "refused", None, lost[0]
 
 
-def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: list[str]) -> Job:
+def draw_trouble(dice: random.Random, shape: Shape) -> Trouble:
+    """What training meets while nobody has killed anything yet; of no kind: nothing."""
+    kinds, world_size = ["", "", "stall", "back", "fork"], len(shape.nodes)
+    kind = dice.choice([*kinds, "drift"] if world_size > 1 else kinds)
+    least = 3 if kind == "back" else 1
+    return Trouble(kind, dice.randint(least, 20), dice.randrange(world_size), dice.choice(HOW.get(kind, [""])))
+
+
+def _train_and_kill(dice: random.Random, shape: Shape, trouble: Trouble, progress: Path, faults: list[str]) -> Job:
     """Train for a while, then kill some ranks, and maybe SMPs or arenas before; the launcher ends the others."""
     progress.mkdir()
-    world_size, least = len(shape.nodes), dice.randint(1, 20)
-    trouble = dice.choice(["", "", "", "stall"])
-    if trouble == "stall":
+    world_size = len(shape.nodes)
+    if trouble.kind == "stall":
         shape.settings.update(start_timeout_secs=_DEADLINE_SECS)
-    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress), None
+    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress, trouble=trouble), None
     with spawn_ranks(train, world_size, plan, env=shape.env) as ranks:
-        _wait_for(ranks, progress, least + 1)
-        if trouble == "stall":
-            _stall(ranks, progress, dice.randrange(world_size), shape, faults)
+        _wait_for(ranks, progress, trouble.iteration + 1)
+        if trouble.kind:
+            faults.append(str(trouble))
+            _outlast(dice, ranks, progress, shape, trouble)
         time.sleep(dice.random() * 0.2)
         if dice.random() < 0.3:
-            faults += _kill_smps(shape, dice.sample(sorted(set(shape.nodes)), 1))
+            node = dice.choice(shape.nodes)
+            if _kill(holder_of(shape.folder / node / SMP_LOCK_NAME)):
+                faults.append(f"kill of the SMP of {node}")
             time.sleep(dice.random())
-        if dice.random() < 0.3:
+        if dice.random() < 0.3 and trouble.kind != "drift":  # which moves arenas meanwhile
             memory = survey(shape.folder, shape.modes)
             damage(memory, dice, live=True)
             time.sleep(dice.random() * 0.5)
@@ -199,17 +213,39 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: l
     return memory or survey(shape.folder, shape.modes)
 
 
-def _stall(ranks: RankGroup, progress: Path, victim: int, shape: Shape, faults: list[str]) -> None:
-    """Stop a rank for longer than all deadlines; snapshots must go on after that."""
-    faults.append(f"a stall of rank {victim}")
-    ranks.kill(victim, signal.SIGSTOP)
-    time.sleep(1.5 * _DEADLINE_SECS)
-    reached = int((progress / f"rank{victim}").read_text())
-    ranks.kill(victim, signal.SIGCONT)
+def _outlast(dice: random.Random, ranks: RankGroup, progress: Path, shape: Shape, trouble: Trouble) -> None:
+    """Have a rank stopped for longer than all deadlines, if that is the trouble; what comes of it must come soon."""
+    if trouble.kind == "stall":
+        ranks.kill(trouble.rank, signal.SIGSTOP)
+        time.sleep(1.5 * _DEADLINE_SECS)
+    elif dice.random() < 0.4:
+        return
+    reached, before = int((progress / f"rank{trouble.rank}").read_text()), survey(shape.folder, shape.modes)
+    ranks.kill(trouble.rank, signal.SIGCONT)
     _wait_for(ranks, progress, reached + _ITERATIONS_AFTER)
-    whole = survey(shape.folder, shape.modes).whole
-    if whole <= reached + 1:
-        raise TrialError(f"no snapshot since the stall at iteration {reached}: the newest is {whole}")
+    events, after = read_events(Path(shape.settings["events"])), survey(shape.folder, shape.modes)
+    if problem := unmet(trouble, reached, before, after, events):
+        raise TrialError(f"{trouble}: {problem}")
+
+
+def unmet(trouble: Trouble, reached: int, before: Job, after: Job, events: Sequence[dict[str, Any]]) -> str:
+    """What of a promise about ``trouble`` does not hold; it came at ``reached``, where memory was as ``before``."""
+    world_size, drift = len(after.sealed), trouble.iteration
+    if trouble.kind == "back":
+        off = sum(event["event"] == "turned_off" for event in events)
+        same = (before.whole, before.protected, before.sealed) == (after.whole, after.protected, after.sealed)
+        return "" if same and off == world_size else f"{off} ranks are off, and memory changed: {not same}"
+    if after.whole <= reached + 1 or after.doubts(after.whole):
+        return f"no snapshot since iteration {reached}: the newest is {after.whole}"
+    if trouble.kind != "drift" or drift in _PROOFS:
+        return ""
+    alarms = {(event["after"], event["until"]) for event in events if event["event"] == "replicas_drift"}
+    # The alarm must come with the first row of samples after the drift that is not interrupted.
+    taken = Counter(event["iteration"] for event in events if event["event"] == "snapshot")
+    ends = range(drift + POSITIONS - 1, max(taken))
+    last = next((end for end in ends if all(taken[end - at] == world_size for at in range(POSITIONS))), max(taken))
+    is_right = bool(alarms) and all(after < drift <= until <= last for after, until in alarms)
+    return "" if is_right else f"a drift at {drift} must be noticed by {last}, and the alarms are {sorted(alarms)}"
 
 
 def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
@@ -226,16 +262,12 @@ def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
     raise TrialError(f"iteration {iteration} was not reached: {(texts or ['no error'])[0]}")
 
 
-def _kill_smps(shape: Shape, nodes: Sequence[str]) -> list[str]:
-    faults = []
-    for node in nodes:
-        lock = shape.folder / node / SMP_LOCK_NAME
-        pid = holder_of(lock) if lock.exists() else None
+def _kill(pid: int | None) -> bool:
+    """Kill a process, if it is one; whether it was."""
+    with contextlib.suppress(ProcessLookupError):
         if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            faults.append(f"kill of the SMP of {node}")
-    return faults
+            os.kill(pid, signal.SIGKILL)
+    return bool(pid)
 
 
 def _damage(memory: Job, dice: random.Random) -> None:
@@ -245,9 +277,7 @@ def _damage(memory: Job, dice: random.Random) -> None:
     before = set(memory.lost_nodes)
     damage(memory, dice)
     for node in memory.lost_nodes - before:
-        if pid := smps.get(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(smps.get(node))
 
 
 def _replace_lost(dice: random.Random, shape: Shape, memory: Job) -> list[str]:
@@ -271,15 +301,18 @@ def _start_with_a_stray(
         raise TrialError(f"a name that two machines have was not refused: {strange[0].error or strange[0].exitcode}")
 
 
-def _restart(
-    dice: random.Random, shape: Shape, nodes: Sequence[str], progress: Path, faults: list[str]
-) -> list[RankResult]:
-    """Start again, and once more where a rank crashes after the end."""
-    progress.mkdir()
-    crashing = dice.randrange(len(nodes)) if dice.random() < 0.3 else None
-    plan = Plan(shape.settings, nodes, dice.randint(1, 8), progress, crashing=crashing)
+def _restart(dice: random.Random, shape: Shape, plan: Plan, faults: list[str]) -> list[RankResult]:
+    """Start again, where a rank may fork, and once more where a rank crashes after the end."""
+    plan.progress.mkdir()
+    ranks = range(len(plan.nodes))
+    crashing = dice.choice(ranks) if dice.random() < 0.3 else None
+    plan = replace(plan, crashing=crashing)
+    if plan.trouble.kind != "drift":  # which stays
+        fork = dice.random() < 0.4
+        plan = replace(plan, trouble=Trouble("fork" if fork else "", 1, dice.choice(ranks), dice.choice(HOW["fork"])))
+        faults += [f"{plan.trouble} in the restart"] if fork else []
     results = _attempt(shape, plan)
-    ended = progress / f"ended{crashing}"
+    ended = plan.progress / f"ended{crashing}"
     if crashing is not None and ended.exists():
         faults.append(f"crash of rank {crashing} after the end")
         start, wrong = json.loads(ended.read_text())
@@ -291,15 +324,8 @@ def _restart(
 
 
 def _attempt(shape: Shape, plan: Plan) -> list[RankResult]:
-    return run_ranks(
-        train,
-        len(plan.nodes),
-        plan,
-        timeout_secs=_RESTART_SECS,
-        expect_failures=True,
-        grace_secs=_GRACE_SECS,
-        env=shape.env,
-    )
+    limits = {"timeout_secs": _RESTART_SECS, "grace_secs": _GRACE_SECS}
+    return run_ranks(train, len(plan.nodes), plan, expect_failures=True, env=shape.env, **limits)
 
 
 def _clean(arena: Path, job: str) -> str:
@@ -314,8 +340,7 @@ def _clean(arena: Path, job: str) -> str:
     while (alive := _processes_of(job)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in alive:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _kill(pid)
     return "; ".join([*left[:5], *(f"process {pid}" for pid in alive)])
 
 
@@ -368,6 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seed": args.seed,
         "resumed_as_promised": as_table,
         "resumed_beyond_promise": counts["resumed"] - as_table,
+        "faults": Counter(fault.split(" of ")[0] for v in verdicts for fault in v.faults),
         "secs": round(time.monotonic() - begin, 1),
         "bad": [
             {"seed": args.seed * 100_000 + number, "kind": v.kind, "faults": v.faults, "text": v.text}

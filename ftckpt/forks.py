@@ -13,6 +13,8 @@ from contextlib import ExitStack
 
 is_child = False
 """Whether a process that trains has forked this one, which does not train itself."""
+has_forked = False
+"""Whether this process has forked a child, which may live, and has all descriptors that were open then."""
 _switches: list[Callable[[], object]] = []
 _trainers: list[weakref.WeakMethod[Callable[[], object]]] = []
 _has_trained = False
@@ -33,7 +35,8 @@ def trains(switch: Callable[[], object]) -> None:
 
 
 def _switch_off() -> None:
-    global is_child, _has_trained
+    global has_forked, is_child, _has_trained
+    has_forked = False
     if not _has_trained:
         return
     is_child, _has_trained = True, False
@@ -44,4 +47,9 @@ def _switch_off() -> None:
             stack.callback(switch)
 
 
-os.register_at_fork(after_in_child=_switch_off)
+def _note_child() -> None:
+    global has_forked
+    has_forked = True
+
+
+os.register_at_fork(after_in_child=_switch_off, after_in_parent=_note_child)

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from ftckpt import forks
 from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, STALL_SECS, connect, is_lazy, make_room
 from ftckpt.errors import FtckptError, LaunchError, error_from_json, in_words
 from ftckpt.host_memory import host_memory
@@ -158,10 +159,12 @@ class Group:
     def close(self) -> None:
         """Let go of connections and their threads, when all ranks have agreed that nothing more is posted.
 
-        A collective that is not finished keeps them: who ends a group waits for all of those.
+        A collective that is not finished keeps them: who ends a group waits for all of those. So does a child that
+        this process has forked: its copies of closed connections stay in gloo's epoll, and an event of one aborts or
+        hangs this process.
         """
         self._given_up = self._given_up or f"rank {self.rank} has closed the group"
-        if all(work.is_completed() for work in self._unfinished):
+        if not forks.has_forked and all(work.is_completed() for work in self._unfinished):
             self._kept[0] = None  # its tensors stay
             del self._group
 

@@ -56,6 +56,7 @@ class RankState:
         """The newest snapshot that all ranks are known to have sealed."""
         self.iteration = -1
         """Of the last snapshot that was due, or of the one that was restored."""
+        self._before = -1  # of the one that was due before it
         self._passed = -1  # of the last boundary
         self.off_reason = ""
         """Why this rank takes, posts and reads nothing in this attempt any more; empty while it does."""
@@ -127,7 +128,8 @@ class RankState:
         """Training is at the boundary of ``iteration``; whether a snapshot is due."""
         due = self.interval.due(iteration)
         if due:
-            self.iteration, self._will, self._missed, self._reads = iteration, None, False, True
+            self._before, self.iteration = self.iteration, iteration
+            self._will, self._missed, self._reads = None, False, True
             self._iterations[self.interval.number] = iteration
         return due
 
@@ -239,6 +241,12 @@ class RankState:
     def late(self) -> bool:
         """Whether this rank may not know what the others know: it must not take its arena for an old one."""
         return self.off or self._will is None
+
+    def mistrust(self) -> list[Action]:
+        """A proof has found that replicas differ, or what was derived does not follow. Samples, which come to
+        everything in turn, may not have shown it: what was taken since all was the same may mix states."""
+        is_known = self._alarm is not None or self._wrong or self.trusted >= self._before
+        return [] if is_known else [Doubt(self.trusted, self._before)]
 
     def proved(self, stepped: bool, changed: bool, new_arenas: bool) -> None:
         """A proof has ended; all arguments as all ranks know them, see ``Proof``.

@@ -46,7 +46,8 @@ class Proof(NamedTuple):
     ``stepped``: stepped state may have changed on some rank since the start. ``changed``: some rank must copy other
     things than it does. ``new_arenas``: the arenas were laid out anew for that. ``differing``: names of fragments
     whose holders were taken to have the same bits, and have not; ``odd_ranks`` hold others than most of them.
-    ``ends``: a rank was told to end the job for that.
+    ``parted``: there are such fragments, or pieces that have ceased to follow from others. ``ends``: a rank was told
+    to end the job for that.
     """
 
     stepped: bool
@@ -54,6 +55,7 @@ class Proof(NamedTuple):
     new_arenas: bool
     differing: tuple[str, ...] = ()
     odd_ranks: tuple[int, ...] = ()
+    parted: bool = False
     ends: bool = False
 
 
@@ -155,15 +157,15 @@ class Shard:
             return Proof(stepped, changed=False, new_arenas=False)
         checked = self._assign()
         changed = checked.manifest != assignment.manifest
-        if changed:
-            self._tell_broken(assignment, checked)
+        broken = self._tell_broken(assignment, checked)
         found = {name: odd for name, odd in checked.differing.items() if name not in assignment.differing}
         self.num_differing += self._tell_differing(found)
         ends = bool(found) and self._config.on_corruption == "abort"
-        post = json.dumps([stepped, late, changed, ends, list(found)[:_MOST_NAMED], odd_ranks(found)]).encode()
+        names = list(found)[:_MOST_NAMED]
+        post = json.dumps([stepped, late, changed, broken, ends, names, odd_ranks(found)]).encode()
         posts = [json.loads(data) for data in self._group.gather(post)]
-        steps, lates, changes, all_ends, names, odd = zip(*posts, strict=True)
-        differing = tuple(dict.fromkeys(chain.from_iterable(names)))
+        steps, lates, changes, breaks, all_ends, all_names, odd = zip(*posts, strict=True)
+        differing = tuple(dict.fromkeys(chain.from_iterable(all_names)))
         # A rank that has not read the last verdict must not take its arena for an old one. And where the job is to
         # end, on all ranks whatever each was told, what it has in memory stays as it is.
         ends = any(all_ends)
@@ -171,7 +173,8 @@ class Shard:
         if new_arenas:
             self._lay_out_anew(capture, checked, whole)
         all_odd = tuple(sorted({*chain.from_iterable(odd)}))
-        return Proof(any(steps), any(changes), new_arenas, differing, all_odd, ends)
+        parted = bool(differing) or any(breaks)
+        return Proof(any(steps), any(changes), new_arenas, differing, all_odd, parted, ends)
 
     def _look(self, assignment: Assignment, stepped: bool) -> tuple[bool, bool]:
         """Whether state may have changed on some rank, and what is believed still holds on all. Collective."""
@@ -292,11 +295,13 @@ class Shard:
         self._told.update(fresh)
         return len(fresh)
 
-    def _tell_broken(self, assignment: Assignment, checked: Assignment) -> None:
+    def _tell_broken(self, assignment: Assignment, checked: Assignment) -> bool:
+        """Whether any of what was derived does not follow any more."""
         still = {piece.fragment.key for piece in checked.derived}
         broken = [piece.fragment.key for piece in assignment.derived if piece.fragment.key not in still]
         if broken:
             self._events.emit("not_derived", keys=broken[:_MOST_NAMED], num=len(broken))
+        return bool(broken)
 
 
 def odd_ranks(found: Mapping[str, Iterable[int]]) -> list[int]:

@@ -288,10 +288,14 @@ class Snapshots:
         try:
             proof = shard.prove(late, state.has_stepped, state.whole)
         except FtckptError as error:
-            self.execute([state.turn_off(f"no new arena: {error}")])
+            self.execute([*state.mistrust(), state.turn_off(f"no new arena: {error}")])
             return
-        trusted = state.trusted
+        trusted, doubts = state.trusted, state.mistrust() if proof.parted else []
         state.proved(proof.stepped, proof.changed, proof.new_arenas)
+        try:
+            self.execute(doubts)
+        except Exception as error:  # noqa: BLE001 - the other ranks go on with the proof
+            self.fail(error)
         if proof.ends:
             raise SilentCorruptionError(corruption_text(self._topology, proof, state.iteration, trusted))
         if proof.new_arenas:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.capture import sample
 from ftckpt.commands.main import main
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.job.shard import Shard
@@ -140,12 +141,14 @@ def test_without_room_for_what_differs_ftckpt_turns_off_and_the_whole_snapshot_s
 DRIFTS_AT = 20
 
 
-def drifting(rank: int, world_size: int, run: jobs.Run) -> jobs.Outcome:
-    """One element of rank 1 goes wrong right before snapshot ``DRIFTS_AT``, long after the last proof."""
+def drifting(rank: int, world_size: int, run: jobs.Run, at: int = DRIFTS_AT, sample_bytes: int = 0) -> jobs.Outcome:
+    """One element of rank 1 goes wrong right before the snapshot that is taken ``at`` an iteration."""
+    sample.SAMPLE_BYTES = sample_bytes or sample.SAMPLE_BYTES
+
     take = Snapshots.take
 
     def spoil(self: Snapshots, decision: Any, *rest: Any) -> int:
-        if rank == 1 and decision.snapshot.iteration == DRIFTS_AT:
+        if rank == 1 and decision.snapshot.iteration == at:
             pieces = self._shard._described.stepped
             next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
         return take(self, decision, *rest)
@@ -171,6 +174,16 @@ def test_a_drift_between_proofs_is_noticed_with_the_next_snapshot_and_not_restor
         return
     reference = jobs.outcomes(RANKS, jobs.Run(ARGV, until=DRIFTS_AT + 3))
     assert jobs.assert_continues(reference, resumed) == DRIFTS_AT - 1
+
+
+@pytest.mark.slow
+def test_a_drift_that_a_proof_finds_before_a_sample_is_not_restored(settings: dict[str, Any]) -> None:
+    run = jobs.Run(ARGV, until=DIFFERING_AT, settings=settings, end="die")
+    run_ranks(drifting, RANKS, run, DIFFERING_AT - 2, 1 << 10, expect_failures=True, grace_secs=3.0)
+    told = jobs.events(settings, "replicas_drift")
+    assert [(one["after"], one["until"]) for one in told] == [(4, DIFFERING_AT - 1)] * RANKS
+    refused = jobs.broken(RANKS, jobs.Run(ARGV, until=DIFFERING_AT, settings=settings))
+    assert all("LostError: only doubtful" in str(result.error) for result in refused)
 
 
 @pytest.mark.slow

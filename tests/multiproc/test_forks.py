@@ -19,6 +19,7 @@ import ftckpt
 import ftckpt.plain
 from ftckpt import forks, plain
 from ftckpt.capture import copier
+from ftckpt.group import Group
 from ftckpt.plain.hooks import follow
 from ftckpt.plain.state import PlainState
 from ftckpt.store import ends
@@ -31,6 +32,8 @@ from tests.support.recorder import Recorder
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
+
+ROUNDS = 16
 
 
 class Trainer(Recorder):
@@ -186,3 +189,24 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
 def test_nothing_of_the_parent_changes(arena_root: Path, tmp_path: Path) -> None:
     (result,) = run_ranks(trains, 1, str(arena_root), str(tmp_path), stand_in=False, env={"FTCKPT_RUN": "a"})
     assert result.value == [True] * 5
+
+
+def closes_its_group(rank: int, world_size: int, folder: str) -> int:
+    """Close groups, of which a child of one rank has copies; returns how many."""
+    for _ in range(ROUNDS):
+        group = Group(30.0)
+        group.gather(b"begun")
+        if rank == 0 and os.fork() == 0:
+            signal.alarm(60)
+            until(lambda: not Path(folder).exists())
+            os._exit(0)
+        group.gather(b"done")
+        group.close()
+        del group
+    return ROUNDS
+
+
+def test_a_job_ends_while_children_live(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:  # children end when it is gone
+        results = run_ranks(closes_its_group, 3, folder)
+    assert [result.value for result in results] == [ROUNDS] * 3

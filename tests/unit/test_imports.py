@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "notice": set(),
     "connections": {"errors"},
     "host_memory": set(),
-    "group": {"errors", "notice", "connections", "model.codec", "host_memory"},
+    "group": {"errors", "forks", "notice", "connections", "model.codec", "host_memory"},
     "model": set(),
     "parity": {"model"},
     "store": {"model", "parity"},

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.config import Config
+from ftckpt.job.actions import Doubt
 from ftckpt.job.agreement import Coverage, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.session import RankState
@@ -210,6 +211,19 @@ def test_what_was_proven_last_is_what_is_trusted() -> None:
         state.proved(stepped=True, changed=changed, new_arenas=False)
         trusted.append(state.trusted)
     assert trusted == [1, 2, 2, 8]
+
+
+def test_what_was_taken_since_all_was_the_same_is_in_doubt_where_a_proof_finds_a_difference_first() -> None:
+    state = RankState(Config())
+    state.begin(b"of this run", None, 0.0)
+    state.lay_out(100)
+    found = []
+    for iteration in range(1, 6):
+        state.boundary(iteration)
+        found.append(state.mistrust())
+        if iteration == 2:
+            state.proved(stepped=True, changed=False, new_arenas=False)
+    assert found == [[], [Doubt(-1, 1)], [], [Doubt(2, 3)], [Doubt(2, 4)]]
 
 
 def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:
