@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,13 +138,14 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     """Train, and fork a child that does all that a trainer does; whether the parent finds all as it was."""
     tempfile.tempdir = records
 
-    copy_chunk = copier.copy_chunk
+    copy_chunk, may_copy = copier.copy_chunk, threading.Event()
+    may_copy.set()
 
-    def slow_copy(*arguments: Any) -> None:
-        time.sleep(0.3)
+    def copy_later(*arguments: Any) -> None:
+        may_copy.wait(60)
         copy_chunk(*arguments)
 
-    copier.copy_chunk = slow_copy
+    copier.copy_chunk = copy_later
     config = ftckpt.Config(
         enabled=True, job="j", node="n", arena=arena, protect="none", schedule="stream", slots=3,
         **configured({"fence_secs": 1.0}),
@@ -174,13 +175,17 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
         checkpointer.close()
         return True
 
-    for iteration in (1, 2, 3):  # the copies of the last one are under way
-        train(iteration)
+    train(1)
+    train(2)
+    until(lambda: checkpointer.capture is None or not checkpointer.capture.flying)
+    may_copy.clear()
+    train(3)  # its copies are under way
     launcher_run(os.environ).end(0, "done", job="j")
     pulse = Pulse.open(checkpointer.node_dir, None)
     before, beats = slots(), pulse.ranks()[0].beats
     same = [in_child(child), slots() == before, pulse.ranks()[0].beats == beats]
     same += [ends.read(checkpointer.node_dir) == [], launcher_run(os.environ).read().code == 0]
+    may_copy.set()
     train(4)
     until(lambda: checkpointer.whole is not None)
     return same
