@@ -180,7 +180,9 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
 def draw_trouble(dice: random.Random, shape: Shape) -> Trouble:
     """What training meets while nobody has killed anything yet; of no kind: nothing."""
     kinds, world_size = ["", "", "stall", "back", "fork"], len(shape.nodes)
-    kind = dice.choice([*kinds, "drift"] if world_size > 1 else kinds)
+    # These modes alone refuse to start where no rank holds what another does any more.
+    may_drift = world_size > 1 and shape.settings["protect"] not in ("replica", "copy")
+    kind = dice.choice([*kinds, "drift"] if may_drift else kinds)
     least = 3 if kind == "back" else 1
     return Trouble(kind, dice.randint(least, 20), dice.randrange(world_size), dice.choice(HOW.get(kind, [""])))
 
