@@ -276,13 +276,12 @@ def _kill(pid: int | None) -> bool:
 
 
 def _damage(memory: Job, dice: random.Random) -> None:
-    """A fault; the SMP of a node that is lost dies with it."""
-    # Before the damage: with the node's directory its lock goes, and nothing names the process any more.
-    smps = {node.name: holder_of(node / SMP_LOCK_NAME) for node in memory.folder.iterdir() if node.is_dir()}
+    """A fault; the SMP of a node that is lost dies with it, even one that is starting and has no lock yet."""
     before = set(memory.lost_nodes)
     damage(memory, dice)
     for node in memory.lost_nodes - before:
-        _kill(smps.get(node))
+        for pid in _processes_of(memory.folder.name.removeprefix("ftckpt-"), node):
+            _kill(pid)
 
 
 def _replace_lost(dice: random.Random, shape: Shape, memory: Job) -> list[str]:
@@ -349,13 +348,13 @@ def _clean(arena: Path, job: str) -> str:
     return "; ".join([*left[:5], *(f"process {pid}" for pid in alive)])
 
 
-def _processes_of(job: str) -> list[int]:
-    """SMPs of the job."""
+def _processes_of(job: str, node: str = "ftckpt.smp") -> list[int]:
+    """SMPs of the job, on one node if that is given."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"ftckpt.smp" in words and job.encode() in words:
+            if {b"ftckpt.smp", job.encode(), node.encode()} <= set(words):
                 pids.append(int(entry.name))
     return pids
 
