@@ -177,7 +177,9 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
 def draw_trouble(dice: random.Random, shape: Shape) -> Trouble:
     """What training meets while nobody has killed anything yet; of no kind: nothing."""
     kinds, world_size = ["", "", "stall", "back", "fork"], len(shape.nodes)
-    kind = dice.choice([*kinds, "drift"] if world_size > 1 else kinds)
+    # These modes alone refuse to start where no rank holds what another does any more.
+    may_drift = world_size > 1 and shape.settings["protect"] not in ("replica", "copy")
+    kind = dice.choice([*kinds, "drift"] if may_drift else kinds)
     least = 3 if kind == "back" else 1
     return Trouble(kind, dice.randint(least, 20), dice.randrange(world_size), dice.choice(HOW.get(kind, [""])))
 
@@ -271,13 +273,12 @@ def _kill(pid: int | None) -> bool:
 
 
 def _damage(memory: Job, dice: random.Random) -> None:
-    """A fault; the SMP of a node that is lost dies with it."""
-    # Before the damage: with the node's directory its lock goes, and nothing names the process any more.
-    smps = {node.name: holder_of(node / SMP_LOCK_NAME) for node in memory.folder.iterdir() if node.is_dir()}
+    """A fault; the SMP of a node that is lost dies with it, even one that is starting and has no lock yet."""
     before = set(memory.lost_nodes)
     damage(memory, dice)
     for node in memory.lost_nodes - before:
-        _kill(smps.get(node))
+        for pid in _processes_of(memory.folder.name.removeprefix("ftckpt-"), node):
+            _kill(pid)
 
 
 def _replace_lost(dice: random.Random, shape: Shape, memory: Job) -> list[str]:
@@ -344,13 +345,13 @@ def _clean(arena: Path, job: str) -> str:
     return "; ".join([*left[:5], *(f"process {pid}" for pid in alive)])
 
 
-def _processes_of(job: str) -> list[int]:
-    """SMPs of the job."""
+def _processes_of(job: str, node: str = "ftckpt.smp") -> list[int]:
+    """SMPs of the job, on one node if that is given."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"ftckpt.smp" in words and job.encode() in words:
+            if {b"ftckpt.smp", job.encode(), node.encode()} <= set(words):
                 pids.append(int(entry.name))
     return pids
 
