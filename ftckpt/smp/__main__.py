@@ -78,7 +78,9 @@ def _daemon(arguments: argparse.Namespace) -> Daemon:
     told = False
     while True:
         try:
-            return Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)
+            # A trainer that starts one has made the directory: where it is gone, so is the job.
+            makes = not arguments.detach
+            return Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs, makes_directory=makes)
         except SmpError as error:
             if not arguments.stand_by:
                 raise

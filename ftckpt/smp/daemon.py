@@ -67,7 +67,8 @@ class Daemon:
     """One node's SMP. Only the process that holds ``smp.lock`` serves.
 
     Args:
-        root, job, node: name the directory, which is made if it is not there.
+        root, job, node: name the directory.
+        makes_directory: if it is not there.
         idle_secs: time without any trainer after which it ends.
 
     Raises:
@@ -75,9 +76,9 @@ class Daemon:
         ArenaError: the directory cannot be used.
     """
 
-    def __init__(self, root: Path, job: str, node: str, idle_secs: float) -> None:
+    def __init__(self, root: Path, job: str, node: str, idle_secs: float, *, makes_directory: bool = True) -> None:
         self.job, self.node, self._root = job, node, root
-        self.node_dir = node_directory(root, job, node)
+        self.node_dir = node_directory(root, job, node, makes=makes_directory)
         what, lock = f"job {job!r} on node {node!r} has an SMP: it", self.node_dir / SMP_LOCK_NAME
         try:
             self._lock = FileLock(lock, 0, what, "use that one, or end it first")

@@ -86,14 +86,17 @@ def remove_half_made(directory: Path, name: str = "*") -> list[Path]:
     return doomed
 
 
-def node_directory(root: Path, job: str, node: str) -> Path:
-    """The directory of one node's arenas, created 0700 if needed.
+def node_directory(root: Path, job: str, node: str, *, makes: bool = True) -> Path:
+    """The directory of one node's arenas, created 0700 if needed and ``makes``.
 
     Raises:
-        ArenaError: an unusable name, an unwritable root, a symbolic link, or another user's directory.
+        ArenaError: an unusable name, an unwritable root, a symbolic link, or another user's directory; or it is not
+            there.
     """
     node_dir = job_node_path(root, job, node)
     for directory in (node_dir.parent, node_dir):
+        if not makes and not os.path.lexists(directory):
+            raise ArenaError(f"{directory} is gone, as if the job had been cleaned")
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError:

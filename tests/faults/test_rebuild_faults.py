@@ -23,9 +23,10 @@ from ftckpt.store.package import list_packages, load, pack, package_path, store
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
+from tests.support.flips import flip
 from tests.support.killing import die_at
 from tests.support.pool import run_ranks
-from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, restart, slot_of
+from tests.support.protected import LINEAGE, Job, build, contents, flip_chunk, restart, slot_of
 from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]

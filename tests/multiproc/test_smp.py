@@ -154,6 +154,7 @@ def test_one_that_a_shell_started_outlives_it(site: Site) -> None:
 def test_starting_and_finding_are_quick(site: Site) -> None:
     started, found = [], []
     for _ in range(3):
+        site.node_dir.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         client = site.start()
         started.append(time.monotonic() - begin)
@@ -478,6 +479,13 @@ def test_it_ends_when_its_directory_is_gone_and_makes_no_new_one(site: Site) -> 
     shutil.rmtree(site.node_dir.parent)
     until(lambda: not site.pids())
     assert list(site.root.iterdir()) == []
+
+
+def test_one_that_comes_up_when_its_job_was_cleaned_makes_nothing(site: Site) -> None:
+    site.node_dir.rmdir()
+    with raises(SmpError, "is gone"):
+        site.start()
+    assert site.pids() == [] and not site.node_dir.exists()
 
 
 def test_a_start_that_cannot_succeed_tells_why(site: Site) -> None:

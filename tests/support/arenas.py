@@ -14,7 +14,6 @@ import numpy as np
 import xxhash
 
 from ftckpt.config import Config
-from ftckpt.events import Events
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
@@ -23,6 +22,7 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.restore.choice import Decision
 from ftckpt.store.arena import Arena
 from tests.support.choosing import decided, inventory_of
+from tests.support.smp_nodes import Seen
 from tests.support.waiting import until
 
 T = TypeVar("T")
@@ -53,17 +53,6 @@ class ThreadGroup:
         return SimpleNamespace(is_completed=lambda: True), None
 
 
-class Recorded(Events):
-    """Events that a test can read."""
-
-    def __init__(self) -> None:
-        super().__init__(None, 0)
-        self.seen: list[tuple[str, dict[str, Any]]] = []
-
-    def emit(self, event: str, **fields: Any) -> None:
-        self.seen.append((event, fields))
-
-
 class Rank:
     """One rank: its NodeArenas and the arena it writes."""
 
@@ -74,7 +63,7 @@ class Rank:
         members = tuple(RankPlace({"dp": index}, "node") for index in range(len(shared[0])))
         self.topology = Topology(rank, members, {"dp": len(members)})
         self.group = ThreadGroup(rank, shared)
-        self.events = Recorded()
+        self.events = Seen()
         config = Config(
             enabled=True, job="job", node="node", arena=str(root), slots=slots, memory_limit=memory_limit
         )  # fmt: skip

@@ -15,7 +15,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_LOCK_NAME
 from ftckpt.store.locks import holder_of
 from ftckpt.store.slots import slot_name
-from tests.support.protected import flip
+from tests.support.flips import flip
 from tests.support.waiting import until
 
 KILLS: dict[str, tuple[int, ...]] = {

@@ -40,6 +40,7 @@ from ftckpt.store.image import SlotImage
 from ftckpt.store.package import pack, store
 from ftckpt.store.parity_file import ParityFile, parity_path
 from ftckpt.store.slots import slot_name
+from tests.support.flips import flip
 
 JOB = "job"
 LINEAGE = b"l" * 16
@@ -237,15 +238,6 @@ def record_begin(job: Job, rank: int, iteration: int) -> int:
     with closing(Arena.open(job.path(rank))) as arena:
         slot, chunks = slot_of(arena, iteration), len(arena.image.chunks)
     return FORMAT.records_offset + slot * (-(-(64 + 8 * chunks) // 64) * 64)
-
-
-def flip(path: Path, offset: int) -> None:
-    """One bit of a byte goes bad."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 0x10]))
 
 
 def flip_chunk(job: Job, rank: int, iteration: int, chunk: int) -> None:

@@ -336,7 +336,7 @@ def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: 
         patch.setattr(os, "posix_fallocate", fails_with(errno.ENOSPC))
         assert on_all(members, finish) == [[]]
     (member,) = members
-    assert member.events.seen[-1][0] == "arena_problem" and "no room" in str(member.events.seen[-1][1])
+    assert member.events.all[-1][0] == "arena_problem" and "no room" in str(member.events.all[-1][1])
     assert not member.have.verify(0) and not member.have.allocated(1) and files(member) == [1]
     assert complete(member) == [1] and complete(member) == []
     write(member.have, 1, 7)

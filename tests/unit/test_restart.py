@@ -46,9 +46,10 @@ from ftckpt.store.directory import list_arenas, node_directory
 from ftckpt.store.lineage_file import read_lineage, write_lineage
 from ftckpt.store.package import list_packages
 from ftckpt.store.parity_file import list_parity, parity_path
-from tests.support.arenas import Recorded
 from tests.support.errors import raises
-from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, slot_of
+from tests.support.flips import flip
+from tests.support.protected import LINEAGE, Job, build, contents, flip_chunk, slot_of
+from tests.support.smp_nodes import Seen
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -61,7 +62,7 @@ class Start:
 
     decision: Decision | None
     source: str
-    events: Recorded
+    events: Seen
     lineage: bytes = b""
     after: Lineage = UNKNOWN
     why: str = ""
@@ -82,7 +83,7 @@ def restart(
     """All ranks choose, void what is newer, do ``then`` and record the lineage; ``loaded`` by the script."""
 
     def run(group: Any) -> Start:
-        mine, events = replace(topology, rank=group.rank), Recorded()
+        mine, events = replace(topology, rank=group.rank), Seen()
         one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events, storage=storage)
         try:
             decision = one.choose(on_lost, loaded, reshapes, request, unproven)
@@ -109,7 +110,7 @@ def iterations(job: Job) -> list[list[int]]:
 
 
 def events_of(starts: Sequence[Start], name: str) -> list[dict[str, Any]]:
-    return [fields for start in starts for event, fields in start.events.seen if event == name]
+    return [fields for start in starts for fields in start.events.of(name)]
 
 
 # --- chosen, verified, rebuilt ---
@@ -415,7 +416,7 @@ def test_ranks_that_loaded_different_iterations_are_refused_before_anything_is_v
 
     def run(group: Any) -> None:
         mine = replace(job.topology, rank=group.rank)
-        one = Restart(cast(Group, group), mine, job.node_dir(mine.me.node), Recorded())
+        one = Restart(cast(Group, group), mine, job.node_dir(mine.me.node), Seen())
         with closing(one):
             one.choose("storage", ONE(300 + group.rank))
 

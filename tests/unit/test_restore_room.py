@@ -31,9 +31,10 @@ from ftckpt.store.image import SlotImage
 from ftckpt.store.ledger import give_up, in_use
 from ftckpt.store.package import package_path
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
-from tests.support import arenas, choosing, protected
+from tests.support import choosing, protected
 from tests.support.errors import raises
 from tests.support.protected import LINEAGE, Job, build, contents
+from tests.support.smp_nodes import Seen
 
 PEER = Modes(peer=True)
 
@@ -251,7 +252,7 @@ CHOSEN = SnapshotId(LINEAGE, 5)
 
 def make_room_everywhere(job: Job, need_bytes: int) -> list[list[str]]:
     """Each rank of two nodes needs so much; the events of each."""
-    events = [arenas.Recorded() for _ in range(4)]
+    events = [Seen() for _ in range(4)]
     keep = worth_keeping(choosing.inventory_of(job.node_dir("a"), job.node_dir("b")), job.topology, CHOSEN)
 
     def run(group: Any) -> None:
@@ -262,7 +263,7 @@ def make_room_everywhere(job: Job, need_bytes: int) -> list[list[str]]:
         )
 
     run_ranks(4, run)
-    return [[f"{name} {fields['newer']}" for name, fields in one.seen] for one in events]
+    return [[f"{name} {fields['newer']}" for name, fields in one.all] for one in events]
 
 
 @pytest.mark.parametrize(

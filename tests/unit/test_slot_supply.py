@@ -56,7 +56,7 @@ def member(arena_root: Path) -> Iterator[Rank]:
     for slot in (1, 2):
         if member.have.allocated(slot):
             member.have.free(slot)
-    member.events.seen.clear()
+    member.events.all.clear()
     yield member
     stop(members)
 
@@ -173,7 +173,7 @@ def test_an_arena_that_has_gone_is_told(member: Rank, slow: SlowMemory) -> None:
     slow.go.set()
     member.have.remove()
     assert complete(member) == []
-    event, fields = member.events.seen[-1]
+    event, fields = member.events.all[-1]
     assert event == "arena_problem" and "cannot be created" in str(fields["problems"])
 
 

@@ -31,8 +31,8 @@ from ftckpt.convert.universal import MANIFEST_NAME, OBJECTS_NAME, UniversalManif
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES
 from tests.support.errors import raises
+from tests.support.flips import flip
 from tests.support.killing import replace_call
-from tests.support.protected import flip
 from tests.support.syscalls import fails_with
 
 TENSORS = [
