@@ -60,8 +60,7 @@ def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> No
 @pytest.mark.parametrize(
     ("keep", "first_too"),
     by_default(
-        product([SnapshotId(arenas.LINEAGE, 4), None], [True, False]),
-        [(SnapshotId(arenas.LINEAGE, 4), False)],
+        product([SnapshotId(arenas.LINEAGE, 4), None], [True, False]), [(SnapshotId(arenas.LINEAGE, 4), False)]
     ),
     ids=["4 is whole-all ranks", "4 is whole-one rank", "nothing is whole-all ranks", "nothing is whole-one rank"],
 )

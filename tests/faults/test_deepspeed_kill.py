@@ -65,10 +65,7 @@ def test_one_rank_of_a_pipeline_killed_at_every_point(point: str, settings: dict
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    by_default(
-        [("zero1", "engine"), (PIPELINE, "iterator"), (PIPELINE, "engine")],
-        [(PIPELINE, "iterator")],
-    ),
+    by_default([("zero1", "engine"), (PIPELINE, "iterator"), (PIPELINE, "engine")], [(PIPELINE, "iterator")]),
 )
 def test_the_position_of_the_data_comes_back(name: str, data: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """In the second epoch of DeepSpeed's own loader, or of an iterator that the script makes anew."""

@@ -215,10 +215,7 @@ def test_an_error_at_the_end(failing: Failing) -> None:
     assert len(restored) == 2 and min(restored) >= ITERATIONS - 1, restored
 
 
-CLEANING_UP = [
-    Failure("forward", 1, nth=3 * MICRO + 2, cleanup="close"),
-    Failure("data", ALL, cleanup="close"),
-]
+CLEANING_UP = [Failure("forward", 1, nth=3 * MICRO + 2, cleanup="close"), Failure("data", ALL, cleanup="close")]
 """``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
 GOES_ON = {
     "while training": (WHILE_TRAINING, None),

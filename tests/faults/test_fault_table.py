@@ -116,11 +116,7 @@ def slot_with(path: Path, iteration: int) -> int:
     ("name", "protect"),
     by_default(
         [(name, protect) for name, row in DAMAGES.items() for protect in row.comes_back],
-        [
-            ("stepped byte", "node"),
-            ("arena gone", "node"),
-            ("control byte", "none"),
-        ],
+        [("stepped byte", "node"), ("arena gone", "node"), ("control byte", "none")],
     ),
 )
 def test_memory_damaged_between_attempts(name: str, protect: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -206,13 +206,7 @@ def six_plain_lines(rank: int, world_size: int, text: str, settings: dict[str, A
     import train_plain
 
     job = train_plain.build(train_plain.parse_args(["--layers", "1", "--hidden", "16", "--iterations", "3"]))
-    names = {
-        "model": job.model,
-        "optimizer": job.optimizer,
-        "scheduler": job.scheduler,
-        "data": job.data,
-        "last": 3,
-    }
+    names = {"model": job.model, "optimizer": job.optimizer, "scheduler": job.scheduler, "data": job.data, "last": 3}
 
     names |= {"train_step": partial(train_plain.train_step, job), "torch": torch}
     with pytest.MonkeyPatch.context() as patch:

@@ -26,18 +26,7 @@ from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, enco
 from ftckpt.store.checks import CheckState
 from ftckpt.store.package import mirror_dir, pack
 from tests.support.killing import killed_at
-from tests.support.smp_nodes import (
-    LINEAGE,
-    QUICK,
-    SECRET,
-    Node,
-    Seen,
-    Smp,
-    SmpProcess,
-    check_parity,
-    describe,
-    fill,
-)
+from tests.support.smp_nodes import LINEAGE, QUICK, SECRET, Node, Seen, Smp, SmpProcess, check_parity, describe, fill
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 

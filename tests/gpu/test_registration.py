@@ -23,15 +23,7 @@ from ftckpt.capture.registration import Registrar
 from ftckpt.store.locks import FileLock
 from ftckpt.windows.clock import DeviceClock
 from tests.support.device_snapshots import Snapshots
-from tests.support.device_states import (
-    CPU,
-    Blocked,
-    assert_holds,
-    laid_out,
-    prepared,
-    shared_slot,
-    started,
-)
+from tests.support.device_states import CPU, Blocked, assert_holds, laid_out, prepared, shared_slot, started
 from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, pages_present
 from tests.support.waiting import until
 

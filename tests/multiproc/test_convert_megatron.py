@@ -34,10 +34,7 @@ SEED = ("--seed", "77")
 
 LLAMA = ("--layers", "4", "--swiglu", "--kv-groups", "2", "--untie")
 CASES = {
-    "gpt-tp2pp2-to-tp1dp2": (
-        (4, ("--tp", "2", "--pp", "2")),
-        (2, ("--tp", "1")),
-    ),
+    "gpt-tp2pp2-to-tp1dp2": ((4, ("--tp", "2", "--pp", "2")), (2, ("--tp", "1"))),
     "llama-tp2-without-distributed-optimizer-to-pp2vpp2": (
         (2, (*LLAMA, "--tp", "2", "--no-distributed-optimizer")),
         (2, (*LLAMA, "--pp", "2", "--vpp", "2")),

@@ -59,9 +59,7 @@ def script(rank: int, world_size: int, arena: str, how: str) -> tuple[str, int, 
         ftckpt.deepspeed.register("counters", Counters(args))
     section = {"enabled": True, "job": "job", "node": "node", "arena": arena, "protect": "none"}
     engine, *_ = deepspeed.initialize(
-        args=args if "gives" in how else None,
-        model=torch.nn.Linear(WIDTH, WIDTH),
-        config={**JSON, "ftckpt": section},
+        args=args if "gives" in how else None, model=torch.nn.Linear(WIDTH, WIDTH), config={**JSON, "ftckpt": section}
     )
     if "loads" in how:
         _, state = engine.load_checkpoint(f"{arena}-saved", load_module_only="module" in how)

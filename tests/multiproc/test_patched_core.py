@@ -112,8 +112,7 @@ LAYOUTS = {"no pipeline": [], "pp2": ["--pp", "2"], "pp2-vpp2": ["--pp", "2", "-
 
 
 @pytest.mark.parametrize(
-    ("layout", "runner"),
-    by_default([("no pipeline", False), ("pp2", True), ("pp2-vpp2", False)], []),
+    ("layout", "runner"), by_default([("no pipeline", False), ("pp2", True), ("pp2-vpp2", False)], [])
 )
 def test_the_lines_follow_and_fence_without_hooks(core: Path, tmp_path: Path, layout: str, runner: bool) -> None:
     ranks, written = train(core, tmp_path, LAYOUTS[layout], runner)

@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_restart_layout import (
-    LAST,
-    OLD,
-    Attempt,
-    Layout,
-    broken,
-    events,
-    restarted,
-    train,
-    train_until_protected,
-)
+from test_restart_layout import LAST, OLD, Attempt, Layout, broken, events, restarted, train, train_until_protected
 
 from ftckpt.job.protection import Protection
 from ftckpt.store.directory import end_smp, list_arenas

@@ -32,10 +32,7 @@ def reference(name: str) -> list[jobs.Outcome]:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    by_default(
-        product(PIPELINES, ["sync", "thread", "stream", "bubble"]),
-        [("interleaved", "bubble")],
-    ),
+    by_default(product(PIPELINES, ["sync", "thread", "stream", "bubble"]), [("interleaved", "bubble")]),
 )
 def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any]) -> None:
     world_size, argv = PIPELINES[name]

@@ -97,10 +97,7 @@ def test_log_and_final_hashes_are_written(tmp_path: Path) -> None:
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     assert [line["consumed_samples"] for line in lines] == [8, 16, 24]
     assert all(float.fromhex(line["loss_hex"]) == line["loss"] for line in lines)
-    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == [
-        "tp0-pp0-dp0.json",
-        "tp0-pp1-dp0.json",
-    ]
+    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == ["tp0-pp0-dp0.json", "tp0-pp1-dp0.json"]
 
 
 def read_data(rank: int, world_size: int) -> dict[str, Any]:

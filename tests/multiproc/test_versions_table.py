@@ -167,16 +167,7 @@ def test_release(program: str, release: str, store: Path, written: None) -> None
         cwd=ROOT, env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert shown.stdout.split()[-1].partition("+")[0] == release
-    suite = [
-        "-q",
-        "-m",
-        "",
-        "-p",
-        "no:cacheprovider",
-        CONFORMANCE,
-        "-k",
-        FRAMEWORKS[program],
-    ]
+    suite = ["-q", "-m", "", "-p", "no:cacheprovider", CONFORMANCE, "-k", FRAMEWORKS[program]]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *suite, "-o", "addopts="],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=880, check=False,

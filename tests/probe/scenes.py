@@ -231,9 +231,6 @@ SCENES: dict[str, Scene] = {
         f"{layout(ep=2)} {SHARDED} {BF16} {EXPERTS} {EXPERT_BIAS} {NO_DROPOUT}",
         ranks=2,
         kills=(Kill(5, "job", again=False),),
-        loads=(
-            Load("tp1pp1dp2", ranks=2),
-            Load("tp1pp2dp2", layout(pp=2), rounding=ROUNDING),
-        ),
+        loads=(Load("tp1pp1dp2", ranks=2), Load("tp1pp2dp2", layout(pp=2), rounding=ROUNDING)),
     ),
 }

@@ -81,8 +81,7 @@ POINTS: dict[str, Point] = {
     "boundary": Point((Hook(_CHECKPOINTER, "Checkpointer.step"),), "argument", 1),
     "begin": Point((Hook(_CONTROL, "ControlBlock.begin", after=True),), "snapshot"),
     "copy": Point(
-        (Hook("ftckpt.capture.copier", "copy_chunk"), Hook("ftckpt.capture.device_copier", "copy_chunk")),
-        "snapshot",
+        (Hook("ftckpt.capture.copier", "copy_chunk"), Hook("ftckpt.capture.device_copier", "copy_chunk")), "snapshot"
     ),
     "before_seal": Point((Hook(_CONTROL, "ControlBlock.seal"),), "argument", 2),
     "after_seal": Point((Hook(_CONTROL, "ControlBlock.seal", after=True),), "argument", 2),

@@ -47,8 +47,7 @@ def test_any_text_is_a_list_of_cores_or_an_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [("0", {0}), ("0-3,8", {0, 1, 2, 3, 8}), ("3,1-2,2", {1, 2, 3}), ("007", {7}), ("5-5", {5})],
+    ("text", "found"), [("0", {0}), ("0-3,8", {0, 1, 2, 3, 8}), ("3,1-2,2", {1, 2, 3}), ("007", {7}), ("5-5", {5})]
 )
 def test_lists(text: str, found: set[int]) -> None:
     assert parse_cores(text) == found

@@ -184,10 +184,7 @@ HOSTILE = {
     "no manifest": (edited(lambda v: v["__metadata__"].pop("manifest")), "no manifest"),
     "manifest is no text": (edited(lambda v: v["__metadata__"].update(manifest=[])), "no manifest"),
     "manifest is no JSON": (edited(lambda v: v["__metadata__"].update(manifest="{")), "bad manifest"),
-    "manifest is a surrogate": (
-        edited(lambda v: v["__metadata__"].update(manifest="\ud800")),
-        "bad manifest",
-    ),
+    "manifest is a surrogate": (edited(lambda v: v["__metadata__"].update(manifest="\ud800")), "bad manifest"),
     "manifest is a list": (edited(lambda v: v["__metadata__"].update(manifest="[]")), "bad manifest"),
     "endless number": (with_manifest(lambda m: m.update(chunk_bytes=float("inf"))), "bad manifest"),
     "negative objects": (with_manifest(lambda m: m.update(objects_bytes=-1)), "bad manifest"),
@@ -195,8 +192,7 @@ HOSTILE = {
     "too many chunks": (
         with_manifest(
             lambda m: m.update(
-                chunk_bytes=1,
-                stepped=[["a", "U8", [MAX_CHUNKS + 1], [0], [MAX_CHUNKS + 1], 0, MAX_CHUNKS + 1]],
+                chunk_bytes=1, stepped=[["a", "U8", [MAX_CHUNKS + 1], [0], [MAX_CHUNKS + 1], 0, MAX_CHUNKS + 1]]
             )
         ),
         f"at most {MAX_CHUNKS}",
@@ -211,10 +207,7 @@ HOSTILE = {
     "entry out of range": (edited(lambda v: v[A].update(data_offsets=[0, 1 << 62])), "the manifest gives"),
     "other shape": (edited(lambda v: v[A].update(shape=[1])), "the manifest gives"),
     "entry added": (edited(lambda v: v.update(more=v[A])), "is not in the manifest"),
-    "not canonical": (
-        edited(lambda v: v.update(__metadata__=v.pop("__metadata__"))),
-        "not the canonical form",
-    ),
+    "not canonical": (edited(lambda v: v.update(__metadata__=v.pop("__metadata__"))), "not the canonical form"),
     "bytes in the padding": (GOOD[:-1] + b"\n", "not the canonical form"),
 }
 
@@ -244,10 +237,7 @@ def test_other_version_is_a_mismatch(data: bytes) -> None:
         parse_image(data)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4),
-    st.integers(0, len(GOOD)),
-)
+@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4), st.integers(0, len(GOOD)))
 def test_a_damaged_header_never_passes_for_another(changes: list[tuple[int, int]], length: int) -> None:
     data = bytearray(GOOD)
     for at, value in changes:

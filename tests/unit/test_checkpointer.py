@@ -311,8 +311,7 @@ def test_what_is_evaluated_or_saved_is_no_time_of_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("starts", "stalled"),
-    [([0, 3], False), ([2, 5], False), ([3, 5], True), ([3, -1], True), ([-1, -1], False)],
+    ("starts", "stalled"), [([0, 3], False), ([2, 5], False), ([3, 5], True), ([3, -1], True), ([-1, -1], False)]
 )
 def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(starts: list[int], stalled: bool) -> None:
     """A node that comes and goes has failed in a row while others made snapshots; -1: a rank that speaks for none."""
@@ -371,7 +370,4 @@ def test_what_an_smp_would_do_is_told_where_none_runs() -> None:
         protection=SimpleNamespace(show=lambda path: None), arenas=SimpleNamespace(path=Path()),
     )  # fmt: skip
     snapshots.begin(LINEAGE, None, False)
-    assert [text.split(" does nothing")[0] for text in told] == [
-        "--ftckpt-metrics-port",
-        "--ftckpt-metrics-dir",
-    ]
+    assert [text.split(" does nothing")[0] for text in told] == ["--ftckpt-metrics-port", "--ftckpt-metrics-dir"]

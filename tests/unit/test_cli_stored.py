@@ -120,10 +120,7 @@ KINDS: dict[str, dict[str, str]] = {
         "iter_0000080/metadata.json": '{"sharded_backend": "torch_dist"}',
         "latest_checkpointed_iteration.txt": "80",
     },
-    "megatron-legacy": {
-        "iter_0000080/mp_rank_00/model_optim_rng.pt": "",
-        "latest_checkpointed_iteration.txt": "80",
-    },
+    "megatron-legacy": {"iter_0000080/mp_rank_00/model_optim_rng.pt": "", "latest_checkpointed_iteration.txt": "80"},
     "deepspeed": {"global_step80/mp_rank_00_model_states.pt": "", "latest": "global_step80"},
     "deepspeed-universal": {"global_step80/zero/optimizer_state.pt": "", "latest_universal": "global_step80"},
     "weights": {"model.safetensors": ""},

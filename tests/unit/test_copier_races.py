@@ -148,9 +148,7 @@ def test_close_at_any_moment(seed: int, follow: Following) -> None:
         live.zero_()
 
 
-def test_a_finisher_that_fails_stops_copies_and_ends_the_flight_behind_them(
-    follow: Following,
-) -> None:
+def test_a_finisher_that_fails_stops_copies_and_ends_the_flight_behind_them(follow: Following) -> None:
     live, slot, failed = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), threading.Event()
 
     told: list[bool] = []

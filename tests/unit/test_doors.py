@@ -250,10 +250,7 @@ def test_state_of_another_kind_is_refused_by_name(value: Any, message: str) -> N
 
 def test_a_parameter_of_two_logical_tensors_gives_a_fragment_in_each() -> None:
     """Gate and up of a gated layer lie in one parameter, one after the other."""
-    boxes = [
-        LogicalBox("gate", (4, 2), Box((2, 0), (2, 2)), 0),
-        LogicalBox("up", (4, 2), Box((2, 0), (2, 2)), 4),
-    ]
+    boxes = [LogicalBox("gate", (4, 2), Box((2, 0), (2, 2)), 0), LogicalBox("up", (4, 2), Box((2, 0), (2, 2)), 4)]
     views = fragments(boxes, "weight", torch.arange(6.0), 1)
     assert [(f.key, f.start, f.stop, v.tolist()) for f, v in views] == [
         ("weight/gate", 1, 4, [0.0, 1.0, 2.0]),

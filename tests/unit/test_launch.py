@@ -690,11 +690,7 @@ def test_a_dry_run_prints_the_step(standins: Standins, script: str) -> None:
             "SLURM_JOB_ID or SLURM_JOB_NODELIST is not set: submit this script with sbatch",
         ),
         (["S"], {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_ID or SLURM_JOB_NODELIST is not set"),
-        (
-            ["S"],
-            {"SLURM_SUBMIT_DIR": "/usr"},
-            "no launch/slurm.sh in /usr: submit from the repository",
-        ),
+        (["S"], {"SLURM_SUBMIT_DIR": "/usr"}, "no launch/slurm.sh in /usr: submit from the repository"),
         (["S"], {"FTCKPT_SETUP": "/nowhere"}, "FTCKPT_SETUP: /nowhere is not a file"),
         (["--nodes", "3", "S"], {}, "--nodes: 3 nodes are to train, 2 are allocated"),
         (["--nodes", "1:3", "S"], {}, "--nodes: 3 nodes are to train, 2 are allocated"),

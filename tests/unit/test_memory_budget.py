@@ -169,8 +169,7 @@ def test_a_parent_group_binds(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "base", "name"),
-    [("0::/g", "g", "inactive_file"), ("4:memory:/g", "memory/g", "total_inactive_file")],
+    ("line", "base", "name"), [("0::/g", "g", "inactive_file"), ("4:memory:/g", "memory/g", "total_inactive_file")]
 )
 def test_idle_file_cache_counts_as_free(host: Host, line: str, base: str, name: str) -> None:
     host.cgroup(line, base, 4 * GIB, 4 * GIB, (name, 2 * GIB))

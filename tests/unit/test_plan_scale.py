@@ -76,10 +76,7 @@ def measured() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("excess", [{"secs_median": 1.0}, {"kept_bytes": 64 << 20}, {"peak_bytes": 64 << 20}, {}])
 def test_the_command_fails_where_a_limit_is_passed(
-    excess: dict[str, float],
-    measured: dict[str, dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    excess: dict[str, float], measured: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def played(job: plan_scale.SyntheticJob, _repeats: int) -> dict[str, Any]:
         case = {**measured[job.optimizer], "ranks": job.ranks}

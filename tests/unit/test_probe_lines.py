@@ -14,10 +14,7 @@ KEYS = ("iteration 3/ 9", "iteration 4/ 9")
 def lines(**changed: object) -> Lines:
     """Two iterations; what is changed is so in the second."""
     usual = {"samples": 48, "loss": "6.9E+00", "norm": 0.8, "zeros": 18.0}
-    return {
-        KEYS[0]: {LINE.format(n=3, **usual)},
-        KEYS[1]: {LINE.format(n=4, **{**usual, **changed})},
-    }
+    return {KEYS[0]: {LINE.format(n=3, **usual)}, KEYS[1]: {LINE.format(n=4, **{**usual, **changed})}}
 
 
 def test_equal_lines() -> None:

@@ -130,8 +130,7 @@ def test_impossible_groups_are_refused(change: dict[str, Any], text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "value",
-    [{}, {"members": 3}, {"members": [["s"]]}, {"members": [["s", "n", "a", 0, [[1 << 40, 4]], -1]] * 2}, []],
+    "value", [{}, {"members": 3}, {"members": [["s"]]}, {"members": [["s", "n", "a", 0, [[1 << 40, 4]], -1]] * 2}, []]
 )
 def test_foreign_json_is_a_value_error(value: Any) -> None:
     with pytest.raises(ValueError, match="not a parity group"):

@@ -19,15 +19,7 @@ from ftckpt.errors import ConfigError, LostError, MismatchError, StorageError
 from ftckpt.group import Group
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.model.lineage import (
-    NO_CHECKPOINT,
-    NO_REQUEST,
-    UNKNOWN,
-    Branch,
-    Lineage,
-    LoadedCheckpoint,
-    Request,
-)
+from ftckpt.model.lineage import NO_CHECKPOINT, NO_REQUEST, UNKNOWN, Branch, Lineage, LoadedCheckpoint, Request
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import private_key
 from ftckpt.model.snapshot import SnapshotId

@@ -66,11 +66,7 @@ def reports_of(slots: dict[tuple[str, int], set[int]]) -> list[ArenaReport]:
     return found
 
 
-@given(
-    _slots,
-    st.sets(st.tuples(st.integers(1, 4), st.sampled_from(["aa", "bb", "cc"]))),
-    st.data(),
-)
+@given(_slots, st.sets(st.tuples(st.integers(1, 4), st.sampled_from(["aa", "bb", "cc"]))), st.data())
 def test_no_decision_that_follows_uses_what_is_not_needed(
     slots: dict[tuple[str, int], set[int]], packaged: set[tuple[int, str]], data: st.DataObject
 ) -> None:

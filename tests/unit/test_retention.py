@@ -119,8 +119,7 @@ def test_what_is_set_aside_keeps_its_files_and_goes_under_its_new_name(storage: 
 
 
 @pytest.mark.parametrize(
-    ("keep", "gone"),
-    [(1, {20, 40, 60, 70, 80, 90}), (2, {20, 40, 60, 70, 80}), (3, {20}), (4, set()), (0, set())],
+    ("keep", "gone"), [(1, {20, 40, 60, 70, 80, 90}), (2, {20, 40, 60, 70, 80}), (3, {20}), (4, set()), (0, set())]
 )
 def test_abandoned_ones_go_when_as_many_of_the_branch_are_there_as_stay(keep: int, gone: set[int]) -> None:
     back = FIRST.branch(50)

@@ -45,19 +45,13 @@ def script(folder: Path, end: str = "") -> str:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--ftckpt", "--ftckpt-intervall", "2"],
-            "unknown flag --ftckpt-intervall; did you mean --ftckpt-interval?",
-        ),
+        (["--ftckpt", "--ftckpt-intervall", "2"], "unknown flag --ftckpt-intervall; did you mean --ftckpt-interval?"),
         (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval: 'often' is not a whole number or auto"),
         (
             ["--ftckpt", "--ftckpt-slots", "1"],
             "--ftckpt-slots: 1 is too small; the least is 2, or 0 for as many as protection needs",
         ),
-        (
-            ["--ftckpt-interval", "2"],
-            "--ftckpt is missing: the other --ftckpt-* flags mean nothing without it",
-        ),
+        (["--ftckpt-interval", "2"], "--ftckpt is missing: the other --ftckpt-* flags mean nothing without it"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_code_2(tmp_path: Path, flags: list[str], message: str) -> None:

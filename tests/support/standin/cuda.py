@@ -240,23 +240,14 @@ _STREAM: dict[str, Any] = {
     "default_stream": lambda device=None: _streams.default,
 }
 
-_NVTX: dict[str, Any] = {
-    "range_push": _zero,
-    "range_pop": _zero,
-    "mark": _nothing,
-    "range": _null_context,
-}
+_NVTX: dict[str, Any] = {"range_push": _zero, "range_pop": _zero, "mark": _nothing, "range": _null_context}
 
 
 def install_cuda() -> None:
     for table in (_RNG, _DEVICE, _MEMORY, _STREAM):
         for name, value in table.items():
             setattr(torch.cuda, name, value)
-    for module, table in (
-        (torch.cuda.random, _RNG),
-        (torch.cuda.memory, _MEMORY),
-        (torch.cuda.nvtx, _NVTX),
-    ):
+    for module, table in ((torch.cuda.random, _RNG), (torch.cuda.memory, _MEMORY), (torch.cuda.nvtx, _NVTX)):
         for name, value in table.items():
             setattr(module, name, value)
     torch.cuda.streams.Stream = CpuStream  # type: ignore[misc,assignment]

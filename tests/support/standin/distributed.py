@@ -51,11 +51,7 @@ def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
 def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new_group(
-        ranks: Any = None,
-        timeout: Any = None,
-        backend: str | None = None,
-        pg_options: Any = None,
-        **kwargs: Any,
+        ranks: Any = None, timeout: Any = None, backend: str | None = None, pg_options: Any = None, **kwargs: Any
     ) -> Any:
         kwargs.pop("device_id", None)
         return original(ranks, timeout, _backend(backend), None, **kwargs)
