@@ -50,8 +50,6 @@ class DeepSpeedState:
         UnsupportedError: a configuration whose state is not known, with the JSON field.
     """
 
-    reshapes = True
-
     def __init__(self, engine: Any, objects: Mapping[str, Stateful]) -> None:
         support.check(engine)
         optimizers.check(engine.optimizer)

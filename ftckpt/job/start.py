@@ -97,7 +97,7 @@ def load(
     )  # fmt: skip
     try:
         request = Request(config.rollback_before, config.restore_from)
-        decision = restart.choose(config.on_lost, checkpoint, training_state.reshapes, request, unproven)
+        decision = restart.choose(config.on_lost, checkpoint, request, unproven)
         # Before anybody trains: a kill behind that must not find a newer slot to go on from.
         lineage = restart.void_newer(decision)
         if decision is not None:

@@ -40,8 +40,6 @@ class MegatronState:
         UnsupportedError: an optimizer, or a form of FP8, that ftckpt does not know.
     """
 
-    reshapes = True
-
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Stateful, objects: Mapping[str, Stateful]
     ) -> None:

@@ -56,11 +56,9 @@ class TrainingState(Protocol):
     """What a framework integration gives. All calls come from the training thread.
 
     Order: ``describe`` once and ``save_objects``; after a restart ``load_objects`` or ``load_reshaped``, then, with
-    every described tensor in place, ``finish_load``; ``save_objects`` at each boundary. ``reshapes``: whether what
-    ``describe`` says of one layout fits what it says of another, and ``load_reshaped`` can be called.
+    every described tensor in place, ``finish_load``; ``save_objects`` at each boundary. What ``describe`` says of
+    one layout fits what it says of another.
     """
-
-    reshapes: bool
 
     def describe(self) -> Description:
         """Every tensor that must be saved, with optimizer state already allocated.

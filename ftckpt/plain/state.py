@@ -61,8 +61,6 @@ class PlainState:
         ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
     """
 
-    reshapes = True
-
     def __init__(
         self,
         model: torch.nn.Module,

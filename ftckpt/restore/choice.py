@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ftckpt.errors import LostError, MismatchError
+from ftckpt.errors import LostError
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.parity.survive import BlockId
-from ftckpt.restore.inventory import REMEDY, ArenaReport, Candidate, Inventory, Layout, Shield, candidates
+from ftckpt.restore.inventory import ArenaReport, Candidate, Inventory, Layout, Shield, candidates
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.rebuild import Rebuild, assess
 from ftckpt.store.damage import Damage
@@ -88,19 +88,15 @@ class Rejection:
     spoilt: bool
 
 
-def decide(
-    inventory: Inventory, topology: Topology, findings: Findings, *, reshapes: bool = False
-) -> Decision | Query | None:
+def decide(inventory: Inventory, topology: Topology, findings: Findings) -> Decision | Query | None:
     """The newest snapshot of one lineage that is whole on every shard of its layout, or can be made so, or None.
 
-    A copy on the node whose rank needs it is preferred. Snapshots of other layouts than the job's count as much;
-    ``reshapes`` says whether the job can take one. Of two snapshots of one iteration the one that needs no parity is
-    taken, then the one of the job's own layout. None means that no snapshot was ever whole: the job starts from the
-    beginning.
+    A copy on the node whose rank needs it is preferred. Snapshots of other layouts than the job's count as much.
+    Of two snapshots of one iteration the one that needs no parity is taken, then the one of the job's own layout.
+    None means that no snapshot was ever whole: the job starts from the beginning.
 
     Raises:
-        MismatchError: the snapshot to take is of another layout and the job does not reshape, or arenas contradict
-            each other.
+        MismatchError: arenas contradict each other.
         LostError: a snapshot was whole once and none can be made whole now; names what is missing.
     """
     reports = inventory.arenas
@@ -118,15 +114,9 @@ def decide(
         if isinstance(answer, Query):
             return answer
         if isinstance(answer, Decision):
-            if not candidate.ranks and not reshapes:
-                raise _mismatch(topology.layout, candidate.layout)
             return replace(answer, passed_over=tuple(passed_over))
         passed_over.append(f"{_title(candidate)}: {answer.cause}")
         spoilt = spoilt or answer.spoilt
-    others = [candidate.layout for candidate in known.values() if not candidate.ranks]
-    if others and not reshapes:
-        # Whether they can be taken a start in their own layout finds out; to start over here would void them.
-        raise _mismatch(topology.layout, others[0])
     _refuse_lost(reports, topology, known, passed_over, spoilt)
     return None
 
@@ -234,11 +224,6 @@ def _by_age(known: Mapping[SnapshotId, Candidate], damaged: Collection[SlotAt]) 
 def _title(candidate: Candidate) -> str:
     of = "" if candidate.ranks else f" of {layout_name(candidate.layout)}"
     return f"iteration {candidate.snapshot.iteration}{of}"
-
-
-def _mismatch(mine: Layout, theirs: Layout) -> MismatchError:
-    differing = ", ".join(layouts_differ(mine, theirs))
-    return MismatchError(f"the snapshots in memory have another layout ({differing}): {REMEDY}")
 
 
 def _refuse_lost(

@@ -88,7 +88,7 @@ def _decided(
     inventory, _ = inventory.of_shards(known_shards(inventory.arenas, topology))
     findings = Findings()
     # As a search does it, with nothing found bad: what a byte is only a restart reads.
-    while isinstance(answer := decide(inventory, topology, findings, reshapes=True), Query):
+    while isinstance(answer := decide(inventory, topology, findings), Query):
         findings.shields[answer.snapshot] = Shield.of(protection(answer), answer.shards)
     return answer
 

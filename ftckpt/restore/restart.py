@@ -69,7 +69,6 @@ class _Start(NamedTuple):
     selection: Selection
     shelf: Shelf
     on_lost: str
-    reshapes: bool
     unproven: bool
     reports: Sequence[Inventory] | None
 
@@ -120,8 +119,8 @@ class Restart:
         where all was taken as it lay in memory."""
 
     def choose(
-        self, on_lost: str, loaded: LoadedCheckpoint = NO_CHECKPOINT, reshapes: bool = False,
-        request: Request = NO_REQUEST, unproven: bool = False,
+        self, on_lost: str, loaded: LoadedCheckpoint = NO_CHECKPOINT, request: Request = NO_REQUEST,
+        unproven: bool = False,
     ) -> Decision | None:  # fmt: skip
         """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
 
@@ -129,15 +128,14 @@ class Restart:
         there would be gone on with if it proved bad.
 
         None: there is none, or what was ``loaded`` by the script counts, because it is newer, or the user goes back
-        to it. ``reshapes``: whether a snapshot of another layout will do. ``request``: the explicit acts of this
-        start; what the lineage remembers counts no more.
+        to it. ``request``: the explicit acts of this start; what the lineage remembers counts no more.
 
         Raises:
             LostError: snapshots were lost and ``on_lost`` is ``fail``, or ``storage`` and nothing was loaded; or
                 nothing that was requested is there.
             ConfigError: ranks have loaded different iterations, or one that is not before the requested one.
             StorageError: storage cannot record the branch that was requested, or has no checkpoint of that name.
-            MismatchError: the snapshots belong to another version, or to a layout that will not do.
+            MismatchError: the snapshots belong to another version.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
         lineage = partial(read_lineage, self._node_dir)
@@ -149,7 +147,7 @@ class Restart:
         selection = self._selected(new, seen)
         start = self._start = _Start(
             seen, new, seen.loaded.requests(request, seen.head), selection, seen.shelf.selected(selection),
-            on_lost, reshapes, unproven, reports,
+            on_lost, unproven, reports,
         )  # fmt: skip
         reason = rollback_reason(seen.loaded, seen.head) if new == NO_REQUEST or seen.loaded.named else ""
         whole, decision = seen.whole(seen.head), None
@@ -267,7 +265,7 @@ class Restart:
         # would be gone on with then.
         overlaps = start.new == NO_REQUEST and start.needs_snapshot
         search = Search(
-            self._group, self._topology, self._events, self._arenas, reshapes=start.reshapes, shelf=start.shelf,
+            self._group, self._topology, self._events, self._arenas, shelf=start.shelf,
             slots=self._slots, selection=start.selection, overlaps=overlaps, unproven=overlaps and start.unproven,
             reports=start.reports,
         )  # fmt: skip

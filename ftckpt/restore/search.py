@@ -15,7 +15,7 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
-from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
+from ftckpt.errors import FtckptError, LostError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import codec
@@ -106,14 +106,14 @@ class Search:
     """One search; ``run``, and ``settle`` behind it, are collective. ``usage`` has afterwards what was rebuilt from
     what.
 
-    ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage. ``slots``: of arenas
-    that must be made for it. ``selection``: the snapshots in memory that may be taken.
+    ``shelf``: what is on storage. ``slots``: of arenas that must be made for it. ``selection``: the snapshots in
+    memory that may be taken.
     ``overlaps``: what lies on storage alone is decided on before it has come, and with ``unproven`` what memory has
     before it is proven, see ``coming``. ``reports``: the first inventory, of all ranks, where it was taken.
     """
 
     def __init__(
-        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
+        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *,
         shelf: Shelf = NO_SHELF, slots: int = 2, selection: Selection = ANY, overlaps: bool = False,
         unproven: bool = False, reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
@@ -122,7 +122,6 @@ class Search:
         """What brings the snapshot that was decided on, where it has not come: nothing of it is proven, and it may
         prove to be bad."""
         self._overlaps, self._unproven, self._reports = overlaps, unproven, reports
-        self._reshapes = reshapes
         self._shelf, self._slots, self._selection = shelf, slots, selection
         self._group = group
         self._topology = topology
@@ -193,12 +192,6 @@ class Search:
 
     def _fetch_of(self, stored: StoredSnapshot) -> ShardFetch:
         assert self._shelf.storage is not None
-        differing = layouts_differ(self._topology.layout, stored.layout)
-        if differing and not self._reshapes:
-            raise MismatchError(
-                f"{self._shelf.storage.where}: iteration {stored.snapshot.iteration} has another layout "
-                f"({', '.join(differing)}): start with that, or name another place (--ftckpt-persist)"
-            )
         return ShardFetch(
             self._group, self._topology, self._events, self._arenas, files=ShardFiles(self._shelf.storage, stored),
             inventory=self._inventory, bad=self._findings.damage, slots=self._slots,
@@ -274,7 +267,7 @@ class Search:
     def _in_memory(self) -> Decision | None:
         """The newest snapshot that memory has, or that parity gives."""
         while True:
-            decision = decide(self._inventory, self._topology, self._findings, reshapes=self._reshapes)
+            decision = decide(self._inventory, self._topology, self._findings)
             if decision is None:
                 return None
             if isinstance(decision, Query):

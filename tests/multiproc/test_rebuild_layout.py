@@ -47,7 +47,7 @@ def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kil
     topology = Topology(rank, members, {"dp": len(nodes)})
     found = Restart(Group(30.0), topology, job.node_dir(topology.me.node), Events(events, rank))
     try:
-        decision = found.choose("fail", reshapes=True)
+        decision = found.choose("fail")
         found.void_newer(decision)
         assert decision is not None
         sources = {shard: source.node for shard, source in decision.sources.items()}

@@ -85,8 +85,6 @@ class State:
     """Layers cut by columns over tp, their masters and moments by flat ranges over dp; an embedding with padding,
     cut by rows; a norm and a buffer that all ranks hold; scratch memory that belongs to the rank."""
 
-    reshapes = True
-
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout, self.rank, self.iteration = layout, rank, 0
         self.told: tuple[list[Mapping[str, Any]], int] | None = None
@@ -174,8 +172,8 @@ class Attempt:
     """Start in ``layout``, train up to and with iteration ``until``, and end: the arenas stay unless ``ends``.
     ``persists``: not before a snapshot is on storage.
 
-    ``kill`` is a point of ``POINTS``. ``spoil`` names a piece of which rank 1 has other bits, ``reshapes`` and
-    ``extra`` (one more tensor) make another state.
+    ``kill`` is a point of ``POINTS``. ``spoil`` names a piece of which rank 1 has other bits, ``extra`` (one more
+    tensor) makes another state.
     """
 
     layout: Layout
@@ -185,7 +183,6 @@ class Attempt:
     ends: bool = False
     persists: bool = False
     spoil: str = ""
-    reshapes: bool = True
     extra: bool = False
 
 
@@ -203,7 +200,6 @@ def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
     layout = attempt.layout
     assert world_size == layout.size
     state = State(layout, rank)
-    state.reshapes = attempt.reshapes  # type: ignore[misc]
     topology = layout.topology(rank)
     if attempt.extra:
         more = Piece(Fragment.whole("master/more", "F32", (4,), Box((0,), (4,))), torch.zeros(4))
@@ -489,14 +485,6 @@ def test_replicas_that_differ_are_not_mixed(plan: dict[str, Any]) -> None:
     assert [one.wrong for one in kept] != [[]] * OLD.size and {one.start for one in kept} == {LAST}
     with a_rank_raises(MismatchError, "master/norm", "bits"):
         restarted(Attempt(NEW, LAST + 1, plan))
-
-
-def test_a_state_that_does_not_reshape_is_told_what_differs(plan: dict[str, Any], arena_root: Path) -> None:
-    restarted(Attempt(OLD, LAST, plan))
-    with a_rank_raises(MismatchError, "dp 2 → 3, tp 2 → 1", "start"):
-        restarted(Attempt(NEW, LAST, plan, reshapes=False))
-    ended = restarted(Attempt(OLD, LAST, plan, reshapes=False, ends=True))
-    assert {one.start for one in ended} == {LAST} and list(arena_root.iterdir()) == []
 
 
 def test_a_tensor_that_no_source_has_is_named_and_nothing_is_lost(plan: dict[str, Any]) -> None:

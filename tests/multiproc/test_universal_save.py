@@ -51,8 +51,6 @@ def value(key: str, iteration: int) -> torch.Tensor:
 class State:
     """Rank tp·2+dp holds columns of ``wide``, cut by a distributed optimizer, and rows of ``plain``."""
 
-    reshapes = False
-
     def __init__(self, rank: int) -> None:
         tp, dp = divmod(rank, 2)
         self.iteration, self.shift = 0, 0.0

@@ -38,13 +38,11 @@ def shield_of(
     return Shield({g.name: g for g in groups}, {(p.group, p.holder): p for p in parity}, sound)
 
 
-def decided(
-    reports: Sequence[ArenaReport], topology: Topology, damaged: Collection[SlotAt] = (), *, reshapes: bool = False
-) -> Decision | None:
+def decided(reports: Sequence[ArenaReport], topology: Topology, damaged: Collection[SlotAt] = ()) -> Decision | None:
     """The decision where no node has anything that protects a snapshot."""
     findings = Findings(dict.fromkeys(damaged, Damage(reason="corrupt")))
     while True:
-        answer = decide(Inventory(tuple(reports)), topology, findings, reshapes=reshapes)
+        answer = decide(Inventory(tuple(reports)), topology, findings)
         if not isinstance(answer, Query):
             return answer
         findings.shields[answer.snapshot] = Shield()

@@ -29,8 +29,6 @@ ROW = 1024
 class PlainState:
     """``row`` is this rank's own; ``master`` and the bf16 ``weight`` derived from it are replicated."""
 
-    reshapes = False
-
     def __init__(self, rank: int, world_size: int) -> None:
         self.iteration = 0
         self.failing: dict[int, Exception] = {}

@@ -193,7 +193,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     protection._held = [_ArenaRemains(mark, (snapshot,)) for mark in (snapshot, None)]
     protection.modes, protection._arena, protection.smp = Modes(node=True), None, SimpleNamespace()
     rank = rank_of(state=state, protection=protection, storage=SimpleNamespace(snapshots=""))
-    rank.group, rank.arenas, rank.training_state = None, SimpleNamespace(path=Path()), SimpleNamespace(reshapes=False)
+    rank.group, rank.arenas, rank.training_state = None, SimpleNamespace(path=Path()), SimpleNamespace()
     loaded = start.load(rank, SimpleNamespace(), None, NO_CHECKPOINT, True)  # type: ignore[arg-type]
     Snapshots(rank, SimpleNamespace(capture=SimpleNamespace(arena=object()), positions=0), None, None).begin(  # type: ignore[arg-type]
         loaded.lineage, loaded.snapshot, loaded.in_memory, loaded.rebuilt

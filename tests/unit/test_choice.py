@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.errors import LostError, MismatchError
+from ftckpt.errors import LostError
 from ftckpt.model.codec import decode, encode
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.holding import Holding, HoldingSection
@@ -128,12 +128,6 @@ def test_what_was_whole_and_is_lost_names_the_missing_shard(
 def test_an_unreadable_arena_may_have_held_the_last_snapshot() -> None:
     with raises(LostError, "tp0", "control block"):
         chosen(report("tp0", layout={}, problems=("control block: bad magic",)), report("tp1", (A, 4)))
-
-
-def test_another_layout_names_the_axis() -> None:
-    reports = [report("tp0", (A, 5), layout={"tp": 4, "pp": 1}, whole=(A, 5))]
-    with pytest.raises(MismatchError, match=r"tp 4 → 2"):
-        chosen(*reports)
 
 
 def test_an_empty_arena_of_another_layout_is_no_hindrance() -> None:

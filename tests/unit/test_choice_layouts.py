@@ -6,7 +6,6 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,9 +54,9 @@ def narrow(*snapshots: Named, without: Collection[str] = ()) -> list[ArenaReport
 JOB = job(HOMES, NARROW)
 
 
-def choose(reports: Sequence[ArenaReport], bad: Collection[SlotAt] = (), reshapes: bool = True) -> Decision | None:
-    answer = decided(reports, JOB, bad, reshapes=reshapes)
-    assert decided(list(reversed(reports)), JOB, bad, reshapes=reshapes) == answer
+def choose(reports: Sequence[ArenaReport], bad: Collection[SlotAt] = ()) -> Decision | None:
+    answer = decided(reports, JOB, bad)
+    assert decided(list(reversed(reports)), JOB, bad) == answer
     return answer
 
 
@@ -82,7 +81,7 @@ def test_killed_before_the_first_snapshot_of_the_new_layout_is_whole() -> None:
     assert (decision.snapshot.iteration, decision.layout) == (5, WIDE)
     assert decision.passed_over == ("iteration 6: not sealed by tp0-dp1",)
     homes = dict.fromkeys(SHARDS[0], "n0")
-    again = decided(reports, job(homes, WIDE), reshapes=True)
+    again = decided(reports, job(homes, WIDE))
     assert isinstance(again, Decision) and (again.snapshot.iteration, again.layout, again.homes) == (5, WIDE, homes)
     assert again.passed_over == ("iteration 6 of tp1dp2: not sealed by tp0-dp1",)
 
@@ -104,22 +103,6 @@ def test_a_lineage_of_two_layouts_is_an_error_that_names_both_arenas() -> None:
     reports = [*wide((A, 5)), *narrow((A, 6))]
     with raises(MismatchError, "tp0-dp0", "node n0", "lineage"):
         choose(reports)
-
-
-def test_a_job_that_does_not_reshape_is_told_which_sizes_differ() -> None:
-    with raises(MismatchError, "tp 2 → 1", "start with the layout"):
-        choose(wide((A, 5)), reshapes=False)
-    with pytest.raises(MismatchError, match=r"tp 2 → 1"):
-        choose(wide((A, 5), without=["tp0-dp0"]), reshapes=False)
-    with pytest.raises(MismatchError, match=r"tp 2 → 1"):
-        choose([*wide((A, 5)), *narrow((B, 4))], reshapes=False)
-    newer = choose([*wide((A, 5)), *narrow((B, 6))], reshapes=False)
-    assert isinstance(newer, Decision) and newer.snapshot.iteration == 6
-
-
-def test_another_number_of_replicas_is_another_layout() -> None:
-    with pytest.raises(MismatchError, match="dp 3 → 2"):
-        choose([report({**NARROW, "dp": 3}, f"tp0-dp{r}", (A, 5)) for r in range(3)], reshapes=False)
 
 
 def test_of_one_iteration_the_own_layout_is_taken_unless_only_the_other_is_there() -> None:
@@ -192,7 +175,7 @@ def test_any_reports_give_the_newest_whole_snapshot_of_any_layout(
             good[int(r.layout == NARROW), lineage, iteration].add(r.shard)
     whole = [(it, layout == int(own), li) for (layout, li, it), held in good.items() if held == set(SHARDS[layout])]
     try:
-        decision = decided(reports, job(homes, mine), bad, reshapes=True)
+        decision = decided(reports, job(homes, mine), bad)
     except LostError:
         decision = None
     if not whole:
@@ -237,9 +220,9 @@ def survivors(gone: Collection[str]) -> list[ArenaReport]:
 
 def test_shards_of_a_node_that_is_gone_are_rebuilt_evenly_by_those_that_are_left() -> None:
     inventory, findings = shielded(["n3"], Modes(peer=True))
-    asked = decide(inventory, job(NEW_HOMES, NEW), Findings(), reshapes=True)
+    asked = decide(inventory, job(NEW_HOMES, NEW), Findings())
     assert asked == Query(SnapshotId(A, 5), OLD, OLD_SHARDS)
-    decision = decide(inventory, job(NEW_HOMES, NEW), findings, reshapes=True)
+    decision = decide(inventory, job(NEW_HOMES, NEW), findings)
     assert isinstance(decision, Decision) and decision.rebuild is not None
     lost = [shard for shard, node in OLD_NODES.items() if node == "n3"]
     assert {shard: fix.at.node for shard, fix in decision.rebuild.fixes.items()} == dict(
@@ -253,7 +236,7 @@ def test_shards_of_a_node_that_is_gone_are_rebuilt_evenly_by_those_that_are_left
 def test_a_new_node_takes_its_part_of_what_is_rebuilt() -> None:
     inventory, findings = shielded(["n2", "n3"], Modes(peer=True, peer_losses=2))
     homes = {"tp0-dp0": "n0", "tp0-dp1": "n1", "tp0-dp2": "n9"}
-    decision = decide(inventory, job(homes, NEW), findings, reshapes=True)
+    decision = decide(inventory, job(homes, NEW), findings)
     assert isinstance(decision, Decision) and decision.rebuild is not None
     assert Counter(decision.homes.values()) == {"n0": 3, "n1": 3, "n9": 2}
 
@@ -261,7 +244,7 @@ def test_a_new_node_takes_its_part_of_what_is_rebuilt() -> None:
 def test_what_parity_does_not_cover_is_lost_and_named() -> None:
     inventory, findings = shielded(["n2", "n3"], Modes(peer=True))
     with raises(LostError, "arena", "group", "2 of 4 members"):
-        decide(inventory, job(NEW_HOMES, NEW), findings, reshapes=True)
+        decide(inventory, job(NEW_HOMES, NEW), findings)
 
 
 def test_shards_of_another_layout_are_read_by_all_ranks_of_their_node_in_turn() -> None:
@@ -269,7 +252,7 @@ def test_shards_of_another_layout_are_read_by_all_ranks_of_their_node_in_turn() 
     nodes = dict.fromkeys(OLD_SHARDS, "n0")
     reports = [ArenaReport("n0", f"{s}.0000", s, OLD, (SlotReport(0, SnapshotId(A, 5)),)) for s in nodes]
     topology = Topology(0, tuple(RankPlace({"tp": 0, "dp": rank}, "n0") for rank in range(3)), NEW)
-    decision = decided(reports, job(dict.fromkeys(NEW_HOMES, "n0"), NEW), reshapes=True)
+    decision = decided(reports, job(dict.fromkeys(NEW_HOMES, "n0"), NEW))
     assert isinstance(decision, Decision)
     readers = readers_of(topology, decision)
     assert sorted(Counter(readers.values()).values()) == [2, 3, 3]

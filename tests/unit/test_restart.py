@@ -64,7 +64,6 @@ def restart(
     topology: Topology,
     node_dir: Callable[[str], Path],
     then: Callable[[Restart, Decision, int], None] = lambda found, decision, rank: None,
-    reshapes: bool = False,
     *,
     loaded: LoadedCheckpoint = NO_CHECKPOINT,
     on_lost: str = "storage",
@@ -78,7 +77,7 @@ def restart(
         mine, events = replace(topology, rank=group.rank), Seen()
         one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events, storage=storage)
         try:
-            decision = one.choose(on_lost, loaded, reshapes, request, unproven)
+            decision = one.choose(on_lost, loaded, request, unproven)
             start = Start(decision, one.source, events, one.void_newer(decision), why=one.why)
             if decision is not None:
                 then(one, decision, group.rank)
@@ -298,7 +297,7 @@ def test_a_node_that_was_away_keeps_what_both_histories_share(arena_root: Path) 
 @pytest.mark.parametrize("damage", ["bytes", "layout"])
 @pytest.mark.parametrize("storage", [249, 251])
 def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Path, damage: str, storage: int) -> None:
-    """What is older than that is abandoned, and nothing is asked of it; older storage brings back no layout."""
+    """What is older than that is abandoned, and nothing is asked of it."""
     job = trained(arena_root, FIRST, 249, 250)
     topology = job.topology
     if damage == "bytes":
@@ -307,7 +306,7 @@ def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Pat
     else:
         topology = replace(topology, members=topology.members[:1], layout={"dp": 1})
     if storage < 250:
-        with raises(LostError if damage == "bytes" else MismatchError):
+        with raises(LostError):
             restart(topology, job.node_dir, loaded=ONE(storage), on_lost="fail")
         return
     (first, *_) = restart(topology, job.node_dir, loaded=ONE(storage), on_lost="fail")
@@ -460,8 +459,6 @@ def test_what_was_loaded_counts_for_the_newest_only_where_storage_is_seen(
 class State:
     """Tensors and objects of one rank."""
 
-    reshapes = True
-
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces, self.objects, self.calls = pieces, [], []  # type: ignore[var-annotated]
 
@@ -557,7 +554,7 @@ def loaded(model: Model, unproven: bool = False) -> tuple[list[State], list[Star
     def load(one: Restart, decision: Decision, rank: int) -> None:
         one.load(decision, states[rank], states[rank].describe())
 
-    return states, restart(model.topology, model.node_dir, load, reshapes=True, unproven=unproven)
+    return states, restart(model.topology, model.node_dir, load, unproven=unproven)
 
 
 def tensors(state: State) -> list[list[float]]:

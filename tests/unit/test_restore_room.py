@@ -80,7 +80,7 @@ def test_no_decision_that_follows_uses_what_is_not_needed(
     slots_there = [SlotAt(r.node, r.name, slot.index) for r in reports for slot in r.slots]
     while True:
         try:
-            decision = decide(inventory, topology, findings, reshapes=True)
+            decision = decide(inventory, topology, findings)
         except FtckptError:
             return
         if decision is None:
