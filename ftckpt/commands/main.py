@@ -22,13 +22,12 @@ from ftckpt.commands.convert import add_convert
 from ftckpt.commands.ended import add_ended
 from ftckpt.commands.init import add_init
 from ftckpt.commands.inspect import add_inspect
-from ftckpt.commands.pin import add_pin, add_unpin
 from ftckpt.commands.plan import add_plan
 from ftckpt.commands.report import add_report
 from ftckpt.commands.save import add_save
 from ftckpt.commands.smp import add_smp
 from ftckpt.commands.status import add_ls, add_status
-from ftckpt.commands.stored import add_list, add_verify
+from ftckpt.commands.stored import add_list, add_pin, add_unpin, add_verify
 from ftckpt.errors import ConfigError, FtckptError, Writing, settings_are_written
 
 

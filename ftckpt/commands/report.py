@@ -19,8 +19,7 @@ from ftckpt.commands.event_log import EventLogError, count
 from ftckpt.commands.history import RunHistory, read_history
 from ftckpt.commands.recovery import Recovery
 from ftckpt.commands.sections import Additions, sections_of
-from ftckpt.commands.timeline import Timeline, read_timeline
-from ftckpt.commands.trace import trace_of
+from ftckpt.commands.timeline import Timeline, read_timeline, trace_of
 from ftckpt.errors import FtckptError
 from ftckpt.model.text import aligned
 

@@ -1,4 +1,5 @@
-"""``ftckpt list`` and ``ftckpt verify``: what a job has on storage, and whether every byte of it is what it was."""
+"""``ftckpt list``, ``verify``, ``pin`` and ``unpin``: what a job has on storage, whether every byte of it is what it
+was, and which checkpoints stay there whatever the job does."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ftckpt.model.lineage import is_doubtful, is_past, last_shared, newest
 from ftckpt.model.text import human
 from ftckpt.persist.commit import OWNER_NAME, CheckpointName, checkpoints, claimed_lineage, folder_of
 from ftckpt.persist.place import locate
-from ftckpt.persist.retention import VOID_MEANS, pinned, read_manifest, voided
+from ftckpt.persist.retention import VOID_MEANS, pin, pinned, read_manifest, unpin, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 
@@ -207,3 +208,45 @@ def usable_at(where: str) -> list[CheckpointName]:
         and is_past(stored.lineage, name.iteration, head)
         and not is_doubtful(stored.lineage, name.iteration, head)
     ]  # fmt: skip
+
+
+def add_pin(commands: Any) -> None:
+    """Add ``pin`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("pin", help="keep a checkpoint on storage: no job removes or replaces it")
+    _add_name(parser)
+    parser.set_defaults(run=run_pin)
+
+
+def add_unpin(commands: Any) -> None:
+    """Add ``unpin`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("unpin", help="let a checkpoint go as others do")
+    _add_name(parser)
+    parser.set_defaults(run=run_unpin)
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
+    parser.add_argument("name", metavar="NAME", type=_name, help="as 'ftckpt list' prints it, or an iteration")
+
+
+def _name(text: str) -> CheckpointName:
+    name = CheckpointName(int(text)) if text.isdecimal() else CheckpointName.parse(text)
+    if name is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a name such as iter_0000012 nor an iteration")
+    return name
+
+
+def run_pin(arguments: argparse.Namespace) -> int:
+    """Pin it. Raises StorageError where there is none of that name."""
+    is_void = pin(found_at(arguments.where)[0], arguments.name)
+    print(f"{arguments.name} is pinned")
+    if is_void:
+        print("it is void, on its way out; 'ftckpt list' shows whether it stays")
+    return 0
+
+
+def run_unpin(arguments: argparse.Namespace) -> int:
+    """Take the pin away; it goes with the next checkpoint if it is one too many."""
+    was_pinned = unpin(found_at(arguments.where)[0], arguments.name)
+    print(f"{arguments.name} is {'no longer' if was_pinned else 'not'} pinned")
+    return 0

@@ -16,11 +16,10 @@ from ftckpt.model import codec
 from ftckpt.restore.inventory import read_protection, take_inventory
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.smp.channel import Trust
-from ftckpt.smp.deaths import DeathWatch
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
-from ftckpt.smp.living import Liveness
+from ftckpt.smp.living import DeathWatch, Liveness
 from ftckpt.smp.reports import MarkHistory, packed, rank_report
 from ftckpt.smp.requests import (
     VERSION,

@@ -10,23 +10,25 @@ that may be taken in place of the one that is rebuilt (``ftckpt.restore.choice.w
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
+from ftckpt.config import Config
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
-from ftckpt.store import leftovers
+from ftckpt.setting_checks import is_name
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas, remove_arena
-from ftckpt.store.locks import holder_of
-from ftckpt.store.memory import check_budget
+from ftckpt.store.locks import JOB_LOCK_NAME, holder_of
+from ftckpt.store.memory import check_budget, used_bytes
 from ftckpt.store.package import list_packages
 from ftckpt.store.parity_file import parity_of, snapshot_of
 from ftckpt.store.slots import slot_name
@@ -329,7 +331,7 @@ def require(node_dir: Path, need_bytes: int, patience_secs: float = PATIENCE_SEC
         once_given_back(node_dir, lambda: check_budget(node_dir, need_bytes), patience_secs)
     except MemoryBudgetError as error:
         job = node_dir.parent
-        others = leftovers.named(job.parent, job.name.removeprefix("ftckpt-"))
+        others = name_leftovers(job.parent, job.name.removeprefix("ftckpt-"))
         raise MemoryBudgetError(f"{error}; {others}" if others else str(error)) from None
 
 
@@ -383,3 +385,51 @@ def once_given_back(node_dir: Path, action: Callable[[], T], patience_secs: floa
             if time.monotonic() >= deadline or holder_of(node_dir / SMP_LOCK_NAME) is None:
                 raise
             time.sleep(_RETRY_SECS)
+
+
+_JOB_PREFIX = "ftckpt-"
+_MOST_JOBS = 5
+"""Jobs that are named, the largest."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What one job has under an arena root on this machine; ``runs``: a live process holds its lock."""
+
+    job: str
+    nbytes: int
+    runs: bool
+
+
+def leftovers(root: Path, job: str) -> list[Leftover]:
+    """What other jobs than ``job`` of this user have under ``root``, the largest first; those without memory not."""
+    found = []
+    with suppress(OSError):
+        for path in root.iterdir():
+            name = path.name.removeprefix(_JOB_PREFIX)
+            if name in (path.name, job) or not is_name(name) or not _is_own(path):
+                continue
+            runs = any(holder_of(node / JOB_LOCK_NAME) is not None for node in path.iterdir())
+            found.append(Leftover(name, used_bytes(path), runs))
+    return sorted((one for one in found if one.nbytes), key=lambda one: (-one.nbytes, one.job))
+
+
+def name_leftovers(root: Path, job: str) -> str:
+    """``leftovers`` in words, and how they are removed; empty where there are none."""
+    there = leftovers(root, job)
+    if not there:
+        return ""
+    arena = "" if str(root) == Config().arena else f" --arena {root}"
+    words = [
+        f"{one.job} {human(one.nbytes)} ({'it runs' if one.runs else f'ftckpt clean {one.job}{arena}'})"
+        for one in there[:_MOST_JOBS]
+    ]
+    if len(there) > _MOST_JOBS:
+        words.append(f"{len(there) - _MOST_JOBS} more {human(sum(one.nbytes for one in there[_MOST_JOBS:]))}")
+    return f"other jobs of yours hold memory under {root}: {', '.join(words)}"
+
+
+def _is_own(path: Path) -> bool:
+    with suppress(OSError):
+        return path.lstat().st_uid == os.geteuid() and path.is_dir() and not path.is_symlink()
+    return False

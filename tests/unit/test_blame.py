@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ftckpt.errors import ConfigError, LaunchError
-from ftckpt.frameworks.blame import is_of_another_rank
+from ftckpt.frameworks.launcher import is_of_another_rank
 from tests.support.pool import run_ranks
 
 

@@ -16,7 +16,7 @@ from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.smp.deaths import DeathWatch
+from ftckpt.smp.living import DeathWatch
 from ftckpt.store import ends
 from ftckpt.store.ends import EndNote
 from ftckpt.store.exits import Exit
@@ -266,7 +266,7 @@ def test_what_befalls_another_job_or_was_long_ago_is_no_cause(
     assert watch.look([replace(ALIVE, owner=78)]) == []
     (tmp_path / "slurm" / "job_1" / "memory.events.local").write_text("oom_kill 1\n")
     assert watch.look([replace(ALIVE, owner=78)]) == []
-    monkeypatch.setattr("ftckpt.smp.deaths._OOM_SECS", 0.0)
+    monkeypatch.setattr("ftckpt.smp.living._OOM_SECS", 0.0)
     (end,) = watch.look([replace(ALIVE, owner=78, lives=False)])
     assert end.text.endswith("after iteration 11")
 

@@ -13,10 +13,10 @@ import pytest
 from test_commit import Unconditional
 
 from ftckpt.config import Config
-from ftckpt.job import last_flush
+from ftckpt.job import rank_storage
 from ftckpt.job.agreement import Coverage, Verdict, Will
 from ftckpt.job.flushes import Flushes, FlushGuard
-from ftckpt.job.last_flush import _NodeWatch
+from ftckpt.job.rank_storage import _NodeWatch
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
@@ -131,8 +131,8 @@ def test_where_nothing_can_be_protected_what_is_whole_goes_to_storage() -> None:
 
 
 def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_flush, "_UNREADY_SECS", 0.3)
-    monkeypatch.setattr(last_flush, "_TURN_SECS", 0.2)
+    monkeypatch.setattr(rank_storage, "_UNREADY_SECS", 0.3)
+    monkeypatch.setattr(rank_storage, "_TURN_SECS", 0.2)
     guard = READY
     node: Any = SimpleNamespace(observe_flush=lambda _: guard, smp=SimpleNamespace(problem_now=str))
     watch = _NodeWatch(at(6), node, time.monotonic() + 60.0)
@@ -145,7 +145,7 @@ def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.
 
 def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, secs in (("_TURN_SECS", 0.02), ("_TELL_SECS", 0.1), ("_ASK_SECS", 0.0)):
-        monkeypatch.setattr(last_flush, name, secs)
+        monkeypatch.setattr(rank_storage, name, secs)
     monkeypatch.setattr("ftckpt.model.codec.gather", lambda group, mine, kind: [mine, mine._replace(problem="")])
     told: list[str] = []
     events: Any = SimpleNamespace(announce=told.append, emit=lambda *_, **__: None)
@@ -157,7 +157,7 @@ def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pyt
             return READY._replace(state=next(states, FlushState.DONE))
 
         node = SimpleNamespace(observe_flush=observe, smp=SimpleNamespace(problem_now=problem_now))
-        return last_flush.flush_last(
+        return rank_storage.flush_last(
             cast(Any, None), events, at(6), cast(Any, node), timeout_secs=9.0, trying="tried again"
         )
 

@@ -10,8 +10,7 @@ import pytest
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.store import ledger
 from ftckpt.store.directory import clean_job, node_directory
-from ftckpt.store.ledger import require
-from ftckpt.store.leftovers import Leftover, leftovers, named
+from ftckpt.store.ledger import Leftover, leftovers, name_leftovers, require
 from ftckpt.store.locks import JobLock
 from tests.support.arenas import Rank, on_all, ranks
 from tests.support.errors import raises
@@ -36,14 +35,14 @@ def test_the_largest_first_and_who_runs_is_not_to_be_removed(arena_root: Path) -
     lock = JobLock(hold(arena_root, "large", 3 * MIB), 0)
     try:
         assert leftovers(arena_root, "mine") == [Leftover("large", 3 * MIB, True), Leftover("small", MIB, False)]
-        text = named(arena_root, "mine")
+        text = name_leftovers(arena_root, "mine")
     finally:
         lock.release()
     assert "large 3.0 MiB (it runs)" in text and f"small 1.0 MiB (ftckpt clean small --arena {arena_root})" in text
     for number in range(6):
         hold(arena_root, f"more{number}", 2 * MIB)
-    assert "3 more 5.0 MiB" in named(arena_root, "mine")
-    assert named(arena_root / "missing", "mine") == ""
+    assert "3 more 5.0 MiB" in name_leftovers(arena_root, "mine")
+    assert name_leftovers(arena_root / "missing", "mine") == ""
 
 
 def test_another_users_is_not_named(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ftckpt.smp.client import LogTail
 from ftckpt.smp.footprint import BoundedLog
-from ftckpt.smp.log_tail import LogTail
 from ftckpt.store.directory import SMP_LOG_NAME
 
 

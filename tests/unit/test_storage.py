@@ -22,8 +22,7 @@ import pytest
 from benchmarks.slow_storage import DiskLimit, cached_bytes, drop, limited
 from ftckpt.errors import StorageError
 from ftckpt.persist import files
-from ftckpt.persist.behind import WINDOW_BYTES
-from ftckpt.persist.files import FileStorage
+from ftckpt.persist.files import WINDOW_BYTES, FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage, open_storage
 from tests.support.buckets import KEEPS, REFUSES, SERVERS, TAKES, in_bucket, servers
@@ -307,7 +306,7 @@ THIN = """
 import os, subprocess, sys
 from pathlib import Path
 from ftckpt.errors import StorageError
-from ftckpt.persist.behind import WINDOW_BYTES
+from ftckpt.persist.files import WINDOW_BYTES
 from ftckpt.persist.files import FileStorage
 
 def run(*words):
