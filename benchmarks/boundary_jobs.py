@@ -35,7 +35,7 @@ PLACE = "phase"
 PARTS: dict[str, Sequence[str]] = {
     "tensors moved": ("ftckpt.frameworks.live_tensors:LiveTensors.check",),
     "extra state": ("ftckpt.frameworks.extra_state:ExtraState.look_again",),
-    "writes counted": ("ftckpt.capture.writes:WriteCounts.read", "ftckpt.plain.state:PlainState._check_fence"),
+    "writes counted": ("ftckpt.capture.boundary:WriteCounts.read", "ftckpt.plain.state:PlainState._check_fence"),
     "generators": (
         "ftckpt.plain.state:save_generators",
         "ftckpt.megatron.state:save_rng",

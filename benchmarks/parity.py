@@ -43,7 +43,7 @@ from ftckpt.parity.groups import Member, ParityGroup
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripe
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
-from ftckpt.smp.blocks import make_block
+from ftckpt.smp.cover import make_block
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.sources import Chunk, LocalChunk
 from ftckpt.smp.work import Pace, Work

@@ -1,16 +1,17 @@
-"""What of the last boundary may be gone when the job ends: its objects, and state that changes elsewhere."""
+"""What of the last boundary may be gone when the job ends: its objects, and state that changes elsewhere.
+And which tensors were written, as torch counts it for autograd."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 
-from ftckpt.capture.writes import Counts, WriteCounts
 from ftckpt.model import objects
-from ftckpt.model.training_state import Description
+from ftckpt.model.training_state import Description, Piece
 
 
 class LastBoundary:
@@ -76,3 +77,41 @@ class LastBoundary:
             return "training has gone on behind it"
         key = self._stepped.written(self._counts)
         return f"{key} was written behind it" if key else ""
+
+
+Counts: TypeAlias = "array[int]"
+"""Of the tensors of a ``WriteCounts``, in their order."""
+
+_count = attrgetter("_version")
+
+
+class WriteCounts:
+    """The tensors that have the counts of some pieces: one of them may count for many."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._keys: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        seen: set[int] = set()
+        for piece in pieces:
+            tensor = piece.tensor if piece.counted is None else piece.counted
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                self._keys.append(piece.fragment.key)
+                self._tensors.append(tensor)
+
+    def read(self) -> Counts:
+        """As they stand now."""
+        # No list is kept: of as many numbers each would be an object somewhere in memory, which no cache has. Made of
+        # one: from an iterator an array takes numbers twice as long.
+        return array("q", [*map(_count, self._tensors)])
+
+    def written(self, before: Counts) -> str:
+        """The key of a piece that was written since ``read`` gave ``before``; empty where none was."""
+        now = self.read()
+        if now == before:
+            return ""
+        return next(key for key, was, count in zip(self._keys, before, now, strict=True) if was != count)
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self._keys, self._tensors = [], []

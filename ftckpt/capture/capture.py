@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import xxhash
 
-from ftckpt.capture.boundary import LastBoundary
+from ftckpt.capture.boundary import Counts, LastBoundary, WriteCounts
 from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import Copier, Flight
-from ftckpt.capture.writes import Counts, WriteCounts
 from ftckpt.errors import CaptureError
 from ftckpt.model import objects
 from ftckpt.model.snapshot import SnapshotId

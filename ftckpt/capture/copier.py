@@ -17,8 +17,7 @@ import torch
 
 from ftckpt.capture.affinity import Locality, pin
 from ftckpt.capture.chunks import ChunkCopy, combine, xor_parts
-from ftckpt.capture.pages import touch
-from ftckpt.capture.registration import FarPages, Registrar
+from ftckpt.capture.registration import FarPages, Registrar, touch
 from ftckpt.errors import CaptureError
 from ftckpt.host_memory import host_memory
 from ftckpt.windows.bubbles import Windows

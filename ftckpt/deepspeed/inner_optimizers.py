@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ftckpt.errors import MismatchError, UnsupportedError
-from ftckpt.frameworks import fused_adam
 from ftckpt.frameworks import optimizers as live
+from ftckpt.frameworks.optimizers import FUSED_ADAM, is_fused_adam
 from ftckpt.model.text import listed
 
 Numbers = list[dict[str, Any]]
@@ -29,7 +29,7 @@ def materialise(inner: Any) -> None:
     """
     first_state = _FIRST_STATE.get(_name(inner))
     with _trained_only(inner):
-        if type(inner) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) or fused_adam.is_fused_adam(inner):
+        if type(inner) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) or is_fused_adam(inner):
             live.materialise(inner)
         elif first_state is not None:
             for group in inner.param_groups:
@@ -39,7 +39,7 @@ def materialise(inner: Any) -> None:
         # Adagrad has state as soon as it is made.
         elif type(inner) is not torch.optim.Adagrad or live.without_state(inner):
             known = ["Adam, AdamW, SGD and Adagrad of torch", *(name.rpartition(".")[2] for name in _FIRST_STATE)]
-            known.append(fused_adam.NAME)
+            known.append(FUSED_ADAM)
             raise UnsupportedError(f"inner optimizer {_name(inner)} is not known; known are {', '.join(known)}")
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ftckpt.errors import MismatchError, UnsupportedError
-from ftckpt.frameworks import fused_adam
 from ftckpt.frameworks.tensors import LogicalBox, ParameterBoxes, flat, fragments, number_piece
 from ftckpt.model.objects import encode
 from ftckpt.model.training_state import Piece
@@ -101,16 +100,14 @@ def materialise(inner: Any) -> None:
     Raises:
         UnsupportedError: an optimizer that ftckpt does not know.
     """
-    if fused_adam.is_fused_adam(inner):
-        fused_adam.check(inner)
+    if is_fused_adam(inner):
+        check_fused_adam(inner)
         for parameter in without_state(inner):
-            fused_adam.initialize(inner, parameter)
+            initialize_fused_adam(inner, parameter)
         return
     if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
         name = f"{type(inner).__module__}.{type(inner).__qualname__}"
-        raise UnsupportedError(
-            f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and {fused_adam.NAME}"
-        )
+        raise UnsupportedError(f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and {FUSED_ADAM}")
     _separate_numbers(inner)
     missing = without_state(inner)
     if missing and isinstance(inner, torch.optim.SGD):
@@ -272,3 +269,48 @@ def state_tensors(
         for kind, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield f"optimizer state {kind} of", name, value
+
+
+FUSED_ADAM = "FusedAdam of Transformer Engine and Apex"
+"""Both count their steps in the groups of parameters, in groups that have parameters alone. Their kernels write by
+address, so that torch counts no writes (``_version``)."""
+
+_PACKAGES = ("transformer_engine.", "apex.optimizers.")
+_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
+
+
+def is_fused_adam(inner: Any) -> bool:
+    """Whether it is one of the two. DeepSpeed has another of that name."""
+    kind = type(inner)
+    return kind.__qualname__ == "FusedAdam" and kind.__module__.startswith(_PACKAGES)
+
+
+def check_fused_adam(inner: Any) -> None:
+    """Refuse a form of it that keeps more than its state and its groups say.
+
+    Raises:
+        UnsupportedError: the setting.
+    """
+    own_masters = getattr(inner, "master_weights", False) and not hasattr(inner, "initialize_state")
+    # A flag of the last overflow decides whether the next step is counted, and masters lie beside the state.
+    for name, is_on in (("capturable", getattr(inner, "capturable", False)), ("master_weights", own_masters)):
+        if is_on:
+            raise UnsupportedError(f"FusedAdam with {name} keeps state that ftckpt does not know; leave it off")
+    for name in _DTYPES:
+        if (dtype := getattr(inner, name, torch.float32)) != torch.float32:
+            raise UnsupportedError(f"FusedAdam with {name} {dtype}: its scales are not known yet; use fp32")
+
+
+def initialize_fused_adam(inner: Any, parameter: torch.Tensor) -> None:
+    """Make the state of one parameter, ahead of the first step, as the optimizer's own first step does."""
+    if not hasattr(inner, "initialize_state"):  # Apex, and Transformer Engine before 1.13
+        inner.state[parameter].update({name: _zeros(parameter) for name in ("exp_avg", "exp_avg_sq")})
+        return
+    arguments = []
+    if "store_param_remainders" in inspect.signature(inner.initialize_state).parameters:  # since 2.1
+        arguments.append(inner.store_param_remainders and parameter.dtype == torch.bfloat16)
+    inner.initialize_state(parameter, *arguments)
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter.detach(), dtype=torch.float32)

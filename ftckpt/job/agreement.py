@@ -230,10 +230,6 @@ class Links:
         self.group.give_up(reason)
         self._rounds.give_up(reason)
 
-    def begin_training(self) -> None:
-        """From here on a rank that is stopped for long breaks nothing: the framework's own groups wait for it too."""
-        self.group.outlast_stalls()
-
     def part(self, leave: Callable[[], None]) -> None:
         """``leave``, and nothing after it; raises as ``meet``."""
         self.meet("end", leave)

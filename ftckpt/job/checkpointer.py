@@ -18,12 +18,12 @@ from ftckpt.errors import (
     SilentCorruptionError,
     StorageError,
 )
+from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.garbage import no_collections
 from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.rank_storage import save_command
-from ftckpt.job.reminder import Reminder
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.shard import Shard
 from ftckpt.job.snapshots import Snapshots
@@ -215,7 +215,8 @@ class Checkpointer:
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration
         self._snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
-        rank.links.begin_training()
+        # From here on a rank that is stopped for long breaks nothing: the framework's own groups wait for it too.
+        rank.group.outlast_stalls()
         rank.attempt.trains()
         if self.topology.rank == 0:  # which speaks for all
             self._open_job.begin(self.node_dir, self._boundary)
@@ -458,3 +459,25 @@ class Checkpointer:
             self._snapshots.require_calls()
             self._snapshots.fence()
         self.phase("optimizer")
+
+
+_REPEAT_SECS = 60.0
+
+
+class Reminder:
+    """Repeats in the log, once a minute, why this rank takes no snapshots: what a failure would lose grows."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._next_secs: float | None = None
+
+    def update(self, reason: str) -> None:
+        """Training is at a boundary; ``reason`` is empty where snapshots are taken."""
+        now_secs = time.monotonic()
+        if not reason:
+            self._next_secs = None
+        elif self._next_secs is None:  # the first time the cause itself is logged
+            self._next_secs = now_secs + _REPEAT_SECS
+        elif now_secs >= self._next_secs:
+            self._next_secs = now_secs + _REPEAT_SECS
+            self._events.warn(f"no snapshots are taken: {reason}")

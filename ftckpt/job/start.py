@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+import platform
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from ftckpt.capture.affinity import Locality, locality
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.errors import ConfigError
 from ftckpt.group import gather_each
 from ftckpt.job.attempt import AttemptSight
-from ftckpt.job.conditions import conditions
 from ftckpt.job.node_entry import Sight
 from ftckpt.job.rank_parts import RankParts
 from ftckpt.job.shard import Shard, device_of
@@ -116,3 +123,50 @@ def load(
         return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast, bool(restart.usage))
     finally:
         restart.close()
+
+
+_PACKAGES = {"ftckpt": "ftckpt", "torch": "torch", "megatron.core": "megatron-core", "deepspeed": "deepspeed"}
+"""Distributions by the module that this process has loaded if it uses them."""
+
+
+def conditions() -> dict[str, Any]:
+    """Fields of the event ``conditions``: hardware and versions, without which no number of a report means anything.
+    Never raises: what cannot be learnt is named so."""
+    versions = {"python": platform.python_version()}
+    for module, name in _PACKAGES.items():
+        if module in sys.modules:
+            versions[name] = _version(module, name)
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": _device(),
+        "versions": versions,
+    }
+
+
+def _version(module: str, name: str) -> str:
+    # Of the module where it says so: a look into the package takes milliseconds, and all ranks wait for this one.
+    if isinstance(told := getattr(sys.modules[module], "__version__", None), str):
+        return told
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _device() -> str:
+    # The stand-in for CUDA answers as a device would, and is none.
+    if os.environ.get("FTCKPT_DEVICE") or not torch.cuda.is_available():
+        return "cpu"
+    with suppress(RuntimeError, AssertionError):
+        return torch.cuda.get_device_name()
+    return "unknown"

@@ -30,8 +30,7 @@ from ftckpt.frameworks.torch_state import (
 )
 from ftckpt.model.text import with_article
 from ftckpt.model.training_state import Description
-from ftckpt.plain.buckets import buckets_of
-from ftckpt.plain.comm_hooks import CommHooks
+from ftckpt.plain.ddp import CommHooks, buckets_of
 from ftckpt.plain.geometry import (
     LOCAL,
     follows_buffers,

@@ -11,18 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.codecs import encoder
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.modes import PARITY_FILES
-from ftckpt.parity.stripes import num_blocks, stripe, stripe_of_block
+from ftckpt.parity.stripes import Stripe, num_blocks, stripe, stripe_of_block
 from ftckpt.parity.table import MAX_SETS
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
-from ftckpt.smp.blocks import make_block
 from ftckpt.smp.peers import Fetch
 from ftckpt.smp.requests import PackageRequest
-from ftckpt.smp.sources import Feed, Sources
+from ftckpt.smp.sources import Bytes, Feed, LocalChunk, Sources
 from ftckpt.smp.work import CannotError, Work, in_thread
 from ftckpt.store import package
 from ftckpt.store.checks import CheckState
@@ -382,3 +384,38 @@ def claims(sources: Sources) -> list[SnapshotId]:
     for slots in covered.values():
         take_back(slots)
     return list(covered)
+
+
+PIECE_BYTES = 512 << 10
+"""What is used at a time: with the sum it stays in a core's own cache, and calls of Python cost little beside it."""
+STEP_BYTES = 16 << 20
+"""What is read at most between two looks at the limit and at ranks that copy; a piece of each chunk at least."""
+
+
+def make_block(
+    sources: Sources, feed: Feed, group: ParityGroup, stripe: Stripe, *, row: int, out: Bytes
+) -> Work[int]:
+    """Make block ``row`` of a stripe in ``out``, of its length; returns the block's checksum, xxh3-64.
+
+    Only when it returns was all of the data verified: before, and where it raises, ``out`` means nothing.
+
+    Raises:
+        CorruptError: data in a slot of this node does not match its checksum.
+        ArenaError, CannotError: as ``Feed.next``.
+    """
+    chunks = yield from feed.next(stripe)
+    local = [chunk for chunk in chunks if isinstance(chunk, LocalChunk)]
+    fold, made = encoder(group.code, len(chunks), row, group.losses), xxhash.xxh3_64()
+    step = max(1, STEP_BYTES // PIECE_BYTES // (len(chunks) + 1)) * PIECE_BYTES
+    for begin in range(0, stripe.length, step):
+        end = min(begin + step, stripe.length)
+        yield from sources.pace.memory(sum(len(chunk.data[begin:end]) for chunk in local) + end - begin)
+        for chunk in local:
+            chunk.renew()
+        for at in range(begin, end, PIECE_BYTES):
+            piece = out[at : min(at + PIECE_BYTES, end)]
+            fold((chunk.read(at, at + len(piece)) if chunk is not None else None for chunk in chunks), piece)
+            made.update(piece.data)
+    for chunk in local:
+        chunk.verify()
+    return made.intdigest()

@@ -19,8 +19,7 @@ from ftckpt.parity.stripes import stripe, stripe_of_block
 from ftckpt.parity.survive import BlockId, ChunkId, solve
 from ftckpt.setting_checks import MODES
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
-from ftckpt.smp.blocks import make_block
-from ftckpt.smp.cover import Duty, covered_slots, has_package, pull_packages, store_package, take_back
+from ftckpt.smp.cover import Duty, covered_slots, has_package, make_block, pull_packages, store_package, take_back
 from ftckpt.smp.sources import Feed, Sources
 from ftckpt.smp.work import Work, in_thread, within
 from ftckpt.store import package

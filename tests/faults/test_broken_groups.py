@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ftckpt.job import reminder
+import ftckpt.job.checkpointer
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs, plain
@@ -63,7 +63,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
     """Returns the iteration of the newest whole snapshot, and how many ranks say at the end that they take none."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
-    reminder._REPEAT_SECS = REPEAT_SECS
+    ftckpt.job.checkpointer._REPEAT_SECS = REPEAT_SECS
     before = descriptors()
     checkpointer, state = plain.make(rank, world_size, settings)
     opened = descriptors() - before

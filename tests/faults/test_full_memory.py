@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.job import reminder
+import ftckpt.job.checkpointer
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_STATE_NAME, end_smp, list_arenas
@@ -67,7 +67,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = Fal
     ``room`` there is some behind that."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
-    reminder._REPEAT_SECS = 0.05
+    ftckpt.job.checkpointer._REPEAT_SECS = 0.05
     checkpointer, state = plain.make(rank, world_size, settings)
     start, silent = checkpointer.restore(), False
     value = float(state.row[0])

@@ -18,7 +18,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.smp import arenas as arenas_module
-from ftckpt.smp import blocks
+from ftckpt.smp import cover
 from ftckpt.smp.arenas import GuardedArena
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
@@ -240,8 +240,8 @@ def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few pieces, the last of which is shorter, and a few steps for each stripe."""
-    monkeypatch.setattr(blocks, "PIECE_BYTES", 12_288)
-    monkeypatch.setattr(blocks, "STEP_BYTES", 100_000)
+    monkeypatch.setattr(cover, "PIECE_BYTES", 12_288)
+    monkeypatch.setattr(cover, "STEP_BYTES", 100_000)
 
 
 @pytest.mark.usefixtures("pieces")

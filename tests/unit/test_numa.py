@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.capture import pages
-from ftckpt.capture.pages import nodes_of, touch
+from ftckpt.capture import registration
+from ftckpt.capture.registration import nodes_of, touch
 from tests.support.device_states import shared_slot
 from tests.support.fake_device import PAGE
 
-known = pytest.mark.skipif(platform.machine() not in pages._MOVE_PAGES, reason="the number of the call is not known")
+known = pytest.mark.skipif(
+    platform.machine() not in registration._MOVE_PAGES, reason="the number of the call is not known"
+)
 
 
 @known
@@ -35,7 +37,7 @@ def test_pages_that_are_not_there_are_on_no_node() -> None:
 def test_a_sample_is_enough() -> None:
     slot = shared_slot(10_000 * PAGE)
     touch(slot, bool)
-    assert pages._SAMPLED <= nodes_of(slot).total() < 2 * pages._SAMPLED
+    assert registration._SAMPLED <= nodes_of(slot).total() < 2 * registration._SAMPLED
 
 
 def test_of_another_machine_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from ftckpt.commands.report import render, write_report
 from ftckpt.commands.sections import Additions, Section
 from ftckpt.commands.timeline import read_timeline
 from ftckpt.events import EVENTS
-from ftckpt.job.conditions import conditions
+from ftckpt.job.start import conditions
 from tests.support.run_logs import EPOCH, LINE, PROTECTION, Logs, RunLogs, check_page
 
 pytestmark = pytest.mark.usefixtures("as_flags")

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.capture.boundary import Counts
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.chunks import CopyPart
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.capture.writes import Counts
 from ftckpt.errors import CaptureError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ftckpt.capture import pages
+from ftckpt.capture import registration
 from ftckpt.capture.copier import Flight, HostCopier
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.windows.bubbles import Always
@@ -56,7 +56,7 @@ def test_the_copier_has_the_pages_of_slots_before_the_first_copy(arena_root: Pat
 def test_a_copy_does_not_wait_for_pages_that_it_does_not_need(
     arena_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "TOUCH_BYTES", 4096)
+    monkeypatch.setattr(registration, "TOUCH_BYTES", 4096)
     path, gate = arena_root / "file", threading.Event()
     with closing(create_mapping(path, NBYTES)) as mapping, closing(HostCopier()) as copier:
         copier._worker.submit(lambda: gate.wait(LONG_SECS))  # type: ignore[arg-type,return-value]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.capture.writes import WriteCounts
+from ftckpt.capture.boundary import WriteCounts
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
 from ftckpt.frameworks.tensors import LogicalBox, frozen_pieces
 from ftckpt.model.fragment import Box

@@ -1,4 +1,4 @@
-"""DDP's buckets as they were before a restart.
+"""State that DDP keeps: its buckets as they were before a restart, and that of communication hooks.
 
 DDP sums gradients in buckets. Its first iteration uses provisional ones; from the order in which gradients then
 became ready it builds those of all later iterations. Where three replicas or more add up, the place of a gradient in
@@ -9,16 +9,17 @@ restore the gradients become ready once in that order, all of them zero, before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ftckpt.errors import UnsupportedError
-from ftckpt.plain.comm_hooks import CommHooks
+from ftckpt.errors import CaptureError, UnsupportedError
+from ftckpt.frameworks.torch_state import Stateful
 
 _ANY_ORDER = 2
 """Replicas whose gradients have the same sum however they are added: a + b is b + a."""
@@ -110,3 +111,43 @@ def buckets_of(model: torch.nn.Module, comm_hooks: CommHooks) -> Buckets | None:
             matters = dist.get_world_size(module.process_group) > _ANY_ORDER or bool(comm_hooks.states)
             return Buckets(module) if rebuilt and matters else None
     return None
+
+
+class CommHooks:
+    """The hooks that are registered with the DDP modules of ``model``; ``states`` has those that keep some, by name:
+    what compression has left over, factors that it starts from, periods.
+
+    Raises:
+        UnsupportedError: a hook keeps state without ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._hooks = list(self._registered())
+        self.states: dict[str, Stateful] = {}
+        for number, (hook, state) in enumerate(self._hooks):
+            # A hook without state is registered with None or the process group.
+            if state is None or isinstance(state, dist.ProcessGroup):
+                continue
+            if not (hasattr(state, "state_dict") and hasattr(state, "load_state_dict")):
+                name, kind = getattr(hook, "__qualname__", type(hook).__name__), type(state).__name__
+                raise UnsupportedError(
+                    f"DDP's communication hook {name} keeps state ({kind}), without which a restart would train with "
+                    f"other gradients: register it with a subclass of {kind} that has state_dict() and "
+                    "load_state_dict(), or train without it"
+                )
+            self.states[f"communication hook {number}"] = state
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether each is one of torch's that average gradients over all ranks, and keeps nothing."""
+        return all(getattr(hook, "__module__", "") == default_hooks.__name__ for hook, _ in self._hooks)
+
+    def check(self) -> None:
+        """Raises CaptureError where a hook was registered since."""
+        if list(self._registered()) != self._hooks:
+            raise CaptureError("a communication hook of DDP was registered after attach: register it before")
+
+    def _registered(self) -> Iterator[tuple[Any, Any]]:
+        for module in self._replicas:
+            yield from module._comm_hooks
