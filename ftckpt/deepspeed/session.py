@@ -75,7 +75,7 @@ class EngineSession:
         self._fresh_counters = counters(engine)
         self._data = self._new_position()
         self._script = ScriptPosition(engine, args, bool(self._objects))
-        door.hooks.undo += [lambda: self._data.remove(), self._script.remove]
+        door.hooks.undo += [self._leave_data, self._script.remove]
         try:
             checkpointer, self._from_memory = self._restore(named)
         except BaseException:
@@ -117,6 +117,12 @@ class EngineSession:
         self._script.begin_iteration()
         self._data.begin_training()
 
+    def _draw_from(self, given: Any) -> Any:
+        return self._data.draw_from(given)
+
+    def _leave_data(self) -> None:
+        self._data.remove()
+
     def _restore(self, named: bool = False, in_training: bool = False) -> tuple[Checkpointer, int | None]:
         """A new checkpointer, and the iteration that it has restored, if one is newer than the engine's state."""
         data, script, before = self._data, self._script, int(self._engine.global_steps)
@@ -141,7 +147,7 @@ class EngineSession:
         self._hooks.fence_optimizer()
         self._hooks.see_pauses()
         if self._engine.pipeline_parallelism:
-            follow_pipeline(self._hooks, lambda given: self._data.draw_from(given))
+            follow_pipeline(self._hooks, self._draw_from)
         else:
             self._hooks.follow_micro_batches()
         door.hooks.wrap(self._engine, "load_checkpoint", self._load_checkpoint)
