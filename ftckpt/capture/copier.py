@@ -21,8 +21,7 @@ from ftckpt.capture.registration import FarPages, Registrar, touch
 from ftckpt.errors import CaptureError
 from ftckpt.host_memory import host_memory
 from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import Clock, DeviceClock, HostClock, Moment
-from ftckpt.windows.device_events import DeviceEvent
+from ftckpt.windows.clock import Clock, DeviceClock, DeviceEvent, HostClock, Moment
 
 _JOIN_SECS = 10.0
 """For a thread that ends."""

@@ -46,8 +46,7 @@ from ftckpt.capture.registration import PIECE_BYTES, Registrar
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
 from ftckpt.host_memory import pinned_memory
 from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import DeviceClock, Moment
-from ftckpt.windows.device_events import DeviceEvent
+from ftckpt.windows.clock import DeviceClock, DeviceEvent, Moment
 
 _XOR_BYTES = 8 << 20
 """Parity is made in so much of the device's memory at a time."""

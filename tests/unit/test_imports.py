@@ -77,7 +77,7 @@ NO_PICKLE_NAMES = {
     "recv_object_list", "allow_pickle", "object_to_tensor", "tensor_to_object",
 }  # fmt: skip
 NO_TORCH = ("model", "store", "smp", "parity", "windows")
-ON_THE_DEVICE = {f"ftckpt.windows.{name}" for name in ("clock", "device_events", "bubbles", "pacer")}
+ON_THE_DEVICE = {f"ftckpt.windows.{name}" for name in ("clock", "bubbles", "pacer")}
 """Take moments where training happens."""
 IN_THE_SMP = [name for name in MODULES if f"{name}.".startswith(tuple(f"ftckpt.{s}." for s in NO_TORCH))]
 WITHOUT_TORCH = [name for name in IN_THE_SMP if name not in ON_THE_DEVICE] + [
