@@ -292,8 +292,7 @@ class ArenaReader(Reader):
         unchecked = [shard for shard, slot in self._slots.items() if slot.arena.unchecked(slot.index)]
         if unchecked:
             log.warning(
-                "ftckpt: no checksums were taken yet of %s: what is read cannot be checked",
-                listed(unchecked),
+                "ftckpt: no checksums were taken yet of %s: what is read cannot be checked", listed(unchecked)
             )
 
     def _read(self, entry: ShardFragment) -> Bytes:

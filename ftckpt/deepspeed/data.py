@@ -247,11 +247,7 @@ class DataPosition:
             _, (_, *arguments), *state = base.__reduce_ex__(loader, protocol)
             return base.__new__, (base, *arguments), *state
 
-        methods = {
-            "__iter__": lambda loader: begin(),
-            "__next__": lambda loader: draw(),
-            "__reduce_ex__": reduce,
-        }
+        methods = {"__iter__": lambda loader: begin(), "__next__": lambda loader: draw(), "__reduce_ex__": reduce}
         self._loader.__class__ = type(base.__name__, (base,), methods)
 
     def _begin_epoch(self) -> Any:

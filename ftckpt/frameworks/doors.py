@@ -242,9 +242,7 @@ def prepare_storage(config: Config) -> None:
 
 
 def start(
-    config: Config,
-    place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
-    untested: str = "",
+    config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]], untested: str = ""
 ) -> Start:
     """Name the job and the node, and gather where every rank stands. Collective; torch.distributed is initialised.
 
@@ -282,10 +280,7 @@ def start(
 
 
 def _gather_topology(
-    group: Group,
-    config: Config,
-    place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
-    untested: str,
+    group: Group, config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]], untested: str
 ) -> Topology:
     """Where every rank stands, once all have one name for the job. Collective."""
     from ftckpt.group import gather_all

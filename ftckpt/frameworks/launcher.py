@@ -38,14 +38,7 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 _DRAWN = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 """As ``uuid.uuid4`` makes them."""
 # Present in every process that torchrun, mpirun, srun or a hand-written launcher has started.
-_LAUNCHER_VARS = (
-    _RUN_ID,
-    "RANK",
-    "LOCAL_RANK",
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "SLURM_PROCID",
-)
+_LAUNCHER_VARS = (_RUN_ID, "RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _REFUSED = 2
 """The exit code of a job that ftckpt has ended."""
 _FLUSH_SECS = 60.0

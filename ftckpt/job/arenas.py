@@ -26,12 +26,7 @@ from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.modes import ways_to_need_less
 from ftckpt.store.arena import Arena, clear_arena
-from ftckpt.store.directory import (
-    arena_path,
-    list_arenas,
-    remove_arena,
-    remove_job_if_empty,
-)
+from ftckpt.store.directory import arena_path, list_arenas, remove_arena, remove_job_if_empty
 from ftckpt.store.ledger import Ledger, give_up, in_use, require, require_limit
 
 _LARGE_BYTES = 4 << 30

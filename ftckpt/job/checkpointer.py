@@ -11,13 +11,7 @@ from pathlib import Path
 from ftckpt import forks
 from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
-from ftckpt.errors import (
-    ConfigError,
-    FtckptError,
-    LaunchError,
-    SilentCorruptionError,
-    StorageError,
-)
+from ftckpt.errors import ConfigError, FtckptError, LaunchError, SilentCorruptionError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.garbage import no_collections

@@ -194,8 +194,7 @@ class UniversalSave:
         # On all ranks: those that fetch nothing are read from.
         execute(self._group, lambda: transfers, self._arenas)
         return together(
-            self._group,
-            lambda: objects_by_shard(names, lambda name: objects.decode(buffers[name].numpy().tobytes())),
+            self._group, lambda: objects_by_shard(names, lambda name: objects.decode(buffers[name].numpy().tobytes()))
         )
 
     def _write(

@@ -112,9 +112,7 @@ def attach(
     untested = versions.admit("megatron-core", megatron.core.__version__, config)
     hooks.install()
     start = doors.start(
-        config,
-        lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))),
-        untested=untested,
+        config, lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))), untested=untested
     )
     if config.layouts:
         _check_layout(start.topology.layout)

@@ -95,11 +95,7 @@ def encoder(code: str, width: int, row: int, losses: int) -> Callable[[Iterable[
 
 
 def decode(
-    code: str,
-    data: Sequence[Bytes | Missing | None],
-    blocks: Mapping[int, Bytes],
-    length: int,
-    losses: int,
+    code: str, data: Sequence[Bytes | Missing | None], blocks: Mapping[int, Bytes], length: int, losses: int
 ) -> dict[int, Bytes]:
     """What ``MISSING`` data arrays hold, by their index, as new arrays of ``length`` bytes each.
 

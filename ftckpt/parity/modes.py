@@ -114,12 +114,7 @@ def require_slots(config: Config, modes: Modes) -> None:
 
 
 def resolve_modes(
-    protect: str,
-    nodes: Sequence[str],
-    spans_nodes: bool,
-    *,
-    peer_losses: int = 1,
-    peer_group: int = 0,
+    protect: str, nodes: Sequence[str], spans_nodes: bool, *, peer_losses: int = 1, peer_group: int = 0
 ) -> Modes:
     """The modes that ``protect`` means on this job.
 
@@ -147,12 +142,7 @@ def resolve_modes(
 
 
 def possible_modes(
-    protect: str,
-    nodes: Sequence[str],
-    spans_nodes: bool,
-    *,
-    peer_losses: int = 1,
-    peer_group: int = 0,
+    protect: str, nodes: Sequence[str], spans_nodes: bool, *, peer_losses: int = 1, peer_group: int = 0
 ) -> tuple[Modes, tuple[str, ...]]:
     """As ``resolve_modes`` for a job that may have lost nodes for good: what ``protect`` and ``peer_losses`` ask for
     and these ``nodes`` cannot have is left out. The modes, and a text for each thing that was left out.

@@ -43,13 +43,7 @@ class Decision:
         """To take each shard of ``candidate`` that lies in a good slot from the nearest."""
         nearest = {shard: candidate.nearest(shard, damaged) for shard in candidate.homes}
         sources = {shard: slot for shard, slot in nearest.items() if slot is not None}
-        return cls(
-            candidate.snapshot,
-            sources,
-            layout=candidate.layout,
-            homes=candidate.homes,
-            ranks=candidate.ranks,
-        )
+        return cls(candidate.snapshot, sources, layout=candidate.layout, homes=candidate.homes, ranks=candidate.ranks)
 
 
 @dataclass(frozen=True)

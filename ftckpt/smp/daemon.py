@@ -35,12 +35,7 @@ from ftckpt.smp.requests import (
     guard_digest,
 )
 from ftckpt.smp.server import Handler, Server
-from ftckpt.store.directory import (
-    SMP_LOCK_NAME,
-    node_directory,
-    remove_job_if_empty,
-    remove_smp_files,
-)
+from ftckpt.store.directory import SMP_LOCK_NAME, node_directory, remove_job_if_empty, remove_smp_files
 from ftckpt.store.ends import tell, told_of
 from ftckpt.store.kept_logs import keep_logs, kept_path
 from ftckpt.store.locks import FileLock, holder_of
