@@ -230,6 +230,7 @@ class Checkpointer:
         if self._is_copy:
             return
         self._state.stepped()
+        self._open_job.fence()
         if self._snapshots is not None and self._snapshots.kept is not None:
             self._snapshots.kept.pass_by()
         self._fence()

@@ -119,9 +119,10 @@ class RankState:
         last, self._passed = self._passed, iteration
         if iteration > last or self.off:
             return []
+        back = f"; --ftckpt-rollback-before {iteration} would give up what came after" if iteration > 0 else ""
         return [self.turn_off(
-            f"step({iteration}) after step({last}): iterations must grow, so no snapshots are taken from here on; "
-            f"start the job again, with --ftckpt-rollback-before {iteration} to give up what came after"
+            f"step({iteration}) after step({last}): give step() a number that grows with each call and restart, such "
+            f"as that of all optimizer steps, not of epochs{back}"
         )]  # fmt: skip
 
     def boundary(self, iteration: int) -> bool:

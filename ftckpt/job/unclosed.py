@@ -15,6 +15,9 @@ from ftckpt.store.memory import used_bytes
 
 log = logging.getLogger("ftckpt")
 
+_MOST_FENCES = 50
+"""Changes of stepped state before the first boundary, after which a script seems to have forgotten it."""
+
 
 class OpenJob:
     """A job whose snapshots stay in memory until it is closed. It refers to no model: scripts may drop theirs."""
@@ -25,6 +28,7 @@ class OpenJob:
         self.iteration = -1
         """Of the last boundary, or what was restored; -1: there is nothing to resume from."""
         self._has_stepped = False
+        self._num_fences = 0
 
     def begin(self, node_dir: Path, iteration: int) -> None:
         """Snapshots are stored in ``node_dir``; training resumes after ``iteration``."""
@@ -34,6 +38,15 @@ class OpenJob:
     def step(self, iteration: int) -> None:
         """A boundary."""
         self.iteration, self._has_stepped = iteration, True
+
+    def fence(self) -> None:
+        """Stepped state changes."""
+        self._num_fences += 1
+        if self._num_fences == _MOST_FENCES and not self._has_stepped:
+            log.warning(
+                "ftckpt: the optimizer has stepped %d times and step() was never called: no snapshot is taken; call "
+                "step(iteration) at the end of each iteration", _MOST_FENCES,
+            )  # fmt: skip
 
     def close(self) -> None:
         """The script has closed it."""

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ follow_uncaught()  # what is wrong in a configuration is said before anything is
 patches = doors.Patches()
 """On all models and optimizers that were attached. Checkpointers are the scripts' own, so that models can go."""
 off_in_children(patches.remove)
+log = logging.getLogger("ftckpt")
 
 
 def init_process_group(config: Config, *args: Any, **options: Any) -> None:
@@ -88,6 +90,10 @@ def attach(
             layouts.
         LaunchError: under torchrun, which keeps one store for all attempts, the process group is of torch's own call.
     """
+    if isinstance(objects, Config):
+        raise ConfigError("attach: the configuration stands in the place of objects; name it: config=")
+    if config is None:
+        log.warning("ftckpt is off: attach() was given no config=, such as that of Config.from_flags()")
     if config is None or not config.enabled:
         return None
     _check(config)

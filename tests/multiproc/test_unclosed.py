@@ -35,13 +35,13 @@ main(int(sys.argv[2]), sys.argv[3])  # what it has made is gone when the process
 """
 
 
-def ended(arena: Path, last: int, end: str = "") -> tuple[int, list[str]]:
-    """The exit status, and the lines about ``close()``."""
+def ended(arena: Path, last: int, end: str = "", about: str = "close()") -> tuple[int, list[str]]:
+    """The exit status, and the lines ``about`` something."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_", "FTCKPT"))}
     env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", SCRIPT, str(arena), str(last), end]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, [line for line in done.stderr.splitlines() if "close()" in line]
+    return done.returncode, [line for line in done.stderr.splitlines() if about in line]
 
 
 def test_what_nobody_closes_is_told_at_each_end(arena_root: Path) -> None:
@@ -54,6 +54,24 @@ def test_what_nobody_closes_is_told_at_each_end(arena_root: Path) -> None:
 
 def test_after_an_error_memory_stays_on_purpose(arena_root: Path) -> None:
     assert ended(arena_root, 3, "raise ValueError('loss is nan')") == (1, [])
+
+
+FORGETTING = """
+for _ in range(60):
+    optimizer.step()
+checkpointer.close()
+assert ftckpt.plain.attach(model, optimizer) is None
+try:
+    ftckpt.plain.attach(model, optimizer, None, config)
+except ftckpt.errors.ConfigError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def test_what_a_script_forgets_is_told(arena_root: Path) -> None:
+    status, lines = ended(arena_root, 0, FORGETTING, "ftckpt")
+    told = [line for line in lines if "step() was never called" in line or "config=" in line]
+    assert status == 0 and len(told) == 3, lines
 
 
 UNDER_A_RUNNER = """
