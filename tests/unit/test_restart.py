@@ -727,9 +727,7 @@ def test_where_what_was_named_is_bad_a_start_is_refused_and_gives_up_nothing(
     job = trained(arena_root, FIRST, 20, 25)
     flip_chunk(job, 1, 20, 0)
     with raises(LostError, "--ftckpt-restore-from iter_0000020"):
-        restart(
-            job.topology, job.node_dir, loaded=loaded, on_lost=on_lost, request=Request(name="iter_0000020")
-        )
+        restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost, request=Request(name="iter_0000020"))
     assert iterations(job) == [[20, 25]] * 2
     assert taken(restart(job.topology, job.node_dir)) == 25
 
