@@ -138,7 +138,7 @@ class Selection:
     """The snapshots that a restart may take: those in the past of ``head`` that are in no doubt, or ``only`` one that
     the user names.
 
-    ``assumed`` is the lineage of what lies where none was recorded.
+    ``assumed`` is the head before this start, and the lineage of what lies where none was recorded.
     """
 
     head: Lineage = UNKNOWN

@@ -157,6 +157,12 @@ class Restart:
             self._events.emit("rolled_back", iteration=seen.loaded.iteration, newest=whole, reason=reason)
         elif not reason:
             decision = self._newest(start)
+        if decision is None and not reason and new.name:
+            because = f": {self.why}" if self.why else ", not all of it is there"
+            raise LostError(
+                f"--ftckpt-restore-from {new.name}: cannot be restored{because}; name another one that 'ftckpt list' "
+                "shows, or none, to resume from the newest"
+            )
         if decision is None and not reason and start.needs_snapshot:
             _refuse_doubtful(seen)
         if new != NO_REQUEST:
@@ -209,11 +215,13 @@ class Restart:
         if new.name and (named := _named(new.name, seen)) is not None:
             snapshot, lineage = named
             generation = lineage.generation_at(snapshot.iteration)
-            # By its name it is in doubt no more.
+            # By its name it is in doubt no more; what is older in the same doubt was not named.
             doubtful = tuple(
-                one for one in seen.head.doubtful
-                if one.generation != generation or not one.after < snapshot.iteration <= one.until
-            )  # fmt: skip
+                replace(one, until=snapshot.iteration - 1)
+                if one.generation == generation and one.after < snapshot.iteration <= one.until
+                else one
+                for one in seen.head.doubtful
+            )
             head = lineage.branch(snapshot.iteration, after=seen.head.generation)
             return Selection(replace(head, doubtful=doubtful), snapshot, seen.head)
         head = seen.head.branch(new.before - 1) if new.before else seen.head
@@ -227,6 +235,10 @@ class Restart:
         if self._storage and self._shelf.storage is None:
             raise StorageError(f"{asked}: storage cannot record it: {self._shelf.problem}", lasting=True)
         iteration = decision.snapshot.iteration if decision is not None else max(0, seen.loaded.iteration)
+        if start.new.before and decision is not None:
+            # Not at the iteration before the requested one: what is taken again up to that is of the new branch.
+            branched = replace(start.selection, head=seen.head.branch(iteration))
+            start = self._start = start._replace(selection=branched)
         self._claim(replace(start.selection.head, requests=start.asked))
         text = f"{asked}: resumes from iteration {iteration}"
         if seen.newest_there <= iteration:
@@ -278,6 +290,9 @@ class Restart:
             decision = run()
         except LostError as error:
             shelf.require_seen()
+            if start.new.name:  # whatever ``on_lost`` says: what is newer was not lost
+                self.why = str(error)
+                return None
             if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
                 raise LostError(f"{error}. {_remedy(loaded)}") from None
             self._events.emit("lost", error=str(error), loaded=max(0, loaded.iteration))

@@ -86,7 +86,10 @@ class Shelf:
         """With the snapshots alone that a restart may take."""
         every = self.snapshots if self.named is None else (self.named, *self.snapshots)
         left = {one.snapshot: one for one in every if selection.takes(one.lineage, one.snapshot)}
-        abandoned = [one.name for one in every if one.snapshot not in left]
+        abandoned = [
+            one.name for one in every
+            if one.snapshot not in left and not is_past(one.lineage, one.snapshot.iteration, selection.assumed)
+        ]  # fmt: skip
         return replace(self, snapshots=tuple(left.values()), abandoned=(*self.abandoned, *abandoned))
 
     def without(self, snapshot: SnapshotId) -> Shelf:

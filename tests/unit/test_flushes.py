@@ -175,8 +175,11 @@ def test_what_was_abandoned_does_not_come_back_from_storage() -> None:
     before = StoredSnapshot(at(90), "job", {}, {}, FIRST, "iter_0000090")
     after = StoredSnapshot(at(50, b"n" * 16), "job", {}, {}, FIRST.branch(40), "iter_0000050")
     shelf = Shelf(None, (before, after))
-    chosen = shelf.selected(Selection(FIRST.branch(40)))
+    head = FIRST.branch(40)
+    chosen = shelf.selected(Selection(head, assumed=head))
     assert chosen.snapshots == (after,) and chosen.newest == 50 and chosen.abandoned == ("iter_0000090",)
+    rolled_back = shelf.selected(Selection(head.branch(20), assumed=head))
+    assert not rolled_back.snapshots and rolled_back.abandoned == ("iter_0000090",), "50 was not before this start"
     assert shelf.selected(Selection(FIRST)).snapshots == (before,)
     assert shelf.selected(Selection(FIRST.branch(40).branch(44))).snapshots == ()
     assert shelf.selected(Selection(FIRST.branch(40), only=at(90))).snapshots == (before,)

@@ -339,6 +339,13 @@ def test_a_job_is_rolled_back_before_an_iteration_once(arena_root: Path) -> None
     assert {start.after.requests for start in starts} == {("rollback-before 251",)}
 
 
+def test_a_job_branches_at_what_it_takes_however_far_before_the_iteration_that_lies(arena_root: Path) -> None:
+    """What it takes anew in between belongs to the new branch alone, with the doubts that come up there."""
+    job = trained(arena_root, FIRST, 240, 260)
+    after = restart(job.topology, job.node_dir, request=Request(251))[0].after
+    assert after.branches == (Branch(1), Branch(2, 240)) and after.generation_at(245) == 2
+
+
 def test_where_nothing_is_newer_nothing_is_abandoned(arena_root: Path) -> None:
     job = trained(arena_root, FIRST, 249, 250)
     starts = restart(job.topology, job.node_dir, request=Request(251))
@@ -669,6 +676,14 @@ def test_a_restart_takes_the_newest_that_is_in_no_doubt_and_one_in_doubt_by_its_
     assert taken(again) == 25, "a start with the same name resumes"
 
 
+def test_what_is_older_than_the_one_in_doubt_that_was_named_stays_in_doubt(arena_root: Path) -> None:
+    job = trained(arena_root, FIRST.doubt(10, 30), 20, 25)
+    assert taken(restart(job.topology, job.node_dir, request=Request(name="iter_0000025"))) == 25
+    flip_chunk(job, 1, 25, 0)
+    with raises(LostError):
+        restart(job.topology, job.node_dir)
+
+
 def test_a_restart_passes_over_what_is_in_doubt(arena_root: Path) -> None:
     job = trained(arena_root, FIRST, 20, 25)
     write_lineage(job.node_dir("b"), FIRST.doubt(20, 30))
@@ -691,3 +706,27 @@ def test_a_name_that_neither_storage_nor_memory_has_is_refused(arena_root: Path)
     job = trained(arena_root, FIRST, 20, 25)
     with raises(StorageError, "iter_0000099"):
         restart(job.topology, job.node_dir, request=Request(name="iter_0000099"))
+
+
+@pytest.mark.parametrize("loaded", [NO_CHECKPOINT, LoadedCheckpoint(5)], ids=["nothing loaded", "loaded"])
+@pytest.mark.parametrize("on_lost", ["storage", "fail", "fresh"])
+def test_where_what_was_named_is_bad_a_start_is_refused_and_gives_up_nothing(
+    arena_root: Path, on_lost: str, loaded: LoadedCheckpoint
+) -> None:
+    """Newer snapshots are whole, and nobody asked to begin without them."""
+    job = trained(arena_root, FIRST, 20, 25)
+    flip_chunk(job, 1, 20, 0)
+    with raises(LostError, "--ftckpt-restore-from iter_0000020"):
+        restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost, request=Request(name="iter_0000020"))
+    assert iterations(job) == [[20, 25]] * 2
+    assert taken(restart(job.topology, job.node_dir)) == 25
+
+
+@pytest.mark.parametrize("on_lost", ["storage", "fresh"])
+def test_where_what_was_named_is_not_whole_a_start_is_refused(arena_root: Path, on_lost: str) -> None:
+    job = trained(arena_root, FIRST, 20, 25)
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
+        arena.control.void(slot_of(arena, 25))
+    with raises(LostError, "--ftckpt-restore-from iter_0000025"):
+        restart(job.topology, job.node_dir, on_lost=on_lost, request=Request(name="iter_0000025"))
+    assert iterations(job) == [[20], [20, 25]]
