@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from ftckpt.capture.boundary import Counts, LastBoundary, WriteCounts
 from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import Copier, Flight
 from ftckpt.errors import CaptureError
+from ftckpt.forks import off_in_children
 from ftckpt.model import objects
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Piece
@@ -65,6 +69,7 @@ class Capture:
         self._held: dict[int, SnapshotId | None] = {}
         self._flight: Flight | None = None
         self._flying: tuple[int, SnapshotId] | None = None
+        _open.add(self)
         try:
             self.use_slots(slot for slot in range(arena.control.slots) if arena.slot_error(slot) is None)
             copier.warm_up(self._tensors, self._stepped, self._volatile)
@@ -349,3 +354,16 @@ def writable_slots(
     if len(slots) > 1 and ranks[0][0] >= 0:
         slots.sort(key=leased)
     return slots
+
+
+_open = weakref.WeakSet[Capture]()
+off_in_children(_open.clear)
+
+
+@atexit.register
+def _stop_all() -> None:
+    # Of scripts that end without close(): Python ends a thread that comes back to it later, and where that is in a
+    # call of torch the process aborts.
+    for capture in list(_open):
+        with suppress(Exception):
+            capture.stop()

@@ -56,6 +56,25 @@ def test_after_an_error_memory_stays_on_purpose(arena_root: Path) -> None:
     assert ended(arena_root, 3, "raise ValueError('loss is nan')") == (1, [])
 
 
+COPYING = """
+from ftckpt.capture import copier
+
+def copy_for_long(*arguments):
+    import time
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        torch.ones(1).view(1)
+
+copier.copy_chunk = copy_for_long
+optimizer.step()
+checkpointer.step(last + 1)
+"""
+
+
+def test_a_script_that_ends_while_copies_are_under_way_ends_well(arena_root: Path) -> None:
+    assert ended(arena_root, 3, COPYING)[0] == 0
+
+
 FORGETTING = """
 for _ in range(60):
     optimizer.step()
