@@ -14,11 +14,11 @@ import xxhash
 from ftckpt.errors import StorageError
 from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
-from ftckpt.model.lineage import is_doubtful, is_past, last_shared, newest
+from ftckpt.model.lineage import is_doubtful, last_shared, newest
 from ftckpt.model.text import human
 from ftckpt.persist.commit import OWNER_NAME, CheckpointName, checkpoints, claimed_lineage, folder_of
 from ftckpt.persist.place import locate
-from ftckpt.persist.retention import VOID_MEANS, pin, pinned, read_manifest, unpin, voided
+from ftckpt.persist.retention import VOID_MEANS, pin, pinned, read_manifest, restorable, unpin, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 
@@ -200,14 +200,11 @@ def usable_at(where: str) -> list[CheckpointName]:
         StorageError: the place cannot be read.
     """
     storage = open_storage(where)
-    void, head = voided(storage), claimed_lineage(storage)
-    read = {name: _read(storage, name) for name in checkpoints(storage)}
-    return [
-        name for name, stored in read.items()
-        if isinstance(stored, StoredSnapshot) and stored.snapshot not in void
-        and is_past(stored.lineage, name.iteration, head)
-        and not is_doubtful(stored.lineage, name.iteration, head)
-    ]  # fmt: skip
+    void, found = voided(storage), {name: _read(storage, name) for name in checkpoints(storage)}
+    read = {name: stored for name, stored in found.items() if isinstance(stored, StoredSnapshot)}
+    lineages = {name: stored.lineage for name, stored in read.items()}
+    certain = restorable(lineages, newest([claimed_lineage(storage), *lineages.values()]))
+    return [name for name, stored in read.items() if name in certain and stored.snapshot not in void]
 
 
 def add_pin(commands: Any) -> None:

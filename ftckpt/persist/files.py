@@ -45,6 +45,11 @@ _TRIES = 100
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def _open(path: str, flags: int) -> int:
+    """Without waiting for who writes to a pipe, which anybody may have put there."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 class FileStorage(Storage):
     """Objects as files below ``where``, a directory that exists.
 
@@ -98,7 +103,7 @@ class FileStorage(Storage):
 
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(name)
-        with self._explained(path), open(path, "rb") as file:
+        with self._explained(path), open(path, "rb", opener=_open) as file:
             size = os.fstat(file.fileno()).st_size
             end = size if nbytes is None else begin + nbytes
             if 0 <= begin <= end <= size:

@@ -276,8 +276,9 @@ class Flush:
             if compresses:
                 pieces = packed(shard.image, entry.objects_used, pieces, lengths)
             file = pending.write(entry.file, pieces)
-        except (CorruptError, *_LOST):
-            if not arena.still_holds(checked.slot, record):
+        except (CorruptError, *_LOST) as error:
+            # A ValueError: memory was unmapped in the middle, as the node's arenas were laid out anew.
+            if isinstance(error, ValueError) or not arena.still_holds(checked.slot, record):
                 raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot") from None
             raise
         # Behind the last byte: what was read before that may have been written over meanwhile.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFi
     assert older.startswith("iter_0000007: ")
     assert main(["verify", str(filled)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iter_0000008"
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_among_the_files_keeps_nobody_waiting(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (filled / "owner.json").unlink(missing_ok=True)
+    os.mkfifo(filled / "owner.json")
+    assert main(["list", str(filled)]) == 0 and "iter_0000008" in capsys.readouterr().out
 
 
 def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
