@@ -25,7 +25,7 @@ _UNFINISHED = re.compile(rf"\..+-\d+-\d+{re.escape(_FRESH)}")
 _LASTING = (
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EFBIG, errno.EBADMSG,
-    errno.EUCLEAN,
+    errno.EUCLEAN, None,  # of Python itself, about what is no file
 )  # fmt: skip
 """The same when it is tried again: of a name, a right, or what is damaged. All others may be over then: of a file
 system that is full, away, or has turned itself read-only, in whatever words its client has for that."""
@@ -231,7 +231,7 @@ class FileStorage(Storage):
             yield
         except OSError as error:
             lasting = error.errno in _LASTING
-            text = "no room: free some" if error.errno in _FULL else error.strerror
+            text = "no room: free some" if error.errno in _FULL else error.strerror or error
             raise StorageError(f"{path}: {text}", lasting=lasting) from None
 
 

@@ -51,7 +51,7 @@ def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFi
 def test_a_pipe_among_the_files_keeps_nobody_waiting(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (filled / "owner.json").unlink(missing_ok=True)
     os.mkfifo(filled / "owner.json")
-    assert main(["list", str(filled)]) == 0 and "iter_0000008" in capsys.readouterr().out
+    assert main(["list", str(filled)]) == 2 and "owner.json: " in capsys.readouterr().err
 
 
 def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
