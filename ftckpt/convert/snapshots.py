@@ -178,7 +178,7 @@ def _counts(folder: Path, void: Collection[SnapshotId], head: Lineage) -> bool:
 
 def _head(path: Path) -> Lineage:
     with suppress(OSError):
-        return lineage_of_claim((path / OWNER_NAME).read_bytes())
+        return lineage_of_claim((path / OWNER_NAME).read_bytes()) or UNKNOWN
     return UNKNOWN
 
 

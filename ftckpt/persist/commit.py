@@ -337,16 +337,25 @@ def _is_told(data: bytes | None) -> bool:
 
 
 def claimed_lineage(storage: Storage) -> Lineage:
-    """The head of the job, as the run that claimed the place last has recorded it; unknown where none has."""
-    return lineage_of_claim(storage.read(OWNER_NAME)) if storage.size(OWNER_NAME) is not None else UNKNOWN
+    """The head of the job, as the run that claimed the place last has recorded it; unknown where none has.
+
+    Raises:
+        StorageError: the record is damaged, so that nobody knows what is abandoned or doubtful; or storage fails.
+    """
+    if storage.size(OWNER_NAME) is None:
+        return UNKNOWN
+    if (lineage := lineage_of_claim(storage.read(OWNER_NAME))) is None:
+        text = "is damaged, and with it which checkpoints count; move it away for all of them to count"
+        raise StorageError(f"{storage.where}/{OWNER_NAME} {text}", lasting=True)
+    return lineage
 
 
-def lineage_of_claim(data: bytes) -> Lineage:
-    """The lineage in the object ``OWNER_NAME``; unknown where it is damaged."""
+def lineage_of_claim(data: bytes) -> Lineage | None:
+    """The lineage in the object ``OWNER_NAME``; None where it is damaged."""
     try:
         return codec.from_json(json.loads(data)["lineage"], Lineage)
     except (KeyError, TypeError, ValueError):
-        return UNKNOWN
+        return None
 
 
 def checkpoints(storage: Storage) -> list[CheckpointName]:

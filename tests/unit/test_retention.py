@@ -128,6 +128,13 @@ def test_abandoned_ones_go_when_as_many_of_the_branch_are_there_as_stay(keep: in
     assert surplus(lineages, back, keep) == {name(iteration) for iteration in gone}
 
 
+def test_of_a_storage_whose_head_cannot_be_read_nothing_is_taken(storage: Storage) -> None:
+    """Abandoned and doubtful ones would count again."""
+    storage.put("owner.json", b"{")
+    found = _read(storage, Seen(), NO_REQUEST, FIRST)
+    assert not found.manifests and "owner.json is damaged" in found.problem and not found.is_away
+
+
 def test_doubtful_ones_take_the_place_of_none_that_a_restart_reads_about(storage: Storage) -> None:
     for iteration in range(5, 16):
         write(storage, iteration, OLD)
