@@ -163,6 +163,7 @@ def test_no_room_for_copies_is_one_failure_and_others_are_looked_at(
 
 def test_an_interrupt_is_one_line(arena_root: Path) -> None:
     command = [sys.executable, "-m", "ftckpt", "check", "--arena", str(arena_root), "--size", "1GiB"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the suite runs in the background
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as check_:
         assert check_.stdout is not None and check_.stdout.readline().strip()
         check_.send_signal(signal.SIGINT)
