@@ -119,7 +119,7 @@ class RankState:
         last, self._passed = self._passed, iteration
         if iteration > last or self.off:
             return []
-        back = f"; --ftckpt-rollback-before {iteration} would give up what came after" if iteration > 0 else ""
+        back = f"; --ftckpt-rollback-before {iteration} would give up what came after" if iteration > 1 else ""
         return [self.turn_off(
             f"step({iteration}) after step({last}): give step() a number that grows with each call and restart, such "
             f"as that of all optimizer steps, not of epochs{back}"
