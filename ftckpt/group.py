@@ -151,8 +151,10 @@ class Group:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a view of it
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
         self._group = connect(name, job_store(), self.rank, self.size, self.timeout_secs)
-        self._spare: defaultdict[tuple[int, ...], list[Posted]] = defaultdict(list)  # by the shape of the values
-        self._reused: list[Posted] = []  # kept for good: no thread of torch is the last to have a tensor
+        self._spare: defaultdict[tuple[int, ...], list[CollectiveBuffer]] = defaultdict(
+            list
+        )  # by the shape of the values
+        self._reused: list[CollectiveBuffer] = []  # kept for good: no thread of torch is the last to have a tensor
         self._kept: list[Any] = [self._group, self._tensors, self._reused]
         _immortal.append(self._kept)
 
@@ -217,26 +219,26 @@ class Group:
         """Post the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
         return Message(self._try(lambda: self._group.recv([into], source, tag)), self.timeout_secs)
 
-    def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, Posted]:
+    def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, CollectiveBuffer]:
         """Post an element-wise MIN; returns the work, for ``finish``, and what will have it."""
         posted = self._memory(len(values))
         posted.values[:] = values
         return self._start(lambda: self._group.allreduce([posted.tensor], _MINIMUM)), posted
 
-    def start_gather(self, values: npt.NDArray[np.int64]) -> tuple[dist.Work, Posted]:
+    def start_gather(self, values: npt.NDArray[np.int64]) -> tuple[dist.Work, CollectiveBuffer]:
         """Post an all-gather of as many values on all ranks; returns the work, for ``finish``, and what will have the
         values of each rank, a row for each."""
         posted = self._memory(self.size, len(values))
         posted.own.numpy()[:] = values
         return self._start(lambda: self._group._allgather_base(posted.tensor, posted.own)), posted
 
-    def _memory(self, *shape: int) -> Posted:
+    def _memory(self, *shape: int) -> CollectiveBuffer:
         if spare := self._spare[shape]:
             return spare.pop()
         tensor = torch.empty(math.prod(shape), dtype=torch.int64, device="cpu")
         own = tensor if len(shape) == 1 else torch.empty(shape[1], dtype=torch.int64, device="cpu")
         self._keep(tensor, *([own] if own is not tensor else []))
-        return Posted(own, tensor, tensor.numpy().reshape(shape))
+        return CollectiveBuffer(own, tensor, tensor.numpy().reshape(shape))
 
     def _start(self, post: Callable[[], dist.Work]) -> dist.Work:
         self._unfinished = [work for work in self._unfinished if not work.is_completed()]
@@ -244,7 +246,7 @@ class Group:
         self._unfinished.append(work)
         return work
 
-    def give_back(self, read: Posted) -> None:
+    def give_back(self, read: CollectiveBuffer) -> None:
         """What ``start_minimum`` or ``start_gather`` gave is finished and read: the next one of as many values has it
         again."""
         self._spare[read.values.shape].append(read)
@@ -315,7 +317,7 @@ def look_secs(size: int) -> tuple[float, float]:
     return _FIRST_LOOK_SECS * rarer, _LONGEST_LOOK_SECS * rarer
 
 
-class Posted(NamedTuple):
+class CollectiveBuffer(NamedTuple):
     """What this rank posts, the memory that the collective fills, and its ``values``, which a tensor takes long to
     show."""
 
