@@ -192,7 +192,7 @@ class Flush:
                 storage, Place(self._orders.where, exports), self.snapshot, self._events, owner=self._orders.owner,
                 deadline=self._begun + _EXPORTED_BY * self._orders.timeout_secs, pause=self._pause,
             )  # fmt: skip
-        except (StorageError, OSError) as error:
+        except (StorageError, OSError, _Halted) as error:
             # No failure of the flush: what a restart needs is there.
             self.unexported = f"{exports.form} was not made of it: {error}"
             self._events.emit(
@@ -423,7 +423,7 @@ class Flush:
 
     def _pause(self, secs: float) -> None:
         if self._over.wait(secs):
-            raise _Halted
+            raise _Halted("it was stopped: the job has ended, went back, is being saved or starts anew")
 
     def _tell(self, problem: str) -> None:
         if problem != self.problem:

@@ -157,6 +157,7 @@ def test_what_is_not_wanted_any_more_ends(job: Job, where: Path) -> None:
     until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.nice(0) + NICE), secs=SECS)
     job.flush(-1)
     until(lambda: not converters(where) and names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json"})
+    until(lambda: [one["iteration"] for one in job.smps[0].events.of("not_exported")] == [7])
 
 
 def test_an_smp_that_is_killed_leaves_no_converter_and_the_next_one_begins_anew(
