@@ -227,7 +227,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_as_others_load_it(
     assert main([*command, "--timeout", str(SECS)]) == 0
     assert capsys.readouterr().out.count(f"iteration 6 is at {elsewhere},") == len(set(NODES))
     assert names(elsewhere) == {"iter_0000006", "latest", "ftckpt"} and weights(elsewhere / "iter_0000006") == [6.0]
-    assert main(["verify", str(elsewhere)]) == 0 and "iteration 6" in capsys.readouterr().out
+    assert main(["verify", str(elsewhere)]) == 0 and "iter_0000006: good" in capsys.readouterr().out
     another = elsewhere / "ftckpt" / "iter_0000009"
     shutil.copytree(another.with_name("iter_0000006"), another)
     assert main([*command, "--timeout", str(SECS)]) == 0

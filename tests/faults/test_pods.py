@@ -153,7 +153,7 @@ def iteration_at(job: Job, capsys: pytest.CaptureFixture[str]) -> int:
     """That a restart would take from storage, every byte read."""
     capsys.readouterr()
     assert main(["verify", str(job.stored)]) == 0, job.told()
-    return int(capsys.readouterr().out.split()[-1])
+    return int(capsys.readouterr().out.split("_")[-1])
 
 
 @pytest.mark.timeout(600)
