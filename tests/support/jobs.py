@@ -27,7 +27,7 @@ class Run:
     ``nodes[rank]`` names nodes. ``drift`` gives each rank its own dropout masks, ``perturb`` other data after the
     restore, ``ballast_bytes`` an object of that size, ``extra_parameter`` a parameter that no optimizer steps;
     ``spoil`` names a tensor of which rank 1 gets one wrong element. ``end`` is what ranks do after iteration
-    ``until``: ``close``, ``keep`` (leave the arenas) or ``die``.
+    ``until``: ``close``, ``keep`` (leave the arenas) or ``die``. ``guarded``: it waits for its SMP before it trains.
     """
 
     argv: Sequence[str]
@@ -41,6 +41,7 @@ class Run:
     extra_parameter: bool = False
     spoil: str = ""
     end: str = "close"
+    guarded: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
             add_parameter(job.model[0])
         job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
         start = job.checkpointer.restore()
-        if job.checkpointer._protection.on:
+        if run.guarded and job.checkpointer._protection.on:
             # Its few iterations are to be protected: an SMP starts beside training.
             waiting.until(lambda: job.checkpointer._protection.smp_guards, "the SMP knows what to do", 30.0)
         job.data.consumed_samples += 1000 * run.perturb
