@@ -24,8 +24,8 @@ _NUMBERS = re.compile(r"\[\s+-?\d[\d\s.,eE+-]*\]")
 PACKAGES = ("ftckpt", "torch", "megatron-core", "deepspeed", "numpy")
 
 
-def environment(argv: Sequence[str], script: str) -> dict[str, Any]:
-    """Hardware, versions, command, date and revision: what a number means nothing without."""
+def environment(argv: Sequence[str], script: str, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Hardware, versions (of ``packages``, too), command, date and revision: without them a number means nothing."""
     return {
         "hardware": {
             "cpu": _cpu_model(),
@@ -34,7 +34,10 @@ def environment(argv: Sequence[str], script: str) -> dict[str, Any]:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU stand-in for CUDA",
             "load_average_at_start": os.getloadavg()[0],
         },
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in (*PACKAGES, *sorted(packages))},
+        },
         "command": shlex.join(["python", script, *argv]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "revision": _revision(),

@@ -32,7 +32,8 @@ sys.path.insert(0, os.getcwd())
 import ftckpt
 from benchmarks.common import ROOT, environment
 from benchmarks.device_jobs import CASES, JOBS, Job
-from benchmarks.device_systems import SYSTEMS, Ftckpt, System
+from benchmarks.device_systems import SYSTEMS, Ftckpt
+from benchmarks.systems import System
 
 COLUMNS = (
     "job", "case", "system", "off_ms", "ratio", "q1..q3", "blocked", "most", "cpu", "launch+", "waits", "opt+",
