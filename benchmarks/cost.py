@@ -83,8 +83,8 @@ QUICK_ROWS = (OFF, NOISE, DEFAULT, "torch.save", "DLRover", "lm-resiliency", "ft
 
 
 class Sizes(NamedTuple):
-    """State of a rank of the plain job; arguments of the Megatron job; the wait in which a device would compute, of an
-    iteration; iterations of a block."""
+    """State of a rank of the plain job; arguments of the Megatron job; the wait in which a device would
+    compute; iterations of a block."""
 
     mib: int
     script: tuple[str, ...]

@@ -211,14 +211,18 @@ class LmResiliency(System):
 
 
 class TorchCheckpointing(System):
-    """Staged by a thread, written by a process; keeps two."""
+    """Staged by a thread, written by a process; keeps two. Through the page cache: its direct writes of 0.1.1 fail on
+    some file systems, and are on by default."""
 
     package = "torch_checkpointing"
 
     def setup(self) -> None:
         import torch_checkpointing
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        self._manager = torch_checkpointing.CheckpointManager(torch_checkpointing.CheckpointManager.Config())
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        config = torch_checkpointing.CheckpointManager.Config(storage_config=storage)
+        self._manager = torch_checkpointing.CheckpointManager(config)
         self._future: Any = None
         self._manager.prewarm_staging({"job": self.job.tensors})
 
