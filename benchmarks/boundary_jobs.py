@@ -14,15 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-
-from benchmarks.common import synchronous
 
 WARM_UP = 8
 """Snapshots that do not count: the first ones, with the first proofs."""
-SETTLE_SECS = 0.1
-SMP_SECS = 60.0
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = ["--hidden", "8", "--heads", "2", "--seq", "8", "--micro-batch", "1", "--global-batch", "2"]
 OUTERMOST = "ftckpt.job.checkpointer:Checkpointer"
@@ -310,47 +305,3 @@ def _begun_together(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return begun
-
-
-class Layers(torch.nn.Module):
-    """``mib`` MiB of weights in 32 bit, in matrices of 4 MiB."""
-
-    def __init__(self, mib: int) -> None:
-        super().__init__()
-        self.weights = torch.nn.ParameterList(torch.randn(1024, 1024) for _ in range(max(1, mib // 4)))
-
-
-def compare_sync(rank: int, world_size: int, mib: int, settings: Mapping[str, Any], rounds: int) -> dict[str, Any]:
-    """In turn a boundary with ``schedule`` sync, and a copy of the same bytes into memory that was touched before."""
-    import ftckpt.plain
-    from ftckpt.config import Config
-
-    model = Layers(mib)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpointer = ftckpt.plain.attach(model, optimizer, None, {}, Config(**{**settings, "schedule": "sync"}))
-    assert checkpointer is not None
-    checkpointer.restore()
-    deadline = time.monotonic() + SMP_SECS
-    while settings.get("persist") and not checkpointer._protection.smp_guards:
-        assert time.monotonic() < deadline, f"no SMP within {SMP_SECS} s"
-        time.sleep(SETTLE_SECS)
-    described = checkpointer.training_state.describe()
-    tensors = [piece.tensor for piece in described.stepped]
-    copies = [synchronous(tensors) for _ in range(2)]  # in turn, as slots: no cache has all of one
-    spent: list[tuple[float, float]] = []
-    for iteration in range(rounds + WARM_UP):
-        checkpointer.fence()
-        time.sleep(SETTLE_SECS)  # what follows a snapshot in the background is the next iteration's
-        begin = time.perf_counter()
-        checkpointer.step(iteration)
-        secs = time.perf_counter() - begin
-        time.sleep(SETTLE_SECS)
-        spent.append((secs, copies[iteration % 2]()))
-    assert checkpointer.begun == rounds + WARM_UP - 1
-    checkpointer.close()
-    counted = spent[WARM_UP:]
-    return {
-        "bytes": sum(tensor.nbytes for tensor in tensors),
-        "sync_ms": [secs * 1e3 for secs, _ in counted],
-        "plain_ms": [secs * 1e3 for _, secs in counted],
-    }

@@ -1,9 +1,9 @@
-"""What a snapshot costs, in two parts; each prints tables.
+"""When and which bytes are copied for a snapshot, in two parts; each prints tables.
 
 ladder: each way to copy (--ftckpt-schedule sync, thread, stream, bubble) against ftckpt off, run by run in turn, on
     pipelines whose compute and copies are timed waits: where in the schedule the bytes are copied, and what that is
     worth in a model of how copies slow the compute beside them.
-shares: bytes that each rank copies against its share of the state, blocked time against synchronous copies.
+shares: bytes that each rank copies against its share of the state.
 
 Exits with 1 where a claim does not hold, with a line for each.
 """
@@ -33,7 +33,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="default: %(default)s")
     parser.add_argument("--layout", choices=sorted(ladder.LAYOUTS), help="of the ladder; default: all")
     parser.add_argument("--repeats", type=int, default=5, help="of each rung of the ladder")
-    parser.add_argument("--rounds", type=int, default=10, help="of the shares' four ways to copy")
+    parser.add_argument("--rounds", type=int, default=10, help="snapshots of the shares")
     parser.add_argument(
         "--interference", type=float, default=INTERFERENCE, help="slowdown of compute beside a copy, of 1"
     )

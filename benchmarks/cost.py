@@ -216,17 +216,21 @@ def missed(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """A line for each goal that does not hold; peers that did not run are not compared."""
     lines = []
     for place, table in tables.items():
-        ours, noise = table.get(DEFAULT), table.get(NOISE)
-        goal = MAX_RATIO[place.rpartition("/")[2]]
+        ours, noise, goal = table.get(DEFAULT), table.get(NOISE), MAX_RATIO[place.rpartition("/")[2]]
         if ours and noise and ours["ratio"] > max(goal, noise["ratio_three_quarters"]):
             quarters = f"{noise['ratio_quarter']:.3f} to {noise['ratio_three_quarters']:.3f}"
             lines.append(f"{place}: an iteration takes {ours['ratio']:.3f}, more than {goal}; off again {quarters}")
-        for mine in (DEFAULT, "ftckpt, storage"):
-            blocked = table.get(mine, {}).get("blocked_ms")
-            for peer in (name for name, row in ROWS.items() if row.group == ROWS[mine].group and name != mine):
-                other = table.get(peer, {}).get("blocked_ms")
-                if None not in (blocked, other) and blocked >= other:
-                    lines.append(f"{place}: {mine} blocks {blocked:.2f} ms a snapshot, {peer} {other:.2f}")
+        for mine in (name for name in (DEFAULT, "ftckpt, storage") if name in table):
+            if (blocked := table[mine].get("blocked_ms")) is None:
+                lines.append(f"{place}: {mine}: " + ("no snapshot was taken" if table[mine] else "not measured"))
+                continue
+            peers = [name for name, row in ROWS.items() if row.group == ROWS[mine].group and name != mine]
+            others = {peer: table.get(peer, {}).get("blocked_ms") for peer in peers}
+            lines += [
+                f"{place}: {mine} blocks {blocked:.2f} ms a snapshot, {peer} {other:.2f}"
+                for peer, other in others.items()
+                if other is not None and blocked >= other
+            ]
     return lines
 
 

@@ -70,13 +70,9 @@ def check_ladder(case: dict[str, Any]) -> None:
 def check_shares(case: dict[str, Any]) -> None:
     copied, expected = case["bytes_per_rank"], case["expected_bytes_per_rank"]
     differences = [abs(a - b) for a, b in zip(copied, expected, strict=True)]
-    assert len(copied) == 8 and case["repeats"] == 2
+    assert len(copied) == 8 and case["rounds"] == 2
     assert case["max_difference_bytes"] == max(differences) <= NUM_CUTS * CUT_BYTES <= case["chunk_bytes"]
     assert sum(case["derived_bytes_per_rank"]) > 0
-    assert case["host_bytes"] > 2 * sum(copied)
-    for name in ("blocked_ms_median", "sync_copy_ms_median", "sync_same_bytes_ms_median"):
-        assert case[name] > 0, name
-    assert set(case["iteration_ms_median"]) == {"with", "without", "sync_copy", "sync_same_bytes"}
 
 
 def good(schedule: str, capacity: float) -> dict[str, Any]:
@@ -124,13 +120,9 @@ def test_a_broken_claim_of_the_ladder(rung: tuple[str, float], changes: dict[str
 
 
 def test_more_than_a_share_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = []
-    for rank in range(8):
-        report = shares.Report(1_000_000, 10, 3_000_000, host_bytes=1, blocked_secs=[0.1, 0.01])
-        for mode in shares.MODES:
-            report.iteration_secs[mode], report.sync_secs[mode] = [0.1], [0.01]
-        report.bytes_copied = [1_000_000 + ((shares.CHUNK_MIB << 20) + 1 if rank == 5 else 0)]
-        reports.append(report)
+    more = [0] * 8
+    more[5] = (shares.CHUNK_MIB << 20) + 1
+    reports = [shares.Report(3_000_000, 1_000_000, 10, [1_000_000 + nbytes]) for nbytes in more]
     case = shares.case_of("distributed", reports)
     monkeypatch.setattr(shares, "run_case", lambda optimizer, args: {**case, "optimizer": optimizer})
     output = tmp_path / "result.json"
