@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -87,9 +88,10 @@ class Case(NamedTuple):
 
 
 class Meter:
-    """Processor time of the training thread, by part; a part inside another one counts for itself."""
+    """Time of the training thread by ``clock``, by part; a part inside another one counts for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
         self.calls: list[tuple[str, float, float]] = []
         """Name, processor time and time of each outermost call since the last ``take``."""
         self.parts: dict[str, float] = {}
@@ -103,12 +105,12 @@ class Meter:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._depth:
                 return original(*args, **kwargs)
-            self._depth, wall, begin = 1, time.perf_counter(), time.thread_time()
+            self._depth, wall, begin = 1, time.perf_counter(), self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
                 self._depth = 0
-                spent = time.thread_time() - begin, time.perf_counter() - wall
+                spent = self._clock() - begin, time.perf_counter() - wall
                 self.calls.append((original.__name__, *spent))
 
         return timed
@@ -116,11 +118,11 @@ class Meter:
     def round(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            wall, begin = time.perf_counter(), time.thread_time()
+            wall, begin = time.perf_counter(), self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._rounds.append((time.thread_time() - begin, time.perf_counter() - wall))
+                self._rounds.append((self._clock() - begin, time.perf_counter() - wall))
 
         return timed
 
@@ -131,11 +133,11 @@ class Meter:
             if not self._depth or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
             self._inside.append(0.0)
-            begin = time.thread_time()
+            begin = self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                spent, inside = time.thread_time() - begin, self._inside.pop()
+                spent, inside = self._clock() - begin, self._inside.pop()
                 self.parts[name] = self.parts.get(name, 0.0) + spent - inside
                 if self._inside:
                     self._inside[-1] += spent
@@ -151,16 +153,34 @@ class Meter:
         return sum(cpu for cpu, _ in own), sum(wall for _, wall in own), places
 
 
-def _replace(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Wrap what ``path`` names; returns what undoes it."""
     module_name, _, names = path.partition(":")
     *outer, name = names.split(".")
     try:
         owner: Any = importlib.import_module(module_name)
     except ImportError:
-        return  # of a framework that is not installed
+        return lambda: None  # of a framework that is not installed
     for one in outer:
         owner = getattr(owner, one)
-    setattr(owner, name, wrap(getattr(owner, name)))
+    original = getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    return lambda: setattr(owner, name, original)
+
+
+@contextmanager
+def restores_by_part(clock: Callable[[], float]) -> Iterator[Meter]:
+    """Time ``restore()`` and its parts."""
+    meter = Meter(clock)
+    undo = [_replace(f"{OUTERMOST}.restore", meter.outermost)]
+    undo += [
+        _replace(path, functools.partial(meter.part, part)) for part, paths in RESTORE_PARTS.items() for path in paths
+    ]
+    try:
+        yield meter
+    finally:
+        for one in undo:
+            one()
 
 
 class Training(NamedTuple):
@@ -282,14 +302,10 @@ def resume(rank: int, world_size: int, case: Case, settings: Mapping[str, Any]) 
     """One ``restore()`` of what ``measure`` has left in memory, which all ranks begin together."""
     sys.path.append(str(ROOT / "launch"))
     warnings.filterwarnings("ignore")
-    meter = Meter()
-    _replace(f"{OUTERMOST}.restore", meter.outermost)
-    _replace(f"{OUTERMOST}.restore", _begun_together)
-    for part, paths in RESTORE_PARTS.items():
-        for path in paths:
-            _replace(path, functools.partial(meter.part, part))
     framework = FRAMEWORKS[case.framework]
-    training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
+    with restores_by_part(time.thread_time) as meter:
+        _replace(f"{OUTERMOST}.restore", _begun_together)
+        training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
     ((_, cpu, wall),) = meter.calls
     assert training.checkpointer.whole is not None, "there was nothing to restore"
     dist.barrier()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.boundary_jobs import restores_by_part
 from benchmarks.device_jobs import synchronize
 from benchmarks.systems import Dcp, LmResiliency, System, TorchCheckpointing
 
@@ -166,9 +167,13 @@ class Ftckpt(System):
         self.checkpointer = self.job.attach(ftckpt.Config(**{**self._config.__dict__, "events": str(events)}))
         synchronize(self.job)
         begin = time.perf_counter()
-        out: dict[str, Any] = {"restored_iteration": self.checkpointer.restore()}
+        with restores_by_part(time.perf_counter) as meter:
+            out: dict[str, Any] = {"restored_iteration": self.checkpointer.restore()}
         synchronize(self.job)
         out["restore_secs"] = time.perf_counter() - begin
+        ((_, _, secs),) = meter.calls
+        parts = {**meter.parts, "rest": secs - sum(meter.parts.values())}
+        out["restore_parts_ms"] = {part: of * 1e3 for part, of in parts.items()}
         del self.job.tensors  # the optimizer has others
         out["compared"] = len(before)
         out["exact"] = all(torch.equal(t, self.job.tensors[name].cpu()) for name, t in before.items())
@@ -184,6 +189,7 @@ class Ftckpt(System):
             self.job.detach()
 
 
+PEERS = (Dcp, LmResiliency, TorchCheckpointing)
 SYSTEMS: dict[str, tuple[type[System], dict[str, Any]]] = {
     "nothing": (System, {}),
     "plain": (Plain, {}),

@@ -218,10 +218,15 @@ class TorchCheckpointing(System):
 
     def setup(self) -> None:
         import torch_checkpointing
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        storage = LocalFileSystemStorageConfig(use_direct_io=False)
-        config = torch_checkpointing.CheckpointManager.Config(storage_config=storage)
+        start = CheckpointProcessConfig(subprocess_init_timeout_secs=120)  # 30 s are few where processes spin
+        config = torch_checkpointing.CheckpointManager.Config(
+            save=AsyncCheckpointSaverConfig(process_config=start),
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+        )
         self._manager = torch_checkpointing.CheckpointManager(config)
         self._future: Any = None
         self._manager.prewarm_staging({"job": self.job.tensors})
