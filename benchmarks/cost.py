@@ -66,6 +66,7 @@ ROWS: dict[str, Row] = {
     "ftckpt, memory, auto": Row("ftckpt", {"protect": "none", "interval": "auto"}),
     "ftckpt, memory": Row("ftckpt", {"protect": "none"}),
     DEFAULT: Row("ftckpt", {}, "memory"),
+    "ftckpt, protected every 10": Row("ftckpt", {"protect_interval": STORED_EVERY}),
     "ftckpt, and storage": Row("ftckpt", {"persist_interval": STORED_EVERY}, is_stored=True),
     "torch.save": Row("torch.save", {}, "memory"),
     "DCP, thread": Row("DCP", THREAD, "memory"),
@@ -94,7 +95,7 @@ class Sizes(NamedTuple):
 
 
 _BATCH = ("--micro-batch", "1", "--global-batch", str(RANKS), "--seq", "32")
-FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 12, 40)
+FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 12, 60)
 QUICK = Sizes(6, ("--layers", "1", "--hidden", "64", *_BATCH), 0.01, 10, 10)
 
 
@@ -234,7 +235,10 @@ def missed(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     return lines
 
 
-HEADS = ("snapshots", "iteration ms", "to off", "quartiles", "blocked ms", "cpu ms", "more", "memory MB", "stored s")
+HEADS = (
+    "snapshots", "protected", "iteration ms", "to off", "quartiles", "blocked ms", "cpu ms", "more", "memory MB",
+    "stored s",
+)  # fmt: skip
 
 
 def show(place: str, table: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> None:
@@ -248,8 +252,9 @@ def show(place: str, table: Mapping[str, Mapping[str, Any]], reasons: Mapping[st
             "" if found[name] is None else f"{found[name]:.2f}" for name in ("blocked_ms", "stored_secs")
         )
         lines.append([
-            row, f"{found['snapshots']}/{found['iterations']}", f"{found['iteration_ms']:.1f}",
-            f"{found['ratio']:.3f}", f"{found['ratio_quarter']:.3f}..{found['ratio_three_quarters']:.3f}", blocked,
+            row, f"{found['snapshots']}/{found['iterations']}", str(found["protected"]),
+            f"{found['iteration_ms']:.1f}", f"{found['ratio']:.3f}",
+            f"{found['ratio_quarter']:.3f}..{found['ratio_three_quarters']:.3f}", blocked,
             f"{found['cpu_ms']:.1f}", f"{found['cpu_ms_more']:+.1f}", f"{found['memory_bytes_more'] / 1e6:+.0f}",
             stored,
         ])  # fmt: skip

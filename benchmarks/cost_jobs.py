@@ -180,7 +180,8 @@ class Ftckpt(System):
         # Hooks on the optimizer call it, and the job does not.
         self.checkpointer.fence = timed(self.job, self.checkpointer.fence)
         self._begun_at: dict[int, float] = {}
-        self._seen: dict[str, set[int]] = {"protected": set(), "persisted": set()}
+        self._protected = self._persisted = None
+        self.num_protected = 0
 
     def save(self, iteration: int) -> bool:
         before, self._begun_at[iteration] = self.checkpointer.begun, time.perf_counter()
@@ -196,15 +197,18 @@ class Ftckpt(System):
 
     def _look(self) -> None:
         """Note what is protected and stored by now."""
-        for name, seen in self._seen.items():
-            newest = getattr(self.checkpointer, name)
-            if newest is not None and newest.iteration not in seen:
-                seen.add(newest.iteration)
-                if name == "persisted":
-                    self.stored_secs.append(time.perf_counter() - self._begun_at[newest.iteration])
+        protected, persisted = self.checkpointer.protected, self.checkpointer.persisted
+        self.num_protected += protected != self._protected
+        if persisted != self._persisted:
+            self.stored_secs.append(time.perf_counter() - self._begun_at[persisted.iteration])
+        self._protected, self._persisted = protected, persisted
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_protected = 0
 
     def notes(self) -> dict[str, Any]:
-        return {name: len(seen) for name, seen in self._seen.items()}
+        return {"protected": self.num_protected}
 
     def close(self) -> None:
         self.checkpointer.close(remove=True)
@@ -265,7 +269,7 @@ class Training:
             is_ready = torch.tensor(self._ours is None or self._ours.is_ready).int()
             dist.all_reduce(is_ready, dist.ReduceOp.MIN)
             if number >= self._block.warm_up and is_ready:
-                self.system.stored_secs.clear()
+                self.system.reset()
                 return
             self.iterate()
         raise TimeoutError(f"no SMP within {MAX_WARM_UP} iterations")

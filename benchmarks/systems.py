@@ -53,6 +53,10 @@ class System:
 
     def close(self) -> None: ...
 
+    def reset(self) -> None:
+        """Forget what was noted while it warmed up."""
+        self.stored_secs.clear()
+
     def notes(self) -> dict[str, Any]:
         """What the system itself tells of its snapshots."""
         return {}
