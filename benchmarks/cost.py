@@ -166,7 +166,6 @@ def block_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     steps = list(zip(*(rank["rows"] for rank in ranks), strict=True))
     return {
         "iteration_secs": max(rank["secs"] for rank in ranks) / len(steps),
-        "blocked_secs": statistics.mean(max(blocked for _, blocked, _ in step) for step in steps),
         "cpu_secs": sum(rank["cpu_secs"] for rank in ranks) / len(steps),
         "memory_bytes": sum(rank["memory_bytes"] for rank in ranks),
         "snapshots": sum(all(taken for *_, taken in step) for step in steps),
