@@ -269,6 +269,7 @@ class Training:
             is_ready = torch.tensor(self._ours is None or self._ours.is_ready).int()
             dist.all_reduce(is_ready, dist.ReduceOp.MIN)
             if number >= self._block.warm_up and is_ready:
+                self.system.drain()
                 self.system.reset()
                 return
             self.iterate()

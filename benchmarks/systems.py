@@ -51,6 +51,9 @@ class System:
     def settle(self) -> None:
         """Train until a snapshot costs what it costs from then on."""
 
+    def drain(self) -> None:
+        """Wait until no save is under way, and all that it needs runs."""
+
     def close(self) -> None: ...
 
     def reset(self) -> None:
@@ -141,10 +144,13 @@ class Dcp(System):
         if self._staged is not None:
             self._staged.result()
 
-    def close(self) -> None:
+    def drain(self) -> None:
         for future in (self._staged, self._written):
             if future is not None:
                 future.result()
+
+    def close(self) -> None:
+        self.drain()
         if self._group is None:
             self._stager.close()
 
@@ -245,7 +251,10 @@ class TorchCheckpointing(System):
         with self._manager.lock():
             pass
 
-    def close(self) -> None:
+    def drain(self) -> None:
         if self._future is not None:
             self._future.result()
+
+    def close(self) -> None:
+        self.drain()
         self._manager.close()
