@@ -169,12 +169,15 @@ def _replace(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @contextmanager
-def restores_by_part(clock: Callable[[], float]) -> Iterator[Meter]:
-    """Time ``restore()`` and its parts."""
-    meter = Meter(clock)
+def restores_by_part(clock: Callable[[], float], framework: str) -> Iterator[Meter]:
+    """Time ``restore()`` and its parts; no other framework is imported."""
+    meter, others = Meter(clock), {"plain", "megatron", "deepspeed"} - {framework}
     undo = [_replace(f"{OUTERMOST}.restore", meter.outermost)]
     undo += [
-        _replace(path, functools.partial(meter.part, part)) for part, paths in RESTORE_PARTS.items() for path in paths
+        _replace(path, functools.partial(meter.part, part))
+        for part, paths in RESTORE_PARTS.items()
+        for path in paths
+        if path.split(".")[1] not in others
     ]
     try:
         yield meter
@@ -303,7 +306,7 @@ def resume(rank: int, world_size: int, case: Case, settings: Mapping[str, Any]) 
     sys.path.append(str(ROOT / "launch"))
     warnings.filterwarnings("ignore")
     framework = FRAMEWORKS[case.framework]
-    with restores_by_part(time.thread_time) as meter:
+    with restores_by_part(time.thread_time, case.framework.partition(",")[0]) as meter:
         _replace(f"{OUTERMOST}.restore", _begun_together)
         training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
     ((_, cpu, wall),) = meter.calls

@@ -166,11 +166,11 @@ class Ftckpt(System):
         events = Path(self.folder, "events")
         self.checkpointer = self.job.attach(ftckpt.Config(**{**self._config.__dict__, "events": str(events)}))
         synchronize(self.job)
-        begin = time.perf_counter()
-        with restores_by_part(time.perf_counter) as meter:
+        with restores_by_part(time.perf_counter, self.job.framework) as meter:
+            begin = time.perf_counter()
             out: dict[str, Any] = {"restored_iteration": self.checkpointer.restore()}
-        synchronize(self.job)
-        out["restore_secs"] = time.perf_counter() - begin
+            synchronize(self.job)
+            out["restore_secs"] = time.perf_counter() - begin
         ((_, _, secs),) = meter.calls
         parts = {**meter.parts, "rest": secs - sum(meter.parts.values())}
         out["restore_parts_ms"] = {part: of * 1e3 for part, of in parts.items()}

@@ -36,7 +36,8 @@ def test_rows_of_systems(tmp_path: Path) -> None:
     assert "error" in rows["plain-batch"], "no driver is here"
     restarted = rows["bubble-smp"]
     assert {"describe", "look", "plan", "copy", "lay out", "rest"} <= restarted["restore_parts_ms"].keys()
-    assert sum(restarted["restore_parts_ms"].values()) <= restarted["restore_secs"] * 1e3
+    parts_secs = sum(restarted["restore_parts_ms"].values()) / 1e3
+    assert 0 < parts_secs <= restarted["restore_secs"] < parts_secs + 1.0, "something else was timed"
     assert restarted["exact"] is True and restarted["compared"] > 50 and restarted["notes"]["has_smp"] == 1.0
 
 
