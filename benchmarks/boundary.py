@@ -3,8 +3,8 @@
     python benchmarks/boundary.py --json FILE
 
 Two ranks train models of many small tensors under Megatron-core, DeepSpeed and plain torch, with a snapshot in each
-iteration, and time all calls of the checkpointer; then they restart from memory. Beside that: ``schedule`` sync
-against a copy of the same bytes. The exit code is 1 where a goal is missed, with a line for each.
+iteration, and time all calls of the checkpointer; then they restart from memory. The exit code is 1 where a goal is
+missed, with a line for each.
 """
 
 from __future__ import annotations
@@ -34,24 +34,18 @@ MOST_MS = {300: 0.3, 3000: 1.0}
 MOST_OUTLIER_MS = 3.0
 MOST_RESTORE_MS = {300: 50.0, 3000: 200.0}
 """Of all that ``restore()`` takes, by pieces: states are of some MB."""
-MOST_SYNC = 1.1
-"""Of the time of a plain copy, where a node has an SMP."""
-SYNC = "sync"
 
 
 class Sizes(NamedTuple):
-    """Pieces of the jobs; iterations that count; restarts; MiB of the states that are copied while training waits;
-    rounds."""
+    """Pieces of the jobs; iterations that count; restarts."""
 
     pieces: Sequence[int]
     counted: int
     restarts: int
-    sync_mib: Sequence[int]
-    rounds: int
 
 
-FULL = Sizes((30, 300, 3000), 24, 5, (64, 256), 20)
-QUICK = Sizes((30,), 12, 1, (8,), 4)
+FULL = Sizes((30, 300, 3000), 24, 5)
+QUICK = Sizes((30,), 12, 1)
 
 
 @contextmanager
@@ -62,15 +56,9 @@ def settings_of(arena: Path, more: Mapping[str, Any]) -> Iterator[dict[str, Any]
     (folder / "stored").mkdir()
     storage = {"persist": str(folder / "stored")} if more.get("persist") else {}
     settings = {"enabled": True, "job": job, "node": "node", "arena": str(folder), "protect": "none"}
+    settings |= {"objects_size": "1MiB", "replica_check_interval": 1000, "on_error": "raise"}
     try:
-        yield {
-            **settings,
-            "objects_size": "1MiB",
-            "replica_check_interval": 1000,
-            "on_error": "raise",
-            **more,
-            **storage,
-        }
+        yield {**settings, **more, **storage}
     finally:
         clean_job(folder, job)
         shutil.rmtree(folder, ignore_errors=True)
@@ -115,28 +103,7 @@ def restore_row(restarts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, An
     }  # fmt: skip
 
 
-def run_sync(mib: int, sizes: Sizes, arena: Path, smp: bool) -> dict[str, Any]:
-    """A boundary at which training waits for all copies, against a copy; with an ``smp``, which takes checksums, as
-    where anything is protected or persisted, or without, where the rank takes them itself."""
-    # Nothing goes to storage: the first snapshot would after many more iterations.
-    guarded = {"persist": True, "persist_interval": 1 << 30, "persist_at_end": "off"} if smp else {}
-    with settings_of(arena, guarded) as settings:
-        (rank,) = run_ranks(
-            boundary_jobs.compare_sync, 1, mib, settings, sizes.rounds, stand_in=False, timeout_secs=TIMEOUT_SECS
-        )
-    found = rank.value
-    medians = {name: statistics.median(found[name]) for name in ("sync_ms", "plain_ms")}
-    least = min(found["sync_ms"]) / min(found["plain_ms"])
-    return {
-        "mib": mib,
-        "smp": smp,
-        **medians,
-        "ratio": medians["sync_ms"] / medians["plain_ms"],
-        "least_ratio": least,
-    }
-
-
-def missed(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -> list[str]:
+def missed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each goal that does not hold."""
     lines = []
     for row in rows:
@@ -150,15 +117,10 @@ def missed(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]])
         most, ms = MOST_RESTORE_MS.get(row["asked"]), row["restore"]["wall_ms_median"]
         if most is not None and not ms <= most:
             lines.append(f"{row['framework']}, {row['pieces']} pieces: restored in {ms:.0f} ms, more than {most:.0f}")
-    lines += [
-        f"sync, {row['mib']} MiB: {row['ratio']:.2f} times a plain copy, more than {MOST_SYNC}"
-        for row in sync
-        if row["smp"] and not row["ratio"] <= MOST_SYNC
-    ]
     return lines
 
 
-def show(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -> None:
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what was measured."""
     heads = [
         "",
@@ -190,27 +152,21 @@ def show(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -
         for what, of, digits in (("", row["parts_ms"], 3), (", restore", row["restore"]["parts_ms"], 1)):
             parts = ", ".join(f"{name} {ms:.{digits}f}" for name, ms in sorted(of.items(), key=lambda part: -part[1]))
             print(f"{row['framework']}, {row['pieces']}{what}: {parts}")
-    for row in sync:
-        who = "with an SMP" if row["smp"] else "without"
-        text = f"{row['sync_ms']:.1f} ms, plain copy {row['plain_ms']:.1f} ms, {row['ratio']:.2f} times"
-        print(f"sync, {row['mib']} MiB, {who}: {text}")
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns 1 where a goal is missed."""
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a small size without goals")
-    parser.add_argument("--only", action="append", choices=(*FRAMEWORKS, SYNC), help="may be given several times")
+    parser.add_argument("--only", action="append", choices=tuple(FRAMEWORKS), help="may be given several times")
     parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
     args = parser.parse_args(argv)
-    sizes, names = QUICK if args.quick else FULL, args.only or (*FRAMEWORKS, SYNC)
+    sizes, names = QUICK if args.quick else FULL, args.only or tuple(FRAMEWORKS)
     where = environment(argv, "benchmarks/boundary.py")
     cases = [Case(name, pieces) for name in FRAMEWORKS if name in names for pieces in sizes.pieces]
     rows = [run_case(case, sizes, args.arena) for case in cases]
-    sides = [(mib, smp) for mib in sizes.sync_mib for smp in (True, False)] if SYNC in names else []
-    sync = [run_sync(mib, sizes, args.arena, smp) for mib, smp in sides]
-    show(rows, sync)
-    return conclude(args.json, {"environment": where, "jobs": rows, "sync": sync}, missed(rows, sync), args.quick)
+    show(rows)
+    return conclude(args.json, {"environment": where, "jobs": rows}, missed(rows), args.quick)
 
 
 if __name__ == "__main__":

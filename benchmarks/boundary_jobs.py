@@ -9,20 +9,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-
-from benchmarks.common import synchronous
 
 WARM_UP = 8
 """Snapshots that do not count: the first ones, with the first proofs."""
-SETTLE_SECS = 0.1
-SMP_SECS = 60.0
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = ["--hidden", "8", "--heads", "2", "--seq", "8", "--micro-batch", "1", "--global-batch", "2"]
 OUTERMOST = "ftckpt.job.checkpointer:Checkpointer"
@@ -92,9 +88,10 @@ class Case(NamedTuple):
 
 
 class Meter:
-    """Processor time of the training thread, by part; a part inside another one counts for itself."""
+    """Time of the training thread by ``clock``, by part; a part inside another one counts for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
         self.calls: list[tuple[str, float, float]] = []
         """Name, processor time and time of each outermost call since the last ``take``."""
         self.parts: dict[str, float] = {}
@@ -108,12 +105,12 @@ class Meter:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._depth:
                 return original(*args, **kwargs)
-            self._depth, wall, begin = 1, time.perf_counter(), time.thread_time()
+            self._depth, wall, begin = 1, time.perf_counter(), self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
                 self._depth = 0
-                spent = time.thread_time() - begin, time.perf_counter() - wall
+                spent = self._clock() - begin, time.perf_counter() - wall
                 self.calls.append((original.__name__, *spent))
 
         return timed
@@ -121,11 +118,11 @@ class Meter:
     def round(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            wall, begin = time.perf_counter(), time.thread_time()
+            wall, begin = time.perf_counter(), self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._rounds.append((time.thread_time() - begin, time.perf_counter() - wall))
+                self._rounds.append((self._clock() - begin, time.perf_counter() - wall))
 
         return timed
 
@@ -136,11 +133,11 @@ class Meter:
             if not self._depth or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
             self._inside.append(0.0)
-            begin = time.thread_time()
+            begin = self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                spent, inside = time.thread_time() - begin, self._inside.pop()
+                spent, inside = self._clock() - begin, self._inside.pop()
                 self.parts[name] = self.parts.get(name, 0.0) + spent - inside
                 if self._inside:
                     self._inside[-1] += spent
@@ -156,16 +153,37 @@ class Meter:
         return sum(cpu for cpu, _ in own), sum(wall for _, wall in own), places
 
 
-def _replace(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Wrap what ``path`` names; returns what undoes it."""
     module_name, _, names = path.partition(":")
     *outer, name = names.split(".")
     try:
         owner: Any = importlib.import_module(module_name)
     except ImportError:
-        return  # of a framework that is not installed
+        return lambda: None  # of a framework that is not installed
     for one in outer:
         owner = getattr(owner, one)
-    setattr(owner, name, wrap(getattr(owner, name)))
+    original = getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    return lambda: setattr(owner, name, original)
+
+
+@contextmanager
+def restores_by_part(clock: Callable[[], float], framework: str) -> Iterator[Meter]:
+    """Time ``restore()`` and its parts; no other framework is imported."""
+    meter, others = Meter(clock), {"plain", "megatron", "deepspeed"} - {framework}
+    undo = [_replace(f"{OUTERMOST}.restore", meter.outermost)]
+    undo += [
+        _replace(path, functools.partial(meter.part, part))
+        for part, paths in RESTORE_PARTS.items()
+        for path in paths
+        if path.split(".")[1] not in others
+    ]
+    try:
+        yield meter
+    finally:
+        for one in undo:
+            one()
 
 
 class Training(NamedTuple):
@@ -287,14 +305,10 @@ def resume(rank: int, world_size: int, case: Case, settings: Mapping[str, Any]) 
     """One ``restore()`` of what ``measure`` has left in memory, which all ranks begin together."""
     sys.path.append(str(ROOT / "launch"))
     warnings.filterwarnings("ignore")
-    meter = Meter()
-    _replace(f"{OUTERMOST}.restore", meter.outermost)
-    _replace(f"{OUTERMOST}.restore", _begun_together)
-    for part, paths in RESTORE_PARTS.items():
-        for path in paths:
-            _replace(path, functools.partial(meter.part, part))
     framework = FRAMEWORKS[case.framework]
-    training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
+    with restores_by_part(time.thread_time, case.framework.partition(",")[0]) as meter:
+        _replace(f"{OUTERMOST}.restore", _begun_together)
+        training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
     ((_, cpu, wall),) = meter.calls
     assert training.checkpointer.whole is not None, "there was nothing to restore"
     dist.barrier()
@@ -310,47 +324,3 @@ def _begun_together(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return begun
-
-
-class Layers(torch.nn.Module):
-    """``mib`` MiB of weights in 32 bit, in matrices of 4 MiB."""
-
-    def __init__(self, mib: int) -> None:
-        super().__init__()
-        self.weights = torch.nn.ParameterList(torch.randn(1024, 1024) for _ in range(max(1, mib // 4)))
-
-
-def compare_sync(rank: int, world_size: int, mib: int, settings: Mapping[str, Any], rounds: int) -> dict[str, Any]:
-    """In turn a boundary with ``schedule`` sync, and a copy of the same bytes into memory that was touched before."""
-    import ftckpt.plain
-    from ftckpt.config import Config
-
-    model = Layers(mib)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpointer = ftckpt.plain.attach(model, optimizer, None, {}, Config(**{**settings, "schedule": "sync"}))
-    assert checkpointer is not None
-    checkpointer.restore()
-    deadline = time.monotonic() + SMP_SECS
-    while settings.get("persist") and not checkpointer._protection.smp_guards:
-        assert time.monotonic() < deadline, f"no SMP within {SMP_SECS} s"
-        time.sleep(SETTLE_SECS)
-    described = checkpointer.training_state.describe()
-    tensors = [piece.tensor for piece in described.stepped]
-    copies = [synchronous(tensors) for _ in range(2)]  # in turn, as slots: no cache has all of one
-    spent: list[tuple[float, float]] = []
-    for iteration in range(rounds + WARM_UP):
-        checkpointer.fence()
-        time.sleep(SETTLE_SECS)  # what follows a snapshot in the background is the next iteration's
-        begin = time.perf_counter()
-        checkpointer.step(iteration)
-        secs = time.perf_counter() - begin
-        time.sleep(SETTLE_SECS)
-        spent.append((secs, copies[iteration % 2]()))
-    assert checkpointer.begun == rounds + WARM_UP - 1
-    checkpointer.close()
-    counted = spent[WARM_UP:]
-    return {
-        "bytes": sum(tensor.nbytes for tensor in tensors),
-        "sync_ms": [secs * 1e3 for secs, _ in counted],
-        "plain_ms": [secs * 1e3 for _, secs in counted],
-    }

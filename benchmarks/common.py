@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -24,8 +23,8 @@ _NUMBERS = re.compile(r"\[\s+-?\d[\d\s.,eE+-]*\]")
 PACKAGES = ("ftckpt", "torch", "megatron-core", "deepspeed", "numpy")
 
 
-def environment(argv: Sequence[str], script: str) -> dict[str, Any]:
-    """Hardware, versions, command, date and revision: what a number means nothing without."""
+def environment(argv: Sequence[str], script: str, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Hardware, versions (of ``packages``, too), command, date and revision: without them a number means nothing."""
     return {
         "hardware": {
             "cpu": _cpu_model(),
@@ -34,17 +33,14 @@ def environment(argv: Sequence[str], script: str) -> dict[str, Any]:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU stand-in for CUDA",
             "load_average_at_start": os.getloadavg()[0],
         },
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in (*PACKAGES, *sorted(packages))},
+        },
         "command": shlex.join(["python", script, *argv]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "revision": _revision(),
     }
-
-
-def median_ms(secs: Iterable[float]) -> float:
-    """The median of some seconds, in milliseconds; NaN of none."""
-    values = list(secs)
-    return statistics.median(values) * 1e3 if values else float("nan")
 
 
 def attach(job: Any, folder: Path, name: str, **settings: Any) -> Any:
@@ -76,22 +72,6 @@ def disk_bytes(folder: Path) -> int:
     """What the files below ``folder`` occupy."""
     # Blocks of 512 bytes, whatever the file system's are: slots without memory are holes, which take nothing.
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
-
-
-class CopyMeter:
-    """Counts the bytes that really go through ``copy_chunk``."""
-
-    def __init__(self) -> None:
-        from ftckpt.capture import copier
-
-        self.nbytes = 0
-        self._copy_chunk = copier.copy_chunk
-        # In the module: every schedule calls it by its name there.
-        copier.copy_chunk = self._measured
-
-    def _measured(self, tensors: Any, copy: Any, *args: Any, **kwargs: Any) -> None:
-        self._copy_chunk(tensors, copy, *args, **kwargs)
-        self.nbytes += sum(s.numel * tensors[s.piece].element_size() for s in copy.segments)
 
 
 def synchronous(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:

@@ -99,6 +99,8 @@ class _Marks:
 class PlainJob:
     """A GPT in plain torch: fp32 weights and moments, bf16 compute, gradients accumulated over micro-batches."""
 
+    framework = "plain"
+
     def __init__(self, name: str, device: torch.device) -> None:
         case = CASES[name]
         self.device, self.on_cuda, self.counters = device, device.type == "cuda", Counters()
@@ -161,6 +163,8 @@ class PlainJob:
 
 class MegatronJob:
     """``launch/train_gpt.py`` with one rank, unfused; the fence is ftckpt's own hook on the optimizer."""
+
+    framework = "megatron"
 
     def __init__(self, name: str, device: torch.device) -> None:
         import train_gpt

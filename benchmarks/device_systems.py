@@ -1,12 +1,10 @@
-"""Systems that snapshot a job: plain pinned copies, ftckpt's schedules, and peers with their own defaults."""
+"""Systems that snapshot a job on a device: plain pinned copies, ftckpt's schedules, and peers."""
 
 from __future__ import annotations
 
 import ctypes
-import glob
 import json
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -14,38 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.device_jobs import Job, synchronize
+from benchmarks.boundary_jobs import restores_by_part
+from benchmarks.device_jobs import synchronize
+from benchmarks.systems import Dcp, LmResiliency, System, TorchCheckpointing
 
 SETTLING_SECS = 90.0
 SMP_SECS = 20.0
 MOST_COMPARED_BYTES = 6 << 30
 """State that is compared after a restart; more takes too long."""
-
-
-class System:
-    """``save`` at the boundary, ``fence`` before the optimizer. The base does nothing: the noise of a measurement."""
-
-    def __init__(self, job: Job, folder: str, **options: Any) -> None:
-        self.job, self.folder = job, folder
-        os.makedirs(folder, exist_ok=True)
-        self.setup(**options)
-
-    def setup(self) -> None: ...
-
-    def save(self, iteration: int) -> None: ...
-
-    def fence(self) -> None: ...
-
-    def settle(self) -> None:
-        """Train until a snapshot costs what it costs from then on."""
-
-    def close(self) -> None: ...
-
-    def notes(self) -> dict[str, Any]:
-        """What the system itself tells of its snapshots."""
-        return {}
 
 
 class Plain(System):
@@ -191,10 +166,14 @@ class Ftckpt(System):
         events = Path(self.folder, "events")
         self.checkpointer = self.job.attach(ftckpt.Config(**{**self._config.__dict__, "events": str(events)}))
         synchronize(self.job)
-        begin = time.perf_counter()
-        out: dict[str, Any] = {"restored_iteration": self.checkpointer.restore()}
-        synchronize(self.job)
-        out["restore_secs"] = time.perf_counter() - begin
+        with restores_by_part(time.perf_counter, self.job.framework) as meter:
+            begin = time.perf_counter()
+            out: dict[str, Any] = {"restored_iteration": self.checkpointer.restore()}
+            synchronize(self.job)
+            out["restore_secs"] = time.perf_counter() - begin
+        ((_, _, secs),) = meter.calls
+        parts = {**meter.parts, "rest": secs - sum(meter.parts.values())}
+        out["restore_parts_ms"] = {part: of * 1e3 for part, of in parts.items()}
         del self.job.tensors  # the optimizer has others
         out["compared"] = len(before)
         out["exact"] = all(torch.equal(t, self.job.tensors[name].cpu()) for name, t in before.items())
@@ -210,97 +189,7 @@ class Ftckpt(System):
             self.job.detach()
 
 
-class Dcp(System):
-    """torch's DefaultStager as it comes: a thread copies to pinned shared memory.
-
-    ``writes``: async_save's process writes it to a tmpfs, and a save waits for the one before; else what was staged
-    stays in memory.
-    """
-
-    def setup(self, writes: bool = False) -> None:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        on_cuda = self.job.on_cuda
-        self._stager = DefaultStager(StagingOptions(on_cuda, True, True, on_cuda))
-        # torch 2.11 closes it after each use, and fails at the next.
-        self._stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
-        self._staged: Any = None
-        self._written: Any = None
-        self._group = dist.new_group(backend="gloo") if writes else None
-
-    def save(self, iteration: int) -> None:
-        if self._group is None:
-            self._staged = self._stager.stage(self.job.tensors)
-            return
-        import torch.distributed.checkpoint as dcp
-
-        if self._written is not None:
-            self._written.result()
-        remove_oldest(self.folder, 1)
-        saved: Any = dcp.async_save(
-            self.job.tensors, checkpoint_id=f"{self.folder}/step{iteration}", process_group=self._group,
-            async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType.PROCESS, async_stager=self._stager,
-        )  # fmt: skip
-        self._staged, self._written = saved.staging_completion, saved.upload_completion
-
-    def fence(self) -> None:
-        if self._staged is not None:
-            self._staged.result()
-
-    def close(self) -> None:
-        for future in (self._staged, self._written):
-            if future is not None:
-                future.result()
-        if self._group is None:
-            self._stager.close()
-
-
-class LmResiliency(System):
-    """GEMINI's slots in pinned memory of the trainer; alone it has no partner."""
-
-    def setup(self) -> None:
-        from lm_resiliency.checkpointing.config import InMemoryCkptConfig
-        from lm_resiliency.checkpointing.manager import InMemoryCheckpointManager
-
-        config = InMemoryCkptConfig(
-            interval=1, disk_flush_interval=0, disk_folder=self.folder, run_id="bench", pin_memory=self.job.on_cuda
-        )
-        self._manager = InMemoryCheckpointManager(config)
-
-    def save(self, iteration: int) -> None:
-        self._manager.save_tensors([*self.job.tensors.values()], iteration)
-
-    def fence(self) -> None:
-        self._manager.maybe_wait()
-
-    def close(self) -> None:
-        self._manager.close()
-
-
-class TorchCheckpointing(System):
-    """Its defaults: staged by a thread, written by a process, to a tmpfs."""
-
-    def setup(self) -> None:
-        import torch_checkpointing
-
-        self._manager = torch_checkpointing.CheckpointManager(torch_checkpointing.CheckpointManager.Config())
-        self._future: Any = None
-        self._manager.prewarm_staging({"job": self.job.tensors})
-
-    def save(self, iteration: int) -> None:
-        self._future = self._manager.save(f"{self.folder}/step{iteration}", {"job": self.job.tensors})
-        remove_oldest(self.folder, 2)
-
-    def fence(self) -> None:
-        with self._manager.lock():
-            pass
-
-    def close(self) -> None:
-        if self._future is not None:
-            self._future.result()
-        self._manager.close()
-
-
+PEERS = (Dcp, LmResiliency, TorchCheckpointing)
 SYSTEMS: dict[str, tuple[type[System], dict[str, Any]]] = {
     "nothing": (System, {}),
     "plain": (Plain, {}),
@@ -310,14 +199,8 @@ SYSTEMS: dict[str, tuple[type[System], dict[str, Any]]] = {
     "bubble-64": (Ftckpt, {"smp": True, "chunk_size": "64MiB"}),
     "stream": (Ftckpt, {"schedule": "stream"}),
     "sync": (Ftckpt, {"schedule": "sync"}),
-    "dcp-stage": (Dcp, {}),
-    "dcp": (Dcp, {"writes": True}),
+    "dcp-stage": (Dcp, {"writes": False}),
+    "dcp": (Dcp, {}),
     "lm-resiliency": (LmResiliency, {}),
     "torch_checkpointing": (TorchCheckpointing, {}),
 }
-
-
-def remove_oldest(folder: str, keep: int) -> None:
-    """Remove all checkpoints but the newest ``keep``."""
-    for old in sorted(glob.glob(folder + "/step*"), key=os.path.getmtime)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)

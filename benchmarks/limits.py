@@ -26,7 +26,6 @@ import xxhash
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.boundary import settings_of
-from benchmarks.boundary_jobs import Layers
 from benchmarks.common import conclude, environment, parser_of, print_table, synchronous
 from ftckpt.restore.threads import in_order, threads_of
 from tests.support.pool import run_ranks
@@ -48,6 +47,14 @@ class Sizes(NamedTuple):
 
 FULL = Sizes((256, 1024), 10, 7)
 QUICK = Sizes((8, 32), 3, 1)
+
+
+class Layers(torch.nn.Module):
+    """``mib`` MiB of weights in 32 bit, in matrices of 4 MiB."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(1024, 1024) for _ in range(max(1, mib // 4)))
 
 
 def train(

@@ -1,0 +1,335 @@
+"""What ftckpt costs a training job on the host, beside its peers, at the same frequencies and in the same run.
+
+    python benchmarks/cost.py --json FILE
+
+Ranks train with each row's system in turn, a block of iterations each, on a host that has nothing else to do (idle)
+and on one with as many spinning processes as cores (busy). Ratios are of whole iterations, whatever training loses.
+FILE keeps each block as it ends; the same command resumes. The exit code is 1 where a goal is missed, with a line for
+each. Nothing else may run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import cost_jobs
+from benchmarks.common import conclude, environment, parser_of, print_table, write_json
+from benchmarks.cost_jobs import JOBS, SYSTEMS, Block
+from benchmarks.systems import remove
+from ftckpt.store.directory import clean_job
+from tests.support.pool import RankFailure, run_ranks
+
+RANKS = 4
+"""Of one node, which protects them by itself: each has a partner, which a peer needs."""
+TIMEOUT_SECS = 280.0
+MAX_RATIO = {"idle": 1.01, "busy": 1.05}
+"""Of an iteration with the default configuration to one without ftckpt."""
+STORED_EVERY = 10
+PROBE = 160
+"""Iterations in which ``interval auto`` finds its interval."""
+OFF, NOISE, DEFAULT = "off", "off again", "ftckpt"
+_SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(100_000):\n        pass"
+
+
+class Row(NamedTuple):
+    """A line of the table; ``group`` has those that save as often and to the same place."""
+
+    system: str
+    options: dict[str, Any]
+    group: str = ""
+    is_stored: bool = False
+
+    @property
+    def every(self) -> int:
+        return STORED_EVERY if self.group == "storage" else 1
+
+
+STORED = {"interval": STORED_EVERY, "persist_interval": STORED_EVERY}
+THREAD, PROCESS = {"process": False}, {"process": True}
+ROWS: dict[str, Row] = {
+    OFF: Row("off", {}),
+    NOISE: Row("off", {}),
+    "ftckpt, memory, auto": Row("ftckpt", {"protect": "none", "interval": "auto"}),
+    "ftckpt, memory": Row("ftckpt", {"protect": "none"}),
+    DEFAULT: Row("ftckpt", {}, "memory"),
+    "ftckpt, protected every 10": Row("ftckpt", {"protect_interval": STORED_EVERY}),
+    "ftckpt, and storage": Row("ftckpt", {"persist_interval": STORED_EVERY}, is_stored=True),
+    "torch.save": Row("torch.save", {}, "memory"),
+    "DCP, thread": Row("DCP", THREAD, "memory"),
+    "DCP, process": Row("DCP", PROCESS, "memory"),
+    "DLRover": Row("DLRover", {}, "memory"),
+    "lm-resiliency": Row("lm-resiliency", {}, "memory"),
+    "torch_checkpointing": Row("torch_checkpointing", {}, "memory"),
+    "ftckpt, storage": Row("ftckpt", STORED, "storage", True),
+    "torch.save, storage": Row("torch.save", {}, "storage", True),
+    "DCP, thread, storage": Row("DCP", THREAD, "storage", True),
+    "DCP, process, storage": Row("DCP", PROCESS, "storage", True),
+    "torch_checkpointing, storage": Row("torch_checkpointing", {}, "storage", True),
+}
+QUICK_ROWS = (OFF, NOISE, DEFAULT, "torch.save", "DLRover", "lm-resiliency", "ftckpt, storage")
+
+
+class Sizes(NamedTuple):
+    """State of a rank of the plain job; arguments of the Megatron job; the wait in which a device would
+    compute; iterations of a block."""
+
+    mib: int
+    script: tuple[str, ...]
+    device_secs: float
+    warm_up: int
+    iterations: int
+
+
+_BATCH = ("--micro-batch", "1", "--global-batch", str(RANKS), "--seq", "32")
+FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 12, 60)
+QUICK = Sizes(6, ("--layers", "1", "--hidden", "64", *_BATCH), 0.01, 10, 10)
+
+
+class Plan(NamedTuple):
+    """A block that is to be measured: ``repeat`` of a row, for a job, on a host with a load."""
+
+    job: str
+    load: str
+    repeat: int
+    row: str
+
+
+def rows_of(job: str, rows: Sequence[str]) -> list[str]:
+    """Those that a job has. Peers copy the same tensors whatever the framework: the plain job alone has them."""
+    return [row for row in rows if job == "plain" or ROWS[row].system in ("off", "ftckpt")]
+
+
+def plans_of(jobs: Sequence[str], repeats: int, rows: Sequence[str]) -> list[Plan]:
+    """All blocks, one of each row in turn; each repeat begins with another row."""
+    found = []
+    for repeat in range(repeats):
+        for job in jobs:
+            mine = rows_of(job, rows)
+            first = repeat * 5 % len(mine)
+            found += [Plan(job, load, repeat, row) for load in MAX_RATIO for row in (*mine[first:], *mine[:first])]
+    return found
+
+
+@contextlib.contextmanager
+def load_of(kind: str) -> Iterator[None]:
+    """``busy``: as many processes as cores spin, with the priority that ranks have."""
+    cores = len(os.sched_getaffinity(0)) if kind == "busy" else 0
+    spinning = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(cores)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+def run_block(plan: Plan, sizes: Sizes, arena: Path, disk: Path) -> dict[str, Any]:
+    """One start of the ranks; what the slowest of them has seen, or the error."""
+    row, name = ROWS[plan.row], f"bench-{uuid.uuid4().hex[:8]}"
+    tmpfs = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=arena))
+    stored = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=disk))
+    warm_up = PROBE if row.options.get("interval") == "auto" else sizes.warm_up
+    block = Block(
+        plan.job, row.system, row.options, row.every, warm_up, sizes.iterations, sizes.mib, sizes.script,
+        sizes.device_secs, name, str(tmpfs), str(stored if row.is_stored else tmpfs / "saved"),
+    )  # fmt: skip
+    try:
+        with load_of(plan.load):
+            stand_in = plan.job == "megatron"
+            ranks = run_ranks(cost_jobs.measure, RANKS, block, timeout_secs=TIMEOUT_SECS, stand_in=stand_in)
+    except RankFailure as error:
+        return {"error": str(error)[-2000:]}
+    finally:
+        clean_job(tmpfs, name)
+        for folder in (tmpfs, stored, Path("/tmp/ckpt_sock") / name, *Path("/dev/shm").glob(f"*{name}*")):
+            remove(folder)
+        os.sync()  # what this block has left to write is no matter of the next one's
+    return block_of([rank.value for rank in ranks])
+
+
+def block_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the ranks measured, put together: a job is as fast as its slowest rank."""
+    steps = list(zip(*(rank["rows"] for rank in ranks), strict=True))
+    return {
+        "iteration_secs": max(rank["secs"] for rank in ranks) / len(steps),
+        "cpu_secs": sum(rank["cpu_secs"] for rank in ranks) / len(steps),
+        "memory_bytes": sum(rank["memory_bytes"] for rank in ranks),
+        "snapshots": sum(all(taken for *_, taken in step) for step in steps),
+        "state_bytes": sum(rank["nbytes"] for rank in ranks),
+        "stored_secs": ranks[0]["stored_secs"],
+        **ranks[0]["notes"],
+        "iterations": [round(max(secs for secs, *_ in step), 6) for step in steps],
+        "blocked": [round(max(blocked for _, blocked, _ in step), 6) for step in steps],
+    }
+
+
+def missing_package(row: str) -> str:
+    """The package that a row needs and that is not installed; or nothing."""
+    package = SYSTEMS[ROWS[row].system].package
+    with contextlib.suppress(PackageNotFoundError):
+        return "" if not package or version(package) else package
+    return package
+
+
+def figures_of(blocks: Sequence[Mapping[str, Any]], job: str, load: str, row: str) -> dict[str, Any]:
+    """Medians over the repeats of a row; ratios are those to ``off`` in the same repeat."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {row: {}, OFF: {}}
+    for block in blocks:
+        if (block["job"], block["load"]) == (job, load) and block["row"] in found and "error" not in block:
+            found[block["row"]][block["repeat"]] = block
+    mine, pairs = [*found[row].values()], [(found[row][at], found[OFF][at]) for at in found[row] if at in found[OFF]]
+    if not pairs:
+        return {}
+    ratios = [block["iteration_secs"] / off["iteration_secs"] for block, off in pairs]
+    quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    snapshots = sum(block["snapshots"] for block in mine)
+    blocked_secs = sum(sum(block["blocked"]) for block in mine)
+    stored = [secs for block in mine for secs in block["stored_secs"]]
+    return {
+        "ratio": quarters[1], "ratio_quarter": quarters[0], "ratio_three_quarters": quarters[2],
+        "iteration_ms": statistics.median(block["iteration_secs"] for block in mine) * 1e3,
+        "blocked_ms": blocked_secs / snapshots * 1e3 if snapshots else None,
+        "cpu_ms": statistics.median(block["cpu_secs"] for block in mine) * 1e3,
+        "cpu_ms_more": statistics.median(block["cpu_secs"] - off["cpu_secs"] for block, off in pairs) * 1e3,
+        "memory_bytes_more": statistics.median(block["memory_bytes"] - off["memory_bytes"] for block, off in pairs),
+        "stored_secs": statistics.median(stored) if stored else None,
+        "snapshots": snapshots, "iterations": sum(len(block["blocked"]) for block in mine),
+        "protected": sum(block.get("protected", 0) for block in mine),
+    }  # fmt: skip
+
+
+def missed(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """A line for each goal that does not hold; peers that did not run are not compared."""
+    lines = []
+    for place, table in tables.items():
+        ours, noise, goal = table.get(DEFAULT), table.get(NOISE), MAX_RATIO[place.rpartition("/")[2]]
+        if ours and noise and ours["ratio"] > max(goal, noise["ratio_three_quarters"]):
+            quarters = f"{noise['ratio_quarter']:.3f} to {noise['ratio_three_quarters']:.3f}"
+            lines.append(f"{place}: an iteration takes {ours['ratio']:.3f}, more than {goal}; off again {quarters}")
+        for mine in (name for name in (DEFAULT, "ftckpt, storage") if name in table):
+            if (blocked := table[mine].get("blocked_ms")) is None:
+                lines.append(f"{place}: {mine}: " + ("no snapshot was taken" if table[mine] else "not measured"))
+                continue
+            peers = [name for name, row in ROWS.items() if row.group == ROWS[mine].group and name != mine]
+            others = {peer: table.get(peer, {}).get("blocked_ms") for peer in peers}
+            lines += [
+                f"{place}: {mine} blocks {blocked:.2f} ms a snapshot, {peer} {other:.2f}"
+                for peer, other in others.items()
+                if other is not None and blocked >= other
+            ]
+    return lines
+
+
+HEADS = (
+    "snapshots", "protected", "iteration ms", "to off", "quartiles", "blocked ms", "cpu ms", "more", "memory MB",
+    "stored s",
+)  # fmt: skip
+
+
+def show(place: str, table: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> None:
+    """Print one table; a row without figures has its reason."""
+    lines = []
+    for row, found in table.items():
+        if not found:
+            lines.append([row, reasons.get(row, "failed"), *[""] * (len(HEADS) - 1)])
+            continue
+        blocked, stored = (
+            "" if found[name] is None else f"{found[name]:.2f}" for name in ("blocked_ms", "stored_secs")
+        )
+        lines.append([
+            row, f"{found['snapshots']}/{found['iterations']}", str(found["protected"]),
+            f"{found['iteration_ms']:.1f}", f"{found['ratio']:.3f}",
+            f"{found['ratio_quarter']:.3f}..{found['ratio_three_quarters']:.3f}", blocked,
+            f"{found['cpu_ms']:.1f}", f"{found['cpu_ms_more']:+.1f}", f"{found['memory_bytes_more'] / 1e6:+.0f}",
+            stored,
+        ])  # fmt: skip
+    print_table([place, *HEADS], lines)
+    print()
+
+
+class Run:
+    """The blocks of a result file: those that are there already, and those that are to be measured."""
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self._path, self.content = path, {**content, "blocks": []}
+        if path.exists():
+            before = json.loads(path.read_text())
+            if self._conditions(before) != self._conditions(self.content):
+                raise SystemExit(f"{path}: was measured with another size, revision or machine; name another file")
+            self.content = {**before, "blocks": [block for block in before["blocks"] if "error" not in block]}
+
+    @staticmethod
+    def _conditions(content: Mapping[str, Any]) -> list[Any]:
+        about = content["environment"]
+        return [content["sizes"], about["revision"], about["hardware"]["cpu"], about["hardware"]["cores"]]
+
+    def measure(self, plans: Sequence[Plan], sizes: Sizes, arena: Path, disk: Path) -> None:
+        """The blocks of ``plans`` that are not there yet; the file has each as it ends."""
+        done = {Plan(block["job"], block["load"], block["repeat"], block["row"]) for block in self.content["blocks"]}
+        left = [plan for plan in plans if plan not in done]
+        begin = time.monotonic()
+        for number, plan in enumerate(left):
+            block = run_block(plan, sizes, arena, disk)
+            self.content["blocks"].append({**plan._asdict(), **block})
+            write_json(self._path, self.content)
+            end_secs = (time.monotonic() - begin) / (number + 1) * (len(left) - number - 1)
+            text = f"iteration {block['iteration_secs'] * 1e3:.1f} ms" if "error" not in block else "failed"
+            place = f"{len(plans) - len(left) + number + 1} of {len(plans)}"
+            words = f"{place}, {plan.job}, {plan.load}, repeat {plan.repeat + 1}, {plan.row}: {text}"
+            print(f"{words}; about {end_secs / 60:.0f} min left", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, print the tables, write the file; returns the exit code."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rows; no goal counts")
+    parser.add_argument("--repeats", type=int, help="default: 5, 2 with --quick")
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), help="default: all, plain with --quick")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: all, or some with --quick")
+    parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="where storage rows save: on no tmpfs")
+    args = parser.parse_args(argv)
+    sizes = QUICK if args.quick else FULL
+    jobs = args.jobs or (["plain"] if args.quick else list(JOBS))
+    rows = args.rows or list(QUICK_ROWS if args.quick else ROWS)
+    reasons = {row: f"{package} is not installed" for row in rows if (package := missing_package(row))}
+    peers = {system.package for system in SYSTEMS.values() if system.package}
+    about = environment(argv, "benchmarks/cost.py", peers)
+    run = Run(
+        args.json,
+        {
+            "benchmark": "cost",
+            "environment": about,
+            "sizes": {**sizes._asdict(), "script": [*sizes.script]},
+            "ranks": RANKS,
+        },
+    )
+    plans = plans_of(jobs, args.repeats or (2 if args.quick else 5), [row for row in rows if row not in reasons])
+    run.measure(plans, sizes, args.arena.absolute(), args.disk.absolute())
+    tables: dict[str, dict[str, dict[str, Any]]] = {}
+    for job in jobs:
+        for load in MAX_RATIO:
+            found = {row: figures_of(run.content["blocks"], job, load, row) for row in rows_of(job, rows)}
+            tables[f"{job}/{load}"] = found
+            show(f"{job}, {load}", found, reasons)
+    failed = [f"{row}: failed" for row in rows if any("error" in b for b in run.content["blocks"] if b["row"] == row)]
+    content = {**run.content, "tables": tables, "not_run": reasons}
+    return conclude(args.json, content, failed + missed(tables), args.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
