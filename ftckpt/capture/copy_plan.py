@@ -47,6 +47,8 @@ class CopyPlan:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], device: torch.device) -> None:
+        self.sizes = [copy.nbytes for copy in copies]
+        """Bytes of each chunk."""
         entries: list[_Entry] = []
         firsts = [0]
         small, places = list[Segment](), list[int]()
@@ -72,9 +74,9 @@ class CopyPlan:
         buffer = device_buffer(end, device).zero_() if end else torch.empty(0)
         self._sources = np.array([one.source + buffer.data_ptr() * one.gathered for one in entries], np.uint64)
         self._offsets = np.array([one.offset for one in entries], np.uint64)
-        self._sizes = np.array([one.nbytes for one in entries], np.uint64)
+        self._nbytes = np.array([one.nbytes for one in entries], np.uint64)
         self._firsts = firsts
-        self._stops = _stops(firsts, self._sizes)
+        self._stops = _stops(firsts, self._nbytes)
         self._targets: dict[int, Addresses] = {}
         live = [tensors[one.piece].detach()[one.start : one.start + one.numel].view(torch.uint8) for one in small]
         self._gathered = [buffer[at : at + one.nbytes] for at, one in zip(places, small, strict=True)], live
@@ -90,7 +92,7 @@ class CopyPlan:
 
     def trial(self, target: torch.Tensor) -> Call:
         """A call that copies a few bytes to ``target``: what a driver makes at the first one is made then."""
-        self._trial = np.array([[target.data_ptr()], self._sources[:1], [min(8, int(self._sizes[0]))]], np.uint64)
+        self._trial = np.array([[target.data_ptr()], self._sources[:1], [min(8, int(self._nbytes[0]))]], np.uint64)
         return Call(*(row.ctypes.data for row in self._trial), 1)
 
     def gather(self) -> None:
@@ -102,9 +104,9 @@ class CopyPlan:
         base = slot.data_ptr()
         if base not in self._targets:
             self._targets[base] = self._offsets + np.uint64(base)
-        arrays = self._targets[base], self._sources, self._sizes
+        arrays = self._targets[base], self._sources, self._nbytes
         targets, sources, sizes = (array.ctypes.data for array in arrays)
-        end, word = self._firsts[stop], self._sizes.itemsize
+        end, word = self._firsts[stop], self._nbytes.itemsize
         for begin in range(self._firsts[at], end, CALL_COPIES):
             skipped = begin * word
             yield Call(targets + skipped, sources + skipped, sizes + skipped, min(CALL_COPIES, end - begin))

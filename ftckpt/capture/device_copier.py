@@ -278,8 +278,8 @@ class DeviceCopier:
 
     def _submit(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         gate, ahead, at = None, deque[tuple[DeviceEvent, int]](), 0
-        sizes = [copy.nbytes for copy in flight.copies]
         plan = self._plan if self._registrar.covers(flight.slot, flight.slot.numel()) else None
+        sizes = plan.sizes if plan is not None else [copy.nbytes for copy in flight.copies]
         if plan is not None:
             plan.gather()
         while at < len(sizes):

@@ -144,8 +144,8 @@ class Bubbles:
             return
         with self._changed:
             self._moving = True
-            self._changed.notify()
             if self._plan is None or self._left <= 0:
+                self._changed.notify()
                 return
             if kind == "optimizer":  # every turn was given or hurried: places would pile up until the next snapshot
                 self._left = 0
@@ -156,6 +156,9 @@ class Bubbles:
             if not self._plan.knows(index, kind):
                 self._plan = None  # another schedule than the one that was planned for
             self._places.append(_Place(index, kind, gate))
+            # Not at a place that takes nothing: a thread that is woken takes the interpreter's lock from training.
+            if self._plan is None or self._plan.allowed(index, self._left):
+                self._changed.notify()
 
     def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         with self._changed:

@@ -46,6 +46,7 @@ class Failing(Always):
         return Turn()
 
 
+@pytest.mark.parametrize("fake", ["batch", "each"], indirect=True)
 @pytest.mark.parametrize("own_stream", [True, False])
 @pytest.mark.parametrize("first", ["compute", "side"])
 @pytest.mark.parametrize("pinned", [True, False])
@@ -54,6 +55,7 @@ def test_snapshot_is_the_boundary_in_any_order(fake: FakeDevice, first: str, pin
     fake.refuse_pinning = not pinned
     tensors, copies, slot = laid_out(parity=True)
     with prepared([slot], CPU, own_stream=own_stream) as copier:
+        copier.warm_up(tensors, copies, [])
         fake.first = fake.compute if first == "compute" else fake.side
         fake.compute.enqueue(lambda: tensors[0].add_(1))
         boundary = [tensors[0] + 1, tensors[1].clone(), tensors[2].clone()]
