@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -113,9 +112,9 @@ _NO_SLOT = host_memory(0)
 class Flight:
     """One snapshot's copies on their way; made by a copier, waited for at the fence.
 
-    ``arrived()`` is called on a thread of the copier when the host knows that all bytes are in the slot, and not after
-    ``cancel`` has returned True. ``base`` is the boundary's moment on the copier's clock. ``taken`` are the copies of
-    volatile state, for which ``Copier.take`` was called.
+    ``arrived()`` is called on a thread of the copier when the host knows that all bytes are in the slot, and never
+    after ``cancel`` has returned True. ``base`` is the boundary's moment on the copier's clock. ``taken`` are the
+    copies of volatile state, for which ``Copier.take`` was called.
     """
 
     def __init__(

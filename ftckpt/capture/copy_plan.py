@@ -22,8 +22,8 @@ from ftckpt.capture.registration import PIECE_BYTES
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, aligned
 
 CALL_COPIES, CALL_BYTES = 128, 256 << 20
-"""Of one call, at most. A driver takes about a thousand copies ahead of its device, and at one more every thread waits,
-the one that launches kernels too; and what training copies itself waits behind the bytes of a call."""
+"""Of one call, at most. A driver takes about a thousand copies ahead of its device, and at one more every thread
+waits, the one that launches kernels too; and what training copies itself waits behind the bytes of a call."""
 _SMALL_BYTES, _MOST_SMALL_BYTES = 64 << 10, 32 << 20
 """What is gathered: tensors of fewer bytes, so much in all."""
 
@@ -130,8 +130,12 @@ def _place(before: _Entry | None, segment: Segment, end: int) -> int:
 def _continues(before: _Entry, entry: _Entry) -> bool:
     """Whether both are one copy: as far from each other there as here, and within one registration of the slot."""
     gap = entry.offset - before.offset - before.nbytes
-    is_next = entry.source == before.source + before.nbytes + gap and 0 <= gap < (ALIGN_BYTES if entry.gathered else 1)
-    return is_next and before.gathered == entry.gathered and before.offset // PIECE_BYTES == entry.offset // PIECE_BYTES
+    is_next = entry.source == before.source + before.nbytes + gap and 0 <= gap < (
+        ALIGN_BYTES if entry.gathered else 1
+    )
+    return (
+        is_next and before.gathered == entry.gathered and before.offset // PIECE_BYTES == entry.offset // PIECE_BYTES
+    )
 
 
 def _stops(firsts: Sequence[int], sizes: Addresses) -> list[int]:

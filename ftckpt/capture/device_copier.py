@@ -44,12 +44,12 @@ from ftckpt.capture.copier import (
 )
 from ftckpt.capture.copy_plan import CopyPlan
 from ftckpt.capture.driver import Call, batch_copy, device_buffer, on_device, separate_stream
-from ftckpt.events import log
 from ftckpt.capture.registration import PIECE_BYTES, Registrar
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
+from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
 from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import DeviceClock, DeviceEvent, Moment
+from ftckpt.windows.clock import DeviceClock, DeviceEvent
 
 _XOR_BYTES = 8 << 20
 """Parity is made in so much of the device's memory at a time."""
@@ -306,7 +306,7 @@ class DeviceCopier:
             else:
                 flight.hurry.wait(_AHEAD_POLL_SECS)
 
-    def _enqueue(  # noqa: PLR0917 - all but the plan are of one turn
+    def _enqueue(
         self, tensors: Sequence[torch.Tensor], plan: CopyPlan | None, flight: Flight, turn: range, nbytes: int
     ) -> DeviceEvent:
         """Returns what stands behind the copies of the chunks of one turn."""
@@ -316,7 +316,7 @@ class DeviceCopier:
             if plan is not None and plan.covers(turn.start):
                 for call in plan.calls(flight.slot, turn.start, turn.stop):
                     if not self._call(call):
-                        raise RuntimeError(f"the driver refused a call of {call.count} copies")
+                        raise RuntimeError(f"the driver refused a call of {call.number} copies")
             else:
                 for copy in flight.copies[turn.start : turn.stop]:
                     self._copy(tensors, copy, flight.slot)

@@ -100,12 +100,12 @@ def loaded(name: str) -> ctypes.CDLL:
 
 
 class Call(NamedTuple):
-    """What one call of the driver copies: addresses of arrays of ``count`` targets, sources and sizes, words of 8 bytes."""
+    """What one call of the driver copies: addresses of arrays of ``number`` words, targets, sources and sizes."""
 
     targets: int
     sources: int
     sizes: int
-    count: int
+    number: int
 
 
 BatchCopy = Callable[[Call, int], int]

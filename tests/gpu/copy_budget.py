@@ -150,7 +150,7 @@ def main(kind: str) -> None:
         before, already = cpu_secs(), calls.total()
         flight = Flight(copies, slot, lambda: None, copier._clock.mark())
         waits.append(fly(copier, windows, forecast, flight, tensors))
-        until(lambda: copier._finisher._jobs.empty(), "finished", SECS)
+        until(copier._finisher._jobs.empty, "finished", SECS)
         time.sleep(0.01)
         secs.append(cpu_secs() - before)
         given.append(calls.total() - already)

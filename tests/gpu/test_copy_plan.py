@@ -21,7 +21,7 @@ from tests.support.fake_device import PAGE, FakeDevice
 
 def run(call: Call) -> list[int]:
     """Copies as a driver does; the size of each."""
-    words = [np.ctypeslib.as_array((ctypes.c_uint64 * call.count).from_address(at)).tolist() for at in call[:3]]
+    words = [np.ctypeslib.as_array((ctypes.c_uint64 * call.number).from_address(at)).tolist() for at in call[:3]]
     for target, source, nbytes in zip(*words, strict=True):
         ctypes.memmove(target, source, nbytes)
     return words[2]
@@ -78,14 +78,16 @@ def test_small_tensors_go_as_one_and_so_do_neighbours(fake: FakeDevice, monkeypa
     assert len(sizes) == flat.nbytes // (4 * PAGE) + 2
 
 
-def test_a_call_takes_no_more_than_a_driver_should_be_given(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_takes_no_more_than_a_driver_should_be_given(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And yet all of a chunk that is more than that by itself, by several calls."""
     monkeypatch.setattr(copy_plan, "_SMALL_BYTES", 0)
     few = [ChunkCopy(n, tuple(Segment(0, 0, 1, 8 * (n * 50 + k), 4) for k in range(50))) for n in range(4)]
     many = ChunkCopy(4, tuple(Segment(0, 0, 1, 8 * (200 + k), 4) for k in range(300)))
     made = CopyPlan([torch.zeros(1)], [*few, many], CPU)
     assert [made.stop(at) for at in range(5)] == [2, 3, 4, 4, 5]
-    counts = [call.count for call in made.calls(shared_slot(PAGE), 4, 5)]
+    counts = [call.number for call in made.calls(shared_slot(PAGE), 4, 5)]
     assert counts == [CALL_COPIES, CALL_COPIES, 300 - 2 * CALL_COPIES]
     monkeypatch.setattr(copy_plan, "CALL_BYTES", 499)
     assert CopyPlan([torch.zeros(1)], few, CPU).stop(0) == 2

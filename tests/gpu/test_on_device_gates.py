@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ftckpt.capture import driver, registration
-from ftckpt.windows.bubbles import Always, Bubbles, WindowPlan, Turn
+from ftckpt.windows.bubbles import Always, Bubbles, Turn, WindowPlan
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.iteration import IterationForecast
 from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot

@@ -270,7 +270,7 @@ class FakeDevice:
         if self.refuse_calls:
             return 801
         self.use([("copy", "many to the host")])
-        words = [np.ctypeslib.as_array((ctypes.c_uint64 * call.count).from_address(at)) for at in call[:3]]
+        words = [np.ctypeslib.as_array((ctypes.c_uint64 * call.number).from_address(at)) for at in call[:3]]
         copies = list(zip(*(array.tolist() for array in words), strict=True))
         for target, _, nbytes in copies:
             is_staging = any(target == buffer.data_ptr() for buffer in self.staging)
@@ -281,8 +281,8 @@ class FakeDevice:
             for target, source, nbytes in copies:
                 ctypes.memmove(target, source, nbytes)
 
-        self.calls.append(call.count)
-        self.copies += call.count
+        self.calls.append(call.number)
+        self.copies += call.number
         (where,) = (one for one in self.streams if id(one) == stream)
         where.enqueue(run, millis=1.0)
         return 0
@@ -351,7 +351,7 @@ def _kind(*operands: torch.Tensor) -> tuple[int, bool]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, batches: bool = False) -> FakeDevice:
-    """``FakeDevice`` in the place of torch.cuda, registrations of 16 KiB; ``batches``: its driver copies many at once."""
+    """``FakeDevice`` in the place of torch.cuda, registrations of 16 KiB; ``batches``: it takes many copies at once."""
     made = FakeDevice()
     runtime = SimpleNamespace(cudaHostRegister=made.register, cudaHostUnregister=made.unregister)
     replaced = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ladder import window_share
-from ftckpt.windows.bubbles import Bubbles, WindowPlan, Turn
+from ftckpt.windows.bubbles import Bubbles, Turn, WindowPlan
 from ftckpt.windows.iteration import IDLE, Iteration, IterationForecast, Profile, divide, in_windows
 
 KINDS = ("boundary", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")

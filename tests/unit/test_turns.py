@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.windows.bubbles import Bubbles, WindowPlan, Turn
+from ftckpt.windows.bubbles import Bubbles, Turn, WindowPlan
 from ftckpt.windows.iteration import IDLE, IterationForecast
 
 LONG_SECS = 20.0
