@@ -93,7 +93,8 @@ class CopyPlan:
     def trial(self, target: torch.Tensor) -> Call:
         """A call that copies a few bytes to ``target``: what a driver makes at the first one is made then."""
         self._trial = np.array([[target.data_ptr()], self._sources[:1], [min(8, int(self._nbytes[0]))]], np.uint64)
-        return Call(*(row.ctypes.data for row in self._trial), 1)
+        targets, sources, sizes = (row.ctypes.data for row in self._trial)
+        return Call(targets, sources, sizes, 1)
 
     def gather(self) -> None:
         """Enqueue, on the current stream, what must come before any of a snapshot's calls."""
