@@ -351,7 +351,7 @@ def _kind(*operands: torch.Tensor) -> tuple[int, bool]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, batches: bool = False) -> FakeDevice:
-    """``FakeDevice`` in the place of torch.cuda, registrations of 16 KiB; ``batches``: it takes many copies a call."""
+    """``FakeDevice`` in the place of torch.cuda, registrations of 16 KiB; ``batches``: its calls take many."""
     made = FakeDevice()
     runtime = SimpleNamespace(cudaHostRegister=made.register, cudaHostUnregister=made.unregister)
     replaced = {
