@@ -146,6 +146,11 @@ class DeviceCopier:
         """Whether the device may write to all of the slot; elsewhere copies are staged."""
         return self._registrar.covers(slot, slot.numel())
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether the driver is given many copies by one call."""
+        return self._plan is not None
+
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
     ) -> None:

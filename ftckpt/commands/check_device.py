@@ -231,6 +231,8 @@ def _rate(bench: Bench) -> Result:
         plain.append(whole.numel() / (time.perf_counter() - begin))
     rate, limit = statistics.median(ours), statistics.median(plain)
     text = f"{rate / 1e9:.1f} GB/s; a plain copy {limit / 1e9:.1f} GB/s ({rate / limit:.0%})"
+    if isinstance(bench.copier, DeviceCopier):
+        text += ", many copies a call" if bench.copier.has_plan else ", a call for each copy"
     figures = {"bytes_per_sec": rate, "plain_bytes_per_sec": limit}
     if rate < _LEAST_SHARE * limit:
         return warned(text, "see whether the rank's cores are near the device", **figures)
