@@ -304,12 +304,12 @@ class Capture:
     def _start(self, slot: int, snapshot: SnapshotId, base: Moment, hashed: bool) -> Flight:
         control, arena = self.arena.control, self.arena
 
-        def landed(chunk: int) -> None:
-            if hashed:
+        def arrived() -> None:
+            for chunk in range(len(arena.image.chunks)) if hashed else ():
                 control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
+            self._seal(slot, snapshot, hashed)
 
-        arrived = lambda: self._seal(slot, snapshot, hashed)  # noqa: E731
-        flight = Flight(self._stepped, self._slots[slot], landed, arrived, base, taken=self._volatile)
+        flight = Flight(self._stepped, self._slots[slot], arrived, base, taken=self._volatile)
         self._copier.start(self._tensors, flight, self._windows)
         return flight
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
-from contextlib import suppress
-from itertools import cycle
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -38,14 +36,17 @@ def tell_nobody(_copying: bool) -> None:
 
 
 class Worker:
-    """One daemon thread, on some cores if they are given, that runs jobs one after the other.
+    """One daemon thread, on some cores if they are given, that runs jobs one after the other, all within ``context``.
 
     ``yields``: it takes no core from a thread that runs at the moment when a job comes. Ranks with fewer cores than
     they have threads would otherwise wait in the boundary for the copies of those that have passed it.
     """
 
-    def __init__(self, name: str, cores: Cores = None, *, yields: bool = False) -> None:
-        self._cores, self._yields = cores, yields
+    def __init__(
+        self, name: str, cores: Cores = None, *, yields: bool = False,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:  # fmt: skip
+        self._cores, self._yields, self._context = cores, yields, context
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: a copy that is stuck in a driver must not keep a process that ends.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -93,9 +94,10 @@ class Worker:
         if self._yields:
             with suppress(OSError):  # of a policy that may not be left
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # and what it holds, such as the memory of a slot
+        with self._context():
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job  # and what it holds, such as the memory of a slot
 
 
 Slot = torch.Tensor
@@ -110,17 +112,15 @@ _NO_SLOT = host_memory(0)
 class Flight:
     """One snapshot's copies on their way; made by a copier, waited for at the fence.
 
-    ``landed(chunk)`` is called on a thread of the copier, on several at a time, when the host knows that a chunk's
-    bytes are in the slot, ``arrived()`` when all are. Neither is called after ``cancel`` has returned True. ``base``
-    is the boundary's moment on the copier's clock. ``taken`` are the copies of volatile state, for which
-    ``Copier.take`` was called.
+    ``arrived()`` is called on a thread of the copier when the host knows that all bytes are in the slot, and never
+    after ``cancel`` has returned True. ``base`` is the boundary's moment on the copier's clock. ``taken`` are the
+    copies of volatile state, for which ``Copier.take`` was called.
     """
 
     def __init__(
         self,
         copies: Sequence[ChunkCopy],
         slot: Slot,
-        landed: Callable[[int], None],
         arrived: Callable[[], None],
         base: Moment = None,
         *,
@@ -130,17 +130,15 @@ class Flight:
         self.taken = taken
         self.slot = slot
         self.base = base
-        self._landed = landed
         self._arrived = arrived
         self._cancelled = False
-        self._lock = threading.Condition(threading.Lock())
-        self._num_landing = 0
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self.error: BaseException | None = None
         self.hurry = threading.Event()
         """Set when there is no more time to wait for windows."""
         self.timed: list[tuple[float, float, int]] = []
-        """(begin, end, bytes) of each chunk's copy, in seconds since ``base``."""
+        """(begin, end, bytes) of each turn's copies, in seconds since ``base``."""
         self.submitted = threading.Event()
         """Set when every copy is done, or the device knows of it, so that one of its streams can wait for them."""
         self.last_copy: DeviceEvent | None = None
@@ -167,22 +165,7 @@ class Flight:
                 return False
             self._cancelled = True
             self.hurry.set()
-            # Hashes are written without the lock: those under way are waited for. A seal is made under it.
-            self._lock.wait_for(lambda: not self._num_landing)
             return True
-
-    def chunk_landed(self, chunk: int) -> None:
-        """The host knows that a chunk's bytes are in the slot; called by the copier, on several threads."""
-        with self._lock:
-            if self._cancelled:
-                return
-            self._num_landing += 1
-        try:
-            self._landed(chunk)  # without the lock: checksums of several chunks are taken at a time
-        finally:
-            with self._lock:
-                self._num_landing -= 1
-                self._lock.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
         """Called by the copier, once, last: seals unless the flight was cancelled or failed."""
@@ -268,59 +251,8 @@ def make_copier(
     return HostCopier(locality.cores, tell_copying)
 
 
-class Finisher:
-    """What follows a copy, on threads of its own, so that checksums take no time from the windows.
-
-    ``chunk`` and ``end`` are called by the thread that copies, in the order of the copies. With several ``threads``
-    chunks land in any order.
-    """
-
-    def __init__(self, cores: Cores = None, threads: int = 1) -> None:
-        self._workers = [Worker("ftckpt-finish", cores, yields=True) for _ in range(threads)]
-        self._turns = cycle(self._workers)
-
-    def chunk(self, flight: Flight, chunk: int, wait: Callable[[], None] | None = None) -> None:
-        """After ``wait`` the chunk's bytes are in the slot."""
-        next(self._turns).submit(lambda: self._land(flight, chunk, wait))
-
-    def end(self, flight: Flight, error: BaseException | None = None) -> None:
-        """Called once, behind the last chunk."""
-        first, *others = self._workers
-        through = [threading.Event() for _ in others]
-        for worker, event in zip(others, through, strict=True):
-            worker.submit(event.set)
-
-        def end() -> None:
-            for event in through:
-                event.wait()
-            flight.end(error)
-
-        first.submit(end)
-
-    def call(self, job: Callable[[], None], timeout_secs: float) -> None:
-        """As ``Worker.call``, on each thread."""
-        for worker in self._workers:
-            worker.call(job, timeout_secs)
-
-    def close(self) -> None:
-        """Stop once what was given has been dealt with."""
-        deadline = time.monotonic() + _JOIN_SECS
-        for worker in self._workers:  # all are told before one is waited for
-            worker.close(0.0)
-        for worker in self._workers:
-            worker.close(max(0.0, deadline - time.monotonic()))
-
-    def _land(self, flight: Flight, chunk: int, wait: Callable[[], None] | None) -> None:
-        try:
-            if wait is not None:
-                wait()
-            flight.chunk_landed(chunk)
-        except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
-            flight.error = flight.error or error
-
-
 class HostCopier:
-    """For tensors in host memory: one thread copies chunk by chunk, another takes checksums."""
+    """For tensors in host memory: one thread copies chunk by chunk."""
 
     in_graph = False
 
@@ -328,7 +260,6 @@ class HostCopier:
         self._clock = HostClock()
         self._tell_copying = tell_copying
         self._worker = Worker("ftckpt-copy", cores, yields=True)
-        self._finisher = Finisher(cores)
         self._at_once: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def prepare(self, slots: Sequence[Slot]) -> None:
@@ -370,34 +301,23 @@ class HostCopier:
 
     def stop(self) -> None:
         self._at_once.clear()
-        if self._worker.close():  # otherwise its flight has still to end
-            self._finisher.close()
+        self._worker.close()
 
     def close(self) -> None:
         self.stop()
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
-        later: list[int] = []
-        for copy in flight.taken:
-            self._finisher.chunk(flight, copy.chunk)
         try:
             for copy in flight.copies:
-                windows.wait_turn(copy.nbytes, flight.hurry)
+                windows.wait_turn([copy.nbytes], flight.hurry)
                 # Looked at after the wait, which is where a snapshot is dropped most of the time.
-                if flight.cancelled or flight.error is not None:
+                if flight.cancelled:
                     break
                 self._copy(tensors, copy, flight)
-                # Whoever stands at the fence waits for bytes: checksums would slow down the copies of the others.
-                if flight.hurry.is_set():
-                    later.append(copy.chunk)
-                else:
-                    self._finisher.chunk(flight, copy.chunk)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
             flight.error = error
-        flight.submitted.set()  # before the end: the fence needs the bytes, and not their checksums
-        for chunk in later:
-            self._finisher.chunk(flight, chunk)
-        self._finisher.end(flight)
+        flight.submitted.set()  # before the end: the fence needs no seal
+        flight.end()
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
         self._tell_copying(True)

@@ -1,7 +1,9 @@
 """Copies from a CUDA or ROCm device into host-registered slots on a side stream.
 
-Slots are pinned in the background (``registration``); chunks that are not yet go through one pinned buffer of a
-chunk's size. Parity is made in a few MiB of the device's memory.
+Slots are pinned in the background (``registration``). To one that is, the driver copies all that may be copied at a
+time by one call, of arrays that are made before training (``copy_plan``). Where it has no such call, and for chunks
+that are no plain copies, it is called for each tensor; to a slot that is not pinned copies go through one pinned
+buffer of a chunk's size. Parity is made in a few MiB of the device's memory.
 
 Streams never wait for each other in a circle: whoever makes one wait does so for an event that was recorded
 before, so every wait points back in the order in which work was given to the device. For a gate the training
@@ -31,7 +33,6 @@ from ftckpt.capture.affinity import Locality
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto, xor_parts
 from ftckpt.capture.copier import (
     Cores,
-    Finisher,
     Flight,
     Slot,
     TellCopying,
@@ -41,24 +42,27 @@ from ftckpt.capture.copier import (
     copy_host_state,
     tell_nobody,
 )
-from ftckpt.capture.driver import device_buffer, on_device, separate_stream
+from ftckpt.capture.copy_plan import CopyPlan
+from ftckpt.capture.driver import Call, batch_copy, device_buffer, on_device, separate_stream
 from ftckpt.capture.registration import PIECE_BYTES, Registrar
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
+from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
 from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import DeviceClock, DeviceEvent, Moment
+from ftckpt.windows.clock import DeviceClock, DeviceEvent
 
 _XOR_BYTES = 8 << 20
 """Parity is made in so much of the device's memory at a time."""
-_EVENTS = 3
-"""Of one copy: its begin and its end, and one that is waited for."""
+_EVENTS = 2
+"""Of one turn: its begin and its end."""
 _MORE_EVENTS = 8
 """The boundary, staged copies, a failure."""
 _MOST_AHEAD = 64
 """Chunks that are submitted and not there yet. A driver takes about a thousand calls ahead of its device, of all
 streams together; at one more each thread waits, the one that launches training's kernels too. A chunk is a few.
 """
-_AHEAD_POLL_SECS = 0.001
+_AHEAD_POLL_SECS = 0.005
+"""About what a link takes for the bytes of one call."""
 _SETTLED_AFTER = 2
 """Iterations: by then training has loaded and allocated what it needs."""
 _STAGED_BYTES_PER_SEC = 5e9
@@ -67,8 +71,6 @@ _MOST_STAGED_SECS, _MOST_STAGED_SHARE = 0.05, 0.05
 """What takes longer, in seconds and of an iteration, waits until a slot is pinned: 10 GB/s, beside training."""
 _PINNED_WITHIN_SECS = 120.0
 """Of training that has settled: past that a snapshot that is staged is better than none."""
-_FINISHERS = 4
-"""Threads that take checksums: on that machine one took 13 GB/s, and the device sent 55."""
 _PIN_POLL_SECS = 0.005
 _WARM_UP_SECS = 300.0
 """The driver reads kernels from disk, other ranks beside it."""
@@ -91,8 +93,11 @@ class DeviceCopier:
         current = torch.cuda.current_stream(device)
         self._stream = separate_stream(device) if own_stream else current
         self._registrar = registrar or Registrar(device, Locality(cores), None, None)
-        self._worker = Worker("ftckpt-copy", cores)
-        self._finisher = Finisher(cores, _FINISHERS)
+        context = partial(on_device, device)
+        self._worker = Worker("ftckpt-copy", cores, context=context)
+        # What the host is to know of copies that are there, so that those behind them are submitted meanwhile.
+        self._finisher = Worker("ftckpt-finish", cores, yields=True, context=context)
+        self._plan: CopyPlan | None = None
         self._flight: Flight | None = None
         self._num_boundaries = 0
         self._bounded_at, self._iteration_secs = time.monotonic(), 0.0
@@ -141,17 +146,25 @@ class DeviceCopier:
         """Whether the device may write to all of the slot; elsewhere copies are staged."""
         return self._registrar.covers(slot, slot.numel())
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether the driver is given many copies by one call."""
+        return self._plan is not None
+
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
     ) -> None:
         """All parity is made once and not kept: which kernels it takes follows from where each piece lies."""
         self._device_bytes = sum(copy.nbytes for copy in copies if by_home(tensors, copy)[1].segments)
         self._volatile.reserve(tensors, volatile)
+        if self._own_stream and batch_copy() is not None:
+            plan = CopyPlan(tensors, copies, self._device)
+            self._plan = plan if any(map(plan.covers, range(len(copies)))) else None
         # Training may be on another stream at the first boundary: what was tried out must not come behind that.
         self._sleep_until_done(torch.cuda.current_stream(self._device))
         # On the thread and on the stream of the copies themselves: to both the driver ties what it makes.
         self._worker.call(lambda: self._rehearse(tensors, [*copies, *volatile]), _WARM_UP_SECS)
-        self._finisher.call(self._wait_once, _WARM_UP_SECS)
+        self._finisher.call(lambda: self._sleep_until_done(self._stream), _WARM_UP_SECS)
 
     def take(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
         """Within the device, behind all that the current stream has; to the slot what has no room there."""
@@ -191,7 +204,7 @@ class DeviceCopier:
         if self._worker.close():  # otherwise its flight has still to end
             self._finisher.close()
         if self._at_rest:
-            self._staging = self._mixed = None
+            self._staging = self._mixed = self._plan = None
             self._volatile.let_go()
 
     def close(self) -> None:
@@ -206,7 +219,7 @@ class DeviceCopier:
         return self._flight is None or self._flight.ended
 
     def _rehearse(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None:
-        with on_device(self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             self._clock.provide(_EVENTS * len(copies) + _MORE_EVENTS)
             self._stream.wait_event(self._event_behind(self._stream).raw)
             parts = [part for copy in copies for part in _parts(copy) if by_home(tensors, part)[1].segments]
@@ -226,15 +239,14 @@ class DeviceCopier:
                 few = ChunkCopy(0, (Segment(0, 0, ALIGN_BYTES, 0, ALIGN_BYTES),))
                 copy_chunk([self._mixed], few, staging, non_blocking=True)
                 copy_chunk([staging], few, self._mixed, non_blocking=True)
-            self._sleep_until_done(self._stream)
-
-    def _wait_once(self) -> None:
-        with on_device(self._device):
+            if self._plan is not None:
+                self._plan.gather()
+                self._call(self._plan.trial(staging))
             self._sleep_until_done(self._stream)
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, boundary: DeviceEvent, windows: Windows) -> None:
         try:
-            with on_device(self._device), torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):
                 self._require_no_graph()
                 self._stream.wait_event(boundary.raw)
                 self._submit_taken(flight)
@@ -242,10 +254,10 @@ class DeviceCopier:
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
             flight.error = error
             flight.submitted.set()  # the fence has nothing to wait for: it drops the snapshot
-            with suppress(RuntimeError), on_device(self._device), torch.cuda.stream(self._stream):
+            with suppress(RuntimeError), torch.cuda.stream(self._stream):
                 self._come_to_rest(flight)  # an ended flight writes nothing any more
         flight.submitted.set()
-        self._finisher.end(flight)
+        self._finisher.submit(lambda: self._end(flight))
 
     @property
     def _in_scripts_graph(self) -> bool:
@@ -265,23 +277,21 @@ class DeviceCopier:
     def _submit_taken(self, flight: Flight) -> None:
         """At once: it is small, and the next boundary takes it anew."""
         for copy in flight.taken:
-            event: DeviceEvent | None = None
             if self._volatile.holds(copy.chunk):
                 self._to_slot(*self._volatile.held(copy.chunk), flight.slot)
-                event = flight.last_copy = self._event_behind(self._stream)
-            self._finisher.chunk(flight, copy.chunk, partial(self._wait_for, event))
-
-    def _wait_for(self, event: DeviceEvent | None) -> None:
-        if event is not None:
-            with on_device(self._device):
-                event.synchronize()
+                flight.last_copy = self._event_behind(self._stream)
 
     def _submit(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
-        gate, ahead = None, deque[DeviceEvent](maxlen=_MOST_AHEAD)
-        for copy in flight.copies:
+        gate, ahead, at = None, deque[tuple[DeviceEvent, int]](), 0
+        plan = self._plan if self._registrar.covers(flight.slot, flight.slot.numel()) else None
+        sizes = plan.sizes if plan is not None else [copy.nbytes for copy in flight.copies]
+        if plan is not None:
+            plan.gather()
+        while at < len(sizes):
             # Before a turn is asked for: behind it the copy would come too late for the window that it was given.
             self._wait_for_room(ahead, flight)
-            turn = windows.wait_turn(copy.nbytes, flight.hurry)
+            stop = plan.stop(at) if plan is not None and plan.covers(at) else at + 1
+            turn = windows.wait_turn(sizes[at:stop], flight.hurry)
             if flight.cancelled or flight.error is not None:
                 break
             self._require_no_graph()
@@ -289,45 +299,72 @@ class DeviceCopier:
                 # The event was recorded by the training thread before this turn: the wait points back, no circle.
                 gate = turn.gate
                 self._stream.wait_event(gate.raw)
-            ahead.append(self._enqueue(tensors, copy, flight))
+            stop = at + turn.count
+            ahead.append((self._enqueue(tensors, plan, flight, range(at, stop), sum(sizes[at:stop])), turn.count))
+            at = stop
 
-    def _wait_for_room(self, ahead: deque[DeviceEvent], flight: Flight) -> None:
+    def _wait_for_room(self, ahead: deque[tuple[DeviceEvent, int]], flight: Flight) -> None:
         """Until the device has come to the oldest of what is ahead; not where the fence waits for all of it."""
-        while len(ahead) == _MOST_AHEAD and not flight.hurry.is_set():
-            if ahead[0].query():
+        while sum(count for _, count in ahead) >= _MOST_AHEAD and not flight.hurry.is_set():
+            if ahead[0][0].query():
                 ahead.popleft()
             else:
                 flight.hurry.wait(_AHEAD_POLL_SECS)
 
-    def _enqueue(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> DeviceEvent:
-        """Returns what stands behind the copy."""
+    def _enqueue(
+        self, tensors: Sequence[torch.Tensor], plan: CopyPlan | None, flight: Flight, turn: range, nbytes: int
+    ) -> DeviceEvent:
+        """Returns what stands behind the copies of the chunks of one turn."""
         self._under_way.begin()
         try:
-            begin = self._clock.mark()
-            if copy.xor:
-                for part in xor_parts(copy, _XOR_BYTES):
-                    self._xor(tensors, part, flight.slot)
+            begin = self._event_behind(self._stream)
+            if plan is not None and plan.covers(turn.start):
+                for call in plan.calls(flight.slot, turn.start, turn.stop):
+                    if not self._call(call):
+                        raise RuntimeError(f"the driver refused a call of {call.number} copies")
             else:
-                self._to_slot(tensors, copy_host_state(tensors, copy, flight.slot), flight.slot)
-            end = self._clock.mark()
-            # Behind both marks: when the event has come the copy's times can be read.
-            event = flight.last_copy = self._event_behind(self._stream)
+                for copy in flight.copies[turn.start : turn.stop]:
+                    self._copy(tensors, copy, flight.slot)
+            end = flight.last_copy = self._event_behind(self._stream)
         except BaseException:
             self._under_way.end()
             raise
-        self._finisher.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))
-        return event
+        self._finisher.submit(lambda: self._landed(flight, nbytes, begin, end))
+        return end
 
-    def _landed(self, flight: Flight, nbytes: int, begin: Moment, end: Moment, event: DeviceEvent) -> None:
-        with on_device(self._device):
-            try:
-                event.synchronize()
-            finally:
-                self._under_way.end()
-            # All three have come, and the driver, which may be busy, need not be asked with the interpreter's lock.
-            if flight.base is not None and begin is not None and end is not None:
-                begin_secs, end_secs = (float(flight.base.secs_until(mark)) for mark in (begin, end))
-                flight.timed.append((begin_secs, end_secs, nbytes))
+    def _call(self, call: Call) -> bool:
+        """Whether the driver takes it; otherwise copies go one by one from now on."""
+        copy_all = batch_copy()
+        code = copy_all(call, self._stream.cuda_stream) if copy_all is not None else 0
+        if code:
+            self._plan = None
+            log.warning("ftckpt: the driver refuses many copies at once with error %d: they go one by one", code)
+        return not code
+
+    def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
+        if copy.xor:
+            for part in xor_parts(copy, _XOR_BYTES):
+                self._xor(tensors, part, slot)
+        else:
+            self._to_slot(tensors, copy_host_state(tensors, copy, slot), slot)
+
+    def _end(self, flight: Flight) -> None:
+        try:
+            if flight.last_copy is not None:
+                flight.last_copy.synchronize()
+        except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
+            flight.error = flight.error or error
+        flight.end()
+
+    def _landed(self, flight: Flight, nbytes: int, begin: DeviceEvent, end: DeviceEvent) -> None:
+        try:
+            end.synchronize()
+            if flight.base is not None:
+                flight.timed.append((flight.base.secs_until(begin), flight.base.secs_until(end), nbytes))
+        except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
+            flight.error = flight.error or error
+        finally:
+            self._under_way.end()
 
     def _xor(self, tensors: Sequence[torch.Tensor], part: ChunkCopy, slot: Slot) -> None:
         """Make the XOR in device memory that this stream alone uses, and copy it to the slot.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,6 +97,41 @@ def loaded(name: str) -> ctypes.CDLL:
         if path.rpartition("/")[2].startswith(name):
             return ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     raise OSError(f"no library {name} is loaded")
+
+
+class Call(NamedTuple):
+    """What one call of the driver copies: addresses of arrays of ``number`` words, targets, sources and sizes."""
+
+    targets: int
+    sources: int
+    sizes: int
+    number: int
+
+
+BatchCopy = Callable[[Call, int], int]
+"""Enqueues the copies of a call on a stream, by its handle, and returns the driver's error, 0 for none."""
+
+
+@lru_cache(maxsize=1)
+def batch_copy() -> BatchCopy | None:
+    """The driver's call for many copies between host and device, which does not hold the interpreter's lock; None
+    where there is none: before CUDA 12.8, and for HIP."""
+    number, word = ctypes.c_size_t, ctypes.c_void_p
+    for name, more in (("cuMemcpyBatchAsync_v2", []), ("cuMemcpyBatchAsync", [word])):
+        with suppress(OSError, AttributeError):
+            function = getattr(loaded("libcuda.so"), name)
+            function.argtypes = [word, word, word, number, word, word, number, *more, word]
+            return partial(_copy_batch, function, more and [ctypes.byref(number())])
+    return None
+
+
+# CUmemcpyAttributes: sources are read in the order of the stream, nothing is said of where both lie, and copies leave
+# the multiprocessors alone (CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE). They count from the first copy on.
+_ATTRIBUTES, _FIRST = (ctypes.c_int * 6)(1, 0, 0, 0, 0, 1), (ctypes.c_size_t * 1)(0)
+
+
+def _copy_batch(function: Any, failed_at: Sequence[Any], call: Call, stream: int) -> int:
+    return int(function(*call, _ATTRIBUTES, _FIRST, 1, *failed_at, stream))
 
 
 def pin_pages(address: int, nbytes: int) -> bool:

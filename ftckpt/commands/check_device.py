@@ -97,7 +97,7 @@ class Bench:
 
     def flight(self, windows: Windows | None = None) -> Flight:
         """A snapshot that begins now."""
-        flight = Flight(self.copies, self.slot, lambda chunk: None, lambda: None, self.clock.mark())
+        flight = Flight(self.copies, self.slot, lambda: None, self.clock.mark())
         self.copier.start(self.state, flight, windows or Always())
         return flight
 
@@ -166,10 +166,10 @@ class NoWindow(Always):
     def __init__(self) -> None:
         self.is_asked = threading.Event()
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         self.is_asked.set()
         hurry.wait(_FLIGHT_SECS)
-        return Turn()
+        return Turn(count=len(sizes))
 
 
 def _registered(bench: Bench) -> Result:
@@ -231,6 +231,8 @@ def _rate(bench: Bench) -> Result:
         plain.append(whole.numel() / (time.perf_counter() - begin))
     rate, limit = statistics.median(ours), statistics.median(plain)
     text = f"{rate / 1e9:.1f} GB/s; a plain copy {limit / 1e9:.1f} GB/s ({rate / limit:.0%})"
+    if isinstance(bench.copier, DeviceCopier):
+        text += ", many copies a call" if bench.copier.has_plan else ", a call for each copy"
     figures = {"bytes_per_sec": rate, "plain_bytes_per_sec": limit}
     if rate < _LEAST_SHARE * limit:
         return warned(text, "see whether the rank's cores are near the device", **figures)

@@ -26,7 +26,7 @@ _STEPS = frozenset({"forward", "backward"})
 
 
 @dataclass(frozen=True)
-class CopyPlan:
+class WindowPlan:
     """What each place of an iteration can take, in bytes: its length times the rate of copies."""
 
     timeline: IterationForecast
@@ -37,7 +37,7 @@ class CopyPlan:
     later_forwards: tuple[int, ...]
 
     @classmethod
-    def of(cls, timeline: IterationForecast, bytes_per_sec: float, unit_bytes: int) -> CopyPlan:
+    def of(cls, timeline: IterationForecast, bytes_per_sec: float, unit_bytes: int) -> WindowPlan:
         """``unit_bytes`` is the size of a copy: a window takes whole ones."""
         capacity = []
         for kind, secs in zip(timeline.kinds, timeline.secs, strict=True):
@@ -83,23 +83,25 @@ def _later(values: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Leave to copy: on a device not before ``gate``, a moment of its clock."""
+    """Leave to copy the next ``count`` chunks: on a device not before ``gate``, a moment of its clock."""
 
     gate: Moment = None
+    count: int = 1
 
 
 class Windows(Protocol):
-    """Asked by the copier, on its own thread, before each chunk."""
+    """Asked by the copier, on its own thread, before it copies."""
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
-        """Return when ``nbytes`` may be copied; at once when ``hurry`` is set: the trainer stands at the fence."""
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
+        """Return when the first of the next chunks, of ``sizes`` bytes, may be copied, with how many of them may; at
+        once when ``hurry`` is set: the trainer stands at the fence."""
 
 
 class Always:
     """Copy at once, without knowledge of the schedule."""
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
-        return Turn()
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
+        return Turn(count=len(sizes))
 
 
 @dataclass
@@ -123,12 +125,12 @@ class Bubbles:
         self._queued = queued
         self._changed = threading.Condition()
         self._places: deque[_Place] = deque()
-        self._plan: CopyPlan | None = None
+        self._plan: WindowPlan | None = None
         self._left = 0
         self._carried = 0
         self._moving = True
 
-    def begin(self, total_bytes: int, plan: CopyPlan | None) -> None:
+    def begin(self, total_bytes: int, plan: WindowPlan | None) -> None:
         """A snapshot of ``total_bytes`` begins; without a plan its chunks are copied as soon as training moves on."""
         with self._changed:
             # Not moving: copies that begin at the boundary would run beside what training still waits for there.
@@ -142,8 +144,8 @@ class Bubbles:
             return
         with self._changed:
             self._moving = True
-            self._changed.notify()
             if self._plan is None or self._left <= 0:
+                self._changed.notify()
                 return
             if kind == "optimizer":  # every turn was given or hurried: places would pile up until the next snapshot
                 self._left = 0
@@ -154,19 +156,24 @@ class Bubbles:
             if not self._plan.knows(index, kind):
                 self._plan = None  # another schedule than the one that was planned for
             self._places.append(_Place(index, kind, gate))
+            # Not at a place that takes nothing: a thread that is woken takes the interpreter's lock from training.
+            if self._plan is None or self._plan.allowed(index, self._left):
+                self._changed.notify()
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         with self._changed:
             while not hurry.is_set():
-                turn = self._turn(nbytes)
+                turn = self._turn(sizes)
                 if turn is not None:
                     return turn
                 self._changed.wait(_POLL_SECS)
-            return Turn()  # not counted: a dropped snapshot may still ask when the next one has begun
+            # Not counted: a dropped snapshot may still ask when the next one has begun.
+            return Turn(count=len(sizes))
 
-    def _turn(self, nbytes: int) -> Turn | None:
-        if self._plan is None or nbytes == 0:
-            return Turn() if self._moving else None
+    def _turn(self, sizes: Sequence[int]) -> Turn | None:
+        if self._plan is None or sizes[0] == 0:
+            count = len(sizes) if self._plan is None else 1
+            return Turn(count=count) if self._moving else None
         while self._places:
             place = self._places[0]
             if place.credit is None:
@@ -174,14 +181,27 @@ class Bubbles:
                 if place.kind in _STEPS and place.credit:
                     # A step too short for a whole chunk adds its capacity to that of the next.
                     place.credit, self._carried = place.credit + self._carried, 0
-            # A chunk goes where most of it fits: half a chunk too much here is as good as half too little.
-            if place.credit and 2 * place.credit >= nbytes:
+            count = _fitting(sizes, place.credit)
+            if count:
+                nbytes = sum(sizes[:count])
                 place.credit -= nbytes
                 self._left -= nbytes
-                return Turn(place.gate)
+                return Turn(place.gate, count)
             if place.kind in _STEPS and place.credit:
                 self._carried = place.credit
             if len(self._places) == 1:  # training is there still: some may be left when the next one is known
                 return None
             self._places.popleft()
         return None
+
+
+def _fitting(sizes: Sequence[int], credit: int) -> int:
+    """How many of the first chunks go where ``credit`` bytes may: half a chunk too much here is as good as half too
+    little, so each goes where most of it fits."""
+    count = 0
+    for size in sizes:
+        if credit == 0 or 2 * credit < size:
+            break
+        credit -= size
+        count += 1
+    return count

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Windows
+from ftckpt.windows.bubbles import Always, Bubbles, WindowPlan, Windows
 from ftckpt.windows.clock import Clock, Moment
 from ftckpt.windows.cost import CostMeter, Wish, shortest_interval
 from ftckpt.windows.iteration import Iteration, Profile, in_windows
@@ -94,7 +94,7 @@ class Pacer:
         self._events = events
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
-        self._plan: CopyPlan | None = None
+        self._plan: WindowPlan | None = None
         self._outdated = True  # the plan: something was learnt since
         self._marks: list[tuple[str, Moment]] = []
         self._began = 0.0
@@ -264,7 +264,7 @@ class Pacer:
                 begin=passed.began, spans=list(spans), copies=iteration.copies, **costs,
             )  # fmt: skip
 
-    def _planned(self, unit_bytes: int) -> CopyPlan | None:
+    def _planned(self, unit_bytes: int) -> WindowPlan | None:
         """The plan in force while what it rests on holds, otherwise a new one; None while nothing is known."""
         timeline = self._profile.timeline
         if timeline is None or not self._rates:
@@ -275,7 +275,7 @@ class Pacer:
             moved = old.timeline.distance(timeline)
             if moved <= share and abs(rate - old.bytes_per_sec) <= share * old.bytes_per_sec:
                 return old
-        plan = CopyPlan.of(timeline, rate, unit_bytes)
+        plan = WindowPlan.of(timeline, rate, unit_bytes)
         self._events.emit(
             "planned", window_capacity_bytes=plan.window_bytes, bytes_per_sec=rate, moved_share=moved,
             measured=self._profile.measured, places=len(timeline.kinds), iteration_secs=sum(timeline.secs),

@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ class Pauses(Always):
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         hurry.wait(self._dice.uniform(0, MAX_PAUSE_SECS))
         return Turn()
 

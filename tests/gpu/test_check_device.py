@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.commands import check_device
 from ftckpt.commands.check_device import Bench, bench_on, look_at_device
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED
@@ -45,3 +46,14 @@ def test_a_driver_that_refuses_to_pin_is_told(fake: FakeDevice, bench: Bench) ->
 def test_a_driver_that_pins_passes(bench: Bench) -> None:
     found = check_device._registered(bench)
     assert found.state == PASSED and found.figures["bytes_per_sec"] > 0
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_copies_go_by_calls_of_many_where_there_are_such(monkeypatch: pytest.MonkeyPatch, arena_root: Path, batches: bool) -> None:
+    monkeypatch.setattr(check_device, "_CHUNK_BYTES", 256 << 10)
+    fake = install(monkeypatch, batches=batches)
+    with bench_on(arena_root, DeviceClock(CPU), 1 << 20) as bench:
+        assert check_device._registered(bench).state == PASSED
+        bench.wait(bench.flight())
+        assert isinstance(bench.copier, DeviceCopier)
+        assert bench.copier.has_plan == bool(fake.calls) == batches

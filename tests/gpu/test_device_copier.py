@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -38,13 +39,14 @@ class Failing(Always):
 
     turns = 0
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         self.turns += 1
         if self.turns == 3:
             raise ValueError("no third turn")
         return Turn()
 
 
+@pytest.mark.parametrize("fake", ["batch", "each"], indirect=True)
 @pytest.mark.parametrize("own_stream", [True, False])
 @pytest.mark.parametrize("first", ["compute", "side"])
 @pytest.mark.parametrize("pinned", [True, False])
@@ -53,6 +55,7 @@ def test_snapshot_is_the_boundary_in_any_order(fake: FakeDevice, first: str, pin
     fake.refuse_pinning = not pinned
     tensors, copies, slot = laid_out(parity=True)
     with prepared([slot], CPU, own_stream=own_stream) as copier:
+        copier.warm_up(tensors, copies, [])
         fake.first = fake.compute if first == "compute" else fake.side
         fake.compute.enqueue(lambda: tensors[0].add_(1))
         boundary = [tensors[0] + 1, tensors[1].clone(), tensors[2].clone()]
@@ -93,10 +96,9 @@ def test_nothing_lands_before_the_device_is_done(fake: FakeDevice) -> None:
         seen = started(copier, tensors, copies, slot)
         assert seen.flight.submitted.wait(SECS)
         assert not seen.flight.wait(0.05)
-        assert not seen.chunks
         fake.go.set()
         seen.wait()
-    assert seen.chunks == [copy.chunk for copy in copies]
+    assert seen.arrived
 
 
 @pytest.mark.parametrize("lifted", ["by the device", "by the fence", "by a cancel"])
@@ -163,7 +165,6 @@ def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatc
         release.set()
         seen.wait()
         assert fake.log == [0]
-    assert not seen.chunks
 
 
 def test_the_host_does_not_wait_for_a_slow_copy_but_the_device_does(fake: FakeDevice) -> None:
@@ -237,11 +238,10 @@ def test_volatile_state_is_that_of_the_boundary_and_training_does_not_wait(
             seen = Landings([], slot, taken=copies)
             copier.start(tensors, seen.flight, Always())
             fake.compute.enqueue(tensors[0].zero_)
-            assert not seen.chunks
             fake.go.set()
             seen.wait()
             fake.compute.synchronize()
-            assert seen.chunks == [copy.chunk for copy in copies] and seen.arrived
+            assert seen.arrived
             assert_holds(slot, copies, boundary)
 
 
@@ -287,20 +287,15 @@ def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> Non
     assert not seen.arrived
 
 
-@pytest.mark.parametrize("when", ["landing", "after the last submission"])
-def test_a_failed_finisher_drops_the_snapshot_before_the_wait(fake: FakeDevice, when: str) -> None:
-    """While chunks are submitted, or between the last submission and the fence."""
+def test_a_seal_that_fails_drops_the_snapshot_before_the_wait(fake: FakeDevice) -> None:
     tensors, copies, slot = laid_out(parity=True)
 
-    def fail(chunk: int) -> None:
-        raise OSError("no checksum")
+    def fail() -> None:
+        raise OSError("no seal")
 
     with prepared([slot], CPU) as copier:
-        seen = Landings(copies, slot, landed=fail)
-        slow = fake.hold(fake.side) if when != "landing" else threading.Event()
+        seen = Landings(copies, slot, arrived=fail)
         copier.start(tensors, seen.flight, Always())
-        assert seen.flight.submitted.wait(SECS)
-        slow.set()
         seen.wait()
         assert not copier.fence(seen.flight, SECS)
         assert seen.flight.cancel()
@@ -331,7 +326,7 @@ class HeldUp(Always):
     def __init__(self) -> None:
         self.turns, self.asked, self.leave = 0, threading.Event(), threading.Event()
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         self.turns += 1
         if self.turns == 3:
             self.asked.set()
@@ -424,5 +419,5 @@ def test_parity_in_many_pieces_is_that_of_the_boundary(
         assert (copier._mixed is None) == (where == "host")
         assert copier._mixed is None or copier._mixed.numel() == PAGE
     assert not any(tensor.any() for tensor in tensors)
-    assert seen.chunks == [copy.chunk for copy in copies]
+    assert seen.arrived
     assert_holds(slot, copies, boundary)

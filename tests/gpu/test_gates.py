@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -165,7 +166,7 @@ def test_a_turn_without_a_gate_follows_the_last_gate(fake: FakeDevice) -> None:
     class OneGate:
         turns = 0
 
-        def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+        def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
             self.turns += 1
             return Turn(gate) if self.turns == 2 else Turn()
 

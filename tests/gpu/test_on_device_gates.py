@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from ftckpt.capture import driver, registration
-from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Turn
+from ftckpt.windows.bubbles import Always, Bubbles, Turn, WindowPlan
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.iteration import IterationForecast
 from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
@@ -32,7 +32,7 @@ class HandedOver:
         self.gate = gate
         self.given.set()
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         assert self.given.wait(SECS)
         return Turn(self.gate)
 
@@ -83,7 +83,7 @@ def test_measured_times_lie_inside_their_windows(device: torch.device) -> None:
         marks = [clock.mark()]
         seen = Landings(copies, slot, marks[0])
         # By this rate a window takes three chunks; they are copied in far less time.
-        bubbles.begin(5 * unit, CopyPlan.of(IterationForecast(kinds, secs), 3 * unit / 0.2, unit))
+        bubbles.begin(5 * unit, WindowPlan.of(IterationForecast(kinds, secs), 3 * unit / 0.2, unit))
         bubbles.enter(0, kinds[0], marks[0])
         copier.start(tensors, seen.flight, bubbles)
         for place in range(1, 6):

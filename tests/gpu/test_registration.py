@@ -266,14 +266,15 @@ def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     snapshots = Snapshots(monkeypatch)
     snapshots.take()
     held = [weakref.ref(tensor) for tensor in (*snapshots.tensors, *fake.buffers, snapshots.copier._staging)]
-    assert fake.pinned and len(held) == 5
+    assert fake.pinned and len(held) == 6
     snapshots.capture.stop()
     assert fake.pinned and not fake.unpinned_by
     snapshots.tensors.clear()
     fake.buffers.clear()
+    fake.staging.clear()
     fake.streams.clear()
     gc.collect()
-    assert [ref() for ref in held] == [None] * 5
+    assert [ref() for ref in held] == [None] * 6
     snapshots.capture.close()
     assert not fake.pinned
 

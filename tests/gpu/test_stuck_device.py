@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 def short_joins(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``close`` gives stuck threads a moment only."""
     with monkeypatch.context() as patch:
-        for worker in (snapshots.copier._worker, *snapshots.copier._finisher._workers):
+        for worker in (snapshots.copier._worker, snapshots.copier._finisher):
             close = worker.close
             patch.setattr(worker, "close", lambda secs=0.0, close=close: close(0.05))
         patch.setattr(capture_module, "_SEAL_SECS", 0.05)
@@ -42,7 +42,7 @@ def test_a_slow_copy_delays_the_optimizer_on_the_device_only(
     slow.set()
     snapshots.capture.settle(SECS)
     fake.compute.synchronize()
-    assert snapshots.control.told == ["begin", *(f"chunk {copy.chunk}" for copy in snapshots.copies), "seal"]
+    assert snapshots.control.told == ["begin", "seal"]
     snapshots.assert_boundary()
     assert not snapshots.tensors[0].any()
     snapshots.capture.close()
@@ -57,7 +57,7 @@ def test_a_stuck_copy_costs_the_snapshot_and_never_the_trainer(
     stuck = fake.hold(fake.side)
     snapshots.begin()
     snapshots.capture.fence(SECS)
-    assert fake.compute.waits == [len(snapshots.copies)]
+    assert fake.compute.waits == [fake.copies] and fake.calls
     with pytest.raises(CaptureError, match="not there"):
         snapshots.capture.settle(0.05)
     assert snapshots.capture.busy, "the device may still write the slot"
@@ -69,7 +69,7 @@ def test_a_stuck_copy_costs_the_snapshot_and_never_the_trainer(
     stuck.set()
     flight = snapshots.copier._flight
     assert flight is not None and flight.wait(SECS)
-    assert snapshots.control.told == ["begin", "void"], "sealed, or a hash written, after it was dropped"
+    assert snapshots.control.told == ["begin", "void"], "sealed after it was dropped"
     snapshots.copier.close()
     assert not fake.pinned
 
@@ -80,7 +80,7 @@ def test_a_stuck_submission_costs_the_snapshot_before_the_device_is_told(
     leave = threading.Event()
 
     class Blocked(Always):
-        def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+        def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
             assert leave.wait(SECS)
             return Turn()
 

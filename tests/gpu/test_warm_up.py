@@ -26,6 +26,7 @@ def odd_state() -> list[torch.Tensor]:
     return [*live_state(), bf16[1:], bf16[3:], torch.arange(99, dtype=torch.uint8)[7:], torch.ones(3)[1:]]
 
 
+@pytest.mark.parametrize("fake", ["batch", "each"], indirect=True)
 @pytest.mark.parametrize("volatile", [0, 2])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("pinned", [True, False])

@@ -75,23 +75,18 @@ def assert_holds(
 
 
 class Landings:
-    """A flight and what it said: chunks, which land in any order, then whether it arrived."""
+    """A flight, and whether it has arrived."""
 
     def __init__(
         self,
         copies: Sequence[ChunkCopy],
         slot: torch.Tensor,
         base: Moment = None,
-        landed: Callable[[int], None] | None = None,
+        arrived: Callable[[], None] | None = None,
         taken: Sequence[ChunkCopy] = (),
     ) -> None:
-        self._landed: list[int] = []
         self.arrived = False
-        self.flight = Flight(copies, slot, landed or self._landed.append, self._arrive, base, taken=taken)
-
-    @property
-    def chunks(self) -> list[int]:
-        return sorted(self._landed)
+        self.flight = Flight(copies, slot, arrived or self._arrive, base, taken=taken)
 
     def _arrive(self) -> None:
         self.arrived = True
@@ -106,7 +101,7 @@ class Blocked(Always):
     def __init__(self) -> None:
         self.asked, self.leave = threading.Event(), threading.Event()
 
-    def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+    def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         self.asked.set()
         assert self.leave.wait(SECS)
         return Turn()

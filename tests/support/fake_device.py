@@ -8,6 +8,7 @@ device, the first use of a kernel and every allocation, is an error then: on a r
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import deque
@@ -21,8 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from ftckpt.capture import chunks, copier, device_copier, driver, registration, volatile_memory
+from ftckpt.capture import chunks, copier, copy_plan, device_copier, driver, registration, volatile_memory
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine
+from ftckpt.capture.driver import Call
 
 PAGE = 4096
 SECS = 20.0
@@ -80,6 +82,7 @@ class Work:
 
 class FakeStream:
     device = torch.device("cpu")
+    cuda_stream = property(id)
 
     def __init__(self, _device: Any = None) -> None:
         self.queue: deque[Work] = deque()
@@ -121,7 +124,10 @@ class FakeDevice:
         self.lock = threading.RLock()
         self.millis = 0.0
         self.copies = 0
-        """Copies of chunks that were enqueued."""
+        """Copies that were enqueued: of chunks, and of tensors by calls that take many."""
+        self.calls: list[int] = []
+        """How many copies each call took that takes many."""
+        self.refuse_calls = False
         self.log: list[Any] = []
         """Names of steps and numbers of chunks in the order in which the device ran them."""
         self.streams: list[FakeStream] = []
@@ -139,6 +145,8 @@ class FakeDevice:
         self.unpinned_by: set[str] = set()
         self.buffers: list[torch.Tensor] = []
         """Memory of the device."""
+        self.staging: list[torch.Tensor] = []
+        """Pinned memory of the host."""
         self.kernels: set[tuple[Any, ...]] = set()
         """Those that are loaded."""
 
@@ -240,11 +248,7 @@ class FakeDevice:
     ) -> None:
         """Queued, and refused as a driver does where it touches registered memory and leaves it."""
         for segment in copy.segments:
-            begin = slot.data_ptr() + segment.offset - at
-            end = begin + segment.nbytes
-            touched = [(a, n) for a, n in self.pinned.items() if a < end and begin < a + n]
-            assert all(a <= begin and end <= a + n for a, n in touched), "copy across registrations"
-
+            self._require_one_registration(slot.data_ptr() + segment.offset - at, segment.nbytes)
         to_device = any(slot.data_ptr() == buffer.data_ptr() for buffer in self.buffers)
         self.use([("copy", "to the device" if to_device else "to the host")])
 
@@ -254,6 +258,34 @@ class FakeDevice:
 
         self.copies += 1
         self.current_stream().enqueue(run, millis=1.0)
+
+    def _require_one_registration(self, begin: int, nbytes: int) -> bool:
+        """Whether the bytes are pinned, by one registration."""
+        touched = [(a, n) for a, n in self.pinned.items() if a < begin + nbytes and begin < a + n]
+        assert all(a <= begin and begin + nbytes <= a + n for a, n in touched), "copy across registrations"
+        return bool(touched)
+
+    def copy_batch(self, call: Call, stream: int) -> int:
+        """Queued, and refused where host memory is not pinned. Arrays are read at once, as by a driver."""
+        if self.refuse_calls:
+            return 801
+        self.use([("copy", "many to the host")])
+        words = [np.ctypeslib.as_array((ctypes.c_uint64 * call.number).from_address(at)) for at in call[:3]]
+        copies = list(zip(*(array.tolist() for array in words), strict=True))
+        for target, _, nbytes in copies:
+            is_staging = any(target == buffer.data_ptr() for buffer in self.staging)
+            assert self._require_one_registration(target, nbytes) or is_staging, "copy to memory that is not pinned"
+
+        def run() -> None:
+            self.log.append("call")
+            for target, source, nbytes in copies:
+                ctypes.memmove(target, source, nbytes)
+
+        self.calls.append(call.number)
+        self.copies += call.number
+        (where,) = (one for one in self.streams if id(one) == stream)
+        where.enqueue(run, millis=1.0)
+        return 0
 
     def combine(  # noqa: PLR0917 - as the real one
         self,
@@ -287,7 +319,8 @@ class FakeDevice:
 
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
         self.allocate("pinned memory")
-        return torch.empty(nbytes, dtype=torch.uint8)
+        self.staging.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.staging[-1]
 
     def register(self, address: int, nbytes: int, _flags: int) -> int:
         self.check_thread()
@@ -317,8 +350,8 @@ def _kind(*operands: torch.Tensor) -> tuple[int, bool]:
     return width, all(chunks._in_words(data.view(torch.uint8)) for data in operands)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """``FakeDevice`` in the place of torch.cuda, registrations of 16 KiB."""
+def install(monkeypatch: pytest.MonkeyPatch, batches: bool = False) -> FakeDevice:
+    """``FakeDevice`` in the place of torch.cuda, registrations of 16 KiB; ``batches``: its calls take many."""
     made = FakeDevice()
     runtime = SimpleNamespace(cudaHostRegister=made.register, cudaHostUnregister=made.unregister)
     replaced = {
@@ -331,10 +364,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(device_copier, "copy_chunk", made.copy_chunk)
     for name in ("combine", "device_buffer", "pinned_memory"):
         monkeypatch.setattr(device_copier, name, getattr(made, name))
-    for name in ("copy_together", "device_buffer"):
-        monkeypatch.setattr(volatile_memory, name, getattr(made, name))
+    for module in (copy_plan, volatile_memory):
+        for name in ("copy_together", "device_buffer"):
+            monkeypatch.setattr(module, name, getattr(made, name))
+    monkeypatch.setattr(device_copier, "batch_copy", lambda: made.copy_batch if batches else None)
     monkeypatch.setattr(copier, "in_host_memory", lambda tensor: False)
-    for module in (device_copier, registration):
+    for module in (copy_plan, device_copier, registration):
         monkeypatch.setattr(module, "PIECE_BYTES", 4 * PAGE)
     monkeypatch.setattr(
         driver,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.windows.bubbles import Bubbles, CopyPlan
+from ftckpt.windows.bubbles import Bubbles, WindowPlan
 from ftckpt.windows.clock import DeviceClock
 from ftckpt.windows.iteration import IterationForecast
 from tests.support.device_states import CPU, Landings, assert_holds, plan, shared_slot
@@ -25,7 +25,7 @@ class Run:
         self.boundary = [self.tensors[0].clone()]
         self.copies, _ = plan(self.tensors, PAGE)
         self.slot, self.clock, self.bubbles = slot, DeviceClock(CPU), Bubbles(queued=True)
-        self.plan = CopyPlan.of(IterationForecast(KINDS, SECS_OF), PAGE, PAGE)
+        self.plan = WindowPlan.of(IterationForecast(KINDS, SECS_OF), PAGE, PAGE)
         base = self.clock.mark()
         self.marks = [base]
         self.bubbles.begin(num * PAGE, self.plan)

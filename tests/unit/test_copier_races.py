@@ -1,4 +1,4 @@
-"""Threads of a copier against each other: training, copies, landings; seeds decide who is late."""
+"""Threads of a copier against each other: training and copies; seeds decide who is late."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
-from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan
+from ftckpt.windows.bubbles import Always, Bubbles, WindowPlan
 from ftckpt.windows.iteration import IterationForecast
 
 LONG_SECS = 20.0
 NUM = 8
 COPIES = [ChunkCopy(chunk, (Segment(0, chunk * 4, 4, chunk * 16, 16),)) for chunk in range(NUM)]
 KINDS = ("start", "window", "forward", "window", "backward", "tail", "fence", "optimizer")
-PLAN = CopyPlan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
+PLAN = WindowPlan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
 
 
 def pause(dice: random.Random) -> None:
@@ -39,12 +39,12 @@ class Snapshot:
     def __init__(self, live: torch.Tensor, slot: torch.Tensor, dice: random.Random, faulty: bool = False) -> None:
         self.live, self.slot, self.dice = live, slot, dice
         self.boundary = live.clone()
-        self.fails_at = dice.choice([None, None, "landed", "copied"]) if faulty else None
+        self.fails_at = dice.choice([None, None, "arrived", "copied"]) if faulty else None
         self.chunk = dice.randrange(NUM)
         self.problems: list[str] = []
         self.told: list[object] = []
         self.over = False
-        self.flight = Flight(COPIES, slot, self._landed, self._arrived)
+        self.flight = Flight(COPIES, slot, self._arrived)
 
     def before_copy(self, chunk: int) -> None:
         pause(self.dice)
@@ -53,19 +53,14 @@ class Snapshot:
         if self.fails_at == "copied" and chunk == self.chunk:
             raise OSError("copied")
 
-    def _landed(self, chunk: int) -> None:
-        if self.over or self.flight.ended:
-            self.problems.append(f"chunk {chunk} landed after cancel or the end")
-        pause(self.dice)
-        if self.fails_at == "landed" and chunk == self.chunk:
-            raise OSError("landed")
-        self.told.append(chunk)
-
     def _arrived(self) -> None:
         if self.over:
             self.problems.append("arrived after cancel")
         if not torch.equal(self.slot.view(torch.float32), self.boundary):
             self.problems.append("arrived without its bytes")
+        pause(self.dice)
+        if self.fails_at == "arrived":
+            raise OSError("arrived")
         self.told.append("arrived")
 
     def cancel(self) -> bool:
@@ -78,7 +73,7 @@ class Snapshot:
         assert self.problems == []
         arrived = "arrived" in self.told
         assert arrived == (not cancelled and self.flight.error is None)
-        assert not arrived or self.told == [*range(NUM), "arrived"]
+        assert len(self.told) <= 1
 
 
 Following = Callable[[Snapshot], None]
@@ -148,38 +143,6 @@ def test_close_at_any_moment(seed: int, follow: Following) -> None:
         live.zero_()
 
 
-def test_a_finisher_that_fails_stops_copies_and_ends_the_flight_behind_them(follow: Following) -> None:
-    live, slot, failed = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), threading.Event()
-
-    told: list[bool] = []
-
-    def second_late(copying: bool) -> None:
-        told.append(copying)
-        if told == [True, False] * 2:
-            assert failed.wait(LONG_SECS)
-            assert not snapshot.flight.wait(0.05), "ended in the middle of a copy"
-
-    with closing(HostCopier(tell_copying=second_late)) as copier:
-        snapshot = Snapshot(live, slot, random.Random(0))
-        snapshot.fails_at, snapshot.chunk = "landed", 0
-        landed = snapshot.flight._landed
-
-        def fail(chunk: int) -> None:
-            try:
-                landed(chunk)
-            except OSError:
-                failed.set()
-                raise
-
-        snapshot.flight._landed = fail
-        follow(snapshot)
-        copier.start([live], snapshot.flight, Always())
-        assert snapshot.flight.wait(LONG_SECS)
-        assert not slot[48:].any(), "copies went on"
-        assert not copier.fence(snapshot.flight, LONG_SECS)
-        snapshot.check(snapshot.cancel())
-
-
 def test_a_copy_stuck_during_close_still_ends_its_flight(follow: Following, monkeypatch: pytest.MonkeyPatch) -> None:
     live, slot, release = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), threading.Event()
     snapshot, copier, begun = Snapshot(live, slot, random.Random(0)), HostCopier(), threading.Event()
@@ -203,23 +166,21 @@ def test_a_copy_stuck_during_close_still_ends_its_flight(follow: Following, monk
     snapshot.check(cancelled=True)
 
 
-def test_cancel_end_and_finishers_from_any_thread() -> None:
+def test_cancel_and_end_from_any_thread() -> None:
     """Either the end or the drop comes first, and what comes second knows."""
     for seed in range(150):
         dice, told = random.Random(seed), list[object]()
-        flight = Flight(COPIES, torch.zeros(0), told.append, lambda told=told: told.append("arrived"))
+        flight = Flight(COPIES, torch.zeros(0), lambda told=told: told.append("arrived"))
         ready = threading.Barrier(2)
         pauses = [random.Random(dice.random()) for _ in range(2)]
 
-        def land(flight: Flight = flight, ready: threading.Barrier = ready, dice: random.Random = pauses[0]) -> None:
+        def end(flight: Flight = flight, ready: threading.Barrier = ready, dice: random.Random = pauses[0]) -> None:
             ready.wait(LONG_SECS)
-            for chunk in range(3):
-                flight.chunk_landed(chunk)
-                if dice.random() < 0.3:
-                    time.sleep(0)
+            if dice.random() < 0.7:
+                time.sleep(dice.random() * 1e-4)
             flight.end()
 
-        thread = threading.Thread(target=land)
+        thread = threading.Thread(target=end)
         thread.start()
         ready.wait(LONG_SECS)
         if pauses[1].random() < 0.7:
@@ -234,7 +195,7 @@ def test_cancel_end_and_finishers_from_any_thread() -> None:
 
 def test_an_error_is_not_forgotten_at_the_end() -> None:
     told: list[str] = []
-    flight = Flight(COPIES, torch.zeros(0), lambda chunk: None, lambda: told.append("arrived"))
+    flight = Flight(COPIES, torch.zeros(0), lambda: told.append("arrived"))
     flight.error = OSError("at the fence")
     flight.end()
     assert repr(flight.error) == "OSError('at the fence')"

@@ -57,7 +57,7 @@ class Rank:
         """One iteration beside these copies, up to and with its last boundary."""
         self.number += 1
         base = self.pacer.begin(10 * MB, MB)
-        flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda chunk: None, lambda: None, base)
+        flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda: None, base)
         flight.timed = list(copies)
         flight.end()
         self.pacer.follow(flight, self.number)
@@ -137,7 +137,7 @@ def test_what_a_device_has_not_come_to_is_learned_later_and_in_order(tmp_path: P
 def test_a_flight_that_has_not_ended_is_waited_for_by_nobody(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     base = rank.pacer.begin(MB, MB)
-    flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda chunk: None, lambda: None, base)
+    flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda: None, base)
     rank.pacer.follow(flight, 7)
     rank.clock.now += 1.0
     rank.pacer.boundary()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ladder import window_share
-from ftckpt.windows.bubbles import Bubbles, CopyPlan, Turn
+from ftckpt.windows.bubbles import Bubbles, Turn, WindowPlan
 from ftckpt.windows.iteration import IDLE, Iteration, IterationForecast, Profile, divide, in_windows
 
 KINDS = ("boundary", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
@@ -19,11 +19,11 @@ SECS = (0.0, 2.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5)
 
 def plan(
     rate: float = 10.0, unit: int = 1, kinds: tuple[str, ...] = KINDS, secs: tuple[float, ...] = SECS
-) -> CopyPlan:
-    return CopyPlan.of(IterationForecast(kinds, secs), rate, unit)
+) -> WindowPlan:
+    return WindowPlan.of(IterationForecast(kinds, secs), rate, unit)
 
 
-def placed(plan: CopyPlan, total_bytes: int) -> dict[str, int]:
+def placed(plan: WindowPlan, total_bytes: int) -> dict[str, int]:
     """Bytes by kind of place if the iteration goes as planned."""
     left, found = total_bytes, dict.fromkeys(("window", "forward", "backward", "fence"), 0)
     for place, kind in enumerate(plan.timeline.kinds):
@@ -61,7 +61,7 @@ timelines = st.lists(
 def test_every_byte_goes_somewhere_and_nothing_spills_that_windows_take(
     timeline: IterationForecast, total: int, rate: float, unit: int
 ) -> None:
-    made = CopyPlan.of(timeline, rate, unit)
+    made = WindowPlan.of(timeline, rate, unit)
     found = placed(made, total)
     assert sum(found.values()) == total
     assert found["window"] == min(total, made.window_bytes)
@@ -85,7 +85,7 @@ class Copier:
 
     def run(self) -> list[Any]:
         gates = []
-        while (turn := self.bubbles._turn(self.nbytes)) is not None:
+        while (turn := self.bubbles._turn([self.nbytes])) is not None:
             gates.append(turn.gate)
             assert len(gates) < 1000
         return gates
@@ -130,14 +130,14 @@ def test_steps_shorter_than_a_copy_add_up() -> None:
 def test_without_a_plan_and_off_the_plan_copies_go_at_once() -> None:
     bubbles = Bubbles(queued=False)
     bubbles.begin(10, None)
-    assert bubbles._turn(5) is None, "the trainer still stands at the boundary"
+    assert bubbles._turn([5]) is None, "the trainer still stands at the boundary"
     bubbles.enter(1, "start", 0)
-    assert bubbles._turn(5) == Turn()
+    assert bubbles._turn([5]) == Turn()
     bubbles.begin(10, plan())
     bubbles.enter(0, "boundary", 0)
-    assert bubbles._turn(5) is None
+    assert bubbles._turn([5]) is None
     bubbles.enter(1, "backward", 1)
-    assert bubbles._turn(5) == Turn()
+    assert bubbles._turn([5]) == Turn()
 
 
 def test_hurry_ends_every_wait() -> None:
@@ -147,7 +147,7 @@ def test_hurry_ends_every_wait() -> None:
     hurry = threading.Event()
     timer = threading.Timer(0.05, hurry.set)
     timer.start()
-    assert bubbles.wait_turn(5, hurry) == Turn()
+    assert bubbles.wait_turn([5], hurry) == Turn()
     assert hurry.is_set()
 
 

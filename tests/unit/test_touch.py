@@ -61,7 +61,7 @@ def test_a_copy_does_not_wait_for_pages_that_it_does_not_need(
     with closing(create_mapping(path, NBYTES)) as mapping, closing(HostCopier()) as copier:
         copier._worker.submit(lambda: gate.wait(LONG_SECS))  # type: ignore[arg-type,return-value]
         copier.prepare([slot_of(mapping)])
-        flight = Flight([], slot_of(mapping), lambda *_: None, lambda: None)
+        flight = Flight([], slot_of(mapping), lambda: None)
         copier.start([], flight, Always())
         gate.set()
         assert flight.submitted.wait(LONG_SECS)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.windows.bubbles import Bubbles, CopyPlan, Turn
+from ftckpt.windows.bubbles import Bubbles, Turn, WindowPlan
 from ftckpt.windows.iteration import IDLE, IterationForecast
 
 LONG_SECS = 20.0
 KINDS = ("start", "window", "forward", "window", "backward", "tail", "fence", "optimizer")
-PLAN = CopyPlan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
+PLAN = WindowPlan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
 
 
 def late_hurry() -> threading.Event:
@@ -32,7 +32,7 @@ def test_a_dropped_snapshot_takes_nothing_from_the_next() -> None:
     bubbles, dropped, hurry = Bubbles(queued=True), threading.Event(), late_hurry()
     bubbles.begin(64, PLAN)
     bubbles.enter(0, "start", 0)
-    late = threading.Thread(target=lambda: [bubbles.wait_turn(16, dropped) for _ in range(4)])
+    late = threading.Thread(target=lambda: [bubbles.wait_turn([16], dropped) for _ in range(4)])
     late.start()
     dropped.set()
     bubbles.begin(64, PLAN)
@@ -42,7 +42,7 @@ def test_a_dropped_snapshot_takes_nothing_from_the_next() -> None:
         if kind != "optimizer":
             bubbles.enter(place, kind, place)
     for _ in range(4):
-        gates.append(bubbles.wait_turn(16, hurry).gate)
+        gates.append(bubbles.wait_turn([16], hurry).gate)
     assert gates == [1, 1, 3, 3]
 
 
@@ -61,10 +61,10 @@ def test_places_do_not_pile_up_where_nobody_asks(queued: bool) -> None:
 def test_what_a_step_owes_is_not_held_against_the_fence() -> None:
     """A step may give half a chunk too much. The fence has no later place that could make up for it."""
     bubbles, hurry = Bubbles(queued=True), late_hurry()
-    bubbles.begin(5, CopyPlan.of(IterationForecast(("forward", "fence"), (3.0, 0.0)), 1.0, 1))
+    bubbles.begin(5, WindowPlan.of(IterationForecast(("forward", "fence"), (3.0, 0.0)), 1.0, 1))
     bubbles.enter(0, "forward", "step")
     bubbles.enter(1, "fence", "fence")
-    assert [bubbles.wait_turn(nbytes, hurry).gate for nbytes in (4, 1)] == ["step", "fence"]
+    assert [bubbles.wait_turn([nbytes], hurry).gate for nbytes in (4, 1)] == ["step", "fence"]
 
 
 def test_an_empty_chunk_needs_no_room() -> None:
@@ -72,7 +72,7 @@ def test_an_empty_chunk_needs_no_room() -> None:
     bubbles.begin(16, PLAN)
     bubbles.enter(0, "start", 0)
     hurry = late_hurry()
-    assert bubbles.wait_turn(0, hurry) == Turn()
+    assert bubbles.wait_turn([0], hurry) == Turn()
     assert not hurry.is_set()
 
 
@@ -85,13 +85,13 @@ lengths = st.lists(st.integers(0, 5), min_size=6, max_size=6)
 def test_every_chunk_gets_one_turn_in_the_order_of_places(chunks: list[int], secs: list[int], seed: int) -> None:
     """With the host anywhere: gates never go back, and windows are not overfilled by more than half a chunk."""
     dice, total = random.Random(seed), sum(chunks)
-    plan = CopyPlan.of(IterationForecast(KINDS, (*map(float, secs), 0.0, 1.0)), 8.0, max(chunks))
+    plan = WindowPlan.of(IterationForecast(KINDS, (*map(float, secs), 0.0, 1.0)), 8.0, max(chunks))
     bubbles, hurry, turns = Bubbles(queued=True), late_hurry(), list[Turn]()
     bubbles.begin(total, plan)
 
     def ask() -> None:
         for nbytes in chunks:
-            turns.append(bubbles.wait_turn(nbytes, hurry))
+            turns.append(bubbles.wait_turn([nbytes], hurry))
 
     asker = threading.Thread(target=ask)
     asker.start()

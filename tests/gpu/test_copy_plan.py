@@ -1,0 +1,128 @@
+"""Copies by calls that take many: which bytes they bring, how many there are, and what becomes of a refusal."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from ftckpt.capture import copy_plan
+from ftckpt.capture.chunks import ChunkCopy, Segment
+from ftckpt.capture.copy_plan import CALL_COPIES, CopyPlan
+from ftckpt.capture.driver import Call
+from ftckpt.errors import CaptureError
+from tests.support.device_snapshots import Snapshots
+from tests.support.device_states import CPU, assert_holds, plan, shared_slot
+from tests.support.fake_device import PAGE, FakeDevice
+
+
+def run(call: Call) -> list[int]:
+    """Copies as a driver does; the size of each."""
+    words = [np.ctypeslib.as_array((ctypes.c_uint64 * call.number).from_address(at)).tolist() for at in call[:3]]
+    for target, source, nbytes in zip(*words, strict=True):
+        ctypes.memmove(target, source, nbytes)
+    return words[2]
+
+
+def bring(made: CopyPlan, slot: torch.Tensor, chunks: int) -> list[list[int]]:
+    """All chunks to the slot; the sizes of the copies of each call."""
+    found, at = list[list[int]](), 0
+    while at < chunks:
+        stop = made.stop(at)
+        found += [run(call) for call in made.calls(slot, at, stop)]
+        at = max(stop, at + 1)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_bring_the_bytes_that_are_planned_and_no_others(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    dice = random.Random(seed)
+    monkeypatch.setattr(copy_plan, "CALL_COPIES", dice.choice([1, 3, 128]))
+    monkeypatch.setattr(copy_plan, "CALL_BYTES", dice.choice([PAGE, 5 * PAGE, 1 << 30]))
+    monkeypatch.setattr(copy_plan, "_SMALL_BYTES", dice.choice([0, 100, 3000]))
+    monkeypatch.setattr(copy_plan, "_MOST_SMALL_BYTES", dice.choice([500, 1 << 20]))
+    flat = torch.arange(30000, dtype=torch.int16)
+    tensors, at = list[torch.Tensor](), 0
+    while at < 20000:
+        numel = dice.choice([1, 2, 7, 33, 500, 4000])
+        tensors.append(flat[at : at + numel])  # neighbours in one buffer, or with something between them
+        at += numel + dice.choice([0, 0, 3])
+    copies, size = plan(tensors, dice.choice([1, 2, 5]) * PAGE)
+    slot = shared_slot(size)
+    made = CopyPlan(tensors, copies, CPU)
+    for _ in range(2):
+        flat.add_(1)
+        made.gather()
+        fake.compute.synchronize()
+        calls = bring(made, slot, len(copies))
+        assert_holds(slot, copies, tensors)
+    assert all(len(sizes) <= copy_plan.CALL_COPIES for sizes in calls)
+
+
+def test_small_tensors_go_as_one_and_so_do_neighbours(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_plan, "_SMALL_BYTES", 1000)
+    flat = torch.zeros(1 << 17)
+    large = [flat[: 1 << 16], flat[1 << 16 :]]
+    small = [torch.ones(n) for n in (3, 100, 5, 8)]
+    copies, size = plan([*large, *small], 1 << 20)
+    made = CopyPlan([*large, *small], copies, CPU)
+    made.gather()
+    fake.compute.synchronize()
+    sizes = [one for call in bring(made, shared_slot(size), len(copies)) for one in call]
+    assert sum(sizes[:-1]) == flat.nbytes and max(sizes) == 4 * PAGE, "cut at registrations, and nowhere else"
+    assert len(sizes) == flat.nbytes // (4 * PAGE) + 2
+
+
+def test_a_call_takes_no_more_than_a_driver_should_be_given(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And yet all of a chunk that is more than that by itself, by several calls."""
+    monkeypatch.setattr(copy_plan, "_SMALL_BYTES", 0)
+    few = [ChunkCopy(n, tuple(Segment(0, 0, 1, 8 * (n * 50 + k), 4) for k in range(50))) for n in range(4)]
+    many = ChunkCopy(4, tuple(Segment(0, 0, 1, 8 * (200 + k), 4) for k in range(300)))
+    made = CopyPlan([torch.zeros(1)], [*few, many], CPU)
+    assert [made.stop(at) for at in range(5)] == [2, 3, 4, 4, 5]
+    counts = [call.number for call in made.calls(shared_slot(PAGE), 4, 5)]
+    assert counts == [CALL_COPIES, CALL_COPIES, 300 - 2 * CALL_COPIES]
+    monkeypatch.setattr(copy_plan, "CALL_BYTES", 499)
+    assert CopyPlan([torch.zeros(1)], few, CPU).stop(0) == 2
+    monkeypatch.setattr(copy_plan, "CALL_BYTES", 399)
+    assert CopyPlan([torch.zeros(1)], few, CPU).stop(0) == 1
+
+
+def test_what_is_an_xor_or_in_host_memory_is_not_planned(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(100), torch.zeros(100)]
+    monkeypatch.setattr("ftckpt.capture.copier.in_host_memory", lambda tensor: tensor is tensors[1])
+    whole = [ChunkCopy(n, (Segment(n, 0, 100, 400 * n, 400),)) for n in range(2)]
+    made = CopyPlan(tensors, [*whole, ChunkCopy(2, whole[0].segments, xor=True)], CPU)
+    assert [made.covers(at) for at in range(3)] == [True, False, False]
+
+
+def test_a_driver_that_refuses_is_asked_for_each_copy(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.refuse_calls = True
+    snapshots = Snapshots(monkeypatch)
+    assert [record.args for record in caplog.records] == [(801,)]
+    snapshots.take()
+    assert not fake.calls and fake.copies
+    snapshots.capture.close()
+
+
+def test_a_refusal_while_training_runs_costs_one_snapshot(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = Snapshots(monkeypatch)
+    snapshots.take()
+    fake.refuse_calls = True
+    snapshots.begin()
+    with pytest.raises(CaptureError):
+        snapshots.capture.fence(20.0)
+    assert snapshots.control.told[-1] == "void"
+    fake.log.clear()
+    snapshots.take()
+    assert "call" not in fake.log
+    snapshots.capture.close()
