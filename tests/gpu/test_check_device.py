@@ -49,7 +49,9 @@ def test_a_driver_that_pins_passes(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("batches", [True, False])
-def test_copies_go_by_calls_of_many_where_there_are_such(monkeypatch: pytest.MonkeyPatch, arena_root: Path, batches: bool) -> None:
+def test_copies_go_by_calls_of_many_where_there_are_such(
+    monkeypatch: pytest.MonkeyPatch, arena_root: Path, batches: bool
+) -> None:
     monkeypatch.setattr(check_device, "_CHUNK_BYTES", 256 << 10)
     fake = install(monkeypatch, batches=batches)
     with bench_on(arena_root, DeviceClock(CPU), 1 << 20) as bench:
