@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +19,12 @@ LINEAGE = b"l" * 16
 NOW_SECS = 100.0
 
 
+numbers = itertools.count(1)
+
+
 def verdict(whole: int, target: int = -1, cover: Coverage = Coverage.READY) -> Verdict:
-    return Verdict(0, whole, target=target, cover=cover)
+    """Of the round of one more snapshot."""
+    return Verdict(next(numbers), whole, target=target, cover=cover)
 
 
 def at(iteration: int) -> SnapshotId:

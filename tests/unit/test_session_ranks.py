@@ -247,7 +247,7 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow() -> N
             state.miss()
             state.fail("no answer")
         else:
-            state.learn((), 0.0)
+            state.agree()
     assert state.off and num_posted == 4
 
 
@@ -256,13 +256,14 @@ def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
     state = RankState(Config(replica_check_interval=0))
     state.begin(b"1" * 16, None, 0.0)
     state.boundary(1)
-    state.learn((), 0.0)
+    state.agree()
     assert isinstance(state.take(has_room=True), Take)
     one = SnapshotId(b"1" * 16, 1)
     state.posted(state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0))
     state.give_up("its step is captured")
     state.boundary(2)
     state.learn([Verdict(1, 1, will=Will.GO)], 0.0)
+    state.agree()
     assert isinstance(state.take(has_room=True), Skip)
     last = state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0)
     assert (last.newest, last.will) == (1, Will.OFF)
