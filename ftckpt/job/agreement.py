@@ -86,7 +86,8 @@ class Verdict(NamedTuple):
     ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
     least willing. ``stretch``, ``cost``, ``flush_interval``: the largest. ``target``: what all take for the target,
     -1 where they differ. ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to
-    storage. ``number``: the same on all ranks, but on one that turns all off and does not know it. ``step``: of the rank that was furthest. ``replicas``: what the sample of that snapshot says.
+    storage. ``number``: the same on all ranks, but for one that turns all off without knowing it. ``step``: of the
+    rank that was furthest. ``replicas``: what the sample of that snapshot says.
     """
 
     number: int

@@ -83,7 +83,7 @@ class Flushes:
     persisted: SnapshotId | None = None
     """The newest that is on storage, of those of this attempt."""
     waits: bool = False
-    """Whether one could go there, and some node is not ready for it: from verdicts alone, and so alike on all ranks."""
+    """Whether one could go there, and some node is not ready for it: from verdicts alone, so alike on all ranks."""
     due: int = field(init=False)
     chosen_secs: float = 0.0
     rests_until_secs: float = 0.0

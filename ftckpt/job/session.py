@@ -47,9 +47,9 @@ class RankState:
     """One rank's session, as far as it decides.
 
     Events come in the order of training: ``begin`` once; at each boundary ``boundary`` and, where a snapshot is due,
-    ``round_to_post``, ``posted`` and ``learn`` until no earlier step ``owes_round``, then ``agree``, or ``miss`` where
-    a verdict does not come, then the proof, if ``proof_due``, and ``take``. Rounds may be posted and read at any time
-    before, and ``fail`` and ``turn_off`` come at any time.
+    ``round_to_post``, ``posted`` and ``learn`` until no earlier step ``owes_round``, then ``agree``, or ``miss``
+    where a verdict does not come, then the proof, if ``proof_due``, and ``take``. Rounds may be posted and read at
+    any time before, and ``fail`` and ``turn_off`` come at any time.
     """
 
     def __init__(self, config: Config, protects: bool = False, nodes: int = 1) -> None:

@@ -43,9 +43,9 @@ class Targets:
 
     A snapshot that is whole becomes the ``target``; when all nodes have done their part for it, it is
     ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
-    no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots from one that is to be
-    protected to the next; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part. Once anything is
-    protected, no other target is chosen while some node rests: its SMP bounds that.
+    no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots from one that is to
+    be protected to the next; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part. Once
+    anything is protected, no other target is chosen while some node rests: its SMP bounds that.
     """
 
     interval: int

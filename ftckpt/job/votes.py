@@ -1,10 +1,10 @@
 """Which steps of training have a round, alike on all ranks.
 
 Rounds of all ranks pair up by their order alone. A step, from one boundary to the next, that begins with a snapshot
-has a round, which is posted when that is sealed. Any other step has one where the verdicts of all rounds before it leave
-something to be settled: a rank that has not read them yet does not know, and posts later. So a rank that is late holds
-up what follows from its round, and nobody waits for it at a boundary. Where it is late by several steps these share
-one round: the next is of a step to which no rank had come when it posted.
+has a round, which is posted when that is sealed. Any other step has one where the verdicts of all rounds before it
+leave something to be settled: a rank that has not read them all does not know yet, and posts later. So a late rank
+delays what follows from its round, and nobody waits for it at a boundary without a snapshot. The next round is of a
+step to which no rank had come when it posted the last one: steps that a late rank has missed have none.
 """
 
 from __future__ import annotations

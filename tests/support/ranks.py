@@ -207,6 +207,7 @@ class Rank:
         if due:
             yield from self._snapshot(job, fate)
             return
+        self._seal()  # a copy that was late
         if state.unread:
             self._read_complete(job)
         self._vote(job, fate)

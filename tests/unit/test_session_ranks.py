@@ -16,6 +16,7 @@ from ftckpt.job.actions import Doubt, Skip, Take
 from ftckpt.job.agreement import Verdict, Will
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
+from ftckpt.job.votes import Step, Votes
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 from tests.support.ranks import CALM, Fate, Job
@@ -133,7 +134,7 @@ def test_long_lives_of_many_jobs(seed: int) -> None:
         replica_check_interval=dice.choice((0, 3)),
         protect_interval=dice.choice((1, 2, 3, "auto")),
         error_limit=dice.randint(1, 6),
-        interval=dice.choice((1, 2, "auto")),
+        interval=dice.choice((1, 3, "auto")),
     )
     fates = [CALM] * len(ranks.ranks)
     for _ in range(120):
@@ -300,3 +301,32 @@ def test_a_rank_that_has_not_sampled_raises_no_alarm_and_its_position_stays_open
     assert {rank.state.trusted for rank in ranks.ranks} == {trusted + 1}, "of 20, that of 18 is the last that matched"
     train(ranks, 2)
     assert {rank.state.trusted for rank in ranks.ranks} == {21}
+
+
+@pytest.mark.parametrize("order", [in_order, random.Random(1).randrange])
+def test_at_any_interval_a_snapshot_is_whole_and_protected_a_few_steps_behind_its_boundary(order: Order) -> None:
+    """And steps in which there is nothing to settle have no round."""
+    ranks, begun = job(3, slots=4, interval=20), 0
+    for _ in range(100):
+        ranks.iterate([CALM] * 3, order)
+        if ranks.iteration % 20 == 0:
+            begun = ranks.iteration
+        for rank in ranks.ranks if begun else []:
+            whole, protected = rank.state.whole, rank.state.targets.protected
+            assert ranks.iteration < begun + 2 or (whole is not None and whole.iteration == begun)
+            assert ranks.iteration < begun + 5 or (protected is not None and protected.iteration == begun)
+    assert max(rank.group.num_posted for rank in ranks.ranks) <= 4 * 5
+
+
+def test_steps_that_a_late_rank_has_missed_have_no_round() -> None:
+    votes = Votes()
+    votes.boundary(1, due=True, pending=False)
+    assert votes.next(pending=False) == Step(1, 1, due=True)
+    votes.posted()
+    for _ in range(4):
+        votes.boundary(1, due=False, pending=False)
+    assert votes.next(pending=False) is None and votes.waits, "what the verdict leaves is not known"
+    votes.read(Verdict(1, 1, step=5))
+    assert votes.next(pending=True) is None and not votes.waits
+    votes.boundary(1, due=False, pending=True)
+    assert votes.next(pending=True) == Step(6, 1, due=False)
