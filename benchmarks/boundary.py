@@ -62,6 +62,7 @@ def settings_of(arena: Path, more: Mapping[str, Any]) -> Iterator[dict[str, Any]
     (folder / "stored").mkdir()
     storage = {"persist": str(folder / "stored")} if more.get("persist") else {}
     settings = {"enabled": True, "job": job, "node": "node", "arena": str(folder), "protect": "none"}
+    settings["interval"] = 1
     try:
         yield {
             **settings,

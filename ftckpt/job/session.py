@@ -16,6 +16,7 @@ from ftckpt.job.actions import (
     Action,
     Announcement,
     Doubt,
+    IntervalConclusion,
     OldArenaRemoval,
     Skip,
     Take,
@@ -66,9 +67,9 @@ class RankState:
         self.failures = 0
         """In a row: a snapshot that was sealed ends the row."""
         # A rank that reads nothing posts OFF after ERROR_LIMIT rounds, so it is off before a change that it missed.
-        probes = config.interval == "auto" and config.overhead_budget > 0
         self._error_limit = ERROR_LIMIT
-        self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_ROUNDS, probes)
+        self._concluded = 0  # the interval that was found to keep the budget; 0: none was in this attempt
+        self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_ROUNDS)
         self.proofs = Proofs(config.replica_check_interval > 0)
         self._trust = Trust(0, -1)
         self._trusted_before = -1  # the last proof
@@ -230,10 +231,11 @@ class RankState:
             newest = self.targets.protected if protects else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
             actions += self._compare(verdict)
-            if verdict.will == Will.SKIP:
-                self.interval.skipped(verdict.number)
             if self.interval.learn(verdict.number, verdict.stretch):
                 actions.append(self._interval_change(verdict))
+            if verdict.cost >= 0 and self._config.interval == "auto" and verdict.stretch != self._concluded:
+                self._concluded = verdict.stretch
+                actions.append(IntervalConclusion(verdict.stretch))
         if self.whole is not None and self.whole != whole:
             actions.append(WholeMark(self.whole))
             if self._whole_here_secs is None:
@@ -392,10 +394,12 @@ class RankState:
         if config.interval != "auto":
             what = "in the fence"
         fields = {"of": "memory", "interval": interval, "cost": cost, "overhead_budget": config.overhead_budget}
-        text = (
-            f"soon a snapshot every {interval} iteration(s): {what} it costs {cost:.2%} of one, and the budget is "
-            f"{config.overhead_budget:.2%}"
-        )
+        text = f"soon a snapshot every {interval} iteration(s)"
+        if cost < 0:
+            fields["cost"] = None
+            text += ", for a while, to measure what one costs"
+        else:
+            text += f": {what} it costs {cost:.2%} of one, and the budget is {config.overhead_budget:.2%}"
         return Announcement("interval_changed", fields, text)
 
     def _supersedes(self, now_secs: float) -> bool:

@@ -16,6 +16,7 @@ from ftckpt.job.actions import (
     Action,
     Announcement,
     Doubt,
+    IntervalConclusion,
     OldArenaRemoval,
     Skip,
     Take,
@@ -375,6 +376,8 @@ class Snapshots:
                 self._events.emit("replicas_drift", after=after, until=until)
                 if self._topology.is_node_leader:
                     self._protection.smp.claim_again(mark_doubtful(self._arenas.path, after, until))
+            case IntervalConclusion(interval):
+                self._arenas.entry.keep_interval(interval)
             case Announcement(event, fields, text):
                 self._events.emit(event, **fields)
                 if text:

@@ -74,18 +74,19 @@ def train_dear(rank: int, world_size: int, settings: dict[str, Any], iterations:
 
 @pytest.mark.slow
 def test_an_interval_follows_from_the_whole_cost_on_all_ranks_alike(settings: dict[str, Any]) -> None:
-    settings |= {"interval": "auto", "overhead_budget": 0.1, "replica_check_interval": 0}
-    run_ranks(train_dear, 3, settings, 900, 400)
+    settings |= {"interval": "auto", "overhead_budget": 0.2, "replica_check_interval": 0}
+    run_ranks(train_dear, 3, settings, 900, 450)
     assert not jobs.events(settings, "snapshot_error")
     changes = jobs.events(settings, "interval_changed")
-    by_rank = [[(e["interval"], round(e["cost"], 6)) for e in changes if e["rank"] == rank] for rank in range(3)]
+    by_rank = [[(e["interval"], e["cost"]) for e in changes if e["rank"] == rank] for rank in range(3)]
     assert by_rank[0] == by_rank[1] == by_rank[2]
-    (interval, cost), *later = by_rank[0]
-    assert 12 <= interval <= 30, "30 ms and what else it takes, at a tenth of 20 ms"
-    assert 0.1 * (interval - 1) - 0.01 <= cost <= 0.1 * interval
+    assert by_rank[0][0] == (6, None), "an interval that shows what one costs"
+    (interval, cost), *later = by_rank[0][1:]
+    assert 6 <= interval <= 15, "30 ms and what else it takes, at a fifth of 20 ms"
+    assert 0.2 * (interval - 1) - 0.01 <= cost <= 0.2 * interval
     iterations = taken(settings)
     assert iterations[0] == iterations[1] == iterations[2]
     gaps = [b - a for a, b in zip(iterations[0], iterations[0][1:], strict=False)]
-    assert gaps[:10] == [6] * 10, "at first intervals show what one costs"
+    assert gaps[:16] == [1] * 16 and gaps[30:40] == [6] * 10
     assert gaps.count(interval) > 2
     assert later and later[-1][0] < interval / 2, "it is cheap in the end"

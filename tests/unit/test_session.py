@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Doubt
-from ftckpt.job.agreement import Coverage, Verdict, Will
+from ftckpt.job.actions import Doubt, IntervalConclusion
+from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard, Targets
@@ -260,49 +260,19 @@ def test_a_rank_that_reads_late_is_due_when_the_others_are() -> None:
     assert taken[-4:] == [98, 105, 112, 119]
 
 
-def due_of(interval: Interval, iterations: range) -> list[int]:
-    return [iteration for iteration in iterations if interval.due(iteration)]
+def test_the_interval_of_an_earlier_attempt_is_in_force_from_the_first_boundary_on() -> None:
+    interval = Interval(1, delay=8)
+    interval.resume(7)
+    assert [i for i in range(1, 30) if interval.due(i)] == [7, 14, 21, 28]
+    assert not interval.learn(2, 7) and interval.learn(3, 1)
 
 
-def test_intervals_that_show_no_cost_are_longer_at_first_and_now_and_then() -> None:
-    interval = Interval(1, delay=8, probes=True)
-    due = due_of(interval, range(1, 145))
-    assert due == list(range(6, 145, 6)) and interval.number == 24
-    due = due_of(interval, range(145, 145 + 488))
-    assert due == list(range(145, 145 + 488)) and interval.number == 512
-    due = due_of(interval, range(633, 800))
-    assert due[:14] == [*range(636, 703, 6), 703, 704]
-
-
-def test_the_first_probe_begins_anew_where_no_rank_took_its_snapshots() -> None:
-    """What nobody takes shows no cost. It is prolonged while it is on, and so early that all know of it in time."""
-    interval = Interval(1, delay=8, probes=True)
-    for iteration in range(1, 61):
-        if interval.due(iteration):
-            interval.skipped(interval.number)
-    assert interval.number == 10
-    due = due_of(interval, range(61, 300))
-    assert due[:25] == [*range(66, 66 + 6 * 24, 6), 205] and interval.probe_end == 34
-    interval.skipped(30)
-    assert interval.probe_end == 34, "a rank may read of it behind the end of the probe"
-
-
-def test_snapshots_that_all_skip_prolong_the_first_probe() -> None:
-    state = RankState(Config(interval="auto"))
+def test_only_what_was_concluded_is_kept_for_the_next_attempt() -> None:
+    """And once, whatever it was before: that one is being measured says nothing."""
+    state = RankState(Config())
     state.begin(LINEAGE, None, 0.0)
-    ends = [state.interval.probe_end]
-    for iteration, will in ((6, Will.SKIP), (12, Will.SKIP), (18, Will.GO)):
-        assert state.boundary(iteration)
-        state.learn([Verdict(state.interval.number, -1, will=will)], 0.0)
-        ends.append(state.interval.probe_end)
-    assert ends == [24, 25, 26, 26]
-
-
-def test_a_long_interval_shows_what_one_costs_as_it_is() -> None:
-    interval = Interval(1, delay=8, probes=True)
-    interval.learn(2, 9)
-    assert due_of(interval, range(1, 110))[-4:] == [81, 90, 99, 108]
-
-
-def test_a_number_for_an_interval_is_never_made_longer_to_show_a_cost() -> None:
-    assert due_of(Interval(2, delay=8), range(1, 1200)) == list(range(2, 1200, 2))
+    kept = []
+    for stretch, cost in ((1, -1), (6, -1), (6, -1), (6, 60_000), (6, 60_000), (1, 5_000)):
+        actions = state.learn([Verdict(next(numbers), -1, stretch=stretch, cost=cost)], 0.0)
+        kept.append([action.interval for action in actions if isinstance(action, IntervalConclusion)])
+    assert kept == [[], [], [], [6], [], [1]]

@@ -43,7 +43,7 @@ def progresses(ranks: Job) -> None:
     if len(ranks.on) < len(ranks.ranks) or any(rank.state.failures for rank in ranks.ranks):
         ranks.start()
     # Until wishes for rarer snapshots are over, and spacings that show what one costs.
-    train(ranks, 80 * ranks.config.least_interval + (150 if ranks.config.interval == "auto" else 0))
+    train(ranks, 80 * ranks.config.least_interval)
     for rank in ranks.ranks:
         assert not rank.state.off
         assert (
