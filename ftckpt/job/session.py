@@ -37,8 +37,8 @@ ERROR_LIMIT = 3
 """Failed snapshots in a row after which a rank turns snapshots off: one may be bad luck, the third is a fault that
 stays."""
 
-_MORE_ROUNDS = 5
-"""Rounds beyond ``ERROR_LIMIT`` after which a new interval begins: whoever still trains then has read of it."""
+_MORE_SNAPSHOTS = 5
+"""Snapshots beyond ``ERROR_LIMIT`` after which a new interval begins: whoever still trains then has read of it."""
 
 _MOST_COST = 1e6
 """Iterations that a snapshot may cost, as far as rounds say."""
@@ -66,10 +66,10 @@ class RankState:
         """Why this rank takes, posts and reads nothing in this attempt any more; empty while it does."""
         self.failures = 0
         """In a row: a snapshot that was sealed ends the row."""
-        # A rank that reads nothing posts OFF after ERROR_LIMIT rounds, so it is off before a change that it missed.
+        # A rank that reads nothing posts OFF after ERROR_LIMIT snapshots: it is off before a change that it missed.
         self._error_limit = ERROR_LIMIT
         self._concluded = 0  # the interval that was found to keep the budget; 0: none was in this attempt
-        self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_ROUNDS)
+        self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_SNAPSHOTS)
         self.proofs = Proofs(config.replica_check_interval > 0)
         self._trust = Trust(0, -1)
         self._trusted_before = -1  # the last proof
