@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftckpt.store.directory import node_directory
+from ftckpt.store.interval_file import write_interval
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 
@@ -45,6 +48,21 @@ def test_snapshots_become_rarer_together_and_frequent_again(settings: dict[str, 
     gaps = [b - a for a, b in zip(iterations[0], iterations[0][1:], strict=False)]
     assert gaps.count(by_rank[0][0]) > 2
     assert by_rank[0][-1] == 1 and iterations[0][-1] == 120, "nothing is slow any more"
+
+
+def test_an_attempt_begins_with_the_interval_of_the_one_before(settings: dict[str, Any], arena_root: Path) -> None:
+    """Which one of its nodes knows, if that was for the same budget."""
+    settings |= {"interval": "auto", "overhead_budget": 0.1, "replica_check_interval": 0}
+    for node, interval, budget in (("n0", 9, 0.2), ("n1", 7, 0.1)):
+        write_interval(node_directory(arena_root, "test", node), interval, budget)
+    run_ranks(go_on, 3, settings, 20)
+    assert taken(settings) == [[7, 14]] * 3
+
+
+def go_on(rank: int, world_size: int, settings: dict[str, Any], iterations: int) -> None:
+    checkpointer, state = plain.restarted(rank, world_size, settings, ["n0", "n1", "n1"])
+    plain.train(checkpointer, state, range(1, iterations + 1))
+    checkpointer.close()
 
 
 @pytest.mark.slow

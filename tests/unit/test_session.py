@@ -58,6 +58,14 @@ def test_a_target_that_cannot_be_covered_is_given_up_and_the_protected_one_stays
     assert learn(targets, verdict(9), verdict(10, 9)) == ["protected"] and not targets.degraded
 
 
+def test_what_was_given_up_is_not_tried_again_before_there_is_a_newer_one() -> None:
+    targets = Targets(1)
+    learn(targets, verdict(4), verdict(4, 4, Coverage.CANNOT), verdict(4), verdict(4))
+    assert targets.target is None and not targets.pending
+    learn(targets, verdict(5))
+    assert targets.target == at(5) and targets.pending
+
+
 def test_no_target_is_chosen_while_a_node_could_not_protect_it() -> None:
     targets = Targets(1)
     learn(targets, verdict(4), verdict(5, 4, Coverage.CANNOT), verdict(6, -1, Coverage.CANNOT))
@@ -83,6 +91,9 @@ def test_each_kth_snapshot_is_a_target_and_the_first_one_too() -> None:
         if targets.target is not None:
             chosen.append(targets.target.iteration)
     assert chosen == [0, 3, 6, 9]
+    targets, rounds = Targets(3), [verdict(0), verdict(1, 0), verdict(2)]
+    learn(targets, *rounds, *rounds[2:] * 3)
+    assert targets.protected == at(0) and targets.target is None, "rounds of one snapshot count as one"
 
 
 def test_without_protection_there_is_no_target() -> None:
