@@ -68,6 +68,7 @@ class RankState:
         """In a row: a snapshot that was sealed ends the row."""
         # A rank that reads nothing posts OFF after ERROR_LIMIT snapshots: it is off before a change that it missed.
         self._error_limit = ERROR_LIMIT
+        self._wished: tuple[int, int] | None = None  # as posted: stretch and cost
         self._concluded = 0  # the interval that was found to keep the budget; 0: none was in this attempt
         self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_SNAPSHOTS)
         self.proofs = Proofs(config.replica_check_interval > 0)
@@ -191,13 +192,15 @@ class RankState:
         if self._gives_up or self._lost or (self.failures >= self._error_limit and own <= self._newest):
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
-        cost = int(min(wish.cost, _MOST_COST) * 1e6)
-        return self._round(own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish))
+        self._wished = wish.stretch, int(min(wish.cost, _MOST_COST) * 1e6)
+        return self._round(own, will, *self._wished, *tasks, self.flushes.wish(wish))
 
     def empty_round(self) -> Round:
-        """In the place of ``round_to_post`` where that raises: this rank has nothing and takes nothing."""
+        """In the place of ``round_to_post`` where that raises: this rank has nothing and takes nothing. It wishes for
+        what it did before, as it may be the one that speaks for all."""
         is_last = self._gives_up or self.failures >= self._error_limit
-        return self._round(-1, Will.OFF if is_last else Will.SKIP)
+        wished = self._wished or (self.interval.changes[-1][1], -1)
+        return self._round(-1, Will.OFF if is_last else Will.SKIP, *wished)
 
     def _round(self, newest: int, will: Will, *more: Any) -> Round:
         step = self._next_step

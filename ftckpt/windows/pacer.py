@@ -128,6 +128,7 @@ class Pacer:
         if self._auto is not None:
             self._auto.resume(interval)
             self._follow_auto(self._auto)
+            self.wish = Wish(self.stretch, self._cost)
 
     @property
     def windows(self) -> Windows:

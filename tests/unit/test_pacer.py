@@ -12,6 +12,7 @@ import torch
 from ftckpt.capture.copier import Flight
 from ftckpt.config import Config
 from ftckpt.events import Events
+from ftckpt.windows.cost import Wish
 from ftckpt.windows.pacer import Pacer
 from tests.support.event_logs import read_events
 
@@ -256,6 +257,14 @@ def test_an_evaluation_at_each_boundary_with_a_snapshot_is_no_cost_of_these(agai
 
 def test_auto_without_a_budget_wishes_for_nothing(tmp_path: Path) -> None:
     assert Auto(tmp_path, overhead_budget=0.0).live(20, 60.0) == 1
+
+
+def test_auto_goes_on_from_what_an_earlier_attempt_has_found(tmp_path: Path) -> None:
+    rank = Auto(tmp_path, overhead_budget=0.1)
+    rank.pacer.resume(7)
+    assert rank.pacer.wish == Wish(7, -1.0)
+    assert rank.live(26, 4.0, spacing=7) == 7 and rank.pacer.wish.cost == pytest.approx(4 / 6)
+    assert rank.live(30, 0.0, spacing=7) == 1
 
 
 def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
