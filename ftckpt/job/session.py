@@ -158,7 +158,7 @@ class RankState:
     @property
     def _next_step(self) -> Step | None:
         """With a round that this rank can post."""
-        if self.off or self._last_will == Will.OFF:
+        if self._votes.settled or self.off or self._last_will == Will.OFF:
             return None
         return self._votes.next(self.pending, but=int(self._reads), unasked=self._lost)
 

@@ -35,6 +35,11 @@ class Votes:
         self._furthest = 0  # the step of the rank that was furthest when it posted, by the last verdict
 
     @property
+    def settled(self) -> bool:
+        """Whether every step so far has had its round, or has none."""
+        return not self._steps
+
+    @property
     def unread(self) -> bool:
         """Whether rounds were posted whose verdict was not read."""
         return self._num_read < self._num_posted
