@@ -9,8 +9,9 @@ from ftckpt.windows.cost import CYCLE, Cost, CostMeter, shortest_interval
 _EARLY, _APART = 16, 1024
 """Snapshots before the first measurement, which are as frequent as can be, and between two measurements."""
 
-_SURE = 3.0
-"""Standard errors by which the cost must differ from what an interval allows before that changes."""
+_SURE, _SURE_AT_FIRST = 3.0, 2.0
+"""Standard errors by which the cost must differ from what an interval allows before that changes; the second, where
+none was concluded before."""
 
 _PRECISE = 1 / 12
 """Of the cost, as its standard error: nothing more is gained by measuring on."""
@@ -34,13 +35,13 @@ class AutoInterval:
         """As it was concluded last."""
         self.cost: Cost | None = None
         """Of a snapshot, when it was; None: this attempt has concluded nothing."""
-        self._measures = False
+        self._knows = self._measures = False
         self._left = _EARLY  # snapshots to the next measurement
         self._has_told = False
 
     def resume(self, interval: int) -> None:
         """Begin with what an earlier attempt has concluded."""
-        self.interval, self._left = interval, _APART
+        self.interval, self._left, self._knows = interval, _APART, True
 
     @property
     def wish(self) -> tuple[int, float]:
@@ -61,7 +62,8 @@ class AutoInterval:
         cost = self._meter.cost
         if cost is None:
             return
-        doubt = _SURE * max(cost.error, _PRECISE / 2 * cost.share)
+        sure = _SURE if self._knows else _SURE_AT_FIRST
+        doubt = sure * max(cost.error, _PRECISE / 2 * cost.share)
         shortest, needed, longest = (
             shortest_interval(max(0.0, share), self._budget, self._most)
             for share in (cost.share - doubt, cost.share, cost.share + doubt)
@@ -79,6 +81,6 @@ class AutoInterval:
                 f"a snapshot each iteration: its cost, {cost.share:.2%} of one give or take {cost.error:.2%}, is too "
                 f"little to be told from the budget of {self._budget:.2%}"
             )
-        self._measures, self._left = False, _APART
+        self._knows, self._measures, self._left = True, False, _APART
         # Judged again by others alone: of many looks at much the same one would find a difference.
         self._meter.forget_cost()
