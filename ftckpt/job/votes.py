@@ -16,10 +16,10 @@ from ftckpt.job.agreement import Verdict
 
 
 class Step(NamedTuple):
-    """The ``index``-th from one boundary to the next, behind ``number`` boundaries with a snapshot, the last of which
+    """The ``ordinal``-th from one boundary to the next, behind ``number`` boundaries with a snapshot, the last of which
     it begins with if it is ``due``."""
 
-    index: int
+    ordinal: int
     number: int
     due: bool
 
@@ -62,7 +62,7 @@ class Votes:
                 return step
             if self.unread:
                 return None
-            if pending and step.index > self._furthest:
+            if pending and step.ordinal > self._furthest:
                 return step
             steps.popleft()
         return None
