@@ -16,8 +16,8 @@ from ftckpt.job.agreement import Verdict
 
 
 class Step(NamedTuple):
-    """The ``ordinal``-th from one boundary to the next, behind ``number`` boundaries with a snapshot, the last of which
-    it begins with if it is ``due``."""
+    """The ``ordinal``-th of training, from one boundary to the next, behind ``number`` boundaries with a snapshot, the
+    last of which it begins with if it is ``due``."""
 
     ordinal: int
     number: int
