@@ -16,8 +16,8 @@ from ftckpt.job.agreement import Verdict
 
 
 class Step(NamedTuple):
-    """The ``ordinal``-th from one boundary to the next. It begins with the snapshot of that ``number`` if it is ``due``,
-    and follows it otherwise."""
+    """The ``ordinal``-th from one boundary to the next. It begins with the snapshot of that ``number`` if it is
+    ``due``, and follows it otherwise."""
 
     ordinal: int
     number: int
