@@ -56,7 +56,7 @@ def settings_of(arena: Path, more: Mapping[str, Any]) -> Iterator[dict[str, Any]
     (folder / "stored").mkdir()
     storage = {"persist": str(folder / "stored")} if more.get("persist") else {}
     settings = {"enabled": True, "job": job, "node": "node", "arena": str(folder), "protect": "none"}
-    settings |= {"objects_size": "1MiB", "replica_check_interval": 1000, "on_error": "raise"}
+    settings |= {"interval": 1, "objects_size": "1MiB", "replica_check_interval": 1000, "on_error": "raise"}
     try:
         yield {**settings, **more, **storage}
     finally:

@@ -53,7 +53,7 @@ def attach(job: Any, folder: Path, name: str, **settings: Any) -> Any:
 
     config = Config(
         enabled=True, job=name, node="node", arena=str(folder / "arena"), events=str(folder / "events" / name),
-        replica_check_interval=0, on_error="raise", **{"protect": "none", **settings},
+        replica_check_interval=0, on_error="raise", **{"protect": "none", "interval": 1, **settings},
     )  # fmt: skip
     (folder / "arena").mkdir(exist_ok=True)
     objects = {"data": job.data, "progress": job.progress}

@@ -39,7 +39,7 @@ TIMEOUT_SECS = 280.0
 MAX_RATIO = {"idle": 1.01, "busy": 1.05}
 """Of an iteration with the default configuration to one without ftckpt."""
 STORED_EVERY = 10
-PROBE = 160
+PROBE = 300
 """Iterations in which ``interval auto`` finds its interval."""
 OFF, NOISE, DEFAULT = "off", "off again", "ftckpt"
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(100_000):\n        pass"
@@ -63,11 +63,12 @@ THREAD, PROCESS = {"process": False}, {"process": True}
 ROWS: dict[str, Row] = {
     OFF: Row("off", {}),
     NOISE: Row("off", {}),
-    "ftckpt, memory, auto": Row("ftckpt", {"protect": "none", "interval": "auto"}),
-    "ftckpt, memory": Row("ftckpt", {"protect": "none"}),
+    "ftckpt, memory, auto": Row("ftckpt", {"protect": "none"}),
+    "ftckpt, memory": Row("ftckpt", {"protect": "none", "interval": 1}),
     DEFAULT: Row("ftckpt", {}, "memory"),
-    "ftckpt, protected every 10": Row("ftckpt", {"protect_interval": STORED_EVERY}),
-    "ftckpt, and storage": Row("ftckpt", {"persist_interval": STORED_EVERY}, is_stored=True),
+    "ftckpt, each iteration": Row("ftckpt", {"interval": 1}, "memory"),
+    "ftckpt, protected every 10": Row("ftckpt", {"interval": 1, "protect_interval": STORED_EVERY}),
+    "ftckpt, and storage": Row("ftckpt", {"interval": 1, "persist_interval": STORED_EVERY}, is_stored=True),
     "torch.save": Row("torch.save", {}, "memory"),
     "DCP, thread": Row("DCP", THREAD, "memory"),
     "DCP, process": Row("DCP", PROCESS, "memory"),
@@ -142,7 +143,7 @@ def run_block(plan: Plan, sizes: Sizes, arena: Path, disk: Path) -> dict[str, An
     row, name = ROWS[plan.row], f"bench-{uuid.uuid4().hex[:8]}"
     tmpfs = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=arena))
     stored = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=disk))
-    warm_up = PROBE if row.options.get("interval") == "auto" else sizes.warm_up
+    warm_up = PROBE if row.system == "ftckpt" and "interval" not in row.options else sizes.warm_up
     block = Block(
         plan.job, row.system, row.options, row.every, warm_up, sizes.iterations, sizes.mib, sizes.script,
         sizes.device_secs, name, str(tmpfs), str(stored if row.is_stored else tmpfs / "saved"),

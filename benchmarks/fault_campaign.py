@@ -101,7 +101,7 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
         nodes = tuple(f"node{index}" for index in range(num_nodes) for _ in range(per_node))
         losses, group = dice.choice([(1, 0), (1, 0), (1, 2), (2, 0)])
         settings: dict[str, Any] = {
-            "job": job, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
+            "job": job, "interval": 1, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
             "events": str(arena / "events"),
             "protect": dice.choice(PROTECT), "peer_losses": losses, "peer_group": group,
             "protect_interval": dice.choice([1, 1, 3]),

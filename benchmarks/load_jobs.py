@@ -152,7 +152,7 @@ def _config(settings: dict[str, Any]) -> Config:
     from ftckpt.config import Config
 
     return Config(
-        enabled=True, job="load", node="node", replica_check_interval=0, start_timeout_secs=WAIT_SECS,
+        enabled=True, job="load", node="node", interval=1, replica_check_interval=0, start_timeout_secs=WAIT_SECS,
         on_error="raise", **settings,
     )  # fmt: skip
 

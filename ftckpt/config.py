@@ -44,7 +44,7 @@ class Config:
 
     enabled: bool = declare(False, "switch ftckpt on")
     interval: int | Literal["auto"] = declare(
-        1, "iterations between snapshots; auto: as few as overhead_budget allows", minimum=1, auto=True
+        "auto", "iterations between snapshots; auto: as few as overhead_budget allows", minimum=1, auto=True
     )
     slots: int = declare(
         0,

@@ -117,8 +117,8 @@ EVENTS: dict[str, EventKind] = {
     "interval_changed": _quiet(
         "snapshots are taken, or go to storage, at another interval from now on", of="memory or storage",
         interval="iterations between two", overhead_budget="setting",
-        cost="of a snapshot, over the length of an iteration, on the rank on which it is dearest; in the fence alone "
-        "where ``interval`` is a number",
+        cost="of a snapshot, over the length of an iteration; with a number for ``interval`` in the fence alone, on "
+        "the rank on which it is dearest; null while it is measured",
         flush_secs="that a flush takes, as this rank saw it", cost_secs="of training, that one takes, likewise",
         mtbf_secs="between failures that lose memory",
     ),

@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import GenericAlias
 from typing import Any, NamedTuple, TypeVar, cast
@@ -261,6 +261,11 @@ class Group:
         self._tensors[:] = [(base, view) for base, view in self._tensors if base._use_count() > 2]  # type: ignore[attr-defined]
         with torch.inference_mode(False):  # in which views know no base
             self._tensors.extend((tensor, tensor.view(-1)) for tensor in tensors)
+
+    @staticmethod
+    def is_complete(works: Iterable[dist.Work]) -> bool:
+        """Whether ``finish`` of each of ``works`` would not wait."""
+        return all(work.is_completed() for work in works)
 
     def finish(self, work: dist.Work, timeout_secs: float) -> bool:
         """Wait for a collective that was posted; False: it is not finished within ``timeout_secs``."""

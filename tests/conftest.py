@@ -59,7 +59,8 @@ def module_root() -> Iterator[Path]:
 @pytest.fixture
 def settings(arena_root: Path, tmp_path: Path) -> dict[str, object]:
     """Configuration fields for one job; events go to ``tmp_path/events``."""
-    return {"job": "test", "arena": str(arena_root), "events": str(tmp_path / "events"), "start_timeout_secs": 60.0}
+    folders = {"arena": str(arena_root), "events": str(tmp_path / "events")}
+    return {"job": "test", "interval": 1, "start_timeout_secs": 60.0, **folders}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -39,6 +39,13 @@ class Doubt:
 
 
 @dataclass(frozen=True)
+class IntervalConclusion:
+    """With ``interval`` auto snapshots that far apart keep the budget: the next attempt begins with that."""
+
+    interval: int
+
+
+@dataclass(frozen=True)
 class TurnOff:
     """No more snapshots in this process."""
 
@@ -71,4 +78,4 @@ class Skip:
     reason: str
 
 
-Action = WholeMark | TargetMarks | OldArenaRemoval | Doubt | TurnOff | Announcement
+Action = WholeMark | TargetMarks | OldArenaRemoval | Doubt | IntervalConclusion | TurnOff | Announcement

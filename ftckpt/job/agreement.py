@@ -1,14 +1,15 @@
-"""What all ranks know together: one asynchronous all-reduce per snapshot, posted by each rank, read as a verdict; and
+"""What all ranks know together: one asynchronous all-reduce per round, posted by each rank, read as a verdict; and
 the two groups through which a rank reaches all others, which break together.
 
-An all-gather goes with it where replicas are compared, see ``ftckpt.capture.sample``.
+An all-gather goes with the round of a snapshot where replicas are compared, see ``ftckpt.capture.sample``.
 
-Each rank posts one round per snapshot that is due, whether it took it or not, so the n-th rounds of all ranks belong
-together. Nobody waits for a verdict before a slot is really needed.
+The n-th rounds of all ranks belong together. Which steps of training have one ``ftckpt.job.votes`` decides, alike on
+all ranks. Nobody waits for a verdict before a slot is really needed.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,7 +45,8 @@ class Coverage(IntEnum):
 class Round(NamedTuple):
     """What one rank posts.
 
-    ``number``: of snapshots that were due so far, the same on all ranks, and not sent. ``newest``: the newest
+    ``number``: of snapshots that were due by the step that the round is of. ``due``: whether it is the first round of
+    that snapshot, which is not sent. ``step``: boundaries that this rank has passed. ``newest``: the newest
     iteration that this rank has sealed in the lineage of the job, -1 for none. ``stretch``: by how much it wishes
     snapshots to be rarer; ``cost``: what one costs it, in millionths of an iteration. ``target``: the iteration of
     the target, -1 for none; ``cover``: how far its protection is. ``flush``, ``flushed``: the same of what goes to
@@ -61,19 +63,21 @@ class Round(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
+    due: bool = True
+    step: int = 0
 
     def words(self) -> tuple[int, ...]:
         """What goes into an element-wise minimum over all ranks.
 
         ``newest`` goes in twice, once negated: the minimum of the second is minus the largest. A minimum of
         ``newest`` alone would name a snapshot that a rank with a newer one may have overwritten; only where least
-        and largest are the same do all ranks have it. ``target`` likewise. Wishes are negated because the largest
-        one counts.
+        and largest are the same do all ranks have it. ``target`` likewise. Wishes, ``number`` and ``step``
+        are negated because the largest one counts.
         """
         wishes = -self.stretch, -self.cost, -self.flush_interval
         protect = self.target, -self.target, self.cover
         flush = self.flush, -self.flush, self.flushed
-        return self.newest, -self.newest, self.will, *wishes, *protect, *flush
+        return self.newest, -self.newest, self.will, *wishes, *protect, *flush, -self.number, -self.step
 
 
 class Verdict(NamedTuple):
@@ -82,7 +86,8 @@ class Verdict(NamedTuple):
     ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
     least willing. ``stretch``, ``cost``, ``flush_interval``: the largest. ``target``: what all take for the target,
     -1 where they differ. ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to
-    storage. ``replicas``: what the sample of that snapshot says.
+    storage. ``number``: the same on all ranks, but for one that turns all off without knowing it. ``step``: of the
+    rank that was furthest. ``replicas``: what the sample of that snapshot says.
     """
 
     number: int
@@ -95,15 +100,16 @@ class Verdict(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
+    step: int = 0
     replicas: Sampled = Sampled.UNKNOWN
 
     @classmethod
-    def of(cls, number: int, minima: Sequence[int]) -> Verdict:
+    def of(cls, minima: Sequence[int]) -> Verdict:
         """Read the minimum of ``Round.words`` over all ranks."""
         newest, negated_newest, will, stretch, cost, flush_interval, *tasks = minima
-        target, negated_target, cover, flush, negated_flush, flushed = tasks
+        target, negated_target, cover, flush, negated_flush, flushed, negated_number, negated_step = tasks
         return cls(
-            number,
+            -negated_number,
             newest if newest == -negated_newest else -1,
             Will(will),
             -stretch,
@@ -113,6 +119,7 @@ class Verdict(NamedTuple):
             flush if flush == -negated_flush else -1,
             Coverage(flushed),
             -flush_interval,
+            -negated_step,
         )
 
 
@@ -123,12 +130,15 @@ class AgreementError(RuntimeError):
 class _Posted(NamedTuple):
     """A round on its way; ``rows`` where samples go with it, and how they are compared."""
 
-    number: int
     work: Any
     minima: Any
     sample: Any = None
     rows: Any = None
     comparison: Comparison | None = None
+
+    @property
+    def works(self) -> tuple[Any, ...]:
+        return (self.work,) if self.sample is None else (self.work, self.sample)
 
 
 class Agreement:
@@ -141,6 +151,7 @@ class Agreement:
         self._group = group
         self._posted: deque[_Posted] = deque()
         self._unread: list[Verdict] = []
+        self._ended = False  # all turn off: nobody posts behind that
 
     @property
     def broken(self) -> bool:
@@ -157,7 +168,7 @@ class Agreement:
             AgreementError: nothing was posted.
         """
         try:
-            posted = _Posted(round_.number, *self._group.start_minimum(round_.words()))
+            posted = _Posted(*self._group.start_minimum(round_.words()))
             if words is not None:
                 sample, rows = self._group.start_gather(words)
                 posted = posted._replace(sample=sample, rows=rows, comparison=comparison)
@@ -176,34 +187,52 @@ class Agreement:
             AgreementError: the verdict will never come.
         """
         deadline = time.monotonic() + timeout_secs
-        while self._posted:
-            posted = self._posted[0]
-            try:
-                for work in (posted.work, posted.sample):
-                    if work is not None and not self._group.finish(work, deadline - time.monotonic()):
-                        return None
-            except RuntimeError as error:
-                raise AgreementError(str(error)) from error
-            # Only here: a read that gave up finds the same round again.
-            self._posted.popleft()
-            self._unread.append(self._verdict(posted))
-            if self._unread[-1].will == Will.OFF:
-                break
+        while self._posted and not self._ended:
+            if not self._finish_first(deadline):
+                return None
+        return self._take_unread()
+
+    def read_complete(self) -> tuple[Verdict, ...]:
+        """Verdicts of the rounds that all ranks have posted, up to the first that one has not; never waits.
+
+        Raises:
+            AgreementError: the other ranks cannot be reached.
+        """
+        while self._posted and not self._ended and self._group.is_complete(self._posted[0].works):
+            self._finish_first(deadline=math.inf)
+        return self._take_unread()
+
+    def _take_unread(self) -> tuple[Verdict, ...]:
         verdicts, self._unread = tuple(self._unread), []
         return verdicts
 
-    def _verdict(self, posted: _Posted) -> Verdict:
-        verdict = Verdict.of(posted.number, posted.minima.values.tolist())
+    def _finish_first(self, deadline: float) -> bool:
+        """Whether the verdict of the first round was there before the deadline."""
+        posted = self._posted[0]
+        try:
+            if not self._group.finish(posted.work, deadline - time.monotonic()):
+                return False
+            verdict = Verdict.of(posted.minima.values.tolist())
+            # A rank that turns all off may not know whether a sample goes with its last round.
+            wait_secs = deadline - time.monotonic() if verdict.will != Will.OFF else 0.0
+            has_sample = posted.sample is None or self._group.finish(posted.sample, wait_secs)
+            if not has_sample and verdict.will != Will.OFF:
+                return False
+        except RuntimeError as error:
+            raise AgreementError(str(error)) from error
+        # Only here: a read that gave up finds the same round again.
+        self._posted.popleft()
         self._group.give_back(posted.minima)
-        if posted.comparison is None:
-            return verdict
-        verdict = verdict._replace(replicas=posted.comparison.outcome(posted.rows.values))
-        self._group.give_back(posted.rows)
-        return verdict
+        if has_sample and posted.comparison is not None:
+            verdict = verdict._replace(replicas=posted.comparison.outcome(posted.rows.values))
+            self._group.give_back(posted.rows)
+        self._unread.append(verdict)
+        self._ended = verdict.will == Will.OFF
+        return True
 
 
 class Links:
-    """``group`` carries collectives that ranks enter together, ``agreement`` the rounds of each snapshot.
+    """``group`` carries collectives that ranks enter together, ``agreement`` the rounds.
 
     A rank that cannot reach the others through one of them gives up both, so that all ranks learn it.
 

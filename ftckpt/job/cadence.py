@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ftckpt.windows.cost import CYCLE
-
-_FIRST_PROBE = 24
-"""Snapshots: what ranks conclude from two thirds of them is in force when the last has been taken."""
-
-_PROBE, _PROBES_APART = 12, 512
-"""A probe has so many snapshots, and begins after so many: of intervals that are too short to show what one costs."""
-
 
 @dataclass
 class Interval:
@@ -24,12 +16,8 @@ class Interval:
 
     iterations: int
     delay: int
-    probes: bool = False
-    """Whether spacings are to show what a snapshot costs: at first, and now and then where it is a short one."""
     number: int = 0
     """Snapshots that were due so far."""
-    probe_end: int = _FIRST_PROBE
-    """The snapshot with which the first probe ends."""
     changes: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
     """From which snapshot on which stretch is in force."""
 
@@ -42,10 +30,9 @@ class Interval:
         self.changes.append((number + self.delay, stretch))
         return True
 
-    def skipped(self, number: int) -> None:
-        """No rank has taken what was due in round ``number``: the first probe, if it is on, has yet to begin."""
-        if number + self.delay <= self.probe_end:  # as of a change, everybody knows of it by then
-            self.probe_end = number + _FIRST_PROBE
+    def resume(self, stretch: int) -> None:
+        """Begin with a ``stretch`` that all ranks know before the first boundary."""
+        self.changes = [(0, stretch)]
 
     def due(self, iteration: int) -> bool:
         """Whether a snapshot is to be taken at this boundary; asked once at each."""
@@ -57,11 +44,7 @@ class Interval:
     def spacing(self) -> int:
         """Iterations from one snapshot to the next, as they are now."""
         stretch = next(stretch for begin, stretch in reversed(self.changes) if begin <= self.number)
-        return self.iterations * (max(stretch, CYCLE) if self._probing else stretch)
-
-    @property
-    def _probing(self) -> bool:
-        return self.probes and (self.number < self.probe_end or self.number % _PROBES_APART < _PROBE)
+        return self.iterations * stretch
 
 
 _LAST_PROOF = 8

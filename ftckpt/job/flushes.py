@@ -82,6 +82,8 @@ class Flushes:
     current: SnapshotId | None = None
     persisted: SnapshotId | None = None
     """The newest that is on storage, of those of this attempt."""
+    waits: bool = False
+    """Whether one could go there, and some node is not ready for it: from verdicts alone, so alike on all ranks."""
     due: int = field(init=False)
     chosen_secs: float = 0.0
     rests_until_secs: float = 0.0
@@ -118,11 +120,18 @@ class Flushes:
         """What a verdict changes; ``newest`` is the snapshot to take if one is due."""
         yield from self._settle(verdict, now_secs)
         yield from self._tune(verdict.flush_interval)
+        self.waits = False
         if self.current is not None or newest is None or not self.interval or newest.iteration < self.due:
             return
-        if verdict.flushed != Coverage.CANNOT:
+        self.waits = verdict.flushed == Coverage.CANNOT
+        if not self.waits:
             self.current, self.due, self.chosen_secs = newest, self._behind(newest.iteration), now_secs
             self._last = newest.iteration
+
+    @property
+    def pending(self) -> bool:
+        """Whether another verdict would settle something, by those before alone."""
+        return self.current is not None or self.waits
 
     def wish(self, measured: Wish) -> int:
         """The iterations between two that this rank wishes for, for a round; 0 without a wish.
@@ -158,6 +167,7 @@ class Flushes:
 
     def forget(self) -> None:
         """What was on its way is not any more: training went back, or the arenas were laid out anew."""
+        self.waits = False
         if self.current is not None:
             self._again(self.current.iteration)
             self.current = None

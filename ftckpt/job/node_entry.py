@@ -25,15 +25,20 @@ from ftckpt.store.directory import (
     remove_stale,
     wait_for_writer,
 )
+from ftckpt.store.interval_file import read_interval, write_interval
 from ftckpt.store.locks import JOB_LOCK_NAME, JobLock, holder_of
 
 
 class Sight(NamedTuple):
-    """What a rank has written into its node's directory, if it is the first there, what it has read, and where."""
+    """What a rank has written into its node's directory, if it is the first there, what it has read, and where.
+
+    ``interval``: with ``interval`` auto, the one with which an earlier attempt kept the budget; 0: nothing is known.
+    """
 
     written: str
     read: str
     where: str
+    interval: int = 0
 
 
 class NodeEntry:
@@ -92,7 +97,14 @@ class NodeEntry:
 
     def look(self) -> Sight:
         """What this rank sees of its node's directory, behind ``enter`` of all ranks."""
-        return Sight(self._word, read_word(self.path), whereabouts(os.environ))
+        config = self._config
+        interval = read_interval(self.path, config.overhead_budget) if config.interval == "auto" else 0
+        return Sight(self._word, read_word(self.path), whereabouts(os.environ), interval)
+
+    def keep_interval(self, interval: int) -> None:
+        """Leave it for the next attempt to see."""
+        if self._leads:
+            write_interval(self.path, interval, self._config.overhead_budget)
 
     def require_one_directory(self, seen: Sequence[Sight]) -> None:
         """Two machines with one name would find out at the first restart, when half of the snapshots is not there.

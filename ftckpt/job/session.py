@@ -9,12 +9,14 @@ posts. Time is an argument, in seconds of any clock that does not go back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ftckpt.config import Config
 from ftckpt.job.actions import (
     Action,
     Announcement,
     Doubt,
+    IntervalConclusion,
     OldArenaRemoval,
     Skip,
     Take,
@@ -26,6 +28,7 @@ from ftckpt.job.agreement import Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs, Trust
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
 from ftckpt.job.targets import Guard, Targets
+from ftckpt.job.votes import Step, Votes
 from ftckpt.model.sampled import Sampled
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
@@ -34,8 +37,8 @@ ERROR_LIMIT = 3
 """Failed snapshots in a row after which a rank turns snapshots off: one may be bad luck, the third is a fault that
 stays."""
 
-_MORE_ROUNDS = 5
-"""Rounds beyond ``ERROR_LIMIT`` after which a new interval begins: whoever still trains then has read of it."""
+_MORE_SNAPSHOTS = 5
+"""Snapshots beyond ``ERROR_LIMIT`` after which a new interval begins: whoever still trains then has read of it."""
 
 _MOST_COST = 1e6
 """Iterations that a snapshot may cost, as far as rounds say."""
@@ -45,8 +48,9 @@ class RankState:
     """One rank's session, as far as it decides.
 
     Events come in the order of training: ``begin`` once; at each boundary ``boundary`` and, where a snapshot is due,
-    the round of the snapshot before (``round_to_post``, ``posted``) if it was not posted earlier, then ``learn`` or
-    ``miss``, then the proof, if ``proof_due``, and ``take``. ``fail`` and ``turn_off`` may come at any time.
+    ``round_to_post``, ``posted`` and ``learn`` until no earlier step ``owes_round``, then ``agree``, or ``miss``
+    where a verdict does not come, then the proof, if ``proof_due``, and ``take``. Rounds may be posted and read at
+    any time before, and ``fail`` and ``turn_off`` come at any time.
     """
 
     def __init__(self, config: Config, protects: bool = False, nodes: int = 1) -> None:
@@ -62,10 +66,11 @@ class RankState:
         """Why this rank takes, posts and reads nothing in this attempt any more; empty while it does."""
         self.failures = 0
         """In a row: a snapshot that was sealed ends the row."""
-        # A rank that reads nothing posts OFF after ERROR_LIMIT rounds, so it is off before a change that it missed.
-        probes = config.interval == "auto" and config.overhead_budget > 0
+        # A rank that reads nothing posts OFF after ERROR_LIMIT snapshots: it is off before a change that it missed.
         self._error_limit = ERROR_LIMIT
-        self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_ROUNDS, probes)
+        self._wished: tuple[int, int] | None = None  # as posted: stretch and cost
+        self._concluded = 0  # the interval that was found to keep the budget; 0: none was in this attempt
+        self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_SNAPSHOTS)
         self.proofs = Proofs(config.replica_check_interval > 0)
         self._trust = Trust(0, -1)
         self._trusted_before = -1  # the last proof
@@ -77,10 +82,12 @@ class RankState:
         self.has_stepped = False
         """Whether stepped state of this rank may have changed since the start."""
         self._wrong = False  # what ranks copy must change, and has not yet
-        self._last_posted = 0  # the number of a round
+        self._votes = Votes()
         self._reads = False  # verdicts, for the snapshot of this boundary, whose own round comes behind them
         self._newest = -1  # as posted
-        self._will: Will | None = None  # of all ranks, None: it was not read at this boundary
+        self._will: Will | None = None  # of all ranks, None: not all that counts for this snapshot was read
+        self._last_will = Will.GO  # by the last verdict
+        self._last_number = 0  # of a verdict
         self._last_round: int | None = None  # with which all ranks turned off
         self._said_off = False  # in a round that was not read yet
         self._gives_up = False
@@ -128,6 +135,7 @@ class RankState:
     def boundary(self, iteration: int) -> bool:
         """Training is at the boundary of ``iteration``; whether a snapshot is due."""
         due = self.interval.due(iteration)
+        self._votes.boundary(self.interval.number, due, self.pending)
         if due:
             self._before, self.iteration = self.iteration, iteration
             self._will, self._missed, self._reads = None, False, True
@@ -145,7 +153,34 @@ class RankState:
         Whoever comes to a boundary posts for it, whatever failed there: rounds of all ranks pair up by their order
         alone.
         """
-        return self._last_posted < self.interval.number - self._reads and not self.off
+        return self._next_step is not None
+
+    @property
+    def _next_step(self) -> Step | None:
+        """With a round that this rank can post."""
+        if self._votes.settled or self.off or self._last_will == Will.OFF:
+            return None
+        return self._votes.next(self.pending, but=int(self._reads), unasked=self._lost)
+
+    @property
+    def unread(self) -> bool:
+        """Whether verdicts may come that this rank has not read."""
+        return self._votes.unread and not self.off and self._last_will != Will.OFF
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank must read to know if it ``owes_round``."""
+        return self._votes.waits and self.unread
+
+    @property
+    def pending(self) -> bool:
+        """Whether another round would settle something, by verdicts alone: the same on all ranks."""
+        return self.targets.pending or self.flushes.pending or self._last_will == Will.SKIP
+
+    @property
+    def _lost(self) -> bool:
+        """Whether this rank has failed too often to find out what the others know: it turns all off."""
+        return self._missed and self.failures >= self._error_limit
 
     def round_to_post(
         self, newest: SnapshotId | None, will: Will, wish: Wish, guard: Guard, now_secs: float,
@@ -154,21 +189,27 @@ class RankState:
         """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
         # What was restored is of another lineage, and no snapshot of this one.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
-        if self._gives_up or (self.failures >= self._error_limit and own <= self._newest):
+        if self._gives_up or self._lost or (self.failures >= self._error_limit and own <= self._newest):
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
-        cost = int(min(wish.cost, _MOST_COST) * 1e6)
-        number = self._last_posted + 1
-        return Round(number, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish))
+        self._wished = wish.stretch, int(min(wish.cost, _MOST_COST) * 1e6)
+        return self._round(own, will, *self._wished, *tasks, self.flushes.wish(wish))
 
     def empty_round(self) -> Round:
-        """In the place of ``round_to_post`` where that raises: this rank has nothing and takes nothing."""
+        """In the place of ``round_to_post`` where that raises: this rank has nothing and takes nothing. It wishes for
+        what it did before, as it may be the one that speaks for all."""
         is_last = self._gives_up or self.failures >= self._error_limit
-        return Round(self._last_posted + 1, -1, Will.OFF if is_last else Will.SKIP)
+        wished = self._wished or (self.interval.changes[-1][1], -1)
+        return self._round(-1, Will.OFF if is_last else Will.SKIP, *wished)
+
+    def _round(self, newest: int, will: Will, *more: Any) -> Round:
+        step = self._next_step
+        assert step is not None, "only where a round is owed"
+        return Round(step.number, newest, will, *more)._replace(due=step.due, step=self._votes.step)
 
     def posted(self, round_: Round) -> None:
         """The round is on its way."""
-        self._last_posted = round_.number
+        self._votes.posted()
         self._said_off = self._said_off or round_.will == Will.OFF
         if round_.newest > self._newest:
             self._newest, self.failures = round_.newest, 0
@@ -178,11 +219,12 @@ class RankState:
         self._reads, self._missed = False, True
 
     def learn(self, verdicts: Sequence[Verdict], now_secs: float) -> list[Action]:
-        """All verdicts up to that of the last round were read."""
-        self._reads = False
+        """These verdicts were read, in their order."""
         actions: list[Action] = []
         marks, whole = self.marks, self.whole
         for verdict in verdicts:
+            self._votes.read(verdict)
+            self._last_will, self._last_number = verdict.will, verdict.number
             # Each one counts: the last may name nothing where an earlier one named what must be kept.
             if verdict.whole >= 0 and (self.whole is None or verdict.whole > self.whole.iteration):
                 self.whole = SnapshotId(self.lineage, verdict.whole)
@@ -192,10 +234,11 @@ class RankState:
             newest = self.targets.protected if protects else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
             actions += self._compare(verdict)
-            if verdict.will == Will.SKIP:
-                self.interval.skipped(verdict.number)
             if self.interval.learn(verdict.number, verdict.stretch):
                 actions.append(self._interval_change(verdict))
+            if verdict.cost >= 0 and self._config.interval == "auto" and verdict.stretch != self._concluded:
+                self._concluded = verdict.stretch
+                actions.append(IntervalConclusion(verdict.stretch))
         if self.whole is not None and self.whole != whole:
             actions.append(WholeMark(self.whole))
             if self._whole_here_secs is None:
@@ -205,12 +248,19 @@ class RankState:
         if self._supersedes(now_secs):
             self._old_arenas = False
             actions.append(OldArenaRemoval())
-        self._will = verdicts[-1].will if verdicts else Will.GO
-        if self._will == Will.OFF:
-            # Others may have read it a boundary earlier, and come to nothing collective any more.
-            self._last_round = verdicts[-1].number
-            actions.append(self.turn_off("a rank had too many failed snapshots in a row, or can take none"))
         return actions
+
+    def agree(self) -> list[Action]:
+        """All verdicts were read that count for the snapshot of this boundary.
+
+        Only here do all turn off: at a boundary to which they come together, and to its proof.
+        """
+        self._reads, self._will = False, self._last_will
+        if self._will != Will.OFF:
+            return []
+        # Others may have read it a boundary earlier, and come to nothing collective any more.
+        self._last_round = self._last_number
+        return [self.turn_off("a rank had too many failed snapshots in a row, or can take none")]
 
     @property
     def proof_due(self) -> bool:
@@ -347,10 +397,12 @@ class RankState:
         if config.interval != "auto":
             what = "in the fence"
         fields = {"of": "memory", "interval": interval, "cost": cost, "overhead_budget": config.overhead_budget}
-        text = (
-            f"soon a snapshot every {interval} iteration(s): {what} it costs {cost:.2%} of one, and the budget is "
-            f"{config.overhead_budget:.2%}"
-        )
+        text = f"soon a snapshot every {interval} iteration(s)"
+        if cost < 0:
+            fields["cost"] = None
+            text += ", for a while, to measure what one costs"
+        else:
+            text += f": {what} it costs {cost:.2%} of one, and the budget is {config.overhead_budget:.2%}"
         return Announcement("interval_changed", fields, text)
 
     def _supersedes(self, now_secs: float) -> bool:

@@ -16,6 +16,7 @@ from ftckpt.job.actions import (
     Action,
     Announcement,
     Doubt,
+    IntervalConclusion,
     OldArenaRemoval,
     Skip,
     Take,
@@ -60,6 +61,7 @@ class Snapshots:
         self.kept = kept
         """None where it is not wanted any more."""
         self._last_fenced = 0  # the number of a snapshot that was due
+        self._raised: StorageError | None = None  # at the next boundary with a snapshot, where all ranks raise it
         self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         self.begun = -1
         """The iteration of the last snapshot that this rank has begun; -1: none."""
@@ -102,29 +104,33 @@ class Snapshots:
             self.execute(self._state.give_up("the optimizer's step is captured into a graph; step outside of it"))
 
     def fence(self) -> None:
-        """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""
-        if self._last_fenced == self._state.interval.number:
-            return
-        begin = time.perf_counter()
+        """Wait for the copies of the last snapshot, once, and post what this rank has if that is known by then."""
+        begin, waits = time.perf_counter(), self._last_fenced != self._state.interval.number
         # Both: where copies have failed the others must learn it.
-        for action in (self._wait_for_copies, self._post):
+        for action in (self._wait_for_copies, self._vote) if waits else (self._vote,):
             try:
                 action()
             except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
                 self.fail(error)
-        self._numbers.fenced(secs := time.perf_counter() - begin)
-        self._events.emit("fence", blocked_secs=secs)
+        if waits:
+            self._numbers.fenced(secs := time.perf_counter() - begin)
+            self._events.emit("fence", blocked_secs=secs)
 
     def post_if_known(self) -> None:
         """Post what this rank has where the fence would have nothing to add; all else it finds out. Looks seldom."""
-        if not self._state.owes_round or self.capture is None or not self.capture.sealed:
+        state = self._state
+        if not (state.owes_round or state.waits) or self.capture is None or not self.capture.sealed:
             return
         if (now_secs := time.monotonic()) < self._look_again_secs:
             return
         self._look_again_secs, self._pause_secs = now_secs + self._pause_secs, 2 * self._pause_secs
         try:
+            if state.waits:
+                self._read()
+            if not state.owes_round:
+                return
             round_ = self._round()
-            # Protection that is under way may be done by the fence: all would learn of it a snapshot later.
+            # Protection that is under way may be done by the fence: all would learn of it a step later.
             if round_.cover != Coverage.WORKING:
                 self._send(round_)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
@@ -142,10 +148,13 @@ class Snapshots:
             self.capture.at_boundary()
         if self._state.off:  # since the fence of this step
             return
+        self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         if self._state.boundary(iteration):
             self._snapshot(iteration, begin)
         else:
-            self._post()
+            if self._state.unread:
+                self._read()
+            self._vote()
             self._pacer.learn()
 
     def let_go(self) -> bool:
@@ -195,7 +204,6 @@ class Snapshots:
 
     def _snapshot(self, iteration: int, begin: float) -> None:
         """Take the snapshot of ``iteration`` if all ranks do."""
-        self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         problem: Exception | None = None
         try:
             self._agree()
@@ -238,15 +246,36 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
             self.fail(error)
         self._post(now=True)
-        verdicts = self._links.agreement.read(deadlines.VOTE_SECS)
-        if verdicts is None:
-            self._state.miss()
-            raise CaptureError(f"other ranks did not answer within {deadlines.VOTE_SECS:g} s")
-        self.execute(self._state.learn(verdicts, time.monotonic()))
+        deadline = time.monotonic() + deadlines.VOTE_SECS
+        while True:
+            verdicts = self._links.agreement.read(deadline - time.monotonic())
+            if verdicts is None:
+                self._state.miss()
+                raise CaptureError(f"other ranks did not answer within {deadlines.VOTE_SECS:g} s")
+            self.execute(self._state.learn(verdicts, time.monotonic()))
+            if not self._state.owes_round:  # one may follow from what was read now
+                break
+            self._post(now=True)
+        self.execute(self._state.agree())
         self._shard.complete(self._state.keep)
+        failure, self._raised = self._raised, None
+        if failure is not None:
+            raise failure
+
+    def _vote(self) -> None:
+        """Post what this rank owes, as soon as it is known what that is; never waits."""
+        if self._state.waits:
+            self._read()
+        self._post()
+
+    def _read(self) -> None:
+        """Learn what all ranks have posted by now."""
+        if verdicts := self._links.agreement.read_complete():
+            self.execute(self._state.learn(verdicts, time.monotonic()))
 
     def _post(self, now: bool = False) -> None:
-        """Post once per snapshot what this rank has, as soon as the host knows it, or ``now``: the others wait."""
+        """Post what this rank has once for each round that it owes, as soon as the host knows it, or ``now``: the
+        others wait."""
         while self._state.owes_round:
             flies = self.capture is not None and self.capture.flying
             if flies and not now:
@@ -261,9 +290,8 @@ class Snapshots:
                 self.fail(problem)
 
     def _send(self, round_: Round) -> None:
-        self._links.agreement.post(
-            round_, *self._shard.sampled(round_.number)
-        )  # where it raises, the round is still owed
+        sample = self._shard.sampled(round_.number) if round_.due else ()
+        self._links.agreement.post(round_, *sample)  # where it raises, the round is still owed
         self._state.posted(round_)
 
     def _round(self) -> Round:
@@ -348,12 +376,15 @@ class Snapshots:
                 self._events.emit("replicas_drift", after=after, until=until)
                 if self._topology.is_node_leader:
                     self._protection.smp.claim_again(mark_doubtful(self._arenas.path, after, until))
+            case IntervalConclusion(interval):
+                self._arenas.entry.keep_interval(interval)
             case Announcement(event, fields, text):
                 self._events.emit(event, **fields)
                 if text:
                     self._events.announce(text)
                 if action.error and self._config.on_error == "raise":
-                    raise StorageError(f"{action.error}: {self._storage.problem(fields['iteration'])}", lasting=True)
+                    problem = self._storage.problem(fields["iteration"])
+                    self._raised = StorageError(f"{action.error}: {problem}", lasting=True)
             case TurnOff(reason):
                 self._events.emit("turned_off", reason=reason)
                 if self.capture is not None:

@@ -67,6 +67,9 @@ def meet(rank: RankParts) -> Preparation:
     )  # fmt: skip
     rank.arenas.entry.require_one_directory(places)
     rank.attempt.begin(attempts)
+    if interval := max(place.interval for place in places):  # nodes may not have read of the last one
+        rank.state.interval.resume(interval)
+        prepared[0].pacer.resume(interval)
     return prepared[0]
 
 
@@ -86,7 +89,8 @@ def _prepare(rank: RankParts) -> Preparation:
     device = device_of(described)
     near = locality(device)
     rank.arenas.cores = near.cores
-    pacer = Pacer(config, make_clock(device), rank.events, rank.topology.me.coords)
+    topology = rank.topology
+    pacer = Pacer(config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0)
     return Preparation(described, near, pacer, kept)
 
 

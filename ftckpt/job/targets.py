@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ftckpt.config import Config
@@ -43,9 +43,9 @@ class Targets:
 
     A snapshot that is whole becomes the ``target``; when all nodes have done their part for it, it is
     ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
-    no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots between two that are
-    to be protected; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part. Once anything is
-    protected, no other target is chosen while some node rests: its SMP bounds that.
+    no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots from one that is to
+    be protected to the next; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part. Once
+    anything is protected, no other target is chosen while some node rests: its SMP bounds that.
     """
 
     interval: int
@@ -54,9 +54,12 @@ class Targets:
     target: SnapshotId | None = None
     degraded: bool = False
     """Whether a target was given up, or none could be chosen for long, and none was protected since."""
-    given_up: bool = False
-    """Whether the last target was given up: from verdicts alone, and so alike on all ranks."""
-    rounds_since: int = field(init=False)
+    given_up: SnapshotId | None = None
+    """The last target, where it was given up: from verdicts alone, and so alike on all ranks."""
+    waits: bool = False
+    """Whether a snapshot could be the target, and some node is not ready for it; likewise."""
+    due: int = 0
+    """The number of the snapshot whose round chooses the next target at the earliest."""
     chosen_secs: float = 0.0
     """When the target was chosen."""
     rests_until_secs: float = 0.0
@@ -66,9 +69,6 @@ class Targets:
     """Since when a newer snapshot than the protected one is, or could be, the target."""
     delayed: bool = False
     """Whether protection was behind for long, and none was protected soon since."""
-
-    def __post_init__(self) -> None:
-        self.rounds_since = self.interval
 
     @classmethod
     def of(cls, config: Config) -> Targets:
@@ -80,24 +80,31 @@ class Targets:
         none could be chosen."""
         yield from self._settle(verdict, now_secs)
         yield from self._note_delay(verdict, now_secs)
-        self.rounds_since += 1
-        if not self.interval or self.rounds_since < self.interval or verdict.whole < 0:
+        self.waits = False
+        if not self.interval or verdict.number < self.due or verdict.whole < 0:
             return
         newest = SnapshotId(lineage, verdict.whole)
-        if self.target is not None or newest == self.protected:
+        if self.target is not None or newest in (self.protected, self.given_up):
             return
         if self.behind_since_secs is None:
             self.behind_since_secs = now_secs
         if verdict.cover == Coverage.DONE:  # some node rests
-            self.unable_since_secs = None
+            self.unable_since_secs, self.waits = None, True
         elif verdict.cover != Coverage.CANNOT:
-            self.target, self.rounds_since, self.chosen_secs = newest, 0, now_secs
+            self.target, self.due, self.chosen_secs = newest, verdict.number + self.interval, now_secs
             self.unable_since_secs = None
-        elif self.unable_since_secs is None:
-            self.unable_since_secs = now_secs
-        elif now_secs - self.unable_since_secs > self.timeout_secs and not self.degraded:
-            self.degraded = True
-            yield self._not_protected(newest, error="the SMP of some node cannot be seen to guard")
+        else:
+            self.waits = True
+            if self.unable_since_secs is None:
+                self.unable_since_secs = now_secs
+            elif now_secs - self.unable_since_secs > self.timeout_secs and not self.degraded:
+                self.degraded = True
+                yield self._not_protected(newest, error="the SMP of some node cannot be seen to guard")
+
+    @property
+    def pending(self) -> bool:
+        """Whether another verdict would settle something, by those before alone."""
+        return self.target is not None or self.waits
 
     def report(self, guard: Guard, now_secs: float) -> tuple[int, Coverage]:
         """The target's iteration and how far this node is with it, for a round."""
@@ -123,6 +130,7 @@ class Targets:
     def forget(self) -> None:
         """What was protected is not any more: training went back, or the arenas were laid out anew."""
         self.protected = self.target = self.behind_since_secs = None
+        self.waits = False
 
     def stop(self) -> None:
         """Nothing is protected from now on."""
@@ -138,14 +146,14 @@ class Targets:
             secs, again = now_secs - self.chosen_secs, self.degraded
             yield Announcement("protected", {"iteration": target.iteration, "secs": secs, "again": again})
             self.protected, self.degraded, self.rests_until_secs = target, False, 0.0
-            self.given_up = False
+            self.given_up = None
             since = self.chosen_secs if self.behind_since_secs is None else self.behind_since_secs
             self.delayed = self.delayed and now_secs - since > _MAX_DELAY_SECS / 2
             self.behind_since_secs = None
         else:
             if not self.degraded:
                 yield self._not_protected(target)
-            self.degraded = self.given_up = True
+            self.degraded, self.given_up = True, target
         self.target = None
 
     def _note_delay(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:

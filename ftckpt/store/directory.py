@@ -39,13 +39,15 @@ ENDS_NAME = ".ends"
 """How the last attempt has ended, see ``ftckpt.store.ends``."""
 LINEAGE_NAME = ".lineage"
 """The history that the node's snapshots belong to, see ``ftckpt.store.lineage_file``."""
+INTERVAL_NAME = ".interval"
+"""A link to nowhere: how many iterations apart snapshots keep the budget, see ``ftckpt.store.interval_file``."""
 MIRROR_NAME = ".mirror"
 """Packages of shards of other nodes, which the SMP keeps."""
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_NAME, PULSE_NAME)
 """All files of the SMP in a node's directory, ``.mirror``, half-made ones and what lies in arenas apart."""
 _END_SECS = 10.0
 """For an SMP to end; after half of it SIGKILL."""
-NODE_NAMES = (PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, JOB_LOCK_NAME)
+NODE_NAMES = (PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, INTERVAL_NAME, JOB_LOCK_NAME)
 """All other files in a node's directory. What has none of these names, nor an arena's, is nobody's to remove."""
 SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 """Of names of shards: with digest and suffix one still is a file name, and never a path."""

@@ -3,7 +3,8 @@
 That holds what training waits for at the boundary and in the fence, what copies beside compute steps slow down, and
 what checksums and parity behind them do; and in the same way what a flush to storage slows down. Only iterations are
 measured that training goes through anyway, so that intervals which are too short to have any far from a snapshot are
-made longer now and then (``ftckpt.job.cadence.Interval``).
+made longer now and then (``ftckpt.windows.auto_interval``). Each is compared with its neighbours, and the median of
+many comparisons counts: what else goes on at the machine is in both of what is compared, or in few comparisons.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ CYCLE = 2 * NEAR
 _SKIPPED = 5
 """Iterations after a start that say nothing: they compile, allocate and connect."""
 
-_JUDGED = 16
-"""Snapshots over which the cost is a median; fewer do, from ``_LEAST`` on, with the doubt that this leaves."""
+_JUDGED = 64
+"""Snapshots over which the cost is a median; fewer do, from ``_FEWEST`` on, with the doubt that this leaves."""
+
+_FEWEST = 24
 
 _LEAST = 5
+"""Iterations that a median of their length needs."""
 
 _KEPT = 64
 """Iterations that a median of their length is taken of."""
@@ -43,7 +47,8 @@ class Cost(NamedTuple):
 class Wish(NamedTuple):
     """What a rank wants of the intervals, and from what.
 
-    ``stretch``: by how much snapshots are to be rarer. ``cost``: of one, over the length of an iteration.
+    ``stretch``: by how much snapshots are to be rarer. ``cost``: of one, over the length of an iteration; negative:
+    it is being measured.
     ``iteration_secs``: of an iteration far from any; 0: not known. ``flush_share``: by how much of its length one
     takes longer beside a flush to storage.
     """
@@ -69,6 +74,7 @@ class CostMeter:
     def __init__(self) -> None:
         self._seen = 0
         self._cycle: dict[int, float] = {}
+        self._before: list[float] = []  # iterations far from any snapshot, right before this one
         self._shares: deque[float] = deque(maxlen=_JUDGED)
         self._lengths: dict[tuple[bool, bool], deque[float]] = {
             (near, flushing): deque(maxlen=_KEPT) for near in (False, True) for flushing in (False, True)
@@ -84,6 +90,7 @@ class CostMeter:
         more = False
         if place == 0:
             more = self._judge()
+            self._before = self._far[-CYCLE:]
             self._cycle.clear()
         self._cycle[place] = secs
         return more
@@ -91,12 +98,21 @@ class CostMeter:
     @property
     def cost(self) -> Cost | None:
         """Of a snapshot; None before it is known."""
-        if len(self._shares) < _LEAST:
+        if len(self._shares) < _FEWEST:
             return None
         share = statistics.median(self._shares)
         spread = statistics.median(abs(other - share) for other in self._shares)
         # Of a median of n normal values: 1.25 standard deviations over the root of n; one is 1.48 spreads.
         return Cost(share, 1.25 * 1.48 * spread / len(self._shares) ** 0.5)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more snapshots make ``cost`` no more precise."""
+        return len(self._shares) == _JUDGED
+
+    def forget_cost(self) -> None:
+        """Of a snapshot, as far as it is known: it is measured anew."""
+        self._shares.clear()
 
     @property
     def iteration_secs(self) -> float:
@@ -112,13 +128,17 @@ class CostMeter:
                 return max(0.0, beside / alone - 1)
         return 0.0
 
+    @property
+    def _far(self) -> list[float]:
+        return [secs for place, secs in self._cycle.items() if place >= NEAR]
+
     def _judge(self) -> bool:
         """The iterations since the last snapshot are complete; whether they are enough to compare."""
-        near = [self._cycle[place] for place in range(NEAR) if place in self._cycle]
-        far = [secs for place, secs in self._cycle.items() if place >= NEAR]
+        near, far = [self._cycle[place] for place in range(NEAR) if place in self._cycle], self._far
         if len(near) < NEAR or len(far) < CYCLE - NEAR:
             return False
-        alone = statistics.median(far)
+        # The mean of these: of lengths that spread to one side the median is less, and all would seem to cost.
+        alone = statistics.fmean([*self._before, *far[:CYCLE]])
         self._shares.append(sum(near) / max(alone, 1e-9) - NEAR)  # 1e-9: a clock may stand still
         return True
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ftckpt.config import Config
 from ftckpt.events import Events
+from ftckpt.windows.auto_interval import AutoInterval
 from ftckpt.windows.bubbles import Always, Bubbles, WindowPlan, Windows
 from ftckpt.windows.clock import Clock, Moment
 from ftckpt.windows.cost import CostMeter, Wish, shortest_interval
@@ -29,9 +30,6 @@ one iteration to the next."""
 
 _MOST_STRETCH = 10_000
 """However small the budget, snapshots do not become rarer than this."""
-
-_WORTHWHILE = 1 / 8
-"""Of the cost: an interval that follows what was measured more closely would change for ever, and win nothing."""
 
 _TOGETHER = 4
 """Iterations that are learnt at once where nobody waits to hear of each: code that runs seldom lies in no cache, and
@@ -83,11 +81,15 @@ def _leaves_timeline(number: int) -> bool:
 class Pacer:
     """Owned by the checkpointer; every method is called by the training thread.
 
+    ``speaks``: whether this rank's cost of snapshots decides for all of them with ``interval`` auto.
+
     ``windows`` is what the copier asks. ``enter`` says where training is, in the kinds of
     ``ftckpt.windows.iteration``; any of them may be missing: what is not entered is no window.
     """
 
-    def __init__(self, config: Config, clock: Clock, events: Events, coords: Mapping[str, int]) -> None:
+    def __init__(
+        self, config: Config, clock: Clock, events: Events, coords: Mapping[str, int], speaks: bool = True
+    ) -> None:  # fmt: skip
         self._config = config
         self._coords = dict(coords)
         self.clock = clock
@@ -104,6 +106,9 @@ class Pacer:
         self._paused: Moment | None = None  # since when
         self._pauses: list[tuple[Moment, Moment]] = []
         self._meter = CostMeter()
+        self._auto: AutoInterval | None = None
+        if config.interval == "auto" and config.overhead_budget and speaks:
+            self._auto = AutoInterval(config.overhead_budget, _MOST_STRETCH, self._meter, events.announce)
         # Beyond that the oldest goes unread: a device this far behind has no use for its times.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
         self._rates: deque[float] = deque(maxlen=_JUDGED)
@@ -114,9 +119,16 @@ class Pacer:
         self._provide(_PLACES)
         self.stretch = 1
         """By how much this rank wishes snapshots to be rarer, so that they keep their budget."""
-        self._cost = 0.0
-        self.wish = Wish()
+        self._cost = 0.0 if config.interval != "auto" else -1.0
+        self.wish = Wish(cost=self._cost)
         """What this rank wants of the intervals."""
+
+    def resume(self, interval: int) -> None:
+        """With ``interval`` auto: begin with what an earlier attempt has found to keep the budget."""
+        if self._auto is not None:
+            self._auto.resume(interval)
+            self._follow_auto(self._auto)
+            self.wish = Wish(self.stretch, self._cost)
 
     @property
     def windows(self) -> Windows:
@@ -206,8 +218,13 @@ class Pacer:
 
     def _take_in(self, iteration: Iteration, passed: IterationMarks) -> None:
         self._profile.add(iteration)
-        if self._meter.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing):
-            self._watch_cost()
+        more = self._meter.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing)
+        if self._auto is not None:
+            if passed.place == 0:
+                self._auto.took()
+            if more:
+                self._auto.judge()
+            self._follow_auto(self._auto)
         if iteration.copies:
             spent = sum(end - begin for begin, end, _ in iteration.copies)
             copied = sum(nbytes for _, _, nbytes in iteration.copies)
@@ -303,18 +320,11 @@ class Pacer:
         elif self._config.interval != "auto" and (needed > self.stretch or 2 * needed <= self.stretch):
             self._wish(needed, share)
 
-    def _watch_cost(self) -> None:
-        """With ``interval`` auto: the shortest interval under the budget, kept while what is measured allows it."""
-        budget, cost = self._config.overhead_budget, self._meter.cost
-        if self._config.interval != "auto" or not budget or cost is None:
-            return
-        doubt = max(cost.error, _WORTHWHILE * cost.share)
-        least, needed, most = (
-            shortest_interval(max(0.0, share), budget, _MOST_STRETCH)
-            for share in (cost.share - doubt, cost.share, cost.share + doubt)
-        )
-        if not least <= self.stretch <= most:
-            self._wish(needed, max(0.0, cost.share))
+    def _follow_auto(self, auto: AutoInterval) -> None:
+        stretch, cost = auto.wish
+        if stretch != self.stretch:
+            self._wish(stretch, cost)
+        self._cost = cost
 
     def _wish(self, stretch: int, cost: float) -> None:
         self.stretch, self._cost, self._replanned = stretch, cost, False

@@ -118,7 +118,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     if run.settings is not None:
         import ftckpt.deepspeed  # noqa: F401 - the door
 
-        config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", **run.settings}
+        config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", "interval": 1, **run.settings}
     faults.install(run.faults, rank, world_size)
     job = build(run.shape, [*TINY, *run.argv, "--iterations", str(run.until)], **config)
     start = job.engine.global_steps or None

@@ -100,7 +100,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     faults.install(run.faults, rank, world_size)
     if run.settings is not None:
         node = run.nodes[rank] if run.nodes else "node"
-        config = Config(enabled=True, node=node, **configured({"protect": "none", **run.settings}))
+        config = Config(enabled=True, node=node, **configured({"protect": "none", "interval": 1, **run.settings}))
         objects = {"data": job.data, "progress": job.progress}
         if run.ballast_bytes:
             objects["ballast"] = Ballast(run.ballast_bytes)

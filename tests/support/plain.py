@@ -72,7 +72,7 @@ def make(
     names = nodes or ["node"] * world_size
     members = tuple(RankPlace({"dp": index}, names[index]) for index in range(world_size))
     state = PlainState(rank, world_size)
-    config = Config(enabled=True, node=names[rank], **configured({"protect": "none", **settings}))
+    config = Config(enabled=True, node=names[rank], **configured({"protect": "none", "interval": 1, **settings}))
     group = Group(config.start_timeout_secs)
     topology = Topology(rank, members, {"dp": world_size})
     return Checkpointer(config, state, topology, group=group, run=LauncherRun(launch)), state

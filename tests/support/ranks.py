@@ -17,7 +17,7 @@ from ftckpt.capture.capture import writable_slots
 from ftckpt.config import Config
 from ftckpt.job import session
 from ftckpt.job.actions import Doubt, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
-from ftckpt.job.agreement import Agreement, AgreementError, Will
+from ftckpt.job.agreement import Agreement, AgreementError, Verdict, Will
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
 from ftckpt.model.sampled import Comparison
@@ -73,7 +73,8 @@ class Rounds:
         self.posts[number][rank] = words
 
     def complete(self, number: int) -> bool:
-        return len(self.posts[number]) == self.size
+        """Whether all ranks have posted; a negative ``number`` is of words that go with ``-1 - number``."""
+        return len(self.posts[number] if number >= 0 else self.words[-1 - number]) == self.size
 
 
 class RankGroup:
@@ -99,9 +100,14 @@ class RankGroup:
         number = self.num_posted - 1
         rows = self.rounds.words.setdefault(number, {})
         rows[self._rank] = words
-        return number, Outcome(lambda: np.stack([rows[rank] for rank in range(self.rounds.size)]))
+        return -1 - number, Outcome(lambda: np.stack([rows[rank] for rank in range(self.rounds.size)]))
 
     def give_back(self, read: Any) -> None: ...
+
+    def is_complete(self, numbers: Sequence[int]) -> bool:
+        if self.broken or self.rounds.given_up:
+            return True
+        return all(self.rounds.complete(number) for number in numbers)
 
     def finish(self, number: int, timeout_secs: float) -> bool:
         if not self.broken and self.rounds.complete(number):
@@ -189,19 +195,28 @@ class Rank:
             return
         if fate.steps:
             state.stepped()
-        if state.owes_round:
-            if fate.copies == "failed" and self._drop():
-                self._execute(state.fail("copy failed"))
-            self._post(job, fate)
+        if fate.copies == "failed" and self._drop():
+            self._execute(state.fail("copy failed"))
+        self._vote(job, fate)
         yield
         self._execute(state.passes(iteration))
         if state.off:
             return
         due = state.boundary(iteration)
         job.heard(self.index, iteration, due)
-        if not due:
+        if due:
+            yield from self._snapshot(job, fate)
             return
-        yield from self._snapshot(job, fate)
+        self._seal()  # a copy that was late
+        if state.unread:
+            self._read_complete(job)
+        self._vote(job, fate)
+
+    def _vote(self, job: Job, fate: Fate) -> None:
+        if self.state.waits:
+            self._read_complete(job)
+        while not self.state.off and self._post(job, fate):
+            pass
 
     def _snapshot(self, job: Job, fate: Fate) -> Generator[None]:
         state = self.state
@@ -209,13 +224,19 @@ class Rank:
             self._execute(state.fail("copies are stuck"))
         self._seal()
         yield
-        self._post(job, fate)
-        if not fate.impatient:
-            self.waits = POSTED
-        yield
-        self.waits = ""
-        self._read(job)
-        yield
+        while True:
+            while self._post(job, fate):
+                pass
+            if not fate.impatient:
+                self.waits = POSTED
+            yield
+            self.waits = ""
+            self._read(job)
+            yield
+            if state.off or self.missed or not state.owes_round:
+                break
+        if not (state.off or self.missed):
+            self._execute(state.agree())
         if state.proof_due and not self.group.broken:
             yield from self._prove(job)
         if self.missed:
@@ -239,8 +260,17 @@ class Rank:
             job.missed(self)
             state.miss()
         else:
-            self.read += len(verdicts)
-            self._execute(state.learn(verdicts, job.now_secs))
+            self._learn(job, verdicts)
+
+    def _read_complete(self, job: Job) -> None:
+        try:
+            self._learn(job, self.agreement.read_complete())
+        except AgreementError:
+            self._disconnect()
+
+    def _learn(self, job: Job, verdicts: Sequence[Verdict]) -> None:
+        self.read += len(verdicts)
+        self._execute(self.state.learn(verdicts, job.now_secs))
 
     def _prove(self, job: Job) -> Generator[None]:
         state = self.state
@@ -292,10 +322,11 @@ class Rank:
             self.flight = None
         return True
 
-    def _post(self, job: Job, fate: Fate) -> None:
+    def _post(self, job: Job, fate: Fate) -> bool:
+        """Whether a round is on its way that was not."""
         state = self.state
         if not state.owes_round or (self.flight is not None and not self.flight.stuck):
-            return
+            return False
         target = state.targets.target
         guard = Guard(
             alive=fate.smp != "dead",
@@ -312,12 +343,13 @@ class Rank:
             self.group.give_up("")
         number = self.group.num_posted
         try:
-            self.agreement.post(round_, *self._words(job, round_.number))
+            self.agreement.post(round_, *(self._words(job, round_.number) if round_.due else ()))
         except AgreementError:
             self._disconnect()
-            return
+            return False
         job.rounds_posted.setdefault(number, []).append(round_)
         state.posted(round_)
+        return True
 
     def _words(self, job: Job, number: int) -> tuple[Any, Any]:
         if not job.config.replica_check_interval:
@@ -449,7 +481,7 @@ class Job:
         self.boundaries.setdefault(iteration, {})[index] = due
 
     def missed(self, rank: Rank) -> None:
-        first = rank.agreement._posted[0][1]
+        first = rank.agreement._posted[0].work
         absent = [other for other in self.ranks if other.index not in rank.group.rounds.posts[first]]
         assert not any(other.state.off for other in absent), "a rank waits for one that turned off"
 
@@ -508,8 +540,11 @@ class Job:
         heard = [rank for rank in self.on if not rank.missed and dues.get(rank.index)]
         assert len({type(rank.decision) for rank in heard}) <= 1, "some ranks alone take the snapshot"
         assert len({rank.decision.keep for rank in heard if isinstance(rank.decision, Take)}) <= 1
-        posted = self.rounds_posted.get(max(rank.group.num_posted for rank in self.ranks) - 1, [])
-        if any(round_.will != Will.GO for round_ in posted):
-            assert not any(isinstance(rank.decision, Take) for rank in heard), "a rank was not willing"
+        for rank in heard:
+            posted = self.rounds_posted.get(rank.read - 1, [])
+            assert not isinstance(rank.decision, Take) or all(round_.will == Will.GO for round_ in posted)
+        for rounds in self.rounds_posted.values():
+            steps = {(round_.number, round_.due) for round_ in rounds if round_.will != Will.OFF}
+            assert len(steps) <= 1, "rounds of different steps pair up"
         shortest = min((rank.state.interval.changes for rank in self.on), key=len, default=[])
         assert all(rank.state.interval.changes[: len(shortest)] == shortest for rank in self.on)

@@ -249,7 +249,7 @@ def parameters_wrong(job: Any, rows: int) -> list[str]:
 def attach(job: Any, settings: dict[str, Any], nodes: Sequence[str], rank: int) -> Any:
     import ftckpt.megatron
 
-    config = Config(enabled=True, node=nodes[rank % len(nodes)], **{"protect": "none", **settings})
+    config = Config(enabled=True, node=nodes[rank % len(nodes)], **{"protect": "none", "interval": 1, **settings})
     objects = {"data": job.data, "progress": job.progress}
     job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
     return job.checkpointer

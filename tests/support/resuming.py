@@ -40,7 +40,7 @@ def rows(parts: Parts, first: int, last: int, boundary: Callable[[int], object])
 
 def attach(parts: Parts, arena: str) -> tuple[Any, int]:
     """A checkpointer that has restored, and the iteration to go on from."""
-    config = Config(enabled=True, job="resuming", node="node", arena=arena, protect="none")
+    config = Config(enabled=True, job="resuming", node="node", arena=arena, protect="none", interval=1)
     checkpointer = ftckpt.plain.attach(parts.model, parts.optimizer, parts.scheduler, parts.objects, config)
     assert checkpointer is not None
     return checkpointer, checkpointer.restore() or 0

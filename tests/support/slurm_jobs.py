@@ -43,7 +43,7 @@ class SlurmJob:
             "GLOO_SOCKET_IFNAME": "lo", "FTCKPT_SAVE_SECS": "30", "FTCKPT_WAIT_SECS": "10", "FTCKPT_PAUSE_SECS": "1",
         }  # fmt: skip
         storage = {"persist": str(self.stored), "persist-interval": "1000000"}
-        ftckpt = {"layouts": "tp1pp1", **(storage if persists else {})}
+        ftckpt = {"layouts": "tp1pp1", "interval": "1", **(storage if persists else {})}
         flags = [word for name, value in ftckpt.items() for word in (f"--ftckpt-{name}", value)]
         training = ["launch/train_gpt.py", *_MODEL, "--iterations", "1000000", "--log-file", str(self.log)]
         training = [*training, "--ftckpt", *flags]

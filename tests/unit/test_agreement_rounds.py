@@ -20,6 +20,7 @@ ROUNDS = st.lists(
         cover=st.sampled_from(Coverage),
         flush=st.integers(-1, 3),
         flushed=st.sampled_from(Coverage),
+        step=st.integers(1, 1 << 40),
     ),
     min_size=1,
     max_size=4,
@@ -31,7 +32,7 @@ def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Round]) -> None
     minima = [min(words) for words in zip(*(round_.words() for round_ in rounds), strict=True)]
     newest, targets = {round_.newest for round_ in rounds}, {round_.target for round_ in rounds}
     flushes = {round_.flush for round_ in rounds}
-    assert Verdict.of(7, minima) == Verdict(
+    assert Verdict.of(minima) == Verdict(
         number=7,
         whole=newest.pop() if len(newest) == 1 else -1,
         will=min(round_.will for round_ in rounds),
@@ -42,4 +43,5 @@ def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Round]) -> None
         cover=min(round_.cover for round_ in rounds),
         flush=flushes.pop() if len(flushes) == 1 else -1,
         flushed=min(round_.flushed for round_ in rounds),
+        step=max(round_.step for round_ in rounds),
     )

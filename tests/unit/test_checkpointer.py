@@ -249,7 +249,7 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
     snapshots._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign, union-attr]
     state.begin(LINEAGE, None, 0.0)
     state.boundary(1)
-    state.learn([], 0.0)
+    state.agree()
     assert state.owes_round
     checkpointer.step(2)
     assert state.off and entered == ["given up", "turned_off", "fence", "pacer"]
@@ -278,7 +278,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     checkpointer._shard.capture = capture  # type: ignore[union-attr]
     checkpointer._state.begin(LINEAGE, None, 0.0)
     checkpointer._state.boundary(1)
-    checkpointer._state.learn([], 0.0)
+    checkpointer._state.agree()
     checkpointer._snapshots._pause_secs = 0.0  # type: ignore[union-attr]
     checkpointer.phase("forward")
     assert not rounds, "its copies are under way"

@@ -29,7 +29,7 @@ def lived(
 
 @pytest.mark.parametrize("spacing", [CYCLE, 7, 40])
 def test_all_that_is_longer_near_a_snapshot_is_its_cost(spacing: int) -> None:
-    cost = lived(spacing, 8, (0.3, 0.1, 0.05)).cost
+    cost = lived(spacing, 24, (0.3, 0.1, 0.05)).cost
     assert cost is not None and cost.share == pytest.approx(0.45) and cost.error < 1e-9
 
 
@@ -38,14 +38,18 @@ def test_spacings_without_an_iteration_far_from_snapshots_show_nothing() -> None
     assert lived(1, 50).cost is None
 
 
-def test_a_cost_is_known_from_the_fifth_snapshot_on() -> None:
-    assert lived(CYCLE, 4).cost is None
-    assert lived(CYCLE, 5).cost is not None
+def test_a_cost_is_known_from_the_24th_snapshot_on_and_can_be_forgotten() -> None:
+    assert lived(CYCLE, 23).cost is None
+    meter = lived(CYCLE, 24)
+    assert meter.cost is not None and not meter.is_full
+    meter.forget_cost()
+    assert meter.cost is None
+    assert lived(CYCLE, 64).is_full
 
 
 def test_the_length_of_iterations_is_the_unit() -> None:
     meter = CostMeter()
-    for number in range(80):
+    for number in range(240):
         place = number % 8
         meter.add(place, 0.02 if place else 0.05, flushing=False)
     assert meter.cost is not None and meter.cost.share == pytest.approx(1.5)
@@ -57,7 +61,7 @@ def test_the_error_says_how_far_the_cost_may_be_off() -> None:
     found, within = [], 0
     for seed in range(100):
         dice, meter = random.Random(seed), CostMeter()
-        for number in range(6 + 16 * 12):
+        for number in range(6 + 64 * 12):
             place = (number - 5) % 12
             meter.add(place, 1.0 + (0.02 if place == 0 else 0.0) + dice.gauss(0, 0.01), flushing=False)
         cost = meter.cost
@@ -70,7 +74,7 @@ def test_the_error_says_how_far_the_cost_may_be_off() -> None:
 
 def test_an_iteration_that_was_not_measured_spoils_its_cycle_alone() -> None:
     meter = CostMeter()
-    for number in range(5 + 8 * 9 + 1):
+    for number in range(5 + 8 * 26 + 1):
         place = (number - 5) % 8
         if (number - 5) // 8 == 3 and place == 1:
             continue

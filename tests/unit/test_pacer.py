@@ -12,6 +12,7 @@ import torch
 from ftckpt.capture.copier import Flight
 from ftckpt.config import Config
 from ftckpt.events import Events
+from ftckpt.windows.cost import Wish
 from ftckpt.windows.pacer import Pacer
 from tests.support.event_logs import read_events
 
@@ -41,6 +42,7 @@ class Rank:
     """Drives a pacer through iterations of six seconds."""
 
     def __init__(self, folder: Path, clock: Clock | None = None, **settings: Any) -> None:
+        settings = {"interval": 1, **settings}
         self.clock = clock or Clock()
         self.folder = folder
         self.events = Events(folder, 0)
@@ -219,7 +221,7 @@ def test_auto_wishes_for_the_shortest_interval_whose_whole_cost_keeps_the_budget
     cost: float, stretch: int, tmp_path: Path
 ) -> None:
     rank = Auto(tmp_path, overhead_budget=0.1)
-    assert rank.live(12, cost) == stretch
+    assert rank.live(26, cost) == stretch
     assert rank.pacer.wish.iteration_secs == 6.0
     if stretch > 1:
         assert rank.pacer.wish.cost == pytest.approx(cost / 6)
@@ -227,10 +229,10 @@ def test_auto_wishes_for_the_shortest_interval_whose_whole_cost_keeps_the_budget
 
 def test_auto_goes_both_ways_and_no_small_change_moves_it(tmp_path: Path) -> None:
     rank = Auto(tmp_path, overhead_budget=0.1)
-    assert rank.live(12, 6.0) == 10
-    assert rank.live(20, 6.3) == 10 and rank.live(20, 5.7) == 10, "within an eighth"
-    assert rank.live(20, 12.0) == 20
-    assert rank.live(20, 1.2) == 2
+    assert rank.live(26, 6.0) == 10
+    assert rank.live(40, 6.3) == 10 and rank.live(40, 5.7) == 10, "within an eighth"
+    assert rank.live(40, 12.0) == 20
+    assert rank.live(40, 1.2) == 2
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -245,7 +247,7 @@ def test_an_evaluation_at_each_boundary_with_a_snapshot_is_no_cost_of_these(agai
         rank.pacer.enter("start")
 
     rank.before_each_snapshot = evaluate
-    assert rank.live(12, 1.3) == 3 and rank.pacer.wish.iteration_secs == 6.0
+    assert rank.live(26, 1.3) == 3 and rank.pacer.wish.iteration_secs == 6.0
     rank.pacer.pause()
     rank.clock.now += 300.0
     rank.pacer.boundary()
@@ -257,10 +259,25 @@ def test_auto_without_a_budget_wishes_for_nothing(tmp_path: Path) -> None:
     assert Auto(tmp_path, overhead_budget=0.0).live(20, 60.0) == 1
 
 
+def test_auto_goes_on_from_what_an_earlier_attempt_has_found(tmp_path: Path) -> None:
+    rank = Auto(tmp_path, overhead_budget=0.1)
+    rank.pacer.resume(7)
+    assert rank.pacer.wish == Wish(7, -1.0)
+    assert rank.live(26, 4.0, spacing=7) == 7 and rank.pacer.wish.cost == pytest.approx(4 / 6)
+    assert rank.live(30, 0.0, spacing=7) == 1
+
+
+def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
+    rank = Auto(tmp_path, overhead_budget=0.1)
+    rank.pacer = Pacer(Config(overhead_budget=0.1), rank.clock, rank.events, {"pp": 1}, speaks=False)
+    rank.pacer.boundary()
+    assert rank.live(26, 60.0) == 1 and rank.pacer.wish.cost == -1.0
+
+
 def test_a_dear_fence_alone_does_not_stretch_auto(tmp_path: Path) -> None:
     """It is a part of the whole cost, and windows are measured anew for it."""
     rank = Auto(tmp_path, overhead_budget=0.1)
-    for _ in range(20):
+    for _ in range(15):
         rank.iterate(((0.5, 8.0, 10 * MB),), fence=2.0)
     assert rank.pacer.stretch == 1 and len(rank.told("replanned")) == 1
 

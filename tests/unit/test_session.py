@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Doubt
-from ftckpt.job.agreement import Coverage, Verdict, Will
+from ftckpt.job.actions import Doubt, IntervalConclusion
+from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard, Targets
@@ -17,8 +19,12 @@ LINEAGE = b"l" * 16
 NOW_SECS = 100.0
 
 
+numbers = itertools.count(1)
+
+
 def verdict(whole: int, target: int = -1, cover: Coverage = Coverage.READY) -> Verdict:
-    return Verdict(0, whole, target=target, cover=cover)
+    """Of the round of one more snapshot."""
+    return Verdict(next(numbers), whole, target=target, cover=cover)
 
 
 def at(iteration: int) -> SnapshotId:
@@ -52,6 +58,14 @@ def test_a_target_that_cannot_be_covered_is_given_up_and_the_protected_one_stays
     assert learn(targets, verdict(9), verdict(10, 9)) == ["protected"] and not targets.degraded
 
 
+def test_what_was_given_up_is_not_tried_again_before_there_is_a_newer_one() -> None:
+    targets = Targets(1)
+    learn(targets, verdict(4), verdict(4, 4, Coverage.CANNOT), verdict(4), verdict(4))
+    assert targets.target is None and not targets.pending
+    learn(targets, verdict(5))
+    assert targets.target == at(5) and targets.pending
+
+
 def test_no_target_is_chosen_while_a_node_could_not_protect_it() -> None:
     targets = Targets(1)
     learn(targets, verdict(4), verdict(5, 4, Coverage.CANNOT), verdict(6, -1, Coverage.CANNOT))
@@ -77,6 +91,9 @@ def test_each_kth_snapshot_is_a_target_and_the_first_one_too() -> None:
         if targets.target is not None:
             chosen.append(targets.target.iteration)
     assert chosen == [0, 3, 6, 9]
+    targets, rounds = Targets(3), [verdict(0), verdict(1, 0), verdict(2)]
+    learn(targets, *rounds, *rounds[2:] * 3)
+    assert targets.protected == at(0) and targets.target is None, "rounds of one snapshot count as one"
 
 
 def test_without_protection_there_is_no_target() -> None:
@@ -254,49 +271,19 @@ def test_a_rank_that_reads_late_is_due_when_the_others_are() -> None:
     assert taken[-4:] == [98, 105, 112, 119]
 
 
-def due_of(interval: Interval, iterations: range) -> list[int]:
-    return [iteration for iteration in iterations if interval.due(iteration)]
+def test_the_interval_of_an_earlier_attempt_is_in_force_from_the_first_boundary_on() -> None:
+    interval = Interval(1, delay=8)
+    interval.resume(7)
+    assert [i for i in range(1, 30) if interval.due(i)] == [7, 14, 21, 28]
+    assert not interval.learn(2, 7) and interval.learn(3, 1)
 
 
-def test_intervals_that_show_no_cost_are_longer_at_first_and_now_and_then() -> None:
-    interval = Interval(1, delay=8, probes=True)
-    due = due_of(interval, range(1, 145))
-    assert due == list(range(6, 145, 6)) and interval.number == 24
-    due = due_of(interval, range(145, 145 + 488))
-    assert due == list(range(145, 145 + 488)) and interval.number == 512
-    due = due_of(interval, range(633, 800))
-    assert due[:14] == [*range(636, 703, 6), 703, 704]
-
-
-def test_the_first_probe_begins_anew_where_no_rank_took_its_snapshots() -> None:
-    """What nobody takes shows no cost. It is prolonged while it is on, and so early that all know of it in time."""
-    interval = Interval(1, delay=8, probes=True)
-    for iteration in range(1, 61):
-        if interval.due(iteration):
-            interval.skipped(interval.number)
-    assert interval.number == 10
-    due = due_of(interval, range(61, 300))
-    assert due[:25] == [*range(66, 66 + 6 * 24, 6), 205] and interval.probe_end == 34
-    interval.skipped(30)
-    assert interval.probe_end == 34, "a rank may read of it behind the end of the probe"
-
-
-def test_snapshots_that_all_skip_prolong_the_first_probe() -> None:
-    state = RankState(Config(interval="auto"))
+def test_only_what_was_concluded_is_kept_for_the_next_attempt() -> None:
+    """And once, whatever it was before: that one is being measured says nothing."""
+    state = RankState(Config())
     state.begin(LINEAGE, None, 0.0)
-    ends = [state.interval.probe_end]
-    for iteration, will in ((6, Will.SKIP), (12, Will.SKIP), (18, Will.GO)):
-        assert state.boundary(iteration)
-        state.learn([Verdict(state.interval.number, -1, will=will)], 0.0)
-        ends.append(state.interval.probe_end)
-    assert ends == [24, 25, 26, 26]
-
-
-def test_a_long_interval_shows_what_one_costs_as_it_is() -> None:
-    interval = Interval(1, delay=8, probes=True)
-    interval.learn(2, 9)
-    assert due_of(interval, range(1, 110))[-4:] == [81, 90, 99, 108]
-
-
-def test_a_number_for_an_interval_is_never_made_longer_to_show_a_cost() -> None:
-    assert due_of(Interval(2, delay=8), range(1, 1200)) == list(range(2, 1200, 2))
+    kept = []
+    for stretch, cost in ((1, -1), (6, -1), (6, -1), (6, 60_000), (6, 60_000), (1, 5_000)):
+        actions = state.learn([Verdict(next(numbers), -1, stretch=stretch, cost=cost)], 0.0)
+        kept.append([action.interval for action in actions if isinstance(action, IntervalConclusion)])
+    assert kept == [[], [], [], [6], [], [1]]

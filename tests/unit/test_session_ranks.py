@@ -16,6 +16,7 @@ from ftckpt.job.actions import Doubt, Skip, Take
 from ftckpt.job.agreement import Verdict, Will
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
+from ftckpt.job.votes import Step, Votes
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 from tests.support.ranks import CALM, Fate, Job
@@ -42,7 +43,7 @@ def progresses(ranks: Job) -> None:
     if len(ranks.on) < len(ranks.ranks) or any(rank.state.failures for rank in ranks.ranks):
         ranks.start()
     # Until wishes for rarer snapshots are over, and spacings that show what one costs.
-    train(ranks, 80 * ranks.config.least_interval + (150 if ranks.config.interval == "auto" else 0))
+    train(ranks, 80 * ranks.config.least_interval)
     for rank in ranks.ranks:
         assert not rank.state.off
         assert (
@@ -133,7 +134,7 @@ def test_long_lives_of_many_jobs(seed: int) -> None:
         replica_check_interval=dice.choice((0, 3)),
         protect_interval=dice.choice((1, 2, 3, "auto")),
         error_limit=dice.randint(1, 6),
-        interval=dice.choice((1, 2, "auto")),
+        interval=dice.choice((1, 3, "auto")),
     )
     fates = [CALM] * len(ranks.ranks)
     for _ in range(120):
@@ -208,12 +209,11 @@ def test_a_rank_that_fails_too_often_turns_all_off() -> None:
 
 
 def test_a_rank_that_reads_late_that_all_turn_off_enters_no_proof() -> None:
-    """Whoever was on time has entered the last proof there is."""
-    for proof in range(1, 9):
-        ranks = job(2, replica_check_interval=proof, error_limit=1)
-        ranks.iterate([CALM, Fate(begin_fails=True)], in_order)
-        for fate in (Fate(impatient=True, steps=False), CALM, CALM):
-            ranks.iterate([fate, Fate(begin_fails=True)], in_order)
+    """Whoever was on time has entered the last proof there is. As no step is taken each snapshot has one."""
+    ranks, still = job(2, replica_check_interval=1, error_limit=1), Fate(steps=False)
+    for fate in (still, Fate(impatient=True, steps=False), still, still):
+        ranks.iterate([fate, Fate(begin_fails=True, steps=False)], in_order)
+    assert not ranks.on and sorted(ranks.proofs) == [1, 2]
 
 
 @pytest.mark.parametrize("where", ["post", "read", "proof", "layout"])
@@ -247,7 +247,7 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow() -> N
             state.miss()
             state.fail("no answer")
         else:
-            state.learn((), 0.0)
+            state.agree()
     assert state.off and num_posted == 4
 
 
@@ -256,13 +256,14 @@ def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
     state = RankState(Config(replica_check_interval=0))
     state.begin(b"1" * 16, None, 0.0)
     state.boundary(1)
-    state.learn((), 0.0)
+    state.agree()
     assert isinstance(state.take(has_room=True), Take)
     one = SnapshotId(b"1" * 16, 1)
     state.posted(state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0))
     state.give_up("its step is captured")
     state.boundary(2)
     state.learn([Verdict(1, 1, will=Will.GO)], 0.0)
+    state.agree()
     assert isinstance(state.take(has_room=True), Skip)
     last = state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0)
     assert (last.newest, last.will) == (1, Will.OFF)
@@ -299,3 +300,32 @@ def test_a_rank_that_has_not_sampled_raises_no_alarm_and_its_position_stays_open
     assert {rank.state.trusted for rank in ranks.ranks} == {trusted + 1}, "of 20, that of 18 is the last that matched"
     train(ranks, 2)
     assert {rank.state.trusted for rank in ranks.ranks} == {21}
+
+
+@pytest.mark.parametrize("order", [in_order, random.Random(1).randrange])
+def test_at_any_interval_a_snapshot_is_whole_and_protected_a_few_steps_behind_its_boundary(order: Order) -> None:
+    """And steps in which there is nothing to settle have no round."""
+    ranks, begun = job(3, slots=4, interval=20), 0
+    for _ in range(100):
+        ranks.iterate([CALM] * 3, order)
+        if ranks.iteration % 20 == 0:
+            begun = ranks.iteration
+        for rank in ranks.ranks if begun else []:
+            whole, protected = rank.state.whole, rank.state.targets.protected
+            assert ranks.iteration < begun + 2 or (whole is not None and whole.iteration == begun)
+            assert ranks.iteration < begun + 5 or (protected is not None and protected.iteration == begun)
+    assert max(rank.group.num_posted for rank in ranks.ranks) <= 4 * 5
+
+
+def test_steps_that_a_late_rank_has_missed_have_no_round() -> None:
+    votes = Votes()
+    votes.boundary(1, due=True, pending=False)
+    assert votes.next(pending=False) == Step(1, 1, due=True)
+    votes.posted()
+    for _ in range(4):
+        votes.boundary(1, due=False, pending=False)
+    assert votes.next(pending=False) is None and votes.waits, "what the verdict leaves is not known"
+    votes.read(Verdict(1, 1, step=5))
+    assert votes.next(pending=True) is None and not votes.waits
+    votes.boundary(1, due=False, pending=True)
+    assert votes.next(pending=True) == Step(6, 1, due=False)

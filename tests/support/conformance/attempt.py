@@ -75,7 +75,9 @@ def run(rank: int, world_size: int, adapter: Adapter, attempt: Attempt) -> Outco
     if attempt.settings is None:
         _train(rank, job, attempt)
         return Outcome(0, dict(job.hashes()))
-    checkpointer = job.attach(Config(enabled=True, node="node", **{"protect": "none", **attempt.settings}))
+    checkpointer = job.attach(
+        Config(enabled=True, node="node", **{"protect": "none", "interval": 1, **attempt.settings})
+    )
     start = job.iteration
     stepped = described(checkpointer).stepped
     wrong = [p.fragment.key for p in stepped if p.derived_from is not None and not rule_holds(p)]

@@ -1,0 +1,84 @@
+"""When ranks of a real job learn what became of a snapshot, at an interval of many iterations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.directory import clean_job
+from ftckpt.store.pulse import FlushState
+from tests.support import plain
+from tests.support.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+INTERVAL = 10
+
+
+class Step(NamedTuple):
+    """What a rank knows behind a boundary, iterations and -1 for none, and what its node's SMP has done by then."""
+
+    whole: int = -1
+    protected: int = -1
+    persisted: int = -1
+    covered: int = -1
+    flushed: int = -1
+
+
+@pytest.fixture
+def job(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    (tmp_path / "storage").mkdir()
+    yield settings | {
+        "protect": "node", "smp_cores": 0, "chunk_size": "64KiB", "objects_size": "1MiB", "on_error": "raise",
+        "interval": INTERVAL, "persist": str(tmp_path / "storage"), "persist_interval": INTERVAL,
+    }  # fmt: skip
+    clean_job(arena_root, "test")
+
+
+def trained(rank: int, world_size: int, settings: dict[str, Any]) -> list[Step]:
+    """Three snapshots, with steps behind the last one until it is on storage; ranks go through them together."""
+    checkpointer, state = plain.restarted(rank, world_size, settings)
+    steps, deadline = [Step()], time.monotonic() + 60.0
+    while min(_of_all(steps[-1].persisted)) < 3 * INTERVAL:
+        assert time.monotonic() < deadline
+        plain.iterate(checkpointer, state, len(steps))
+        protection, ours = checkpointer._protection, checkpointer._state
+        target, flush = ours.targets.target, ours.flushes.current
+        covered = target if protection.observe(target).covered else ours.targets.protected
+        is_flushed = protection.observe_flush(flush).state == FlushState.DONE
+        flushed = flush if is_flushed else ours.flushes.persisted
+        known = checkpointer.whole, checkpointer.protected, checkpointer.persisted
+        steps.append(Step(*map(_iteration, (*known, covered, flushed))))
+        time.sleep(0.02)  # to the SMP, and to what ranks tell each other
+    checkpointer.close()
+    return steps
+
+
+def _of_all(value: int) -> list[int]:
+    values: list[int] = [-1] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _iteration(snapshot: SnapshotId | None) -> int:
+    return snapshot.iteration if snapshot is not None else -1
+
+
+def first(steps: list[Step], field: str, iteration: int) -> int:
+    """The step behind which ``field`` is of that iteration, or of a later one."""
+    return next(index for index, step in enumerate(steps) if getattr(step, field) >= iteration)
+
+
+def test_a_snapshot_is_whole_protected_and_persisted_as_soon_as_it_is_at_any_interval(job: dict[str, Any]) -> None:
+    ranks = [result.value for result in run_ranks(trained, 3, job)]
+    for begun in (INTERVAL, 2 * INTERVAL, 3 * INTERVAL):
+        assert max(first(steps, "whole", begun) for steps in ranks) <= begun + 2
+        for done, known in (("covered", "protected"), ("flushed", "persisted")):
+            done_at = max(first(steps, done, begun) for steps in ranks)
+            assert max(first(steps, known, begun) for steps in ranks) <= done_at + 3, (begun, known)

@@ -1,0 +1,97 @@
+"""The interval that a job settles at, by lengths of iterations as they are: with noise, drift, and other load."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass, field
+
+import pytest
+
+from ftckpt.windows.auto_interval import AutoInterval
+from ftckpt.windows.cost import CYCLE, CostMeter
+
+BUDGET = 0.01
+DELAY = 8
+"""Snapshots from a wish to when it is in force."""
+
+
+@dataclass
+class Attempt:
+    """One attempt of a job: iterations of a second with noise, one beside a snapshot longer by ``cost``.
+
+    ``load``: another job that comes and goes and makes iterations longer by half, for this share of the time.
+    """
+
+    cost: float
+    noise: float
+    load: float = 0.0
+    seed: int = 0
+    begin: int = 0
+    told: list[str] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+
+    def run(self, iterations: int) -> int:
+        """The interval that it has concluded behind so many."""
+        dice, meter, loaded = random.Random(self.seed), CostMeter(), False
+        auto = AutoInterval(BUDGET, 10_000, meter, self.told.append)
+        if self.begin:
+            auto.resume(self.begin)
+        spacing, last, wishes = auto.wish[0], 0, [auto.wish[0]] * DELAY
+        for iteration in range(1, iterations + 1):
+            if dice.random() < 0.02:
+                loaded = dice.random() < self.load
+            place = iteration - last
+            if place >= spacing:
+                place, last = 0, iteration
+                self.taken.append(iteration)
+                wishes.append(auto.wish[0])
+                spacing = wishes[-DELAY]
+            secs = (1.0 + 0.2 * iteration / iterations) * (1.5 if loaded else 1.0)
+            secs *= 1 + (self.cost if place == 0 else 0.0) + abs(dice.gauss(0, self.noise))
+            if place == 0:
+                auto.took()
+            if meter.add(place, secs, flushing=False):
+                auto.judge()
+        return auto.interval
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.01])
+@pytest.mark.parametrize("cost", [0.04, 0.1, 0.3])
+def test_five_attempts_settle_within_a_quarter_of_their_median(cost: float, noise: float) -> None:
+    """Two of them beside other load; each begins with what the one before has concluded."""
+    for seed in range(10):
+        intervals = [0]
+        for number, load in enumerate((0.0, 0.5, 0.0, 0.5, 0.0)):
+            attempt = Attempt(cost, noise, load, 10 * seed + number, begin=intervals[-1])
+            intervals.append(attempt.run(1200))
+            assert number == 0 or attempt.taken[0] == intervals[number], "it begins there"
+        median = statistics.median(intervals[1:])
+        assert all(abs(one - median) <= median / 4 for one in intervals[1:]), intervals
+        assert abs(median - cost / BUDGET) <= 0.3 * cost / BUDGET, "and that is what it costs"
+
+
+def test_a_cost_that_cannot_be_measured_leaves_a_snapshot_each_iteration_and_one_line_says_so() -> None:
+    told = 0
+    for seed in range(10):
+        attempt = Attempt(cost=0.005, noise=0.05, seed=seed)
+        assert attempt.run(1500) == 1
+        assert len(attempt.told) <= 1
+        told += len(attempt.told)
+    assert told >= 5
+
+
+def test_the_first_snapshots_are_at_each_iteration_and_those_that_are_measured_a_few_apart() -> None:
+    attempt = Attempt(cost=0.0, noise=0.0)
+    assert attempt.run(400) == 1
+    early = next(n for n, (a, b) in enumerate(zip(attempt.taken, attempt.taken[1:], strict=False)) if b > a + 1)
+    assert 16 <= early <= 16 + DELAY + 1
+    apart = [b - a for a, b in zip(attempt.taken, attempt.taken[1:], strict=False)]
+    assert set(apart) == {1, CYCLE} and apart.count(CYCLE) <= 26 + DELAY, "until it is known"
+    assert apart[-100:] == [1] * 100
+
+
+def test_an_interval_too_short_to_show_its_cost_is_measured_again_now_and_then() -> None:
+    attempt = Attempt(cost=0.05, noise=0.0, begin=1)
+    assert attempt.run(1500) == 5
+    assert attempt.taken[:1000] == list(range(1, 1001))
