@@ -225,7 +225,7 @@ def missed(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
             if (blocked := table[mine].get("blocked_ms")) is None:
                 lines.append(f"{place}: {mine}: " + ("no snapshot was taken" if table[mine] else "not measured"))
                 continue
-            peers = [name for name, row in ROWS.items() if row.group == ROWS[mine].group and name != mine]
+            peers = [name for name, row in ROWS.items() if row.group == ROWS[mine].group and row.system != "ftckpt"]
             others = {peer: table.get(peer, {}).get("blocked_ms") for peer in peers}
             lines += [
                 f"{place}: {mine} blocks {blocked:.2f} ms a snapshot, {peer} {other:.2f}"

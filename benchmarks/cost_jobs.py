@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.common import disk_bytes
 from benchmarks.systems import Dcp, Dlrover, LmResiliency, System, TorchCheckpointing, TorchSave
 
-MAX_WARM_UP = 300
+MAX_WARM_UP = 600
 """Iterations until an SMP must be there."""
 _SUBREAPER = 36
 _BATCH_ROWS = 8
