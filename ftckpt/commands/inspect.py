@@ -175,10 +175,7 @@ def _gap(arena: Arena, slot: int, record: SlotRecord) -> str:
     """Time from the seal until there were checksums, before which bad memory goes unnoticed."""
     if not record.sealed:
         return "-"
-    if record.hashed:  # checksums were taken before the seal: there is no gap
-        return "0s"
-    check = arena.check(slot)
-    return "open" if check is None else f"{check.gap_secs:.3f}s"
+    return f"{arena.gap_secs(slot):.3f}s" + (", open" if arena.unchecked(slot) else "")
 
 
 def _problems(arena: Arena, slot: int, record: SlotRecord, verify: bool) -> list[str]:

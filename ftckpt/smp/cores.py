@@ -85,6 +85,10 @@ class CoreShare:
         self._noted_secs, self._noted = used_secs, now
         self.due_secs = now + max(0.0, self._debt_secs - free_secs) / self._rate
 
+    def threads(self, most: int) -> int:
+        """How many threads may compute at a time: ``most`` where so many cores idle, at least 1."""
+        return max(1, min(most, int(self.idle * len(os.sched_getaffinity(0)))))
+
     @property
     def paid(self) -> bool:
         """Whether what was noted is paid for."""
