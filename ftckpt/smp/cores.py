@@ -89,11 +89,6 @@ class CoreShare:
         """How many threads may compute at a time: ``most`` where so many cores idle, at least 1."""
         return max(1, min(most, int(self.idle * len(os.sched_getaffinity(0)))))
 
-    @property
-    def paid(self) -> bool:
-        """Whether what was noted is paid for."""
-        return self._clock() >= self.due_secs
-
     def _look_again(self, used_secs: float, now: float) -> None:
         if now - self._looked < _LOOK_SECS:
             return
