@@ -42,8 +42,8 @@ _CLOSE_SECS = 2.0
 """For a flush to remove what it has begun: whoever ends the SMP does not wait for storage."""
 _MAX_REPORTED = 200
 _THREADS, _THREAD_BYTES = 4, 64 << 20
-"""Most threads that compute the checksums of a slot, each for so many of its bytes at least: to start one costs more
-than a small slot. Four take most of the memory bandwidth that copies leave."""
+"""Most threads that compute the checksums of a slot, each for so many of its bytes at least: a small slot takes less
+time than the start of a thread."""
 _PATIENCE = 0.5
 """Share of the time that trainers wait for protection, after which a node that fails all the time is given up."""
 
