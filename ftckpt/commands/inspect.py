@@ -175,7 +175,9 @@ def _gap(arena: Arena, slot: int, record: SlotRecord) -> str:
     """Time from the seal until there were checksums, before which bad memory goes unnoticed."""
     if not record.sealed:
         return "-"
-    return f"{arena.gap_secs(slot):.3f}s" + (", open" if arena.unchecked(slot) else "")
+    if record.hashed:  # checksums were there before the seal
+        return "0s"
+    return "open" if arena.unchecked(slot) else f"{arena.gap_secs(slot):.3f}s"
 
 
 def _problems(arena: Arena, slot: int, record: SlotRecord, verify: bool) -> list[str]:

@@ -42,7 +42,7 @@ def test_a_slow_copy_delays_the_optimizer_on_the_device_only(
     slow.set()
     snapshots.capture.settle(SECS)
     fake.compute.synchronize()
-    assert snapshots.control.told == ["begin", *(f"chunk {copy.chunk}" for copy in snapshots.copies), "seal"]
+    assert snapshots.control.told == ["begin", "seal"]
     snapshots.assert_boundary()
     assert not snapshots.tensors[0].any()
     snapshots.capture.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,16 +28,8 @@ class Control:
     slots = 1
 
     def __init__(self) -> None:
-        self._told: list[tuple[str, int]] = []
+        self.told: list[str] = []
         self.state = SlotState.EMPTY
-
-    @property
-    def told(self) -> list[str]:
-        """Chunks that follow each other in their order: they land in any."""
-        words: list[str] = []
-        for what, run in groupby(self._told, lambda one: one[0]):
-            words += [f"chunk {chunk}" for _, chunk in sorted(run)] if what == "chunk" else [what for _ in run]
-        return words
 
     def snapshot(self, _slot: int) -> SnapshotId | None:
         return SNAPSHOT if self.state == SlotState.SEALED else None
@@ -48,9 +39,6 @@ class Control:
 
     def set_objects(self, _slot: int, nbytes: int, digest: int) -> None: ...
 
-    def set_chunk_hash(self, _slot: int, chunk: int, digest: int) -> None:
-        self._told.append(("chunk", chunk))
-
     def seal(self, _slot: int, _snapshot: SnapshotId, hashed: bool) -> None:
         self._tell("seal", SlotState.SEALED)
 
@@ -58,7 +46,7 @@ class Control:
         self._tell("void", SlotState.EMPTY)
 
     def _tell(self, what: str, state: SlotState) -> None:
-        self._told.append((what, -1))
+        self.told.append(what)
         self.state = state
 
 
