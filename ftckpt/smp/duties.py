@@ -320,8 +320,8 @@ class Duties:
         if self._cover.active and target is not None and refused:
             self._cover.stop()
             self._give_up(target, f"{refused}: the snapshot is not as it was sealed")
-        if not self._check.active:
-            work = self._checker.next(self._target, self._needs_checksums())
+        if not self._check.active and (needed := self._needs_checksums()) is not None:
+            work = self._checker.next(self._target, needed)
             if work is not None:
                 self._check.start(work)
         # Scrubbing has all the time there is: it never stands in the way of what trainers wait for.
@@ -331,11 +331,12 @@ class Duties:
     def _num_threads(self, nbytes: int) -> int:
         return self._share.threads(min(_THREADS, nbytes // _THREAD_BYTES))
 
-    def _needs_checksums(self) -> Callable[[SnapshotId], bool]:
-        """Whether anything depends on the checksums of a snapshot. While ranks train most are overwritten unread."""
+    def _needs_checksums(self) -> Callable[[SnapshotId], bool] | None:
+        """Whether anything depends on the checksums of a snapshot; None: of none. While ranks train most snapshots are
+        overwritten unread."""
         named = (self._target, self.flushing[0])
         if self.trains and self._final is None:
-            return named.__contains__
+            return named.__contains__ if any(named) else None
         # A restart, or a save, may take any that is not older than the newest known to be whole: ranks end at
         # different boundaries, and other nodes may not have the newest of this one.
         whole, _ = self.marks()
