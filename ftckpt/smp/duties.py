@@ -332,8 +332,8 @@ class Duties:
         return self._share.threads(min(_THREADS, nbytes // _THREAD_BYTES))
 
     def _needs_checksums(self) -> Callable[[SnapshotId], bool] | None:
-        """Whether anything depends on the checksums of a snapshot; None: of none. While ranks train most snapshots are
-        overwritten unread."""
+        """Whether anything depends on the checksums of a snapshot; None: on those of none. While ranks train most
+        snapshots are overwritten unread."""
         named = (self._target, self.flushing[0])
         if self.trains and self._final is None:
             return named.__contains__ if any(named) else None

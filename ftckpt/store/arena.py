@@ -103,8 +103,8 @@ class Arena:
     ``free``: the memory is unmapped when the last of them is gone. Who writes holds the lock (``lock``).
     A slot may be without memory, not allocated: its record is EMPTY, its file is missing.
 
-    The checksums of a snapshot's chunks are in the control block, or, where the trainer took none, in the
-    file ``checks`` as soon as the node's SMP has taken them. What is in ``checks`` counts for a slot only if it
+    The checksums of a snapshot's chunks are in the control block, or, where it was sealed without any, in the
+    file ``checks`` as soon as the node's SMP has computed them. What is in ``checks`` counts for a slot only if it
     names the sealing (``seal_id``) of the slot's record.
     """
 
