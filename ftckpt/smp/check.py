@@ -57,9 +57,7 @@ class Checker:
         threads: on which to compute checksums, by the bytes of a slot.
     """
 
-    def __init__(
-        self, arenas: GuardedArenas, pace: Pace, events: Events, threads: Callable[[int], int] = lambda nbytes: 1
-    ) -> None:
+    def __init__(self, arenas: GuardedArenas, pace: Pace, events: Events, threads: Callable[[int], int]) -> None:
         self.pace = pace
         self.checked = 0
         self._arenas = arenas
