@@ -217,7 +217,7 @@ def measure(actions: Mapping[str, tuple[int, Callable[[], Any]]], repeats: int) 
 def smp_cases(folder: Path, mib: int, repeats: int) -> dict[str, dict[str, float]]:
     """Core seconds per GiB that the duties of an SMP take for one snapshot: of the check, and of all that follows.
 
-    A snapshot is checked before it is a target, as in a job whose SMP keeps up. The first two write new parity files,
+    A snapshot is checked before it is a target, so that both are told apart. The first two write new parity files,
     whose pages the kernel clears; the next ones use these again.
     """
     secs: dict[str, list[float]] = {"check": [], "cover": [], "cover, new parity files": []}
@@ -227,6 +227,7 @@ def smp_cases(folder: Path, mib: int, repeats: int) -> dict[str, dict[str, float
         stack.callback(node.close)
         duties = stack.enter_context(closing(Duties(node.dir, Events(None, -1))))
         duties.configure(describe(node, [node], Modes(node=True), {}))
+        duties.trains = False  # so that the check comes before the snapshot is a target
         state_gib = sum(span.nbytes for arena in node.arenas for span in arena.image.chunks) / (1 << 30)
 
         def core_secs(done: Callable[[], bool]) -> float:

@@ -91,7 +91,7 @@ class Config:
     smp_cores: float = declare(
         0.1,
         "share of a node's idle cores that its SMP may take with protect_interval auto, and a tenth of it where none "
-        "idles: it protects snapshots, and checks others, so seldom; 0: any",
+        "idles: it protects snapshots so seldom; 0: any",
         minimum=0,
     )
     smp_rate: str = declare("0", "what the SMP reads of the node's memory, such as 5GB/s; 0: no limit", quantity=rate)

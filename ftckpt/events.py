@@ -162,6 +162,7 @@ EVENTS: dict[str, EventKind] = {
     "verified": _quiet(
         "every byte that will be restored is good", iteration=_ITERATION, secs="of verifying",
         states="shards by how far they were checked before", unprotected="shards below protected, and their state",
+        gap_secs="longest time after a seal without checksums, in which bad memory goes unnoticed",
     ),
     "rebuilt": _quiet(
         "shards were made whole from parity", iteration=_ITERATION, shards="which", bytes="rebuilt", secs="it took",

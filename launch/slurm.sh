@@ -65,24 +65,16 @@ find_allocation() {
     ((MOST_NODES <= ${#ALLOCATED[@]})) || fail "--nodes: $MOST_NODES nodes are to train, ${#ALLOCATED[@]} are allocated"
 }
 
-# find_arena: sets ARENA and PERSISTS, for SMPs and the end, and UNGUARDED where the flags want no SMP. GUARDED holds the
-# process that waits for the SMP of each node.
+# find_arena: sets ARENA and PERSISTS, for SMPs and the end. GUARDED holds the process that waits for the SMP of each node.
 find_arena() {
-    local index word
+    local word
     declare -gA GUARDED=()
-    UNGUARDED=
     find_storage "${PROGRAM[@]}"
-    [ "$RUNNER" != none ] || UNGUARDED=1
-    for index in "${!PROGRAM[@]}"; do
-        word=${PROGRAM[index]}
+    for word in "${PROGRAM[@]}"; do
         case $word in
         --ftckpt-job | --ftckpt-job=*) fail "name the job with --job: the steps and the cleaning at the end need it too" ;;
-        --ftckpt-protect=none) UNGUARDED=1 ;;
-        --ftckpt-protect) [ "${PROGRAM[index + 1]:-}" != none ] || UNGUARDED=1 ;;
         esac
     done
-    # Who writes to storage is an SMP.
-    [ -z "$PERSISTS" ] || [ "$RUNNER" = none ] || UNGUARDED=
 }
 
 # within SECS NODE COMMAND...: runs it there. On this node itself: once the job is requeued Slurm starts no more steps.
@@ -131,7 +123,7 @@ choose() {
 # It ends with the job, or is ended by the cleaning, which it does itself where Slurm ends the job at once.
 guard() {
     local node
-    [ -z "$UNGUARDED" ] || return 0
+    [ "$RUNNER" != none ] || return 0
     for node in "${TRAINING[@]}"; do
         [ -z "${GUARDED[$node]:-}" ] || ! kill -0 "${GUARDED[$node]}" 2>/dev/null || continue
         srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --cpus-per-task=1 --unbuffered \

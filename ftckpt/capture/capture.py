@@ -156,16 +156,14 @@ class Capture:
         state_objects: Mapping[str, Any],
         base: Moment = None,
         *,
-        hashed: bool = True,
         kept: LastBoundary | None = None,
         slots: Sequence[int] | None = None,
     ) -> int:
         """Start a snapshot at the boundary: volatile state and objects now, stepped state in the background.
 
-        The slots of the snapshots in ``keep`` are not touched. ``base`` is the boundary's moment. ``hashed``:
-        checksums are taken here, as the bytes arrive; otherwise the SMP takes them. ``kept``: objects and volatile
-        state are taken from there, and not from training. ``slots``: what ``writable`` has said at this boundary.
-        Returns the slot.
+        The slots of the snapshots in ``keep`` are not touched. ``base`` is the boundary's moment. ``kept``: objects
+        and volatile state are taken from there, and not from training. ``slots``: what ``writable`` has said at this
+        boundary. Returns the slot.
 
         Raises:
             CaptureError: no slot is free, or the objects do not fit.
@@ -191,7 +189,7 @@ class Capture:
         self._copier.take(sources, self._volatile, self._slots[slot])
         # Before the first copy starts: a write behind this line may be in some bytes and not in others.
         self._counts, self._fenced, self._found = self._writes.read(), False, None
-        self._flight = self._start(slot, snapshot, base, hashed)
+        self._flight = self._start(slot, snapshot, base)
         return slot
 
     def fence(self, timeout_secs: float) -> float:
@@ -301,24 +299,18 @@ class Capture:
         self._void(slot)
         raise CaptureError(f"snapshot of iteration {snapshot.iteration} dropped: {cause}")
 
-    def _start(self, slot: int, snapshot: SnapshotId, base: Moment, hashed: bool) -> Flight:
-        control, arena = self.arena.control, self.arena
-
-        def arrived() -> None:
-            for chunk in range(len(arena.image.chunks)) if hashed else ():
-                control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-            self._seal(slot, snapshot, hashed)
-
+    def _start(self, slot: int, snapshot: SnapshotId, base: Moment) -> Flight:
+        arrived = lambda: self._seal(slot, snapshot)  # noqa: E731
         flight = Flight(self._stepped, self._slots[slot], arrived, base, taken=self._volatile)
         self._copier.start(self._tensors, flight, self._windows)
         return flight
 
-    def _seal(self, slot: int, snapshot: SnapshotId, hashed: bool) -> None:
+    def _seal(self, slot: int, snapshot: SnapshotId) -> None:
         """Called by the copier when the host knows that all bytes are there."""
         torn = self._torn()
         if torn is not None:
             raise CaptureError(torn)
-        self.arena.control.seal(slot, snapshot, hashed=hashed)
+        self.arena.control.seal(slot, snapshot, hashed=False)
         self._held[slot] = snapshot
 
     def _void(self, slot: int) -> None:

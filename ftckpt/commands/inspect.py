@@ -175,10 +175,9 @@ def _gap(arena: Arena, slot: int, record: SlotRecord) -> str:
     """Time from the seal until there were checksums, before which bad memory goes unnoticed."""
     if not record.sealed:
         return "-"
-    if record.hashed:  # checksums were taken before the seal: there is no gap
+    if record.hashed:  # checksums were there before the seal
         return "0s"
-    check = arena.check(slot)
-    return "open" if check is None else f"{check.gap_secs:.3f}s"
+    return "open" if arena.unchecked(slot) else f"{arena.gap_secs(slot):.3f}s"
 
 
 def _problems(arena: Arena, slot: int, record: SlotRecord, verify: bool) -> list[str]:

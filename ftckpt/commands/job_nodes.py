@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -48,8 +48,7 @@ class NodeState:
     ``told``: its memory was seen, ``inventory`` is what lies there, and ``trainers`` are its ranks as
     ``smp.reports.rank_report`` has them. ``whole``, ``protected``: the newest such snapshot, by its marks. ``smp``:
     the answer of its SMP to ``status``; None: none answers, for the reason ``problem``. Of nodes on this machine,
-    which ``is_here``, alone: ``nbytes`` of memory, ``needs_smp``,
-    whether the job has an SMP there for as long as it trains.
+    which ``is_here``, alone: ``nbytes`` of memory.
     """
 
     node: str
@@ -62,7 +61,6 @@ class NodeState:
     smp: dict[str, Any] | None = None
     problem: str = ""
     is_here: bool = False
-    needs_smp: bool = True
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,7 @@ class JobNodes:
     def ask_others(self) -> JobNodes:
         """With the nodes of other machines."""
         here = {node.node for node in self.nodes}
-        # Where no SMP runs there is nobody to ask, and that says nothing of what lies there.
-        named = self.description.get("nodes", ()) if _needs_smp(self.description) else ()
-        others = [name for name in named if name not in here]
+        others = [name for name in self.description.get("nodes", ()) if name not in here]
         return replace(self, nodes=(*self.nodes, *_each(self._other, others)))
 
     def _other(self, name: str) -> NodeState:
@@ -204,13 +200,9 @@ def _described(node_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def _needs_smp(description: Mapping[str, Any]) -> bool:
-    return bool(description.get("modes", True) or description.get("settings", {}).get("persist"))
-
-
 def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
     node_dir = job_directory(root, job) / name
-    state = NodeState(name, is_here=True, needs_smp=_needs_smp(_described(node_dir)))
+    state = NodeState(name, is_here=True)
     try:
         with closing(OpenArenas(node_dir)) as arenas:
             inventory = take_inventory(arenas, name)
@@ -225,7 +217,7 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
         ranks = Liveness(node_dir).judge(Pulse.open(node_dir, None).ranks())
         state = replace(state, trainers=tuple(rank_report(pulse) for pulse in ranks))
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
-        return replace(state, problem=state.problem or ("no SMP runs" if state.needs_smp else ""))
+        return replace(state, problem=state.problem or "no SMP runs")
     try:
         return replace(state, smp=SmpClient(node_dir, root, job, name).status(timeout_secs))
     except FtckptError as error:

@@ -112,8 +112,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     storage, stored = _storage(seen)
     summary = _summary(seen.nodes)
     expected = forecast(seen.inventory, stored, seen.protection)
-    is_alone = not any(node.needs_smp for node in seen.nodes) or not seen.description
-    if expected.problem and is_alone and (unseen := unseen_shards(seen.inventory)):
+    if expected.problem and not seen.description and (unseen := unseen_shards(seen.inventory)):
         text = (
             f"no SMP is known here, so what lies on other nodes cannot be seen ({listed(unseen)}): ask on each node"
         )
@@ -317,7 +316,6 @@ def _node(node: NodeState) -> dict[str, Any]:
         "answers": node.told,
         "problem": node.problem,
         "smp": smp.get("pid"),
-        "needs_smp": node.needs_smp,
         "trainers": living,
         "iteration": max((trainer["iteration"] for trainer in node.trainers), default=-1),
         "bytes": node.nbytes or None,
@@ -332,11 +330,7 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     trainers = node["trainers"]
     slowest = min(trainers, key=lambda trainer: (trainer["iteration"], -trainer["secs"]), default=None)
     where = (slowest["phase"] or "set-up") if slowest is not None else "-"
-    smp = (
-        str(node["smp"])
-        if node["smp"] is not None
-        else node["problem"] or ("-" if node["needs_smp"] else "none needed")
-    )
+    smp = str(node["smp"]) if node["smp"] is not None else node["problem"] or "-"
     memory = human(node["bytes"]) if node["bytes"] is not None else "-"
     marks = (_number(node[name]["iteration"]) for name in _MARKS)
     return node["node"], str(len(trainers)), _number(node["iteration"]), where, smp, *marks, memory

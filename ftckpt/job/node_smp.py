@@ -63,21 +63,18 @@ class SmpReport(NamedTuple):
 class NodeSmp:
     """One rank's view of its node's SMP. What ranks tell each other for it others carry.
 
-    ``machines[rank]`` names which ranks reach each other over loopback (``machine``). Where none ``runs`` beside
-    training, what one needs lies there all the same: ``ftckpt save`` starts it when the job has ended.
+    ``machines[rank]`` names which ranks reach each other over loopback (``machine``).
     """
 
     def __init__(
-        self, config: Config, topology: Topology, group: Group, events: Events, machines: Sequence[str], *,
-        runs: bool = True,
-    ) -> None:  # fmt: skip
+        self, config: Config, topology: Topology, group: Group, events: Events, machines: Sequence[str]
+    ) -> None:
         self._config = config
         self._topology = topology
         self._group = group
         self._events = events
         self._machines = machines
         self._leads = topology.is_node_leader
-        self._runs = runs
         self._port: PortHold | None = None  # of the SMP of the node that this rank leads
         self._claiming: threading.Thread | None = None
         self._setup = SmpSetup(self._tell, self._fail)
@@ -108,8 +105,6 @@ class NodeSmp:
         Raises:
             ConfigError: the file cannot be used.
         """
-        if not self._runs:
-            return b""
         if self._config.secret_file:
             return read_secret(Path(self._config.secret_file))
         return secrets.token_bytes(SECRET_BYTES) if self._topology.rank == 0 else b""
@@ -133,7 +128,7 @@ class NodeSmp:
         Raises:
             ConfigError: no address.
         """
-        if not self._leads or not self._runs:
+        if not self._leads:
             return SmpReport(os.getpid(), "", 0)
         if self._port is None:
             self._port = PortHold(listening_address(self._config.smp_listen, self._machines, os.environ))
@@ -196,24 +191,13 @@ class NodeSmp:
 
     def _tell(self, description: Mapping[str, Any]) -> None:
         """Have this node's SMP, which may have to be started first, do what ``description`` says."""
-        assert self._node_dir is not None, "behind ``configure``"
-        if self._port is None:
-            self._leave(self._node_dir, description)
-            return
+        assert self._node_dir is not None and self._port is not None, "behind ``configure`` and ``report``"
         self._client, problem = self._listening(self._node_dir, self._port, description)
         if not self._setup.is_over:
             self._client.configure(description)
             self._watch = self._watch or Watch(self._client, self._events.emit, tell=self._tell_warning)
         if problem is not None:  # it does the rest, and is asked again
             raise problem
-
-    def _leave(self, node_dir: Path, description: Mapping[str, Any]) -> None:
-        """For an SMP that may be started when no rank lives; one that runs by then is of a save before this start."""
-        if holder_of(node_dir / SMP_LOCK_NAME) is None:
-            SmpConfig.leave(node_dir, description, "", 0, b"")
-            return
-        self._client = SmpClient(node_dir, Path(self._config.arena), self._config.job, self._topology.me.node)
-        self._client.configure(description)
 
     def _claim_storage(self, before: threading.Thread | None = None) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""

@@ -138,7 +138,7 @@ class Protection:
         self._reasons: set[str] = set()  # why modes were left out, for one event each
         self._gives_up = False  # modes, see ``lessen``
         self.modes = together(group, lambda: self._first_modes(spans_nodes=len(set(nodes)) > 1))
-        self.smp = NodeSmp(config, topology, group, events, [name for _, name in places], runs=self.on)
+        self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
@@ -154,11 +154,6 @@ class Protection:
     def protects(self) -> bool:
         """Whether anything is protected."""
         return bool(self.modes.names)
-
-    @property
-    def on(self) -> bool:
-        """Whether each node has an SMP: something is protected, or goes to storage."""
-        return self.protects or bool(self._config.persist)
 
     @property
     def slots(self) -> int:
@@ -262,10 +257,6 @@ class Protection:
         self._tell_less([f"{error}; given up: {without}, which --ftckpt-protect would insist on"])
         self.modes, self._gives_up = modes, True
         return True
-
-    def show(self, node_dir: Path) -> None:
-        """Give signs of life there, for ``ftckpt status`` to see, where no SMP is to look for them."""
-        self._open_pulse(node_dir)
 
     def _open_pulse(self, node_dir: Path) -> None:
         if self._pulse is not None:

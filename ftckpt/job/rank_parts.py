@@ -26,8 +26,7 @@ from ftckpt.store.outcome import LauncherRun
 class RankParts:
     """What the parts of a rank's session share.
 
-    ``config``: with as many slots as the job has. ``has_smp``: whether its node is to have an SMP; asked once, as a
-    later layout may leave no mode, and its arena must still be made known to the SMP.
+    ``config``: with as many slots as the job has.
     """
 
     config: Config
@@ -41,7 +40,6 @@ class RankParts:
     storage: RankStorage
     numbers: RankNumbers
     state: RankState
-    has_smp: bool
 
     @property
     def group(self) -> Group:
@@ -73,5 +71,5 @@ class RankParts:
         return cls(
             config, topology, events, links, training_state, protection, arenas,
             AttemptRecord(config, topology, run, events), RankStorage(config, links.group, events, protection, state),
-            RankNumbers(), state, protection.on,
+            RankNumbers(), state,
         )  # fmt: skip

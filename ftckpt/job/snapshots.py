@@ -55,7 +55,6 @@ class Snapshots:
         self._events, self._links, self._numbers = rank.events, rank.links, rank.numbers
         self._protection, self._storage, self._arenas = rank.protection, rank.storage, rank.arenas
         self._attempt, self._state, self._training_state = rank.attempt, rank.state, rank.training_state
-        self._has_smp = rank.has_smp
         self._shard = shard
         self._pacer = pacer
         self.kept = kept
@@ -84,17 +83,6 @@ class Snapshots:
         have ``rebuilt`` a part."""
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
         self._state.lay_out(self._shard.positions)
-        if self.arena is None or not self._has_smp:
-            self._protection.show(self._arenas.path)
-            for setting, does in (
-                ("--ftckpt-metrics-port", self._config.metrics_port),
-                ("--ftckpt-metrics-dir", self._config.metrics_dir),
-            ):  # fmt: skip
-                if does:
-                    self._events.announce(
-                        f"{setting} does nothing: that is the work of SMPs, and none runs where nothing is protected"
-                    )
-            return
         self._state.take_over(*self._protection.survey(restored, rebuilt))
         self._mark_arrangement()
 
@@ -169,12 +157,8 @@ class Snapshots:
         capture = self.capture
         assert capture is not None
         base = self._pacer.begin(capture.stepped_bytes, capture.unit_bytes)
-        # Without an SMP to take checksums this rank takes them itself.
         objects = self._training_state.save_objects() if self.kept is None else {}
-        slot = capture.begin(
-            decision.snapshot, decision.keep, objects, base, hashed=not self._protection.smp_guards, kept=self.kept,
-            slots=room,
-        )  # fmt: skip
+        slot = capture.begin(decision.snapshot, decision.keep, objects, base, kept=self.kept, slots=room)
         self._pacer.follow(capture.flight, decision.snapshot.iteration)
         if self._config.schedule == "sync":
             # Sealed when ``step`` returns: who ends the job right behind it has this snapshot.

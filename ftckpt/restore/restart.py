@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -42,9 +41,9 @@ from ftckpt.restore.load import Traffic, Transfer, execute
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.look import Seen, look
 from ftckpt.restore.repair import Usage
-from ftckpt.restore.search import Coming, Search, pass_over
+from ftckpt.restore.search import Coming, Search, pass_over, tell_verified
 from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook, ask
-from ftckpt.restore.straight import Reading, fits
+from ftckpt.restore.straight import Reading, SlotAge, fits
 from ftckpt.restore.threads import threads_of
 from ftckpt.restore.voiding import adopt, void
 from ftckpt.store.lineage_file import read_lineage
@@ -460,7 +459,7 @@ class Restart:
         lies on other nodes."""
         straight, shard, begin = coming.straight, self._topology.me.shard, time.perf_counter()
         needs: Needs = []
-        states: dict[str, str] = {}
+        states: dict[str, SlotAge] = {}
 
         def plan() -> Reading:
             own = chosen.own
@@ -479,10 +478,8 @@ class Restart:
         if coming.slots is not None:
             straight.reader.tell(self._events, iteration, len(straight.places))
         else:
-            counts = Counter(chain.from_iterable(one.states for one in readings))
-            below = {shard: state for shard, state in states.items() if state != "protected"}
-            secs = time.perf_counter() - begin
-            self._events.emit("verified", iteration=iteration, secs=secs, states=counts, unprotected=below)
+            every, secs = chain.from_iterable(one.states for one in readings), time.perf_counter() - begin
+            tell_verified(self._events, iteration, secs, every, states)
         return needs, traffic, lambda: straight.objects(shard)
 
     def _without_straight(self, coming: Coming, decision: Decision) -> Decision:

@@ -10,7 +10,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from ftckpt.restore.repair import Repairer, Site, Usage
 from ftckpt.restore.shelf import NO_SHELF, Shelf
 from ftckpt.restore.slot_file import SlotShard
 from ftckpt.restore.stored import ShardFetch, reads
-from ftckpt.restore.straight import StraightFetch
+from ftckpt.restore.straight import SlotAge, StraightFetch
 from ftckpt.restore.threads import in_order, threads_of
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
@@ -67,6 +67,24 @@ def pass_over(events: Events, snapshot: SnapshotId, error: StorageError) -> None
     events.emit("storage_damaged", iteration=snapshot.iteration, error=str(error))
 
 
+def tell_verified(
+    events: Events, iteration: int, secs: float, every: Iterable[SlotAge], mine: Mapping[str, SlotAge]
+) -> None:
+    """Report that all slots were verified that will be loaded, ``every`` one of them, and for how long they had no
+    checksums; ``mine``: the shards that this rank reads."""
+    ages = [*every]
+    below = {shard: age.state for shard, age in mine.items() if age.state != "protected"}
+    gap_secs = max((age.gap_secs for age in ages), default=0.0)
+    events.emit(
+        "verified", iteration=iteration, secs=secs, states=Counter(age.state for age in ages), unprotected=below,
+        gap_secs=round(gap_secs, 3),
+    )  # fmt: skip
+    if gap_secs:
+        new = sum(age.state == "sealed" and age.gap_secs > 0 for age in ages)
+        began = f"; {new} of {len(ages)} shards had none before this start" if new else ""
+        events.announce(f"iteration {iteration}: in memory without checksums for {gap_secs:.1f} s{began}")
+
+
 def part_of_inventory(topology: Topology, arenas: OpenArenas) -> Inventory:
     """This rank's part of what its node holds; raises as ``take_inventory``."""
     local = topology.ranks_on(topology.me.node)
@@ -87,7 +105,7 @@ class SlotFindings:
     """What verification by one rank gave: bad slots, and how far the others had come."""
 
     bad: tuple[BadSlot, ...] = ()
-    states: Mapping[str, int] = field(default_factory=dict)
+    states: tuple[SlotAge, ...] = ()
 
 
 class Coming(NamedTuple):
@@ -99,7 +117,7 @@ class Coming(NamedTuple):
 
     straight: StraightFetch
     slots: ShardFetch | None
-    states: Callable[[], Mapping[str, str]] = dict
+    states: Callable[[], Mapping[str, SlotAge]] = dict
 
 
 class Search:
@@ -134,7 +152,7 @@ class Search:
         self._good: set[SlotAt] = set()
         self._is_proven = False  # what memory gave last
         self._rebuilt = False
-        self._states: dict[SlotAt, str] = {}
+        self._states: dict[SlotAt, SlotAge] = {}
         self._brought: Usage = {}
         self._told: tuple[str, int, list[str]] | None = None
 
@@ -208,7 +226,7 @@ class Search:
         for at in brought:
             findings.damage.pop(at, None)
         self._good.update(brought)  # every chunk was proven where it lies now
-        self._states.update(dict.fromkeys(brought, SlotState.SEALED.name.lower()))
+        self._states.update(dict.fromkeys(brought, SlotAge(SlotState.SEALED.name.lower())))
         findings.given_up.pop(snapshot, None)
         self._inventory = self._gather_inventory()
         self._brought = {"storage": fetch.usage} if brought else {}
@@ -261,8 +279,9 @@ class Search:
         readers = readers_of(self._topology, decision)
         return {shard: at for shard, at in decision.sources.items() if readers[shard] == self._group.rank}
 
-    def _state_of(self, at: SlotAt) -> str:
-        return SlotState(self._arenas.get(at.arena).state(at.slot)).name.lower()
+    def _state_of(self, at: SlotAt) -> SlotAge:
+        arena = self._arenas.get(at.arena)
+        return SlotAge(SlotState(arena.state(at.slot)).name.lower(), arena.gap_secs(at.slot))
 
     def _in_memory(self) -> Decision | None:
         """The newest snapshot that memory has, or that parity gives."""
@@ -330,10 +349,9 @@ class Search:
             self._findings.damage[slot.at] = slot.damage
             self._texts[slot.at] = f"{slot.shard}: {', '.join(slot.damage.names[:3])}"
         if not bad:
-            states = sum((Counter(report.states) for report in reports), Counter[str]())
-            below = {shard: state for shard, at in mine.items() if (state := self._states.get(at, "")) != "protected"}
-            secs, iteration = time.perf_counter() - begin, decision.snapshot.iteration
-            self._events.emit("verified", iteration=iteration, secs=secs, states=states, unprotected=below)
+            every, secs = chain.from_iterable(one.states for one in reports), time.perf_counter() - begin
+            known = {shard: self._states.get(at, SlotAge("")) for shard, at in mine.items()}
+            tell_verified(self._events, decision.snapshot.iteration, secs, every, known)
         return bool(bad)
 
     def _verify_mine(self, snapshot: SnapshotId, slots: Mapping[str, SlotAt]) -> SlotFindings:
@@ -343,7 +361,7 @@ class Search:
             if damage:
                 bad.append(BadSlot(slot, shard, damage))
                 self._events.emit("arena_problem", shard=shard, problems=damage.names)
-        states = Counter(self._states[slot] for slot in slots.values() if slot in self._states)
+        states = tuple(self._states[slot] for slot in slots.values() if slot in self._states)
         return SlotFindings(tuple(bad), states)
 
     def _verify_once(self, snapshot: SnapshotId, shard: str, slot: SlotAt) -> Damage:
@@ -352,22 +370,22 @@ class Search:
             return Damage()
         progress = Progress(f"rank {self._group.rank} verifies {shard}")
         try:
-            self._states[slot], damage = self._verify_slot(snapshot, slot, progress)
+            self._states[slot] = self._state_of(slot)
+            damage = self._verify_slot(snapshot, slot, progress)
         except FtckptError as error:
             return Damage(reason=str(error))
         return damage
 
-    def _verify_slot(self, snapshot: SnapshotId, slot: SlotAt, progress: Progress) -> tuple[str, Damage]:
-        """How far the snapshot in a slot had come, and what is bad in it.
+    def _verify_slot(self, snapshot: SnapshotId, slot: SlotAt, progress: Progress) -> Damage:
+        """What is bad in a slot.
 
         Of a slot that has no checksums yet they are taken now; where this node has a package of it they are
         compared with those in there.
         """
         arena = self._arenas.get(slot.arena)
-        state = arena.state(slot.slot)
         if arena.control.record(slot.slot).snapshot != snapshot:
             # A rebuild that failed may have taken the slot since.
-            return SlotState(state).name.lower(), Damage(reason="record")
+            return Damage(reason="record")
 
         def hashes(chunks: Iterable[int]) -> Iterable[int]:
             return in_order(self._arenas.file(slot).take, chunks, self._threads)
@@ -381,7 +399,7 @@ class Search:
                     bad.append(chunk)
                 progress(arena.image.chunks[chunk].end, arena.image.file_bytes)
             damage = Damage(tuple(bad))
-        return SlotState(state).name.lower(), damage
+        return damage
 
     def _expected(self, arena: Arena, slot: int) -> Mapping[int, int]:
         """The checksums of chunks, as far as they are known: of a slot that has none those of this node's package."""

@@ -35,14 +35,21 @@ _TWICE_BYTES = 64 << 20
 """So many for each rank in any case: a chunk is read as a whole."""
 
 
+class SlotAge(NamedTuple):
+    """How far the snapshot in a slot had come, a ``SlotState`` in lower case, and see ``Arena.gap_secs``."""
+
+    state: str
+    gap_secs: float = 0.0
+
+
 class Reading(NamedTuple):
-    """What one rank is going to read: bytes, those of the shards that it tells of, whether all of it is near, and how
-    far the snapshot had come in slots of these shards."""
+    """What one rank is going to read: bytes, those of the shards that it tells of, whether all of it is near, how far
+    the snapshot had come in slots of these shards."""
 
     nbytes: int
     there_bytes: int
     near: bool
-    states: tuple[str, ...] = ()
+    states: tuple[SlotAge, ...] = ()
 
 
 class _Part(NamedTuple):

@@ -1,10 +1,13 @@
-"""Checksums of what trainers sealed: each byte is hashed once, and proven to be of the snapshot that is named."""
+"""Checksums of snapshots that trainers sealed, computed on several cores, of those that somebody needs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +37,6 @@ class _Seal:
     slot: int
     record: SlotRecord
     seal_id: SealId
-    seen: float
 
     @property
     def key(self) -> _Key:
@@ -46,55 +48,52 @@ class _Seal:
 
 
 class Checker:
-    """Finds sealed slots that nobody has checked, and checks them.
+    """Finds sealed slots that have no checksums yet, and computes them.
 
-    A slot whose bytes are not those that the trainer hashed is reported once, as an event ``corrupt``, and left.
+    A slot that a restart has reconstructed has checksums already. If its bytes do not match them, this is reported
+    once, as an event ``corrupt``, and the slot is left as it is.
+
+    Args:
+        threads: on which to compute checksums, by the bytes of a slot.
     """
 
-    def __init__(self, arenas: GuardedArenas, pace: Pace, events: Events) -> None:
+    def __init__(self, arenas: GuardedArenas, pace: Pace, events: Events, threads: Callable[[int], int]) -> None:
         self.pace = pace
         self.checked = 0
         self._arenas = arenas
         self._events = events
-        # When each seal was first seen: from then to its checksum is the gap in which bad bytes go unnoticed.
-        self._seen: dict[_Key, float] = {}
+        self._threads = threads
         self._bad: set[_Key] = set()
 
     def refused(self, snapshot: SnapshotId) -> str:
-        """The arena whose slot of ``snapshot`` is not as the trainer left it; "" if none is known."""
+        """The arena whose slot of ``snapshot`` does not match its checksums; "" if none is known."""
         return next((key.arena for key in self._bad if key.seal_id[0] == snapshot), "")
 
     def forget(self) -> None:
         """What was bad may have been put right: it is looked at again."""
         self._bad.clear()
 
-    def next(
-        self, first: SnapshotId | None, needed: Collection[SnapshotId | None] | None = None
-    ) -> Work[None] | None:
+    def next(self, first: SnapshotId | None, needed: Callable[[SnapshotId], bool]) -> Work[None] | None:
         """The work on the slot to check next, or None: those of ``first`` before others, then newest first.
 
-        ``needed``: no other snapshots than these; None: all.
+        ``needed``: whether anything depends on the checksums of a snapshot.
         """
         seals = list(self._seals())
-        self._seen = {seal.key: seal.seen for seal in seals}
-        self._bad &= self._seen.keys()
-        waiting = [
-            seal for seal in seals if seal.key not in self._bad and (needed is None or seal.snapshot in needed)
-        ]
+        self._bad &= {seal.key for seal in seals}
+        waiting = [seal for seal in seals if seal.key not in self._bad and needed(seal.snapshot)]
         if not waiting:
             return None
         # Newest first: trainers write over the oldest, and a restart wants the newest.
         return self._check(max(waiting, key=lambda seal: _order(seal, first)))
 
     def _seals(self) -> Iterator[_Seal]:
-        now = time.monotonic()
         for arena in self._arenas.all:
             for slot in range(arena.mapped.control.slots):
                 record = arena.mapped.control.record(slot)
                 # One whose file is not the one that is mapped here is checked when that is.
                 seal_id = record.seal_id
                 if seal_id is not None and not _checked(arena, slot, seal_id) and arena.still_holds(slot, record):
-                    yield _Seal(arena, slot, record, seal_id, self._seen.get(_key(arena, slot, seal_id), now))
+                    yield _Seal(arena, slot, record, seal_id)
 
     def _check(self, seal: _Seal) -> Work[None]:
         arena, slot, record = seal.arena, seal.slot, seal.record
@@ -104,7 +103,7 @@ class Checker:
                 # Read again after the last byte: a trainer needs no lock to take the slot over.
                 if hashes is None or not arena.still_holds(slot, record):
                     return
-                # Without hashes of the trainer's those that were taken here are the ones that count from now on.
+                # Of a slot that had none before, these are the checksums that count from now on.
                 bad_chunks = np.flatnonzero(hashes != record.chunk_hashes).tolist() if record.hashed else []
                 damage = arena.mapped.damage(slot, record, bad_chunks)
             except ArenaError as error:
@@ -117,7 +116,8 @@ class Checker:
                 iteration = seal.snapshot.iteration
                 self._events.emit("corrupt", arena=arena.name, slot=slot, iteration=iteration, what=damage.names[:20])
                 return
-            gap_secs = time.monotonic() - seal.seen
+            # A restart that reconstructed the slot had its checksums before it sealed it.
+            gap_secs = 0.0 if record.hashed else max(0.0, time.monotonic() - record.sealed_secs)
             arena.checks.store_checked(slot, seal.seal_id, hashes, gap_secs)
         self.checked += 1
         nbytes = sum(span.nbytes for span in arena.mapped.image.chunks)
@@ -130,15 +130,21 @@ class Checker:
         arena, slot = seal.arena, seal.slot
         chunks = arena.mapped.image.chunks
         hashes = np.zeros(len(chunks), np.uint64)
-        for chunk, span in enumerate(chunks):
-            yield from self.pace.memory(span.nbytes)
-            # For each chunk: a whole slot may take longer than a lease lasts.
-            arena.renew(slot)
-            if not arena.still_holds(slot, seal.record):
-                return None
-            hashes[chunk] = arena.mapped.hash_chunk(slot, chunk)
-            # Between chunks the loop answers its trainers and beats.
-            yield 0.0
+        threads = self._threads(sum(span.nbytes for span in chunks))
+        hash_chunk = partial(arena.mapped.hash_chunk, slot)
+        with ThreadPoolExecutor(threads - 1, "smp-hash") if threads > 1 else nullcontext() as pool:
+            for first in range(0, len(chunks), threads):
+                batch = range(first, min(first + threads, len(chunks)))
+                yield from self.pace.memory(sum(chunks[chunk].nbytes for chunk in batch))
+                # For each batch: a whole slot may take longer than a lease lasts.
+                arena.renew(slot)
+                if not arena.still_holds(slot, seal.record):
+                    return None
+                others = pool.map(hash_chunk, batch[1:]) if pool is not None else ()
+                hashes[first] = hash_chunk(first)
+                hashes[first + 1 : batch.stop] = [*others]
+                # Between batches the loop answers its trainers and beats.
+                yield 0.0
         return hashes
 
 

@@ -85,10 +85,9 @@ class CoreShare:
         self._noted_secs, self._noted = used_secs, now
         self.due_secs = now + max(0.0, self._debt_secs - free_secs) / self._rate
 
-    @property
-    def paid(self) -> bool:
-        """Whether what was noted is paid for."""
-        return self._clock() >= self.due_secs
+    def threads(self, most: int) -> int:
+        """How many threads may compute at a time: ``most`` where so many cores idle, at least 1."""
+        return max(1, min(most, int(self.idle * len(os.sched_getaffinity(0)))))
 
     def _look_again(self, used_secs: float, now: float) -> None:
         if now - self._looked < _LOOK_SECS:

@@ -199,7 +199,8 @@ class Daemon:
         if holder_of(self.node_dir / SMP_LOCK_NAME) != os.getpid():
             self._end_for(_REMOVED)
             return
-        if self._trainer_lives() or self._duties.saving:
+        self._duties.trains = self._trainer_lives()
+        if self._duties.trains or self._duties.saving:
             self._last_trainer = now
         elif now - self._last_trainer >= self._idle_secs:
             self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,9 @@ _PAUSE_SECS = 1.0
 _CLOSE_SECS = 2.0
 """For a flush to remove what it has begun: whoever ends the SMP does not wait for storage."""
 _MAX_REPORTED = 200
+_THREADS, _THREAD_BYTES = 4, 64 << 20
+"""Most threads that compute the checksums of a slot, each for so many of its bytes at least: a small slot takes less
+time than the start of a thread."""
 _PATIENCE = 0.5
 """Share of the time that trainers wait for protection, after which a node that fails all the time is given up."""
 
@@ -108,7 +111,9 @@ class Duties:
         self._share = _new_share({})
         self.service = Service(self._arenas, self._pace)
         self._sources = Sources("", self._arenas, self._peers, self._pace, events=events, patience_secs=30.0)
-        self._checker = Checker(self._arenas, self._pace, events)
+        self._checker = Checker(self._arenas, self._pace, events, self._num_threads)
+        self.trains = True
+        """Whether a process trains on this node, as the daemon has seen last."""
         self._scrubber = Scrubber(self._sources, self._duty, events, 0.0)
 
     @property
@@ -315,15 +320,28 @@ class Duties:
         if self._cover.active and target is not None and refused:
             self._cover.stop()
             self._give_up(target, f"{refused}: the snapshot is not as it was sealed")
-        if not self._check.active:
-            # Without ranks there is nobody to leave cores to.
-            is_free = self._share.paid or self._final is not None
-            work = self._checker.next(self._target, None if is_free else (self._target, self.flushing[0]))
+        if not self._check.active and (needed := self._needs_checksums()) is not None:
+            work = self._checker.next(self._target, needed)
             if work is not None:
                 self._check.start(work)
         # Scrubbing has all the time there is: it never stands in the way of what trainers wait for.
         if not self.busy and self._scrubber.due:
             self._scrub.start(self._scrubber.run())
+
+    def _num_threads(self, nbytes: int) -> int:
+        return self._share.threads(min(_THREADS, nbytes // _THREAD_BYTES))
+
+    def _needs_checksums(self) -> Callable[[SnapshotId], bool] | None:
+        """Whether anything depends on the checksums of a snapshot; None: on those of none. While ranks train most
+        snapshots are overwritten unread."""
+        named = (self._target, self.flushing[0])
+        if self.trains and self._final is None:
+            return named.__contains__ if any(named) else None
+        # A restart, or a save, may take any that is not older than the newest known to be whole: ranks end at
+        # different boundaries, and other nodes may not have the newest of this one.
+        whole, _ = self.marks()
+        oldest = -1 if whole is None or self._final is not None else whole.iteration
+        return lambda snapshot: snapshot in named or snapshot.iteration >= oldest
 
     def _look_for_flush(self, wanted: SnapshotId | None) -> None:
         if wanted == self.flushing[0] or self._final is not None:

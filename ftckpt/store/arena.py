@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -102,8 +103,8 @@ class Arena:
     ``free``: the memory is unmapped when the last of them is gone. Who writes holds the lock (``lock``).
     A slot may be without memory, not allocated: its record is EMPTY, its file is missing.
 
-    The checksums of a snapshot's chunks are in the control block, or, where the trainer took none, in the
-    file ``checks`` as soon as the node's SMP has taken them. What is in ``checks`` counts for a slot only if it
+    The checksums of a snapshot's chunks are in the control block, or, where it was sealed without any, in the
+    file ``checks`` as soon as the node's SMP has computed them. What is in ``checks`` counts for a slot only if it
     names the sealing (``seal_id``) of the slot's record.
     """
 
@@ -351,6 +352,15 @@ class Arena:
     def hashes(self, slot: int) -> Hashes | None:
         """xxh3-64 of each chunk of the snapshot in ``slot``; None if there is no snapshot, or no hashes yet."""
         return self._hashes(slot, self.control.record(slot))
+
+    def gap_secs(self, slot: int) -> float:
+        """Seconds from the seal of the snapshot in ``slot`` until its checksums were taken, in which damage to memory
+        goes unnoticed; until now where it has none yet."""
+        record = self.control.record(slot)
+        if not record.sealed or record.hashed:
+            return 0.0
+        check = self._check(slot, record)
+        return check.gap_secs if check is not None else max(0.0, time.monotonic() - record.sealed_secs)
 
     def unchecked(self, slot: int) -> bool:
         """Whether ``slot`` holds a snapshot without hashes: ``verify`` knows nothing of its chunks."""

@@ -50,7 +50,7 @@ class CheckState(IntEnum):
 class Check:
     """What the SMP knows of one slot; it counts only if the control record has the same ``seal_id``.
 
-    ``gap_secs`` is the time from the seal, as the SMP saw it, until the hashes were taken.
+    ``gap_secs`` is the time from the seal until the hashes were taken.
     """
 
     state: CheckState

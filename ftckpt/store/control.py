@@ -8,6 +8,7 @@ Behind the header lie five marks. What a kill or a flip leaves is argued in ``re
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -25,7 +26,7 @@ MAX_SLOTS = 64
 """``checks`` has fixed places for as many leases and COVERED records."""
 MAX_SHARD_BYTES = 256
 """Room for the shard's name; that of a directory may have 200."""
-FORMAT = Format("control block", b"FTCKPTCB", 4, fixed_bytes=5 * MARK_BYTES)
+FORMAT = Format("control block", b"FTCKPTCB", 5, fixed_bytes=5 * MARK_BYTES)
 
 _PLACES = tuple(record.HEADER_BYTES + MARK_BYTES * place for place in range(5))
 _WHOLE, _TARGET, _PROTECTED, _CAPACITY, _FLUSH = _PLACES
@@ -36,7 +37,10 @@ _MAX_SEQUENCE = 1 << 48
 """What stands in the record of a slot that holds nothing is not proven: beyond this it is damage, not a number."""
 
 UNHASHED = 1
-"""Flag: the trainer took no hashes of the chunks; where there are any they are in the arena's ``checks``."""
+"""Flag: whoever sealed took no checksums of the chunks; where there are any they are in the arena's ``checks``."""
+
+_STAMPS_PER_SEC = 1000
+"""The stamp of a record is CLOCK_MONOTONIC in ms: no memory outlives the boot that it counts from."""
 
 SealId = tuple[SnapshotId, int]
 """A snapshot and the sequence of the record that sealed it: what is known of one sealing fits no other."""
@@ -56,7 +60,8 @@ class SlotState(IntEnum):
 class SlotRecord:
     """A copy of one slot's record. ``torn``: the state byte claimed more than the checksum proves.
 
-    ``snapshot`` is what a slot holds that is ``SEALED``; other slots hold none.
+    ``snapshot`` is the one in a slot that is ``SEALED``; other slots have none. ``sealed_secs``: when it was sealed,
+    by ``time.monotonic``.
     """
 
     state: SlotState
@@ -67,6 +72,7 @@ class SlotRecord:
     objects_used: int
     objects_hash: int
     chunk_hashes: npt.NDArray[np.uint64]
+    sealed_secs: float = 0.0
 
     @property
     def sealed(self) -> bool:
@@ -80,15 +86,14 @@ class SlotRecord:
 
     @property
     def hashed(self) -> bool:
-        """Whether ``chunk_hashes`` are the trainer's; otherwise they are zeros."""
+        """Whether ``chunk_hashes`` were there before the seal; otherwise they are zeros."""
         return not self.flags & UNHASHED
 
 
 class ControlBlock:
     """A view of a control block in ``buffer``, which the caller owns and keeps mapped.
 
-    One process writes (it holds the arena's lock); any process may read at the same time. ``set_chunk_hash``
-    may be called from several threads at once, the rest from one.
+    One thread of one process writes (it holds the arena's lock); any process may read at the same time.
 
     Raises:
         CorruptError: not a control block, a bad header, both whole marks bad, or a buffer of another length.
@@ -140,7 +145,10 @@ class ControlBlock:
         torn = copy.torn or (copy.sealed and copy.snapshot is None)
         state = SlotState.EMPTY if torn else SlotState(copy.state)
         sequence, used, objects_hash = _FIELDS.unpack(copy.fields)
-        return SlotRecord(state, torn, copy.flags, copy.snapshot, sequence, used, objects_hash, copy.words)
+        return SlotRecord(
+            state, torn, copy.flags, copy.snapshot, sequence, used, objects_hash, copy.words,
+            copy.stamp / _STAMPS_PER_SEC,
+        )  # fmt: skip
 
     def snapshot(self, slot: int) -> SnapshotId | None:
         """That of the record of ``slot``."""
@@ -176,7 +184,7 @@ class ControlBlock:
         self._records.put_fields(slot, _U64.pack(self._next_sequence()))
         if not hashed:  # those of the slot's previous snapshot must not pass for this one's
             self._records.put_words(slot, bytes(8 * self.num_chunks))
-        self._records.seal(slot, snapshot, 0 if hashed else UNHASHED)
+        self._records.seal(slot, snapshot, 0 if hashed else UNHASHED, int(time.monotonic() * _STAMPS_PER_SEC))
 
     def mark_whole(self, snapshot: SnapshotId | None) -> None:
         """Remember that every rank has sealed ``snapshot``; None: all that was whole is undone."""

@@ -6,7 +6,7 @@ are xxh3-64::
     header, 512 bytes               record, a multiple of 64
       0  magic          8 s           0  state       u8    0 empty, 1 being written, 2 sealed
       8  version        u32           1  flags       u8    of the format
-      12 records        u32           2  zeros       6
+      12 records        u32           2  stamp       u48   of the format
       16 words          u32           8  snapshot    24 s  see ``SnapshotId.pack``
       20 text bytes     u32           32 fields      24 s  of the format
       24 file bytes     u64           56 checksum    u64   of 1:56 and 64:end, seeded with the record's place
@@ -59,7 +59,7 @@ EMPTY, WRITING, SEALED = 0, 1, 2
 
 _HEADER = struct.Struct("<8sIIIIQQ16s3Q")
 _U64 = struct.Struct("<Q")
-_SNAPSHOT, _FIELDS, _CHECKSUM, _WORDS = 8, 32, 56, 64
+_STAMP, _SNAPSHOT, _FIELDS, _CHECKSUM, _WORDS = 2, 8, 32, 56, 64
 _NO_SNAPSHOT = bytes(16) + b"\xff" * 8
 """Instead of a snapshot in a mark that names none."""
 
@@ -144,6 +144,7 @@ class Record(NamedTuple):
     state: int
     torn: bool
     flags: int
+    stamp: int
     snapshot: SnapshotId | None
     fields: bytes
     words: Words
@@ -190,7 +191,8 @@ class Records:
                 proven = False
             torn = not proven
         words = np.frombuffer(raw, "<u8", self.num_words, _WORDS).astype(np.uint64, copy=False)
-        return Record(EMPTY if torn else state, torn, raw[1], snapshot, raw[_FIELDS:_CHECKSUM], words)
+        stamp = int.from_bytes(raw[_STAMP:_SNAPSHOT], "little")
+        return Record(EMPTY if torn else state, torn, raw[1], stamp, snapshot, raw[_FIELDS:_CHECKSUM], words)
 
     def word(self, index: int, word: int) -> int:
         """One word as it stands there, proven or not."""
@@ -217,12 +219,12 @@ class Records:
         """Store whole words, in a record that is being written."""
         self._stores.store(self._begin_of(index) + _WORDS + 8 * first, words)
 
-    def seal(self, index: int, snapshot: SnapshotId | None, flags: int = 0) -> None:
+    def seal(self, index: int, snapshot: SnapshotId | None, flags: int = 0, stamp: int = 0) -> None:
         """SEALED: fields and words are in place and belong to ``snapshot``."""
         begin, stores = self._begin_of(index), self._stores
         stores.store(begin + _SNAPSHOT, _NO_SNAPSHOT if snapshot is None else snapshot.pack())
-        stores.store(begin + 1, bytes([flags]))
-        # Over what stands in memory: fields and words came by many stores, from several threads.
+        stores.store(begin + 1, bytes([flags]) + stamp.to_bytes(_SNAPSHOT - _STAMP, "little"))
+        # Over what stands in memory: fields and words came by many stores.
         raw = bytes(stores.data[begin : begin + record_bytes(self.num_words)])
         stores.store(begin + _CHECKSUM, _U64.pack(_checksum(raw, begin)))
         # The claim, last: who dies before it leaves a record that is WRITING.

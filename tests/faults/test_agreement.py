@@ -22,6 +22,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.arena import Arena
 from ftckpt.store.package import list_packages
 from tests.support import jobs, plain
+from tests.support.arenas import check_all
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.waiting import meet, until
@@ -159,6 +160,8 @@ def test_what_was_sealed_before_the_first_mark_is_not_lost_in_silence(damage: st
     root = Path(settings["arena"]) / "ftckpt-test"
     if damage == "node gone":
         shutil.rmtree(root / "b")
+    else:
+        check_all(root / "b")
     for slot in root.glob("b/*/slot*") if damage == "flipped bit" else []:
         data = bytearray(slot.read_bytes())
         data[2 * 4096] ^= 1
@@ -326,10 +329,10 @@ def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str)
     capture, protection = checkpointer.capture, checkpointer._protection
     goes_on, seal = threading.Event(), Capture._seal
 
-    def seal_late(self: Capture, slot: int, snapshot: SnapshotId, hashed: bool) -> None:
+    def seal_late(self: Capture, slot: int, snapshot: SnapshotId) -> None:
         # Of the boundary that fails and proves: its round cannot be known yet, and the others wait for it.
         assert (where, rank, snapshot.iteration) != ("boundary", 1, 3) or goes_on.wait(60)
-        seal(self, slot, snapshot, hashed)
+        seal(self, slot, snapshot)
 
     Capture._seal = seal_late  # type: ignore[method-assign]
     owner: Any = capture if where == "boundary" else protection

@@ -17,6 +17,7 @@ from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_STATE_NAME
 from tests.support import jobs
+from tests.support.arenas import check_all
 from tests.support.event_logs import read_events
 from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS
 from tests.support.faults import Fault
@@ -125,6 +126,8 @@ def test_memory_damaged_between_attempts(name: str, protect: str, settings: dict
     paths, iteration = die(settings, tmp_path, protection.nodes)
     if settings.get("encrypt"):
         assert all(wants_sealed(path.parent) for path in paths)
+    if protect == "none":
+        check_all(paths[2].parent)
     row.damage(paths[2], slot_with(paths[2], iteration))
     if row.comes_back[protect] == LOST:
         with pytest.raises(RankFailure, match=r"(?s)LostError.*tp1-pp0-cp0-dp0"):
@@ -146,6 +149,7 @@ def test_memory_damaged_between_attempts(name: str, protect: str, settings: dict
 def test_both_snapshots_of_one_rank_damaged(settings: dict[str, Any], tmp_path: Path) -> None:
     settings["protect"] = "none"
     paths, _ = die(settings, tmp_path)
+    check_all(paths[1].parent)
     for slot in snapshots(paths[1]).values():
         DAMAGES["stepped byte"].damage(paths[1], slot)
     with pytest.raises(RankFailure, match=r"(?s)LostError.*corrupt in"):

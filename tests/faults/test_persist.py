@@ -32,15 +32,15 @@ from ftckpt.restore import shelf, straight
 from ftckpt.restore import stored as stored_shards
 from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena
-from ftckpt.store.directory import SMP_LOCK_NAME, SMP_STATE_NAME, clean_job, end_smp
+from ftckpt.store.directory import SMP_STATE_NAME, clean_job, end_smp
 from ftckpt.store.landings import Landing
-from ftckpt.store.locks import holder_of
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.s3_server import BUCKET, S3Server
+from tests.support.smps import start_smps
 from tests.support.stored import committed
 from tests.support.swift import swift
 from tests.support.tiers import by_default
@@ -700,6 +700,11 @@ def train_then_die(rank: int, world_size: int, settings: dict[str, Any], last: i
     die_together(checkpointer, settings, world_size)
 
 
+def train_guarded_then_die(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
+    start_smps()
+    train_then_die(rank, world_size, settings, last)
+
+
 @pytest.mark.parametrize(
     "elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["its own place", "another"]
 )
@@ -784,21 +789,19 @@ def test_what_a_job_left_is_saved_where_no_smp_has_run_yet(
     assert main(command) == 2 and "node n1: no SMP has been told what lies there" in capsys.readouterr().err
 
 
-def test_what_a_job_left_that_has_no_smp_is_saved_from_memory(
+def test_what_a_job_without_storage_left_is_saved_from_memory(
     persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One or two ranks of one node have nothing protected, and without storage nobody to write."""
+    """Nothing is protected of one or two ranks of one node, and no checksums are there when they are killed."""
     where = persisting["persist"]
     del persisting["persist_interval"]
     persisting |= {"persist": "", "protect": "auto"}
-    run_ranks(train_then_die, 1, persisting, 6, expect_failures=True)
-    node_dir = Path(persisting["arena"]) / "ftckpt-test" / "n0"
-    assert holder_of(node_dir / SMP_LOCK_NAME) is None
+    run_ranks(train_guarded_then_die, 1, persisting, 6, expect_failures=True)
     command = ["save", "test", "--arena", persisting["arena"], "--timeout", "60"]
     assert main(command) == 2 and "no storage is named" in capsys.readouterr().err
     assert main([*command[:2], where, *command[2:]]) == 0 and f"iteration 6 is at {where}" in capsys.readouterr().out
     # What was asked to save it knows of the next attempt, too.
-    run_ranks(train_then_die, 1, persisting, 9, expect_failures=True)
+    run_ranks(train_guarded_then_die, 1, persisting, 9, expect_failures=True)
     assert main([*command[:2], where, *command[2:]]) == 0
     persisting["persist"] = where
     assert [one.snapshot.iteration for one in stored(persisting)] == [9, 6]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
@@ -19,7 +21,9 @@ from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.smp import arenas as arenas_module
 from ftckpt.smp import cover
+from ftckpt.smp import duties as duties_module
 from ftckpt.smp.arenas import GuardedArena
+from ftckpt.smp.cores import CoreShare
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
 from ftckpt.store.control import SlotState
@@ -583,8 +587,8 @@ def test_parity_reads_each_byte_once_in_small_steps(node: Node, smp: Smp, monkey
     assert set(after) <= {"dp0", "dp1", "dp2"}, "leases are renewed in each step: many may take longer than one lasts"
 
 
-def test_what_is_asked_for_is_checked_at_once_and_others_within_the_share_of_the_cores(node: Node, smp: Smp) -> None:
-    """A share so small that the first piece of work uses it up for a minute; ranks see that in the pulse."""
+def test_a_share_of_the_cores_that_is_used_up_shows(node: Node, smp: Smp) -> None:
+    """One so small that the first piece of work uses it up for a minute; ranks see that in the pulse."""
     smp.configure(describe(node, [node], NODE, {}, protect_interval="auto", smp_cores=1e-6))
     ranks = Pulse.open(node.dir, 0)
     assert not ranks.smp_rests()
@@ -593,14 +597,45 @@ def test_what_is_asked_for_is_checked_at_once_and_others_within_the_share_of_the
     assert ranks.smp_rests(), "the next target is to wait"
     status = smp.duties.status()
     assert 0 < status["rest_secs"] <= 60 and 0 <= status["idle_cores"] <= 1
+
+
+def test_nothing_is_checked_that_nobody_needs(node: Node, smp: Smp) -> None:
+    smp.duties.trains = True
+    smp.cover(0, 7)
     node.snapshot(1, 8)
     smp.settle()
-    assert node.states(8) == []
-    smp.cover(2, 9)
+    assert node.checked(7) and node.states(8) == [], "ranks that train overwrite it"
+    # One rank has sealed the next when all are killed; other nodes may have, too, or may not have come to 8.
+    fill(node.arenas[0], 2, 9)
+    for arena in node.arenas:
+        arena.control.mark_whole(SnapshotId(LINEAGE, 8))
+    fill(node.arenas[1], 2, 6)
+    smp.duties.trains = False
+    until(lambda: node.checked(8) and node.states(9) == [CheckState.CHECKED], "what a restart may take")
     smp.settle()
-    assert node.states(8) == []
-    smp.configure(describe(node, [node], NODE, {}, protect_interval=1, smp_cores=1e-6))
-    until(lambda: node.checked(8), "each is asked for")
+    assert node.states(6) == [], "what no restart takes"
+
+
+def test_checksums_are_computed_on_several_threads(node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    hash_chunk = Arena.hash_chunk
+
+    def noted(arena: Arena, slot: int, chunk: int) -> int:
+        seen.add(threading.get_ident())
+        time.sleep(0.01)
+        return hash_chunk(arena, slot, chunk)
+
+    monkeypatch.setattr(duties_module, "_THREAD_BYTES", 1)
+    monkeypatch.setattr(CoreShare, "threads", lambda share, most: most)
+    monkeypatch.setattr(Arena, "hash_chunk", noted)
+    node.snapshot(0, 7)
+    smp.start()
+    until(lambda: node.checked(7), "checked")
+    assert len(seen) >= 4
+    monkeypatch.undo()
+    for arena in node.arenas:
+        hashes = arena.hashes(0)
+        assert hashes is not None and hashes.tolist() == [*map(partial(arena.hash_chunk, 0), range(len(hashes)))]
 
 
 def test_a_description_that_lacks_something_is_refused(smp: Smp) -> None:

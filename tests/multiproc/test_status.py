@@ -31,7 +31,7 @@ from ftckpt.store.pulse import Pulse
 from tests.support.event_logs import logged
 from tests.support.pool import run_ranks
 from tests.support.protected import JOB, Job, build, file_groups, holdings
-from tests.support.smps import SECRET
+from tests.support.smps import SECRET, start_smps
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -150,13 +150,15 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
-    """A job that protects and stores nothing, so that no SMP runs."""
+    """A job that protects and stores nothing."""
+    start_smps()
     told = logged()
     model = torch.nn.Linear(4, 4)
     settings = Config(enabled=True, job="bare", node="a", arena=root)
     checkpointer = ftckpt.plain.attach(model, torch.optim.SGD(model.parameters(), 0.1), None, {}, settings)
     assert checkpointer is not None
     checkpointer.restore()
+    until(lambda: checkpointer._protection.smp_guards, "its node has an SMP all the same", 30.0)
     checkpointer.step(3)
     dist.barrier()
     said = job_status(Path(root), "bare", 5.0)
@@ -170,16 +172,16 @@ def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], d
     return said, off, [path.name for path in Path(root).iterdir()], told
 
 
-def test_a_job_without_smps_is_seen(arena_root: Path) -> None:
+def test_a_job_that_protects_nothing_is_seen(arena_root: Path) -> None:
     ranks = [one.value for one in run_ranks(train_bare, 2, str(arena_root), stand_in=False)]
     for said, off, *_ in ranks:
         (node,) = said["nodes"]
-        assert (said["ranks"], said["iteration"], node["smp"]) == (2, 3, None)
+        assert (said["ranks"], said["iteration"]) == (2, 3) and node["smp"] is not None
         assert {(one["rank"], one["lives"]) for one in node["trainers"]} == {(0, True), (1, True)}
         lines = list(in_lines(said))
         assert lines[0] == "job bare: 2 ranks train on 1 node(s), past iteration 3"
-        assert not node["problem"] and not node["needs_smp"] and not said["protects"]
-        assert "none needed" in lines[2] and "newest protected: none: nothing is protected" in lines
+        assert not node["problem"] and not said["protects"]
+        assert "newest protected: none: nothing is protected" in lines
         behind = [[one["counts"]["whole_behind"] for one in seen["nodes"][0]["trainers"]] for seen in (said, off)]
         assert behind == [[0, 0], [5, 5]], "of a job that takes no more snapshots it grows, too"
     assert not ranks[0][2], "the leader of the node goes last"

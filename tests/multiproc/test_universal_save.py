@@ -28,6 +28,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.store.arena import Arena
+from tests.support.arenas import check_all
 from tests.support.errors import message_of
 from tests.support.jobs import TINY
 from tests.support.pool import run_ranks, spawn_ranks
@@ -157,6 +158,8 @@ def saved(rank: int, world_size: int, root: str) -> dict[str, Any]:
     checkpointer.group.barrier()
     capture = checkpointer._shard.capture if checkpointer._shard is not None else None
     assert capture is not None
+    if rank == 3:
+        check_all(checkpointer.node_dir)
     flip(capture.arena, rank == 3)
     told["damaged"] = message_of(lambda: checkpointer.save_universal(Path(root, "damaged")))
     flip(capture.arena, rank == 3)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.restore.choice import Decision
 from ftckpt.store.arena import Arena
+from ftckpt.store.checks import Checks
+from ftckpt.store.directory import list_arenas
 from tests.support.choosing import decided, inventory_of
 from tests.support.smp_nodes import Seen
 from tests.support.waiting import until
@@ -144,6 +147,20 @@ def write(arena: Arena, slot: int, iteration: int, lineage: bytes = LINEAGE, sea
     arena.control.set_objects(slot, 0, xxhash.xxh3_64_intdigest(b""))
     if seal:
         arena.control.seal(slot, SnapshotId(lineage, iteration))
+
+
+def check_all(*node_dirs: Path) -> None:
+    """Checksums of all that is sealed, as SMPs compute them when their trainers are gone."""
+    for path in chain.from_iterable(map(list_arenas, node_dirs)):
+        with closing(Arena.open(path)) as arena:
+            control = arena.control
+            checks = Checks.create_or_open(path, control.slots, control.num_chunks, control.digest, writable=True)
+            with closing(checks):
+                for slot in arena.snapshots().values():
+                    seal_id = control.record(slot).seal_id
+                    assert seal_id is not None
+                    hashes = [arena.hash_chunk(slot, chunk) for chunk in range(control.num_chunks)]
+                    checks.store_checked(slot, seal_id, np.array(hashes, np.uint64), 0.25)
 
 
 def choose(root: Path, number: int) -> Decision | None:

@@ -93,7 +93,7 @@ class Snapshots:
 
     def begin(self) -> None:
         self.capture.at_boundary()
-        self.capture.begin(SNAPSHOT, (), {}, hashed=False)
+        self.capture.begin(SNAPSHOT, (), {})
 
     def take(self) -> None:
         """One snapshot, whole and sealed, with an optimizer's step behind its fence."""

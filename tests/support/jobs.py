@@ -108,7 +108,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
             add_parameter(job.model[0])
         job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
         start = job.checkpointer.restore()
-        if run.guarded and job.checkpointer._protection.on:
+        if run.guarded and (job.checkpointer._protection.protects or config.persist):
             # Its few iterations are to be protected: an SMP starts beside training.
             waiting.until(lambda: job.checkpointer._protection.smp_guards, "the SMP knows what to do", 30.0)
         job.data.consumed_samples += 1000 * run.perturb

@@ -92,6 +92,9 @@ def _prepare(rank: int, settings: Settings) -> None:
     multiprocessing.set_start_method("fork", force=True)
     import torch
 
+    from tests.support import smps
+
+    smps.spare_smps()
     torch.set_num_threads(1)
     if settings.stand_in:
         from tests.support import standin

@@ -30,6 +30,7 @@ _OPTIONAL = (
 )
 _OURS = {
     "ftckpt.job.checkpointer": "torch",
+    "tests.support.smps": "torch",
     "ftckpt.megatron.hooks": "megatron",
     "ftckpt.deepspeed.hooks": "deepspeed",
     "ftckpt.deepspeed.session": "deepspeed",

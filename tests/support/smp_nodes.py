@@ -191,6 +191,7 @@ class Smp:
     def __init__(self, node: Node, deadlines: Deadlines = QUICK) -> None:
         self.node, self.events = node, Seen()
         self.duties = Duties(node.dir, self.events, deadlines)
+        self.duties.trains = False  # checksums of all that is sealed, where no mark says what is whole
         self.server = Server({}, find=self.duties.service.find, events=self.events, deadlines=deadlines)
         self.port = 0
         self._stop = threading.Event()
@@ -300,6 +301,7 @@ class SmpProcess:
 def child(node_dir: str, port: str) -> None:
     """The process of ``SmpProcess``: one description per line."""
     duties = Duties(Path(node_dir), Seen(), QUICK)
+    duties.trains = False
     server = Server({}, find=duties.service.find, events=Seen(), deadlines=QUICK)
     print(server.listen("127.0.0.1", Trust(bytes.fromhex(SECRET)), int(port)), flush=True)
     given: list[dict[str, Any]] = []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import SmpError
+from ftckpt.job.node_smp import SmpSetup
 from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import MAX_REPLY_BYTES
@@ -68,6 +69,25 @@ def site_at(root: Path) -> Iterator[Site]:
     finally:
         assert end_smp(site.node_dir, 20)
         until(lambda: not site.pids())
+
+
+_want = SmpSetup.want
+
+
+def spare_smps() -> None:
+    """From now on jobs of this process that neither protect nor store anything start no SMP, as if its start failed:
+    it costs a third of a second, and hundreds of tests have no use for it."""
+    SmpSetup.want = _want_unless_bare  # type: ignore[method-assign]
+
+
+def start_smps() -> None:
+    """All jobs of this process start SMPs, as they do for users."""
+    SmpSetup.want = _want  # type: ignore[method-assign]
+
+
+def _want_unless_bare(setup: SmpSetup, description: Mapping[str, Any]) -> None:
+    if description["modes"] or description["settings"]["persist"]:
+        _want(setup, description)
 
 
 def lives_on(node_dir: Path, secs: float) -> None:

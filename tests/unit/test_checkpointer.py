@@ -41,7 +41,7 @@ LINEAGE = b"l" * 16
 def rank_of(**parts: Any) -> Any:
     """A rank with these parts, and as little as can be of the others."""
     nothing = dict.fromkeys(("topology", "training_state", "storage", "arenas", "links"))
-    others = {"attempt": SimpleNamespace(trains=lambda: None), "numbers": RankNumbers(), "has_smp": True}
+    others = {"attempt": SimpleNamespace(trains=lambda: None), "numbers": RankNumbers()}
     config = parts.get("config", Config())
     told = SimpleNamespace(emit=lambda event, **fields: None, announce=lambda text: None)
     made = {"config": config, "state": RankState(config), "events": told, "protection": SimpleNamespace()}
@@ -359,15 +359,3 @@ def test_what_training_goes_back_from_does_not_come_to_storage(done: bool, broug
     checkpointer.group = SimpleNamespace(broken=False)  # type: ignore[assignment]
     checkpointer._persist_last = persist  # type: ignore[method-assign]
     assert checkpointer._bring_home(done) == (True, None) and came == brought
-
-
-def test_what_an_smp_would_do_is_told_where_none_runs() -> None:
-    told: list[str] = []
-    events = SimpleNamespace(emit=lambda event, **fields: None, announce=told.append)
-    config = Config(metrics_port="auto", metrics_dir="/metrics")
-    snapshots = snapshots_of(
-        SimpleNamespace(arena=object()), config=config, events=events, has_smp=False,
-        protection=SimpleNamespace(show=lambda path: None), arenas=SimpleNamespace(path=Path()),
-    )  # fmt: skip
-    snapshots.begin(LINEAGE, None, False)
-    assert [text.split(" does nothing")[0] for text in told] == ["--ftckpt-metrics-port", "--ftckpt-metrics-dir"]

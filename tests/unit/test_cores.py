@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ class Machine:
     def look(self) -> CoreSecs | None:
         return CoreSecs(self.idle, CORES * self.now) if self.tells else None
 
+    @property
+    def paid(self) -> bool:
+        return self.now >= self.share.due_secs
+
     def go(self, secs: float, own: float = 0.0) -> None:
         """Time in which the SMP takes ``own`` cores."""
         self.now += secs
@@ -41,7 +46,7 @@ class Machine:
         """Cores taken in ``secs`` of protections, each begun when the one before is paid for."""
         begun, used = self.now, self.used
         while self.now < begun + secs:
-            assert self.share.paid
+            assert self.paid
             self.work(protect_secs)
             self.go(max(0.0, self.share.due_secs - self.now))
         return (self.used - used) / (self.now - begun)
@@ -72,6 +77,20 @@ def test_the_share_goes_by_what_idles_now() -> None:
     assert machine.taken(60.0, 0.5) == pytest.approx(0.4, rel=0.1)
 
 
+def test_threads_are_for_cores_that_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    machine = Machine(0.0)
+    assert [machine.share.threads(most) for most in (0, 1, 4, 99)] == [1, 1, 4, 16]
+    machine.busy = 0.85
+    machine.go(2.0)
+    machine.share.note()
+    assert [machine.share.threads(most) for most in (1, 4)] == [1, 2]
+    machine.busy = 1.0
+    machine.go(2.0)
+    machine.share.note()
+    assert machine.share.threads(4) == 1
+
+
 def test_where_the_system_does_not_tell_the_share_is_as_it_was_set() -> None:
     machine = Machine(1.0)
     machine.taken(60.0, 0.5)
@@ -86,7 +105,7 @@ def test_small_states_wait_for_nothing_at_first_and_little_later() -> None:
     machine.go(1.5)
     for _ in range(30):
         machine.work(0.005, 0.005)
-        assert machine.share.paid
+        assert machine.paid
     waits = []
     for _ in range(100):
         machine.work(0.005, 0.005)
@@ -101,9 +120,9 @@ def test_what_was_taken_long_ago_is_not_paid_for_ever_and_without_a_share_never(
         for each in (machine, free):
             each.go(1000.0, 1.0)
             each.share.note()
-        assert free.share.paid and not machine.share.paid
+        assert free.paid and not machine.paid
         machine.go(MAX_REST_SECS)
-        assert machine.share.paid
+        assert machine.paid
         machine.work(0.01)
         assert machine.share.due_secs - machine.now < 1.0, "what was not paid by then never is"
 
@@ -118,7 +137,7 @@ def test_what_was_taken_is_paid_in_time_however_busy_the_cores_are(busy: float, 
         machine.share.note()
         assert machine.share.due_secs - machine.now <= MAX_REST_SECS + 1e-6
         machine.go(MAX_REST_SECS)
-        assert machine.share.paid
+        assert machine.paid
 
 
 STAT = """\

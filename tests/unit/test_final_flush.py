@@ -60,11 +60,9 @@ def saved(job: Job, smp: int, request: PersistRequest, secs: float = 30.0) -> di
     return status
 
 
-def test_what_is_to_come_to_storage_waits_for_no_share_of_the_cores(job: Job) -> None:
-    """The share is used up for a minute by the first look at anything."""
+def test_what_is_saved_is_checked_whoever_was_seen_to_train(job: Job) -> None:
     for smp in job.smps:
-        job.settings |= {"protect_interval": "auto", "smp_cores": 1e-6}
-        job.configure(smp)
+        smp.duties.trains = True
     job.snapshot(0, 7)
     job.start()
     job.flush(7)

@@ -34,6 +34,9 @@ class FakeArena:
     def unchecked(self, slot: int) -> bool:
         return False
 
+    def gap_secs(self, slot: int) -> float:
+        return 0.0
+
 
 def verify(*decisions: Decision) -> list[list[bool]]:
     """Whether something bad was found, by rank and decision; x0 and x1 are ranks of node A, x2 is of B."""
