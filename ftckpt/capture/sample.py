@@ -1,7 +1,7 @@
 """A rotating sample of what several ranks hold, compared with every snapshot.
 
 Each snapshot compares the bytes at one of N positions: an N-th of each replica set, whose fragments stand end to end.
-N snapshots in a row compare everything once. The work is enqueued at the boundary, and its result is read when
+N + 1 snapshots in a row compare everything at least once. The work is enqueued at the boundary, and its result is read when
 the rank posts its vote.
 """
 
@@ -17,7 +17,7 @@ import xxhash
 
 from ftckpt.capture.assignment import Assignment, as_bytes
 from ftckpt.model.replicas import CUT_BYTES
-from ftckpt.model.sampled import Comparison
+from ftckpt.model.sampled import Comparison, position_of
 from ftckpt.model.training_state import cast_master
 
 Words: TypeAlias = npt.NDArray[np.int64]
@@ -41,8 +41,8 @@ class Slice(NamedTuple):
 
 
 def num_positions(largest_bytes: int, limit: int) -> int:
-    """Snapshots within which everything is compared once."""
-    return max(1, min(limit, -(-largest_bytes // SAMPLE_BYTES)))
+    """As many as ``limit`` snapshots in a row come to all of, and no more than are of use."""
+    return max(1, min(limit - 1, -(-largest_bytes // SAMPLE_BYTES)))
 
 
 def slices(sizes: Sequence[int], position: int, positions: int) -> list[Slice]:
@@ -83,13 +83,13 @@ class Sampler:
     """Takes this rank's part of each sample.
 
     Args:
-        limit: most positions; 0: nothing is compared.
+        limit: snapshots in a row that compare everything; 0: nothing is compared.
     """
 
     def __init__(self, assignment: Assignment, rank: int, num_ranks: int, limit: int) -> None:
         belief = assignment.belief
         self.positions = num_positions(belief.largest_bytes, limit) if limit and belief.needed else 0
-        """Snapshots within which everything is compared once, the same on all ranks; 0: nothing is compared."""
+        """The same on all ranks; 0: nothing is compared."""
         self._held = belief.held
         self._items = {index: assignment.pieces[index].fragment.item_bytes for index in belief.held}
         self._derived = [piece for piece in assignment.derived if piece.derived_from is not None]
@@ -107,7 +107,7 @@ class Sampler:
         """Sample for snapshot ``number``. Waits for no device."""
         if not self.positions:
             return
-        position = number % self.positions
+        position = position_of(number, self.positions)
         host = np.zeros(self.comparison.width, np.int64)
         on_device: dict[int, torch.Tensor | None] = {}
         host[0], on_device[0] = self._mismatches(position)
@@ -123,8 +123,8 @@ class Sampler:
         if pending is None or pending.number != number:
             return self.comparison.unsampled()
         if pending.done is not None and pending.device is not None:
-            # Enqueued at the boundary of a snapshot whose copies are over: there is nothing left to wait for.
-            pending.done.synchronize()
+            if not pending.done.query():  # a device far behind: a later snapshot compares the same
+                return self.comparison.unsampled()
             pending.host[: len(pending.device)] ^= pending.device.numpy()
         return pending.host
 
