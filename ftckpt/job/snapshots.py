@@ -149,13 +149,12 @@ class Snapshots:
             self._pacer.learn()
 
     def settle(self, wait_secs: float) -> None:
-        """Wait so long at most for the copies of the last snapshot that was fenced.
-
-        Raises:
-            CaptureError: the snapshot was dropped.
-        """
-        if self.capture is not None:
-            self.capture.poll(deadlines.FENCE_SECS, wait_secs)
+        """Wait so long at most for the copies of the last snapshot that was fenced."""
+        try:
+            if self.capture is not None:
+                self.capture.poll(deadlines.FENCE_SECS, wait_secs)
+        except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
+            self.fail(error)
 
     def let_go(self) -> bool:
         """Off, and a boundary later, behind the last proof: whether training's memory is training's alone now."""
@@ -243,10 +242,7 @@ class Snapshots:
         Raises:
             AgreementError, CaptureError: the others cannot be reached, or did not answer in time.
         """
-        try:
-            self.settle(deadlines.EARLIER_SECS)
-        except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
-            self.fail(error)
+        self.settle(deadlines.EARLIER_SECS)
         self._post(now=True)
         verdicts = self._links.agreement.read(deadlines.VOTE_SECS)
         if verdicts is None:

@@ -56,8 +56,8 @@ def progresses(ranks: Job) -> None:
 
 
 TROUBLES = [
-    *(Fate(copies=copies) for copies in ("late", "failed", "stuck")),
-    *(Fate(impatient=True, copies=copies) for copies in ("sealed", "late", "failed")),
+    *(Fate(copies=copies) for copies in ("late", "longer", "failed", "stuck")),
+    *(Fate(impatient=True, copies=copies) for copies in ("sealed", "late", "longer", "failed")),
     *(Fate(smp=smp) for smp in ("rests", "slow", "gives up", "dead")),
     *(Fate(stretch=stretch, steps=False) for stretch in (1, 2, 3)),
     Fate(begin_fails=True),
@@ -287,6 +287,17 @@ def test_a_drift_that_a_sample_shows_is_proven_by_all_and_what_came_since_the_la
     assert {tuple(rank.doubts) for rank in ranks.ranks} == {(Doubt(18, 20),)}
     assert {rank.state.trusted for rank in ranks.ranks} == {ranks.iteration}
     progresses(ranks)
+
+
+def test_copies_that_run_past_a_boundary_skip_its_snapshot_on_all_ranks_and_count_at_the_next() -> None:
+    ranks = job(2)
+    train(ranks, 9)
+    ranks.iterate([CALM, Fate(copies="longer")], in_order)
+    assert {type(rank.decision) for rank in ranks.ranks} == {Skip}
+    assert {rank.state.whole for rank in ranks.ranks} == {SnapshotId(ranks.ranks[0].state.lineage, 8)}
+    train(ranks, 1)
+    assert {type(rank.decision) for rank in ranks.ranks} == {Take}
+    assert {rank.state.whole for rank in ranks.ranks} == {SnapshotId(ranks.ranks[0].state.lineage, 9)}
 
 
 def test_a_rank_that_has_not_sampled_raises_no_alarm_and_its_position_stays_open() -> None:
