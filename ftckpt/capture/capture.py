@@ -302,6 +302,8 @@ class Capture:
 
     def _torn(self) -> str | None:
         """Who wrote to stepped state before the fence, where none stands: it may be below a copy."""
+        if self._fenced:  # one look is enough, of whichever thread
+            return self._found
         key = self._writes.written(self._counts)
         if self._fenced:  # in this order: what was read before the fence counts
             return self._found
