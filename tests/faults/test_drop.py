@@ -58,14 +58,14 @@ def test_a_stuck_copy_drops_the_snapshot_on_all_ranks(settings: dict[str, Any], 
 
 
 def outlasts(rank: int, world_size: int, settings: dict[str, Any], saved: Path) -> list[tuple[int, int]]:
-    """At each boundary what was begun and what was whole; copies of 3 end on rank 1 behind boundary 5, where a save waits
-    for them."""
+    """At each boundary what was begun and what was whole; copies of 3 end on rank 1 behind boundary 5, where a save
+    waits for them."""
     checkpointer, state = plain.restarted(rank, world_size, settings)
     capture, seal, goes_on, begun = checkpointer.capture, Capture._seal, threading.Event(), []
     assert capture is not None
 
     def seal_late(self: Capture, slot: int, snapshot: SnapshotId, hashed: bool) -> None:
-        assert (rank, snapshot.iteration) != (1, 3) or goes_on.wait(60)
+        assert (rank, snapshot.iteration) != (1, 3) or goes_on.wait(20)
         seal(self, slot, snapshot, hashed)
 
     Capture._seal = seal_late  # type: ignore[method-assign]

@@ -272,13 +272,6 @@ def test_what_fits_a_node_is_answered_with_yes(capsys: pytest.CaptureFixture[str
     assert value["need"]["sum"] == planned(capsys, NODES)["memory_per_node"]["sum"] and value["faults"] == []
 
 
-def test_a_node_of_less_memory_has_a_slot_less_as_at_a_start(capsys: pytest.CaptureFixture[str]) -> None:
-    most = planned(capsys, NODES)["memory_per_node"]["sum"]
-    line, value = answer(capsys, f"{NODES} --node-memory {most - 1}B")
-    assert value["slots"] == 3 and value["need"]["sum"] < most - 1
-    assert "(3 slots" in line
-
-
 def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFixture[str]) -> None:
     def sum_of(arguments: str) -> float:
         return float(planned(capsys, f"{EIGHT} {arguments}")["memory_per_node"]["sum"])
