@@ -54,8 +54,8 @@ class Config:
     )
     memory_limit: str = declare(
         "0",
-        "most memory of a node that slots, parity and packages may take, such as 400GiB: slots are fewer where they "
-        "fit so, with protect auto modes, too, and else the job does not start; 0: what there is",
+        "most memory of a node that slots, parity and packages may take, such as 400GiB: with protect auto modes are "
+        "fewer where they fit so, and else the job does not start; 0: what there is",
         quantity=size,
     )
     job: str = declare("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")

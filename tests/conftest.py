@@ -23,8 +23,8 @@ for profile, num_examples in (("usual", 60), ("longer", 200), ("thorough", 5000)
     hypothesis.settings.register_profile(profile, max_examples=num_examples, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("usual")
 
-# Iterations of tests take milliseconds, and most tests count their snapshots: none is skipped because copies have had no
-# core yet, neither here nor in the processes that tests start.
+# Iterations of tests take milliseconds, and most tests count their snapshots: none is skipped because copies have had
+# no core yet, neither here nor in the processes that tests start.
 os.environ[constants.VARIABLE] = constants.PATIENT
 constants.from_environment()
 

@@ -374,7 +374,6 @@ class NodeArenas:
             path=str(arena.path),
             reused=existing is not None,
             slots=arena.control.slots,
-            wanted=self._config.slots,
             allocated=arena.control.slots - len(absent_slots(arena)),
             slot_bytes=arena.image.file_bytes,
         )

@@ -35,12 +35,12 @@ POSTED, PROOF = "posted", "proof"
 class Fate:
     """What happens to one rank in an iteration.
 
-    ``copies``: of the last snapshot are ``sealed`` before the fence, or ``late``, after it, or run ``longer``, past the
-    boundary; ``failed``; or ``stuck``: they run on when the snapshot is dropped. ``impatient``: it waits for nobody's
-    post. ``begin_fails``: its snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its node's SMP does, ``covers`` the
-    target, does and ``rests`` behind it, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer
-    does. ``breaks``: where its connections do: before a ``post``, before a ``read``, in a ``proof``, or in the last
-    step to a new ``layout``.
+    ``copies``: of the last snapshot are ``sealed`` before the fence, or ``late``, after it, or run ``longer``, past
+    the boundary; ``failed``; or ``stuck``: they run on when the snapshot is dropped. ``impatient``: it waits for
+    nobody's post. ``begin_fails``: its snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its
+    node's SMP does, ``covers`` the target, does and ``rests`` behind it, is ``slow``, ``gives up`` or is ``dead``.
+    ``steps``: whether the optimizer does. ``breaks``: where its connections do: before a ``post``, before a ``read``,
+    in a ``proof``, or in the last step to a new ``layout``.
     """
 
     copies: str = "sealed"

@@ -85,10 +85,16 @@ def test_auto_is_what_a_start_would_choose(capsys: pytest.CaptureFixture[str], a
     assert planned(capsys, f"{SIZE} {arguments}")["protect"] == expected
 
 
-def test_a_limit_of_memory_takes_a_slot_and_then_says_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    most = planned(capsys, f"{SIZE} --protect node,peer")["memory_per_node"]["sum"]
-    value = planned(capsys, f"{SIZE} --protect node,peer --memory-limit {most - 2**30:.0f}B")
-    assert value["slots"] == 3 and value["memory_per_node"]["sum"] < most - 2**30
+@pytest.mark.parametrize(("ranks", "most"), [(4, 3.7), (8, 3.3)])
+def test_what_a_node_takes_by_default(capsys: pytest.CaptureFixture[str], ranks: int, most: float) -> None:
+    """Of its state, without storage: three slots and twice the parity; packages are small."""
+    job = f"--dp {ranks} --gpus-per-node {ranks} --params {ranks * 100e6}"  # 1.1 GiB a rank
+    need = planned(capsys, job)["memory_per_node"]
+    assert need["slots"] + need["parity"] <= most * ranks * 1.2e9
+    assert need["packages"] <= 0.02 * ranks * 1.2e9
+
+
+def test_a_limit_of_memory_says_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *f"{SIZE} --protect node,peer --memory-limit 10GiB".split()]) != 0
     text = capsys.readouterr().err
     assert all(
@@ -268,7 +274,7 @@ def answer(capsys: pytest.CaptureFixture[str], arguments: str) -> tuple[str, dic
 
 def test_what_fits_a_node_is_answered_with_yes(capsys: pytest.CaptureFixture[str]) -> None:
     line, value = answer(capsys, f"{NODES} --node-memory 512GiB")
-    assert line == ("yes: a node needs 27.6 GiB of 512.0 GiB (4 slots, protect node,peer)")
+    assert line == ("yes: a node needs 21.6 GiB of 512.0 GiB (3 slots, protect node,peer)")
     assert value["need"]["sum"] == planned(capsys, NODES)["memory_per_node"]["sum"] and value["faults"] == []
 
 
