@@ -112,14 +112,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
     at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
     differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
-    belief = Belief(
-        held if replicated else None,
-        look.held,
-        derived,
-        broken,
-        derived_bytes=[view.derived_bytes for view in views],
-        num_pieces=max(view.num_pieces for view in views),
-    )
+    belief = Belief(held if replicated else None, look.held, derived, [one.to_compare for one in views], broken)
     return Assignment(manifest, pieces, parts, derived, differing, _total(manifest.stepped), shares.spill, belief)
 
 
@@ -182,6 +175,10 @@ class _View(NamedTuple):
     num_pieces: int
     replicated: bool
     summary: bytes
+
+    @property
+    def to_compare(self) -> tuple[int, int]:
+        return self.derived_bytes, self.num_pieces
 
     @classmethod
     def of(
@@ -284,21 +281,22 @@ class Belief:
         sets: which fragments of this rank others hold, too; None where each rank copies its own.
         held: by their index, the bytes of those fragments.
         derived: pieces of this rank that follow from others.
+        to_compare: the bytes of such pieces and the number of all pieces, of each rank.
         broken: keys of those that do not, as it was found.
-        derived_bytes: of such pieces, of each rank.
-        num_pieces: of the rank that has most; the same on all ranks.
     """
 
     def __init__(
         self, sets: ReplicaSets | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece],
-        broken: Collection[str], *, derived_bytes: Sequence[int], num_pieces: int,
+        to_compare: Sequence[tuple[int, int]], broken: Collection[str],
     ) -> None:  # fmt: skip
+        derived_bytes, num_pieces = zip(*to_compare, strict=True)
         self.replicas = replicas = sets.again if sets is not None else None
         self.held = held
         runs = sets.runs if sets is not None else ()
         self.largest_bytes = max([*derived_bytes, *(run.nbytes for run in runs)])
         """Of the largest replica set, or of what some rank derives; the same on all ranks."""
-        self.num_pieces = num_pieces
+        self.num_pieces = max(num_pieces)
+        """Of the rank that has most; the same on all ranks."""
         self._rules = _rules(derived)
         self._is_broken = bool(broken)
         self.needed = any(derived_bytes) or (replicas is not None and replicas.needed)

@@ -26,7 +26,7 @@ Ends: TypeAlias = npt.NDArray[np.int64]
 SAMPLE_BYTES = 1 << 20
 """Bytes of the largest replica set that one snapshot compares, as far as the number of positions allows."""
 
-_PIECE_BYTES = SAMPLE_BYTES // 64
+LOOK_BYTES = SAMPLE_BYTES // 64
 """To look at one more piece takes as long as so many bytes."""
 
 _BLOCK = 1 << 22
@@ -46,12 +46,12 @@ class Slice(NamedTuple):
 
 def num_positions(largest_bytes: int, pieces: int, limit: int) -> int:
     """As many as ``limit`` snapshots in a row come to all of, and no more than are of use."""
-    return max(1, min(limit - 1, -(-(largest_bytes + pieces * _PIECE_BYTES) // SAMPLE_BYTES)))
+    return max(1, min(limit - 1, -(-(largest_bytes + pieces * LOOK_BYTES) // SAMPLE_BYTES)))
 
 
 def ends_of(sizes: Iterable[int]) -> Ends:
-    """Where pieces of ``sizes`` bytes end, one behind the other, each with ``_PIECE_BYTES`` behind it."""
-    return np.cumsum(np.fromiter(sizes, np.int64) + _PIECE_BYTES)
+    """Where pieces of ``sizes`` bytes end, one behind the other, each with ``LOOK_BYTES`` behind it."""
+    return np.cumsum(np.fromiter(sizes, np.int64) + LOOK_BYTES)
 
 
 def slices(ends: Ends, position: int, positions: int) -> list[Slice]:
@@ -67,7 +67,7 @@ def slices(ends: Ends, position: int, positions: int) -> list[Slice]:
         start = int(ends[piece - 1]) if piece else 0
         if start >= end:
             break
-        size = int(ends[piece]) - start - _PIECE_BYTES
+        size = int(ends[piece]) - start - LOOK_BYTES
         one = Slice(piece, _cut(size, begin - start), _cut(size, end - start))
         if one.end > one.begin:
             found.append(one)
