@@ -137,7 +137,8 @@ class Sampler:
         if pending is None or pending.number != number:
             return self.comparison.unsampled()
         if pending.done is not None and pending.device is not None:
-            if not pending.done.query():  # a device far behind: a later snapshot compares the same
+            # Where a device is far behind a later snapshot compares the same.
+            if not pending.done.query():  # type: ignore[no-untyped-call]
                 return self.comparison.unsampled()
             pending.host[: len(pending.device)] ^= pending.device.numpy()
         return pending.host
