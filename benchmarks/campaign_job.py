@@ -201,7 +201,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Ended:
         return Ended(None, (), finished=True)
     members = tuple(RankPlace({"dp": index}, plan.nodes[index]) for index in range(world_size))
     state = KnownState(rank, world_size, plan.trouble)
-    sample.SAMPLE_BYTES = SAMPLE_BYTES
+    sample.SAMPLE_BYTES, sample.LOOK_BYTES = SAMPLE_BYTES, 0
     config = Config(enabled=True, node=node, **plan.settings)
     topology = Topology(rank, members, {"dp": world_size})
     # One rank of those that a launcher started on a machine speaks for all of them.

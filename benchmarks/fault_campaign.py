@@ -244,8 +244,9 @@ def unmet(trouble: Trouble, reached: int, before: Job, after: Job, events: Seque
     alarms = {(event["after"], event["until"]) for event in events if event["event"] == "replicas_drift"}
     # The alarm must come with the first row of samples after the drift that is not interrupted.
     taken = Counter(event["iteration"] for event in events if event["event"] == "snapshot")
-    ends = range(drift + POSITIONS - 1, max(taken))
-    last = next((end for end in ends if all(taken[end - at] == world_size for at in range(POSITIONS))), max(taken))
+    row = range(POSITIONS + 1)
+    ends = range(drift + POSITIONS, max(taken))
+    last = next((end for end in ends if all(taken[end - at] == world_size for at in row)), max(taken))
     is_right = bool(alarms) and all(after < drift <= until <= last for after, until in alarms)
     return "" if is_right else f"a drift at {drift} must be noticed by {last}, and the alarms are {sorted(alarms)}"
 

@@ -48,15 +48,14 @@ class Config:
     )
     slots: int = declare(
         0,
-        "slots per arena; 0: two, four with protection, or three where memory has no room for four, and one more "
-        "where snapshots go to storage",
+        "slots per arena; 0: two, three with protection, and one more where snapshots go to storage",
         minimum=0,
         maximum=64,  # that an arena can have
     )
     memory_limit: str = declare(
         "0",
-        "most memory of a node that slots, parity and packages may take, such as 400GiB: slots are fewer where they "
-        "fit so, with protect auto modes, too, and else the job does not start; 0: what there is",
+        "most memory of a node that slots, parity and packages may take, such as 400GiB: with protect auto modes are "
+        "fewer where they fit so, and else the job does not start; 0: what there is",
         quantity=size,
     )
     job: str = declare("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
@@ -242,17 +241,17 @@ class Config:
         """Iterations between snapshots where nothing makes them rarer."""
         return 1 if self.interval == "auto" else self.interval
 
-    def num_slots(self, protects: bool, short: bool = False) -> int:
-        """Slots of an arena: ``slots``, or as many as the job needs, which ``protects`` its snapshots or does not.
-
-        One is written and one is whole. One more holds the protected snapshot, one more the target, and one more what
-        is on its way to storage. Where memory is ``short`` the newest whole one is the target: until that is
-        protected one snapshot is taken, and no other.
-        """
-        return self.slots or self.least_slots(protects) + (protects and not short)
+    def num_slots(self, protects: bool) -> int:
+        """Slots of an arena: ``slots``, or as many as the job needs, which ``protects`` its snapshots or does not."""
+        return self.slots or self.least_slots(protects)
 
     def least_slots(self, protects: bool) -> int:
-        """The fewest with which a job can start, whatever ``slots`` says."""
+        """The fewest with which a job can start; no snapshot is skipped where each is protected before the one after
+        the next is due.
+
+        One is written and one is whole, which is the target; one more holds the protected snapshot, and one more what
+        is on its way to storage.
+        """
         return (3 if protects else 2) + bool(self.persist)
 
     @property

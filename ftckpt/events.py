@@ -147,7 +147,6 @@ EVENTS: dict[str, EventKind] = {
     # Arenas.
     "arena": _quiet(
         "this rank's arena", path="of its directory", reused="whether it was there", slots="how many",
-        wanted="slots, as protection wants; memory has no room for those beyond ``slots``",
         allocated="how many have memory", slot_bytes="of one",
     ),
     "arena_problem": _quiet(

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from ftckpt import errors
+from tests.support import constants
 from tests.support.mounting import in_memory
 
 ROOT = Path(__file__).parent.parent
@@ -21,6 +22,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 for profile, num_examples in (("usual", 60), ("longer", 200), ("thorough", 5000)):
     hypothesis.settings.register_profile(profile, max_examples=num_examples, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("usual")
+
+# Iterations of tests take milliseconds, and most tests count their snapshots: none is skipped because copies have had
+# no core yet, neither here nor in the processes that tests start.
+os.environ[constants.VARIABLE] = constants.PATIENT
+constants.from_environment()
 
 
 @pytest.fixture(autouse=True)

@@ -112,7 +112,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
     at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
     differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
-    belief = Belief(held if replicated else None, look.held, derived, [one.derived_bytes for one in views], broken)
+    belief = Belief(held if replicated else None, look.held, derived, [one.to_compare for one in views], broken)
     return Assignment(manifest, pieces, parts, derived, differing, _total(manifest.stepped), shares.spill, belief)
 
 
@@ -163,16 +163,22 @@ def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num
 
 class _View(NamedTuple):
     """What one rank sees: keys that do not follow from others, and digests of the weights and of the redundancy that
-    it was given. ``derived_bytes``: of pieces that may follow from others. ``replicated``: whether its
-    framework keeps replicas the same. ``summary``: what it holds with others; nothing where some key does not follow.
+    it was given. ``derived_bytes``: of pieces that may follow from others; ``num_pieces``: of all. ``replicated``:
+    whether its framework keeps replicas the same. ``summary``: what it holds with others; nothing where some key does
+    not follow.
     """
 
     broken: tuple[str, ...]
     weights: str
     redundancy: str
     derived_bytes: int
+    num_pieces: int
     replicated: bool
     summary: bytes
+
+    @property
+    def to_compare(self) -> tuple[int, int]:
+        return self.derived_bytes, self.num_pieces
 
     @classmethod
     def of(
@@ -183,7 +189,10 @@ class _View(NamedTuple):
         seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
         derived = sum(piece.fragment.nbytes for piece in described.stepped if piece.derived_from is not None)
         broken = tuple(_broken(described, cast))
-        return cls(broken, seen, redundancy.digest, derived, described.replicated, b"" if broken else look.summary())
+        return cls(
+            broken, seen, redundancy.digest, derived, len(described.stepped), described.replicated,
+            b"" if broken else look.summary(),
+        )  # fmt: skip
 
 
 class Look:
@@ -272,19 +281,22 @@ class Belief:
         sets: which fragments of this rank others hold, too; None where each rank copies its own.
         held: by their index, the bytes of those fragments.
         derived: pieces of this rank that follow from others.
-        derived_bytes: of such pieces, of each rank.
+        to_compare: the bytes of such pieces and the number of all pieces, of each rank.
         broken: keys of those that do not, as it was found.
     """
 
     def __init__(
         self, sets: ReplicaSets | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece],
-        derived_bytes: Sequence[int], broken: Collection[str],
+        to_compare: Sequence[tuple[int, int]], broken: Collection[str],
     ) -> None:  # fmt: skip
+        derived_bytes, num_pieces = zip(*to_compare, strict=True)
         self.replicas = replicas = sets.again if sets is not None else None
         self.held = held
         runs = sets.runs if sets is not None else ()
         self.largest_bytes = max([*derived_bytes, *(run.nbytes for run in runs)])
         """Of the largest replica set, or of what some rank derives; the same on all ranks."""
+        self.num_pieces = max(num_pieces)
+        """Of the rank that has most; the same on all ranks."""
         self._rules = _rules(derived)
         self._is_broken = bool(broken)
         self.needed = any(derived_bytes) or (replicas is not None and replicas.needed)

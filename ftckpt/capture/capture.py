@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import time
 import weakref
 from array import array
@@ -48,7 +49,7 @@ class Capture:
         self._parts = parts
         self._tensors = [piece.tensor for piece in pieces]
         self._counts: Counts = array("q")
-        self._fenced = False
+        self._fenced, self._fenced_secs = False, math.inf
         self._found: str | None = None  # by the fence
         copies = chunk_copies(arena.image, parts)
         self._stepped = copies[: arena.image.num_stepped_chunks]
@@ -189,6 +190,7 @@ class Capture:
         self._copier.take(sources, self._volatile, self._slots[slot])
         # Before the first copy starts: a write behind this line may be in some bytes and not in others.
         self._counts, self._fenced, self._found = self._writes.read(), False, None
+        self._fenced_secs = math.inf
         self._flight = self._start(slot, snapshot, base)
         return slot
 
@@ -210,7 +212,7 @@ class Capture:
         # Behind the look: what torch counts from here on are the optimizer's own writes. In this order: who seals in
         # this very instant goes by what was found.
         self._found = torn
-        self._fenced = True
+        self._fenced, self._fenced_secs = True, min(self._fenced_secs, time.monotonic())
         if torn is not None and not flight.ended:
             self._drop(torn)
         safe = self._copier.fence(flight, timeout_secs)
@@ -222,6 +224,20 @@ class Capture:
             late = f"copy not done after {timeout_secs} s"
             self._drop(f"copy failed: {flight.error!r}" if flight.error else late)
         return waited
+
+    def poll(self, timeout_secs: float, wait_secs: float) -> None:
+        """Wait ``wait_secs`` at most for the copies of a fenced snapshot; drop one of which they failed, or are not
+        there ``timeout_secs`` after the fence.
+
+        Raises:
+            CaptureError: the snapshot was dropped.
+        """
+        if self._flight is None or self._flying is None or not self._fenced:
+            return
+        if self._flight.wait(wait_secs):
+            self.settle(0.0)
+        elif time.monotonic() - self._fenced_secs > timeout_secs:
+            self._drop(f"copies not there {timeout_secs} s after the fence")
 
     def settle(self, timeout_secs: float) -> None:
         """Wait for the host's knowledge that the copies of a fenced snapshot are there, or drop it.
@@ -284,6 +300,8 @@ class Capture:
 
     def _torn(self) -> str | None:
         """Who wrote to stepped state before the fence, where none stands: it may be below a copy."""
+        if self._fenced:  # one look is enough, of whichever thread
+            return self._found
         key = self._writes.written(self._counts)
         if self._fenced:  # in this order: what was read before the fence counts
             return self._found

@@ -1,13 +1,13 @@
 """A rotating sample of what several ranks hold, compared with every snapshot.
 
 Each snapshot compares the bytes at one of N positions: an N-th of each replica set, whose fragments stand end to end.
-N snapshots in a row compare everything once. The work is enqueued at the boundary, and its result is read when
-the rank posts its vote.
+N + 1 snapshots in a row compare everything at least once. The work is enqueued at the boundary, and its result is
+read when the rank posts its vote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,13 +17,17 @@ import xxhash
 
 from ftckpt.capture.assignment import Assignment, as_bytes
 from ftckpt.model.replicas import CUT_BYTES
-from ftckpt.model.sampled import Comparison
+from ftckpt.model.sampled import Comparison, position_of
 from ftckpt.model.training_state import cast_master
 
 Words: TypeAlias = npt.NDArray[np.int64]
+Ends: TypeAlias = npt.NDArray[np.int64]
 
 SAMPLE_BYTES = 1 << 20
 """Bytes of the largest replica set that one snapshot compares, as far as the number of positions allows."""
+
+LOOK_BYTES = SAMPLE_BYTES // 64
+"""To look at one more piece takes as long as so many bytes."""
 
 _BLOCK = 1 << 22
 """Elements that a device reduces together: they take 16 bytes each."""
@@ -40,26 +44,31 @@ class Slice(NamedTuple):
     end: int
 
 
-def num_positions(largest_bytes: int, limit: int) -> int:
-    """Snapshots within which everything is compared once."""
-    return max(1, min(limit, -(-largest_bytes // SAMPLE_BYTES)))
+def num_positions(largest_bytes: int, pieces: int, limit: int) -> int:
+    """As many as ``limit`` snapshots in a row come to all of, and no more than are of use."""
+    return max(1, min(limit - 1, -(-(largest_bytes + pieces * LOOK_BYTES) // SAMPLE_BYTES)))
 
 
-def slices(sizes: Sequence[int], position: int, positions: int) -> list[Slice]:
-    """The part of pieces of ``sizes`` bytes, end to end, that belongs to one of ``positions``.
+def ends_of(sizes: Iterable[int]) -> Ends:
+    """Where pieces of ``sizes`` bytes end, one behind the other, each with ``LOOK_BYTES`` behind it."""
+    return np.cumsum(np.fromiter(sizes, np.int64) + LOOK_BYTES)
+
+
+def slices(ends: Ends, position: int, positions: int) -> list[Slice]:
+    """The part of pieces with these ``ends`` that belongs to one of ``positions``.
 
     Cut at multiples of ``CUT_BYTES`` inside each piece. Each byte belongs to exactly one position.
     """
-    ends = np.cumsum(np.asarray(sizes, np.int64))
     total = int(ends[-1]) if len(ends) else 0
     begin, end = (total * at // positions for at in (position, position + 1))
     found: list[Slice] = []
     # The piece in which the part before has ended may have some bytes left.
     for piece in range(int(np.searchsorted(ends, begin, side="right")), len(ends)):
-        start = int(ends[piece]) - sizes[piece]
+        start = int(ends[piece - 1]) if piece else 0
         if start >= end:
             break
-        one = Slice(piece, _cut(sizes[piece], begin - start), _cut(sizes[piece], end - start))
+        size = int(ends[piece]) - start - LOOK_BYTES
+        one = Slice(piece, _cut(size, begin - start), _cut(size, end - start))
         if one.end > one.begin:
             found.append(one)
     return found
@@ -83,22 +92,27 @@ class Sampler:
     """Takes this rank's part of each sample.
 
     Args:
-        limit: most positions; 0: nothing is compared.
+        limit: snapshots in a row that compare everything; 0: nothing is compared.
     """
 
     def __init__(self, assignment: Assignment, rank: int, num_ranks: int, limit: int) -> None:
         belief = assignment.belief
-        self.positions = num_positions(belief.largest_bytes, limit) if limit and belief.needed else 0
-        """Snapshots within which everything is compared once, the same on all ranks; 0: nothing is compared."""
+        self.positions = (
+            num_positions(belief.largest_bytes, belief.num_pieces, limit) if limit and belief.needed else 0
+        )
+        """The same on all ranks; 0: nothing is compared."""
         self._held = belief.held
         self._items = {index: assignment.pieces[index].fragment.item_bytes for index in belief.held}
+        # Where pieces end is found once: at a boundary there is no time to look at each of them.
         self._derived = [piece for piece in assignment.derived if piece.derived_from is not None]
-        self._groups: list[list[int]] = []
+        self._derived_ends = ends_of(piece.fragment.nbytes for piece in self._derived)
+        self._groups: list[tuple[list[int], Ends]] = []
         members: Sequence[npt.NDArray[np.int32]] = ()
         if belief.replicas is not None:
             members = belief.replicas.groups.members
             own = [group for group, ranks in enumerate(members) if rank in ranks]
-            self._groups = [belief.replicas.holdings.of(group).tolist() for group in own]
+            indices = [belief.replicas.holdings.of(group).tolist() for group in own]
+            self._groups = [(each, ends_of(self._held[index].numel() for index in each)) for each in indices]
         self.comparison = Comparison.of(members, num_ranks)
         self._pinned: torch.Tensor | None = None
         self._pending: _Pending | None = None
@@ -107,12 +121,12 @@ class Sampler:
         """Sample for snapshot ``number``. Waits for no device."""
         if not self.positions:
             return
-        position = number % self.positions
+        position = position_of(number, self.positions)
         host = np.zeros(self.comparison.width, np.int64)
         on_device: dict[int, torch.Tensor | None] = {}
         host[0], on_device[0] = self._mismatches(position)
-        for word, indices in enumerate(self._groups, start=1):
-            host[word], on_device[word] = self._digest(indices, position)
+        for word, (indices, ends) in enumerate(self._groups, start=1):
+            host[word], on_device[word] = self._digest(indices, ends, position)
         self._pending = _Pending(number, host, *self._fetch(on_device))
 
     def words(self, number: int) -> Words | None:
@@ -123,15 +137,16 @@ class Sampler:
         if pending is None or pending.number != number:
             return self.comparison.unsampled()
         if pending.done is not None and pending.device is not None:
-            # Enqueued at the boundary of a snapshot whose copies are over: there is nothing left to wait for.
-            pending.done.synchronize()
+            # Where a device is far behind a later snapshot compares the same.
+            if not pending.done.query():  # type: ignore[no-untyped-call]
+                return self.comparison.unsampled()
             pending.host[: len(pending.device)] ^= pending.device.numpy()
         return pending.host
 
     def _mismatches(self, position: int) -> tuple[int, torch.Tensor | None]:
         """Elements that are not the cast of their masters."""
         pairs: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for one in slices([piece.fragment.nbytes for piece in self._derived], position, self.positions):
+        for one in slices(self._derived_ends, position, self.positions):
             piece = self._derived[one.piece]
             assert piece.derived_from is not None
             item = piece.fragment.item_bytes
@@ -151,11 +166,11 @@ class Sampler:
                 host += int(num)
         return host, device
 
-    def _digest(self, indices: Sequence[int], position: int) -> tuple[int, torch.Tensor | None]:
+    def _digest(self, indices: Sequence[int], ends: Ends, position: int) -> tuple[int, torch.Tensor | None]:
         """64 bits of the slices of a group, of those that lie on the host and on a device."""
         hasher, on_host = xxhash.xxh3_64(), False
         on_device: dict[int, list[torch.Tensor]] = {}
-        for one in slices([self._held[index].numel() for index in indices], position, self.positions):
+        for one in slices(ends, position, self.positions):
             index = indices[one.piece]
             part = self._held[index][one.begin : one.end]
             if part.is_cuda:

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if job.ranks > _MANY_RANKS:
         print(f"ftckpt plan: {job.ranks} ranks: this takes a while", file=sys.stderr, flush=True)
     with _without_collection():
-        planned = plan(job, config, node_bytes or 0)
+        planned = plan(job, config)
     limit = unknown_limit(config.network_rate)
     verdict = judge(planned, config, node_bytes, limit) if node_bytes else None
     assumed = list(_assumptions(planned, verdict))

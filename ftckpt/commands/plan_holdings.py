@@ -210,40 +210,32 @@ def resolved(job: JobShape, config: Config) -> tuple[Modes, tuple[str, ...]]:
     return modes, left_out
 
 
-def plan(job: JobShape, config: Config, node_bytes: int = 0) -> StartPlan:
-    """How a job would start on nodes that have ``node_bytes`` of memory for it; 0: as much as it takes.
-
-    Where they have less than it needs at the least, it is planned all the same.
+def plan(job: JobShape, config: Config) -> StartPlan:
+    """How a job would start on nodes that have as much memory as it takes.
 
     Raises:
         ConfigError: as ``resolved``.
-        MemoryBudgetError: more than ``memory_limit`` with as few slots and modes as can be.
+        MemoryBudgetError: more than ``memory_limit`` with as few modes as can be.
     """
     modes, left_out = resolved(job, config)
     arrangement = ProtectionPlan(job, modes)
-    slots, least = (config.num_slots(bool(arrangement.modes.names), short) for short in (False, True))
-    table = arrangement.table(slots)
+    slots = config.num_slots(bool(modes.names))
     while True:
+        table = arrangement.table(slots)
         node, memory = max(table.memory.items(), key=lambda one: one[1].sum)
-        # As a start does: a slot first, then a mode that nobody has named, and that for the sake of the limit alone.
         try:
             remedies = ways_to_need_less(config, slots, bool(arrangement.modes.names))
             require_limit(
                 config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
             )  # fmt: skip
-            fewer = None
         except MemoryBudgetError:
+            # As a start does: without a mode that nobody has named.
             fewer = lessened(arrangement.modes) if config.protect == "auto" else None
-            if slots == least and fewer is None:
+            if fewer is None:
                 raise
-        else:
-            if not node_bytes or memory.sum <= node_bytes or slots == least:
-                return StartPlan(arrangement, slots, table, left_out)
-        if slots != least:
-            slots, table = least, table.with_slots(slots, least)
-        elif fewer is not None:
             arrangement = ProtectionPlan(job, fewer)
-            table = arrangement.table(slots)
+        else:
+            return StartPlan(arrangement, slots, table, left_out)
 
 
 def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, ProtectionPlan, Memory]]:

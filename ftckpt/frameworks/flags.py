@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 
 from ftckpt.frameworks.launcher import log_once
 from ftckpt.model.text import listed
+
+_requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
 class TrainingFlags:
@@ -23,13 +26,15 @@ class TrainingFlags:
         self, parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterable[tuple[str, torch.nn.Module]]
     ) -> None:
         self._parameters, self._modules = list(parameters), list(modules)
+        self._looked_at = [parameter for _, parameter in self._parameters], [module for _, module in self._modules]
         self._built = [parameter.requires_grad for _, parameter in self._parameters]
         self._flags: tuple[list[bool], list[bool]] = [], []
         self._state: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, str]:
         """Names as JSON texts, which are written again only where a flag has changed."""
-        flags = [p.requires_grad for _, p in self._parameters], [module.training for _, module in self._modules]
+        parameters, modules = self._looked_at
+        flags = [*map(_requires_grad, parameters)], [*map(_training, modules)]
         if not self._state or flags != self._flags:
             self._flags = flags
             trained = zip(self._parameters, self._built, flags[0], strict=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ftckpt.capture.affinity import run_on
 from ftckpt.capture.copier import Cores
 from ftckpt.config import Config
-from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError
+from ftckpt.errors import ArenaError, FtckptError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
 from ftckpt.job import deadlines
@@ -44,13 +44,11 @@ class NodeArenas:
     """
 
     def __init__(
-        self, config: Config, topology: Topology, group: Group, events: Events, least_slots: int | None = None, *,
-        protects: bool = False,
-    ) -> None:  # fmt: skip
+        self, config: Config, topology: Topology, group: Group, events: Events, *, protects: bool = False
+    ) -> None:
         self.entry = NodeEntry(config, topology, group, events)
         self.slots = config.slots
-        """Of an arena, the same on all ranks; ``least_slots`` where a node has no room for more."""
-        self._least_slots = config.slots if least_slots is None else least_slots
+        """Of an arena."""
         self._protects = protects
         self.cores: Cores = None
         """Where threads run that allocate slots: a tmpfs takes memory of the NUMA node whose core asks for it."""
@@ -138,20 +136,6 @@ class NodeArenas:
         if protection is not None:
             protection.begin()
         return arena
-
-    def lessen(self, error: MemoryBudgetError) -> bool:
-        """``open`` has failed so, on all ranks; whether it may fit with fewer slots, as it is going to be tried."""
-        wanted, self.slots = self.slots, self._least_slots
-        if wanted == self.slots:
-            return False
-        if self._made is not None:  # it has no snapshot
-            remove_arena(self._made)
-            self._made = None
-        self._events.announce(
-            f"{self.slots} slots per arena, as memory has no room for {wanted}: while a snapshot is being protected, "
-            f"one more is taken and those behind it are left out ({error})"
-        )
-        return True
 
     def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
         """Go over to another manifest while training: the locked arena for it, as ``open`` gives it.
@@ -390,7 +374,6 @@ class NodeArenas:
             path=str(arena.path),
             reused=existing is not None,
             slots=arena.control.slots,
-            wanted=self._config.slots,
             allocated=arena.control.slots - len(absent_slots(arena)),
             slot_bytes=arena.image.file_bytes,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ftckpt.model.sampled import position_of
+
 
 @dataclass
 class Interval:
@@ -86,7 +88,7 @@ class Trust:
     every position has matched.
 
     Args:
-        positions: of samples; the n-th snapshot compares position n modulo ``positions``.
+        positions: of samples, see ``position_of``.
         iteration: at which everything was the same.
     """
 
@@ -100,7 +102,7 @@ class Trust:
 
     def match(self, number: int, iteration: int) -> None:
         """The sample of snapshot ``number``, of ``iteration``, has matched."""
-        position = number % len(self._matched)
+        position = position_of(number, len(self._matched))
         # A rank that reads late may learn of a sample after a newer proof.
         self._matched[position] = max(self._matched[position], iteration)
 

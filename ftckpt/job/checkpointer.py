@@ -14,6 +14,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, LaunchError, SilentCorruptionError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
+from ftckpt.job import deadlines
 from ftckpt.job.garbage import no_collections
 from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.rank_parts import RankParts
@@ -324,6 +325,8 @@ class Checkpointer:
         """
         save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
         self.pause()
+        if self._snapshots is not None:  # training waits anyway: for the newest that can be had
+            self._snapshots.settle(deadlines.FENCE_SECS)
         return save.run(path, max_file_bytes, precision)
 
     def close(self, remove: bool | None = None, done: bool = True) -> None:

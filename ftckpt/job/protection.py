@@ -157,13 +157,8 @@ class Protection:
 
     @property
     def slots(self) -> int:
-        """How many slots an arena has where memory has room for them."""
+        """How many slots an arena has."""
         return self._config.num_slots(self.protects)
-
-    @property
-    def least_slots(self) -> int:
-        """How many it has where memory has no room for ``slots``."""
-        return self._config.num_slots(self.protects, short=True)
 
     @property
     def smp_guards(self) -> bool:

@@ -65,9 +65,7 @@ class RankParts:
         config = replace(config, slots=protection.slots)
         nodes = len({member.node for member in topology.members})
         state = RankState(config, protection.protects, nodes)
-        arenas = NodeArenas(
-            config, topology, links.group, events, protection.least_slots, protects=protection.protects
-        )
+        arenas = NodeArenas(config, topology, links.group, events, protects=protection.protects)
         return cls(
             config, topology, events, links, training_state, protection, arenas,
             AttemptRecord(config, topology, run, events), RankStorage(config, links.group, events, protection, state),

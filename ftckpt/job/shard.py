@@ -117,8 +117,7 @@ class Shard:
                 break
             except MemoryBudgetError as error:
                 self._leave_arena()
-                # Slots first: fewer of them cost snapshots, and less protection what a failure leaves of them.
-                if self._arenas.lessen(error) or (protection is not None and protection.lessen(error)):
+                if protection is not None and protection.lessen(error):
                     continue
                 # What memory has is loaded: the job goes on with that, whatever else there is no room for.
                 if whole is None or lacking:

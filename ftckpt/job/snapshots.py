@@ -145,6 +145,14 @@ class Snapshots:
             self._vote()
             self._pacer.learn()
 
+    def settle(self, wait_secs: float) -> None:
+        """Wait so long at most for the copies of the last snapshot that was fenced."""
+        try:
+            if self.capture is not None:
+                self.capture.poll(deadlines.FENCE_SECS, wait_secs)
+        except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
+            self.fail(error)
+
     def let_go(self) -> bool:
         """Off, and a boundary later, behind the last proof: whether training's memory is training's alone now."""
         if not self._shard.let_go():
@@ -214,9 +222,11 @@ class Snapshots:
         elif decision is not None and capture is not None:
             slot = self.take(decision, prepared)
             self.begun, self._num_begun = iteration, self._num_begun + 1
-            self._shard.sample(self._state.interval.number)
             self._numbers.took(capture.stepped_bytes)
             self._events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
+        # Of a snapshot that is skipped, too, but not where it is known by now that replicas differ.
+        if decision is not None and not self._state.objection:
+            self._shard.sample(self._state.interval.number)
 
     def _agree(self) -> None:
         """Learn what is whole on all ranks. Here, and nowhere else, ranks are waited for: a slot is needed now.
@@ -224,11 +234,7 @@ class Snapshots:
         Raises:
             AgreementError, CaptureError: the others cannot be reached, or did not answer in time.
         """
-        try:
-            if self.capture is not None:
-                self.capture.settle(deadlines.FENCE_SECS)
-        except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
-            self.fail(error)
+        self.settle(deadlines.EARLIER_SECS)
         self._post(now=True)
         deadline = time.monotonic() + deadlines.VOTE_SECS
         while True:
@@ -259,14 +265,17 @@ class Snapshots:
 
     def _post(self, now: bool = False) -> None:
         """Post what this rank has once for each round that it owes, as soon as the host knows it, or ``now``: the
-        others wait."""
+        others wait.
+
+        Copies that are still on their way take no round away and add none: this one names what was sealed before them
+        and skips the next snapshot, a later one names theirs.
+        """
         while self._state.owes_round:
-            flies = self.capture is not None and self.capture.flying
-            if flies and not now:
+            if not now and self.capture is not None and self.capture.flying:
                 return
             problem: Exception | None = None
             try:
-                round_ = self._state.empty_round() if flies else self._round()
+                round_ = self._round()
             except Exception as error:  # noqa: BLE001 - told below, when the others have a round to go on with
                 round_, problem = self._state.empty_round(), error
             self._send(round_)

@@ -18,6 +18,14 @@ class Sampled(IntEnum):
     DIFFER, UNKNOWN, MATCHED = -1, 0, 1
 
 
+def position_of(number: int, positions: int) -> int:
+    """The one of ``positions`` at which the state of snapshot ``number`` is compared.
+
+    Each turn through them begins one further on: where every n-th snapshot is skipped, none of them is for ever.
+    """
+    return (number - number // positions) % positions
+
+
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """Compares the words of all ranks: a row for each, of ``width`` words.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ftckpt.model.text import human
@@ -59,14 +59,6 @@ class ProtectionTable:
     def fullest(self) -> Memory:
         """The memory of the node that needs most."""
         return max(self.memory.values(), key=lambda memory: memory.sum)
-
-    def with_slots(self, before: int, slots: int) -> ProtectionTable:
-        """The same with ``slots`` of an arena in the place of ``before``, on which failures do not depend."""
-        memory = {
-            node: replace(own, slots=own.slots // before * slots, in_slots=own.in_slots // before * slots)
-            for node, own in self.memory.items()
-        }
-        return replace(self, memory=memory)
 
     def lines(self) -> list[str]:
         most = self.fullest

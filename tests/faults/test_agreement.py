@@ -336,7 +336,7 @@ def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str)
 
     Capture._seal = seal_late  # type: ignore[method-assign]
     owner: Any = capture if where == "boundary" else protection
-    name, longest_secs = {"boundary": "settle"}.get(where, "observe"), 0.0
+    name, longest_secs = {"boundary": "poll"}.get(where, "observe"), 0.0
     works = getattr(owner, name)
 
     def fails(*_: Any, **__: Any) -> Any:

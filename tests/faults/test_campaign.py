@@ -89,7 +89,7 @@ DRIFT = Trouble("drift", 20, 0, "flip")
         (DRIFT, job(70, 7, doubts=(17, 22)), events("replicas_drift", after=17, until=22), True),
         (DRIFT, job(70, 7, doubts=(17, 70)), events("replicas_drift", after=17, until=22), False),
         (DRIFT, job(70, 7), [], False),
-        (DRIFT, job(70, 7), events("replicas_drift", after=17, until=24), False),
+        (DRIFT, job(70, 7), events("replicas_drift", after=17, until=25), False),
     ],
 )
 def test_what_must_come_of_trouble(trouble: Trouble, after: Job, told: list[dict[str, object]], met: bool) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from ftckpt.capture.capture import Capture
 from ftckpt.errors import CaptureError
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description, Piece
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
@@ -53,6 +55,45 @@ def test_a_stuck_copy_drops_the_snapshot_on_all_ranks(settings: dict[str, Any], 
     assert {event["rank"] for event in jobs.events(settings, "snapshot_error")} == {1}
     assert jobs.events(settings, "skipped"), "the stuck rank could not write, so nobody should have"
     assert resume(settings) == 4
+
+
+def outlasts(rank: int, world_size: int, settings: dict[str, Any], saved: Path) -> list[tuple[int, int]]:
+    """At each boundary what was begun and what was whole; copies of 3 end on rank 1 behind boundary 5, where a save
+    waits for them."""
+    checkpointer, state = plain.restarted(rank, world_size, settings)
+    capture, seal, goes_on, begun = checkpointer.capture, Capture._seal, threading.Event(), []
+    assert capture is not None
+
+    def seal_late(self: Capture, slot: int, snapshot: SnapshotId, hashed: bool) -> None:
+        assert (rank, snapshot.iteration) != (1, 3) or goes_on.wait(20)
+        seal(self, slot, snapshot, hashed)
+
+    Capture._seal = seal_late  # type: ignore[method-assign]
+    for iteration in range(1, 8):
+        plain.iterate(checkpointer, state, iteration)
+        whole = checkpointer.whole
+        begun.append((checkpointer.begun, whole.iteration if whole is not None else -1))
+        if iteration == 5:
+            threading.Timer(0.3, goes_on.set).start()
+            checkpointer.save_universal(saved)
+        if rank == 0 or checkpointer.begun != 3 or goes_on.is_set():
+            checkpointer.fence()
+            until(lambda: not capture.flying)
+    checkpointer.close()
+    return begun
+
+
+def test_copies_that_last_longer_than_an_iteration_keep_no_boundary_waiting(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Both ranks skip what is due meanwhile; what took long is whole once it is there."""
+    settings |= {"earlier_secs": 0.0, "objects_size": "1MiB", "chunk_size": "64KiB"}
+    for result in run_ranks(outlasts, RANKS, settings, tmp_path / "saved"):
+        assert result.value == [(1, -1), (2, 1), (3, 2), (3, 2), (3, 2), (6, 3), (7, 6)]
+    assert {(event["rank"], event["iteration"]) for event in jobs.events(settings, "skipped")} == {
+        (rank, iteration) for rank in range(RANKS) for iteration in (4, 5)
+    }
+    assert {event["iteration"] for event in jobs.events(settings, "saved")} == {3}
 
 
 @pytest.mark.slow

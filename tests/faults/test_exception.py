@@ -264,7 +264,7 @@ COLLECTIVE = ("save", "describe", "choose", "lay out", "proof", "close")
 def test_others_do_not_wait(stage: str, failing: Failing) -> None:
     """Where a rank fails by itself in what is collective, the others end, too, and say why."""
     # At the end broken groups are connected once more: a rank that does not come is waited for so long.
-    failing.env[constants.VARIABLE] = '{"vote_secs": 5}'
+    failing.env[constants.VARIABLE] = '{"vote_secs": 5, "earlier_secs": 30}'
     failing.launch([Failure(stage, 1, "exit", nth=1)], *LONG)
     one = failing.wait_for("failure", lambda: fired(failing.failures))[0]
     failing.wait_for("the end of both", lambda: len(failing.ended) == 2)

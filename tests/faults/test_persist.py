@@ -186,7 +186,7 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(going_on: dict[str, Any
     comes_back(going_on, newest)
     assert {event["source"] for event in jobs.events(going_on, "restored")} == {"storage"}
     for arena in arenas_of(going_on):
-        assert arena.control.slots == 5, "as many as the job wants"
+        assert arena.control.slots == 4, "as many as the job wants"
         assert not arena.snapshots() and arena.control.whole() is None, "memory has the next snapshot as the first"
     fetched = jobs.events(going_on, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4

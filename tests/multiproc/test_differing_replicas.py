@@ -143,7 +143,7 @@ DRIFTS_AT = 20
 
 def drifting(rank: int, world_size: int, run: jobs.Run, at: int = DRIFTS_AT, sample_bytes: int = 0) -> jobs.Outcome:
     """One element of rank 1 goes wrong right before the snapshot that is taken ``at`` an iteration."""
-    sample.SAMPLE_BYTES = sample_bytes or sample.SAMPLE_BYTES
+    sample.SAMPLE_BYTES, sample.LOOK_BYTES = sample_bytes or sample.SAMPLE_BYTES, 0
 
     take = Snapshots.take
 

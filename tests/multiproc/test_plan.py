@@ -35,8 +35,8 @@ LARGE = 0.1
 """Of all state: replica sets that a plan must have. Others are layernorms, and numbers."""
 NUMBERS = 4096
 """Bytes: counts of steps."""
-HEADERS = {"slots": 8, "in_slots": 1, "parity": 1, "packages": 12, "sum": 21, "node": 2, "job": 4}
-"""How many headers a plan may have guessed too long: four slots of two ranks; three packages of each of four."""
+HEADERS = {"slots": 6, "in_slots": 1, "parity": 1, "packages": 12, "sum": 19, "node": 2, "job": 4}
+"""How many headers a plan may have guessed too long: three slots of two ranks; three packages of each of four."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,7 @@ from ftckpt.store.control import SlotState
 from ftckpt.store.directory import SMP_LOCK_NAME, clean_job, end_smp, list_arenas
 from ftckpt.store.locks import holder_of
 from tests.support.event_logs import read_events
-from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, RankGroup, run_ranks, spawn_ranks
-from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -104,11 +102,11 @@ def test_snapshots_become_protected_and_nothing_is_left_at_the_end(plan: Plan) -
     assert arenas["one rank's arena"] == 3 and arenas["one node"] == 0
 
 
-@pytest.mark.parametrize("slots", [0, 3])
-def test_protection_that_takes_many_iterations_costs_a_snapshot_only_where_three_slots_were_asked_for(
+@pytest.mark.parametrize("slots", [0, 4])
+def test_protection_that_takes_many_iterations_costs_snapshots_unless_a_fourth_slot_was_asked_for(
     plan: Plan, slots: int
 ) -> None:
-    """By default each iteration has its snapshot, and one is protected after the other."""
+    """One is protected after the other, however many are left out."""
     slow = {"smp_rate": "8MB/s", "slots": slots, "protect_timeout_secs": 60.0}
     run_ranks(train, 3, replace(plan, protected=4, settings={**plan.settings, **slow}))
     for rank in range(3):
@@ -118,7 +116,7 @@ def test_protection_that_takes_many_iterations_costs_a_snapshot_only_where_three
         between = [e for e in seen if done[0]["time"] < e["time"] <= done[3]["time"]]
         taken, left_out = (sum(e["event"] == name for e in between) for name in ("snapshot", "skipped"))
         assert taken + left_out > 20, "one takes many iterations"
-        assert left_out > taken if slots else not left_out
+        assert not left_out if slots else left_out > taken
         # As quick as one can be: what it takes of the cores is little.
         assert done[3]["time"] - done[0]["time"] < 1.5 * sum(event["secs"] for event in done[1:4])
 
@@ -369,36 +367,6 @@ def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
     results = run_ranks(train, 3, plan, expect_failures=True, grace_secs=10)
     for result in results:
         assert result.error is not None and "ConfigError" in result.error and text in result.error
-
-
-@pytest.mark.parametrize(("slots", "by"), by_default([(0, "room"), (4, "room"), (0, "limit")], [(4, "room")]))
-def test_where_one_node_has_no_room_for_four_slots_all_ranks_have_three_unless_four_were_asked_for(
-    plan: Plan, arena_root: Path, slots: int, by: str
-) -> None:
-    """The sum that the first job was told is half a slot more than there is on n0."""
-    plan = replace(plan, nodes=["n0", "n0", "n1"], settings={**plan.settings, "protect": "peer", "slots": slots})
-    run_ranks(train, 3, replace(plan, iterations=3))
-    (arena,) = [event for event in told(plan) if event["event"] == "arena"]
-    (table,) = [event for event in told(plan) if event["event"] == "protection"]
-    assert arena["slots"] == 4
-    room = table["memory_per_node"]["sum"] - arena["slot_bytes"] // 2
-    with ExitStack() as stack:
-        if by == "room":
-            leave_free(stack.enter_context(tmpfs(folder(plan) / "n0")), room)
-        else:
-            plan.settings["memory_limit"] = f"{room}B"
-        before = [len(told(plan, rank)) for rank in range(3)]
-        if slots:
-            with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: .*--ftckpt-slots"):
-                run_ranks(train, 3, plan)
-            return
-        run_ranks(train, 3, replace(plan, protected=3))
-        for rank in range(3):
-            again = told(plan, rank)[before[rank] :]
-            *_, arena = [event for event in again if event["event"] == "arena"]
-            assert (arena["slots"], arena["wanted"]) == (3, 4) and any(
-                event["event"] == "protected" for event in again
-            )
 
 
 @pytest.mark.slow

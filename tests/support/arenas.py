@@ -60,8 +60,8 @@ class Rank:
     """One rank: its NodeArenas and the arena it writes."""
 
     def __init__(
-        self, rank: int, root: Path, slots: int, shared: tuple[list[bytes], threading.Barrier],
-        least_slots: int | None = None, *, protects: bool = False, memory_limit: str = "0",
+        self, rank: int, root: Path, slots: int, shared: tuple[list[bytes], threading.Barrier], *,
+        protects: bool = False, memory_limit: str = "0",
     ) -> None:  # fmt: skip
         members = tuple(RankPlace({"dp": index}, "node") for index in range(len(shared[0])))
         self.topology = Topology(rank, members, {"dp": len(members)})
@@ -71,7 +71,7 @@ class Rank:
             enabled=True, job="job", node="node", arena=str(root), slots=slots, memory_limit=memory_limit
         )  # fmt: skip
         group: Any = self.group
-        self.arenas = NodeArenas(config, self.topology, group, self.events, least_slots, protects=protects)
+        self.arenas = NodeArenas(config, self.topology, group, self.events, protects=protects)
         self.rank = rank
         self.shard = self.topology.me.shard
         self.arena: Arena | None = None
@@ -87,9 +87,9 @@ class Rank:
         return self.arena
 
 
-def ranks(root: Path, number: int, slots: int = 2, least_slots: int | None = None, **settings: Any) -> list[Rank]:
+def ranks(root: Path, number: int, slots: int = 2, **settings: Any) -> list[Rank]:
     shared: tuple[list[bytes], threading.Barrier] = ([b""] * number, threading.Barrier(number))
-    return [Rank(rank, root, slots, shared, least_slots, **settings) for rank in range(number)]
+    return [Rank(rank, root, slots, shared, **settings) for rank in range(number)]
 
 
 def on_all(members: Sequence[Rank], action: Callable[[Rank], T]) -> list[T]:

@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "FTCKPT_TEST_CONSTANTS"
+PATIENT = '{"earlier_secs": 30}'
+"""A boundary waits for the snapshot before."""
 PLACES = {
     "fence_secs": "ftckpt.job.deadlines.FENCE_SECS",
+    "earlier_secs": "ftckpt.job.deadlines.EARLIER_SECS",
     "vote_secs": "ftckpt.job.deadlines.VOTE_SECS",
     "lock_secs": "ftckpt.job.deadlines.LOCK_SECS",
     "flush_secs": "ftckpt.persist.commit.FLUSH_SECS",
@@ -31,5 +34,5 @@ def configured(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_environment() -> None:
-    """For a script that a launcher has started."""
+    """For a process that a test has started."""
     configured(json.loads(os.environ.get(VARIABLE, "{}")))

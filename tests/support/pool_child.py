@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ftckpt import errors
+from tests.support import constants
 
 _PR_SET_PDEATHSIG = 1
 _LEAVE_TIMEOUT_SECS = 5.0
@@ -96,6 +97,7 @@ def _prepare(rank: int, settings: Settings) -> None:
 
     smps.spare_smps()
     torch.set_num_threads(1)
+    constants.from_environment()
     if settings.stand_in:
         from tests.support import standin
 

@@ -35,12 +35,12 @@ POSTED, PROOF = "posted", "proof"
 class Fate:
     """What happens to one rank in an iteration.
 
-    ``copies``: of the last snapshot are ``sealed`` before the fence, or ``late``, after it; ``failed``; or ``stuck``:
-    they run on when the snapshot is dropped. ``impatient``: it waits for nobody's post. ``begin_fails``: its
-    snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its node's SMP does, ``covers`` the
-    target, does and ``rests`` behind it, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer
-    does. ``breaks``: where its connections do: before a ``post``, before a ``read``, in a ``proof``, or in the last
-    step to a new ``layout``.
+    ``copies``: of the last snapshot are ``sealed`` before the fence, or ``late``, after it, or run ``longer``, past
+    the boundary; ``failed``; or ``stuck``: they run on when the snapshot is dropped. ``impatient``: it waits for
+    nobody's post. ``begin_fails``: its snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its
+    node's SMP does, ``covers`` the target, does and ``rests`` behind it, is ``slow``, ``gives up`` or is ``dead``.
+    ``steps``: whether the optimizer does. ``breaks``: where its connections do: before a ``post``, before a ``read``,
+    in a ``proof``, or in the last step to a new ``layout``.
     """
 
     copies: str = "sealed"
@@ -222,10 +222,11 @@ class Rank:
         state = self.state
         if fate.copies == "stuck" and self._drop(stuck=True):
             self._execute(state.fail("copies are stuck"))
-        self._seal()
+        if fate.copies != "longer":
+            self._seal()
         yield
         while True:
-            while self._post(job, fate):
+            while self._post(job, fate, now=True):
                 pass
             if not fate.impatient:
                 self.waits = POSTED
@@ -291,7 +292,10 @@ class Rank:
     def _take(self, job: Job, fate: Fate) -> None:
         writable = self._writable()
         self.decision = self.state.take(bool(writable))
+        sampled = self.state.interval.number, int(job.drifts and self.index == 0)
         if not isinstance(self.decision, Take):
+            if self.decision is not None and not self.state.objection:
+                self.sampled = sampled
             return
         assert not job.wrong, "a snapshot of what a proof has shown to be wrong"
         assert self._writable(self.decision.keep) == writable
@@ -301,7 +305,7 @@ class Rank:
             return
         self.slots[writable[0]] = None
         self.flight = Flight(writable[0], self.decision.snapshot)
-        self.sampled = self.state.interval.number, int(job.drifts and self.index == 0)
+        self.sampled = sampled
 
     @property
     def _late(self) -> bool:
@@ -322,10 +326,10 @@ class Rank:
             self.flight = None
         return True
 
-    def _post(self, job: Job, fate: Fate) -> bool:
+    def _post(self, job: Job, fate: Fate, now: bool = False) -> bool:
         """Whether a round is on its way that was not."""
         state = self.state
-        if not state.owes_round or (self.flight is not None and not self.flight.stuck):
+        if not state.owes_round or (not now and self.flight is not None and not self.flight.stuck):
             return False
         target = state.targets.target
         guard = Guard(

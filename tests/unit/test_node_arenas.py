@@ -167,31 +167,6 @@ def test_who_waits_for_another_job_of_the_name_says_so(
     end(members)
 
 
-def test_slots_that_do_not_fit_are_fewer_once_on_all_ranks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    members = ranks(arena_root, 2, slots=4, least_slots=3)
-    room = 2 * 3 * SlotImage.of(members[0].manifest()).file_bytes
-
-    def check(path: Path, need_bytes: int) -> None:
-        if need_bytes > room:
-            raise MemoryBudgetError("no room")
-
-    monkeypatch.setattr(ledger, "check_budget", check)
-    on_all(members, lambda member: member.arenas.entry.enter())
-
-    def refused(member: Rank) -> bool:
-        with pytest.raises(MemoryBudgetError, match="rank 0: no room") as failure:
-            member.arenas.open(member.manifest(), None)
-        return member.arenas.lessen(failure.value)
-
-    assert on_all(members, refused) == [True, True]
-    for member, arena in zip(members, on_all(members, lambda m: m.arenas.open(m.manifest(), None)), strict=True):
-        member.arena = arena
-    on_all(members, settle)
-    assert [files(member) for member in members] == [[3], [3]]
-    assert not members[0].arenas.lessen(MemoryBudgetError("no room for three, either"))
-    end(members)
-
-
 @pytest.mark.parametrize(
     ("slots", "protects", "remedies"),
     [

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.capture.sample import SAMPLE_BYTES, num_positions, reduced, slices
+from ftckpt.capture.sample import SAMPLE_BYTES, ends_of, num_positions, reduced, slices
 from ftckpt.job.cadence import Trust
 from ftckpt.model.replicas import CUT_BYTES
-from ftckpt.model.sampled import Comparison, Sampled
+from ftckpt.model.sampled import Comparison, Sampled, position_of
 
 
 @given(st.lists(st.integers(0, 700), max_size=12), st.integers(1, 40))
 def test_the_positions_cover_every_byte_exactly_once(sizes: list[int], positions: int) -> None:
     covered = [np.zeros(size, int) for size in sizes]
     for position in range(positions):
-        for one in slices(sizes, position, positions):
+        for one in slices(ends_of(sizes), position, positions):
             covered[one.piece][one.begin : one.end] += 1
             assert one.begin % CUT_BYTES == 0 and (one.end % CUT_BYTES == 0 or one.end == sizes[one.piece])
     assert all((each == 1).all() for each in covered)
@@ -26,9 +26,23 @@ def test_the_positions_cover_every_byte_exactly_once(sizes: list[int], positions
 
 @given(st.integers(0, 1 << 40), st.integers(1, 5000))
 def test_a_sample_is_small_and_the_positions_no_more_than_the_limit(largest: int, limit: int) -> None:
-    positions = num_positions(largest, limit)
-    assert 1 <= positions <= limit
-    assert positions == limit or -(-largest // positions) <= SAMPLE_BYTES
+    positions = num_positions(largest, 0, limit)
+    assert 1 <= positions <= max(1, limit - 1)
+    assert positions >= limit - 1 or -(-largest // positions) <= SAMPLE_BYTES
+
+
+@given(st.lists(st.integers(1, 1 << 14), min_size=1, max_size=1000))
+def test_a_sample_is_of_few_pieces(sizes: list[int]) -> None:
+    positions = num_positions(sum(sizes), len(sizes), 1 << 20)
+    assert max(len(slices(ends_of(sizes), at, positions)) for at in range(positions)) <= 64 + 2
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 200))
+def test_no_rhythm_of_skipped_snapshots_leaves_a_position_out(positions: int, every: int, begin: int) -> None:
+    in_a_row = range(begin, begin + positions + 1)
+    assert {position_of(number, positions) for number in in_a_row} == set(range(positions))
+    taken = range(begin, begin + every * positions * positions, every)
+    assert {position_of(number, positions) for number in taken} == set(range(positions))
 
 
 @given(st.data())
@@ -83,7 +97,7 @@ def test_what_is_trusted_is_the_oldest_of_the_last_matches_of_each_position(n: i
         if outcome == Sampled.MATCHED:
             trust.match(number, number)
             matched.append(number)
-        last = [max((one for one in matched if one % n == position), default=0) for position in range(n)]
+        last = [max((one for one in matched if position_of(one, n) == position), default=0) for position in range(n)]
         assert trust.iteration == min(last)
     trust.prove(100)
     trust.match(1, 3)

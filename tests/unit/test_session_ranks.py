@@ -57,8 +57,8 @@ def progresses(ranks: Job) -> None:
 
 
 TROUBLES = [
-    *(Fate(copies=copies) for copies in ("late", "failed", "stuck")),
-    *(Fate(impatient=True, copies=copies) for copies in ("sealed", "late", "failed")),
+    *(Fate(copies=copies) for copies in ("late", "longer", "failed", "stuck")),
+    *(Fate(impatient=True, copies=copies) for copies in ("sealed", "late", "longer", "failed")),
     *(Fate(smp=smp) for smp in ("rests", "slow", "gives up", "dead")),
     *(Fate(stretch=stretch, steps=False) for stretch in (1, 2, 3)),
     Fate(begin_fails=True),
@@ -273,8 +273,8 @@ def test_a_drift_that_a_sample_shows_is_proven_by_all_and_what_came_since_the_la
     """One rank reads of it late; from the alarm on nothing is taken until each rank copies its own."""
     ranks = job(3, replica_check_interval=1000)
     train(ranks, 19)
-    assert {rank.state.trusted for rank in ranks.ranks} == {17}, (
-        "18 is not posted before the next boundary, and 2 positions"
+    assert {rank.state.trusted for rank in ranks.ranks} == {16}, (
+        "18 is not posted before the next boundary, and 17 has the other position"
     )
     ranks.drifts = ranks.changed_replicas = True
     ranks.iterate([CALM] * 3, in_order)
@@ -290,16 +290,26 @@ def test_a_drift_that_a_sample_shows_is_proven_by_all_and_what_came_since_the_la
     progresses(ranks)
 
 
+def test_copies_that_run_past_a_boundary_skip_its_snapshot_on_all_ranks_and_count_at_the_next() -> None:
+    ranks = job(2)
+    train(ranks, 9)
+    ranks.iterate([CALM, Fate(copies="longer")], in_order)
+    assert {type(rank.decision) for rank in ranks.ranks} == {Skip}
+    assert {rank.state.whole for rank in ranks.ranks} == {SnapshotId(ranks.ranks[0].state.lineage, 8)}
+    train(ranks, 1)
+    assert {type(rank.decision) for rank in ranks.ranks} == {Take}
+    assert {rank.state.whole for rank in ranks.ranks} == {SnapshotId(ranks.ranks[0].state.lineage, 9)}
+
+
 def test_a_rank_that_has_not_sampled_raises_no_alarm_and_its_position_stays_open() -> None:
     ranks = job(2, replica_check_interval=1000)
     train(ranks, 19)
-    trusted = ranks.ranks[0].state.trusted
     ranks.iterate([CALM, Fate(begin_fails=True)], in_order)
-    train(ranks, 1)
-    assert not any(rank.doubts for rank in ranks.ranks)
-    assert {rank.state.trusted for rank in ranks.ranks} == {trusted + 1}, "of 20, that of 18 is the last that matched"
     train(ranks, 2)
-    assert {rank.state.trusted for rank in ranks.ranks} == {21}
+    assert not any(rank.doubts for rank in ranks.ranks)
+    assert {rank.state.trusted for rank in ranks.ranks} == {19}, "of its position, 19 was the last that matched"
+    train(ranks, 2)
+    assert {rank.state.trusted for rank in ranks.ranks} == {22}
 
 
 @pytest.mark.parametrize("order", [in_order, random.Random(1).randrange])
