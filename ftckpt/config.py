@@ -75,7 +75,10 @@ class Config:
         auto=True,
     )
     protect_timeout_secs: float = declare(
-        60.0, "longest wait for the protection of a snapshot before training goes on without it", minimum=0.1
+        60.0,
+        "wait for the protection of a snapshot before it is given up; longer where what the network has to carry "
+        "takes longer",
+        minimum=0.1,
     )
     peer_group: int = declare(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
     peer_losses: int = declare(
@@ -159,7 +162,7 @@ class Config:
     mtbf: str = declare(
         "auto",
         "mean time between failures of the job that lose its snapshots in memory, such as 40h, for persist_interval "
-        "auto; auto: 308 days over the number of nodes, a week at most",
+        "auto, and the most that protection may take; auto: 308 days over the number of nodes, a week at most",
         auto=True,
         quantity=seconds,
         minimum="1s",

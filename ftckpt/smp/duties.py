@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ftckpt.errors import FtckptError, SmpError, in_words
 from ftckpt.events import Events
+from ftckpt.model.flush_interval import mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.place import Place
 from ftckpt.smp.arenas import GuardedArenas, common_mark, least_mark
@@ -21,6 +22,7 @@ from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
 from ftckpt.smp.final_flush import FinalFlush
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.footprint import allow_packages
+from ftckpt.smp.forecast import Forecast
 from ftckpt.smp.link import NetworkLimit
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
@@ -54,7 +56,7 @@ class _Orders(NamedTuple):
     arenas: list[str]
     addresses: dict[str, tuple[str, int]]
     trust: Trust
-    limit: NetworkLimit
+    forecast: Forecast
     settings: dict[str, Any]
 
 
@@ -68,7 +70,11 @@ def _read(given: Mapping[str, Any]) -> _Orders:
             [str(place["arena"]) for place in given["places"].values()],
             {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()},
             Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt"))),
-            NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
+            Forecast(
+                int(given.get("received_bytes", 0)),
+                NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
+                mtbf_secs(str(settings.get("mtbf", "auto")), max(1, len(given.get("nodes", ())))),
+            ),
             settings,
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -103,7 +109,7 @@ class Duties:
         self._final: FinalFlush | None = None
         # What was begun last at a place; the next one there waits for its end. Another place may hang for ever.
         self._last_at: dict[str, Joinable] = {}
-        self._network = NetworkLimit(0.0, "not configured")
+        self._forecast = Forecast(0, NetworkLimit(0.0, "not configured"), 0.0)
         self._pace = self._new_pace({})
         self._share = _new_share({})
         self.service = Service(self._arenas, self._pace)
@@ -167,7 +173,7 @@ class Duties:
             if self._cannot is not None:  # it is begun anew
                 self._target = self._cannot = None
             return
-        node, duty, flush, arenas, addresses, trust, limit, settings = _read(given)
+        node, duty, flush, arenas, addresses, trust, forecast, settings = _read(given)
         addresses.pop(node, None)
         if addresses or trust.secret:
             self._peers.configure(addresses, trust)
@@ -175,7 +181,7 @@ class Duties:
         if self._flush is not None and flush != self._flush_orders:
             # Begun anew if it is still wanted: what an earlier attempt's orders came to says nothing of these.
             self._flush.stop()
-        self._description, self._duty, self._network, self._flush_orders = given, duty, limit, flush
+        self._description, self._duty, self._forecast, self._flush_orders = given, duty, forecast, flush
         # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
         self._share = _new_share(settings)
@@ -257,7 +263,7 @@ class Duties:
                 "at_end": self._flush_orders.at_end,
                 "problem": self._flush.problem if self._flush is not None else "",
             },
-            "network": asdict(self._network),
+            "network": {**asdict(self._forecast.limit), "wait_secs": round(self._forecast.wait_secs, 3)},
             "idle_cores": round(self._share.idle, 3),
             "rest_secs": round(max(0.0, self._share.due_secs - time.monotonic()), 3),
             "received_bytes": self._sources.received_bytes,
@@ -283,7 +289,7 @@ class Duties:
             self._pulse.ranks_copy,
             self._network_in_use,
             rate(settings.get("smp_rate", "0")),
-            self._network.bytes_per_sec,
+            self._forecast.limit.bytes_per_sec,
         )
 
     def _network_in_use(self) -> bool:
@@ -306,6 +312,7 @@ class Duties:
             self._cover.stop()
             self._target, self._cannot = target, None
             if target is not None:
+                self._forecast.begin()
                 self._cover.start(TargetCover(self._sources, self._duty, self._events, target).run())
         self._look_for_flush(
             common_mark([a.mapped.control.flush() for a in arenas]) if self._arenas.complete else None
@@ -372,6 +379,8 @@ class Duties:
             # Until its end, and for the next target alone: checks in between must not put that off.
             if running is self._cover:
                 self._pulse.tell_rest(self._share.due_secs)
+                self._forecast.note(self._sources.received_bytes, time.monotonic())
+                self._pulse.tell_wait(self._forecast.wait_secs)
             if running is self._proof and not running.active:
                 self._claims.pop(0)
         if running is self._scrub:

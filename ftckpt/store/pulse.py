@@ -14,6 +14,7 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
 * 8: of the SMP how far that is
 * 9: of the SMP the CLOCK_MONOTONIC in ns until which it rests, once it has protected the target
 * 10: the CLOCK_MONOTONIC in ns until which a rank copies, unless it says so again; 0: it does not copy
+* 11: of the SMP the ns that protecting a target may take by its forecast
 * 16 to 25: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
@@ -43,6 +44,7 @@ _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
 _STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = range(4, 10)
 _COPIES_UNTIL_NS = 10
+_WAIT_NS = 11
 _COUNTS = 16
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
@@ -225,6 +227,14 @@ class Pulse:
     def smp_rests(self) -> bool:
         """Whether the SMP's share of the cores is used up yet."""
         return self._words[_SMP * _ENTRY_WORDS + _REST_NS] > time.monotonic_ns()
+
+    def tell_wait(self, secs: float) -> None:
+        """How long the SMP may need for a target; called by nobody else."""
+        self._words[_SMP * _ENTRY_WORDS + _WAIT_NS] = int(secs * 1e9)
+
+    def smp_wait_secs(self) -> float:
+        """How long the SMP may need for a target, as it forecasts; 0: it has nothing to wait for."""
+        return self._words[_SMP * _ENTRY_WORDS + _WAIT_NS] / 1e9
 
     def flush_state(self, snapshot: SnapshotId) -> FlushState:
         """How far the SMP says that it is with ``snapshot``."""

@@ -301,7 +301,7 @@ def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pyt
     smp = cluster.smps[1].start()
     until(lambda: cluster.nodes[1].covered(1), "covered")
     assert size < most <= 3.5 * size and len(cluster.nodes[1].packages(1)) == 6
-    assert smp.duties.status()["network"] == {"bytes_per_sec": 0.0, "source": "the test"}
+    assert smp.duties.status()["network"] == {"bytes_per_sec": 0.0, "source": "the test", "wait_secs": 0.0}
 
 
 def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
@@ -310,6 +310,22 @@ def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
     for smp in cluster.smps:
         [covered] = smp.events.of("covered")
         assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
+
+
+def test_trainers_wait_as_long_as_the_network_needs(cluster: Cluster) -> None:
+    cluster.build([[0], [1]], PEER, start=False, network_rate="200kB/s")
+    one = cluster.smps[0]
+    ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
+    described = describe(cluster.nodes[0], cluster.nodes, PEER, ports, network_rate="2MB/s")
+    one.configure({**described, "received_bytes": 5 * CHUNK})
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    for smp in cluster.smps:
+        smp.start()
+    until(lambda: cluster.covered(1), "covered")
+    forecast_secs, sent_secs = 5 * CHUNK / 2e6, 5 * CHUNK / 2e5
+    trainer = Pulse.open(cluster.nodes[0].dir, None)
+    assert 4 * forecast_secs < 2 * sent_secs < trainer.smp_wait_secs() < 10 * sent_secs, "the other one sends slowly"
 
 
 def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:

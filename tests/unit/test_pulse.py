@@ -125,6 +125,13 @@ def test_until_when_an_smp_rests_is_told(arena_root: Path) -> None:
     assert not trainer.smp_rests()
 
 
+def test_how_long_an_smp_needs_is_told(arena_root: Path) -> None:
+    trainer, smp = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    assert trainer.smp_wait_secs() == 0
+    smp.tell_wait(384.5)
+    assert trainer.smp_wait_secs() == 384.5
+
+
 def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
     trainer, smp = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
     assert not trainer.smp_alive(60) and trainer.smp()[0] == 0
