@@ -1,10 +1,11 @@
-"""The address at which the SMP of this node answers others: as configured, as gloo and NCCL are told, or as found."""
+"""The addresses at which the SMP of this node answers others: as configured, as gloo and NCCL are told, or found."""
 
 from __future__ import annotations
 
 import fcntl
 import ipaddress
 import os
+import re
 import socket
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -21,6 +22,9 @@ _OF_CONTAINERS = ("docker", "virbr", "br-", "cni", "veth")
 """Interfaces between this machine and what runs on it: no other machine is reached there."""
 _SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 0x1
 _IFREQ = struct.Struct("16s24x")
+_SYSFS = Path("/sys/class/net")
+_MOST_ADDRESSES = 8
+"""As many as rails of the largest machines; each takes a thread that listens."""
 _UNUSABLE = 0x08 | 0x20 | 0x40
 """IFA_F_DADFAILED, _DEPRECATED, _TENTATIVE."""
 
@@ -49,26 +53,28 @@ def whereabouts(env: Mapping[str, str]) -> str:
 
 
 def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
-    """Where the SMP of this node listens: loopback where all ``machines`` are one.
+    """Where the SMP of this node listens, addresses with commas between: loopback where all ``machines`` are one.
 
-    Otherwise an interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or the way to MASTER_ADDR.
+    Otherwise an interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or the way to MASTER_ADDR; and the
+    interfaces of the same kind, of those that are named where any is.
 
     Raises:
         ConfigError: no address can be found, or what is configured is neither an address of this machine nor an
             interface that has one.
     """
+    there = interfaces()
     if configured:
-        return _configured(configured)
+        return _with_alike(_configured(configured), there, _exact(configured))
     if len(set(machines)) == 1:
         return LOOPBACK
-    there = interfaces()
     towards = _towards(env.get("MASTER_ADDR", ""))
     for variable, names in (("GLOO_SOCKET_IFNAME", _exact), ("NCCL_SOCKET_IFNAME", nccl_names)):
         wanted = env.get(variable, "")
         candidates = _usable(there, names(wanted)) if wanted else []
         if candidates:
-            # Of several rails the one on which the ranks meet.
-            return towards if towards in candidates else candidates[0]
+            # Of several rails first the one on which the ranks meet.
+            first = towards if towards in candidates else candidates[0]
+            return _with_alike(first, there, names(wanted))
     # Not loopback: Debian's hosts file has the machine's own name at 127.0.1.1.
     ways = (towards, _towards(socket.gethostname()), *map(_towards, _ANYWHERE))
     found = next(filter(_is_reached, ways), "") or next(iter(_usable(there, _between_machines)), "")
@@ -77,7 +83,7 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
             "--ftckpt-smp-listen: no address at which other nodes reach this one was found; name one of this "
             f"machine's, or an interface ({_listed(there)})"
         )
-    return found
+    return _with_alike(found, there, _between_machines)
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -102,6 +108,24 @@ def interfaces() -> dict[str, list[str]]:
     return found
 
 
+def _with_alike(first: str, there: Mapping[str, list[str]], wanted: Callable[[str], bool]) -> str:
+    """``first``, and addresses of its family of the ``wanted`` interfaces that are of the same kind as its own."""
+    kinds = {name: _kind(name) for name, addresses in there.items() if first in addresses}
+    family = ":" in first
+    alike = [
+        next(filter(lambda one: (":" in one) == family, addresses), "")
+        for name, addresses in there.items()
+        if name not in kinds and wanted(name) and _kind(name) in kinds.values()
+    ]
+    return ",".join([first, *filter(_is_reached, alike)][:_MOST_ADDRESSES])
+
+
+def _kind(name: str) -> tuple[str, ...]:
+    """What rails of one machine have in common: the name but for its numbers, the type and the speed of the link."""
+    facts = (read_lines(_SYSFS / name / fact) for fact in ("type", "speed"))
+    return re.sub("[0-9]", "", name), *(" ".join(lines) for lines in facts)
+
+
 def nccl_names(setting: str) -> Callable[[str], bool]:
     """Which interfaces ``NCCL_SOCKET_IFNAME`` means: prefixes, ``=`` exact names; ``^`` excludes either."""
     excludes = setting.startswith("^")
@@ -117,7 +141,7 @@ def nccl_names(setting: str) -> Callable[[str], bool]:
 
 
 def _exact(setting: str) -> Callable[[str], bool]:
-    return setting.split(",").__contains__
+    return [word.strip() for word in setting.split(",")].__contains__
 
 
 def _between_machines(name: str) -> bool:

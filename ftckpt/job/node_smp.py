@@ -189,6 +189,7 @@ class NodeSmp:
             "node": node,
             "secret": self._secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
+            "address": address,
             "began": self._began,
             "nodes": sorted({member.node for member in self._topology.members}),
             "network": asdict(self.network) if self.network else {"bytes_per_sec": 0.0, "source": "no other nodes"},

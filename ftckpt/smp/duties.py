@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from ftckpt.model.flush_interval import mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.place import Place
 from ftckpt.smp.arenas import GuardedArenas, common_mark, least_mark
-from ftckpt.smp.channel import Deadlines, Trust
+from ftckpt.smp.channel import Channel, Deadlines, Trust
 from ftckpt.smp.check import Checker
 from ftckpt.smp.cores import CoreShare, core_secs
 from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
@@ -23,18 +24,19 @@ from ftckpt.smp.final_flush import FinalFlush
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.footprint import allow_packages
 from ftckpt.smp.forecast import Forecast
-from ftckpt.smp.link import NetworkLimit
+from ftckpt.smp.link import NetworkLimit, interfaces_at
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import SCRUB_SECS, Scrubber
 from ftckpt.smp.sources import Service, Sources
+from ftckpt.smp.traffic import Traffic
 from ftckpt.smp.work import Pace, Task
 from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import FlushState, Pulse
 from ftckpt.units import rate
 
 NETWORK_PHASES = frozenset({"tail", "fence", "optimizer"})
-"""Phases of training in which transfers would take the network from it: from the last backward on gradients are
+"""Phases of training that need the network, where ``Traffic`` knows nothing: from the last backward on gradients are
 reduced, and after the optimizer parameters are gathered."""
 _LOOK_SECS = 0.02
 """Between looks for seals and targets, which read the control block of each arena."""
@@ -57,10 +59,14 @@ class _Orders(NamedTuple):
     addresses: dict[str, tuple[str, int]]
     trust: Trust
     forecast: Forecast
+    interfaces: list[str]
     settings: dict[str, Any]
 
 
 def _read(given: Mapping[str, Any]) -> _Orders:
+    interfaces: list[str] = []
+    with suppress(OSError, ValueError):  # nobody knows what counts its bytes
+        interfaces = interfaces_at(str(given.get("address", "")))
     try:
         settings = dict(given.get("settings", {}))
         return _Orders(
@@ -75,6 +81,7 @@ def _read(given: Mapping[str, Any]) -> _Orders:
                 NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
                 mtbf_secs(str(settings.get("mtbf", "auto")), max(1, len(given.get("nodes", ())))),
             ),
+            interfaces,
             settings,
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -110,6 +117,7 @@ class Duties:
         # What was begun last at a place; the next one there waits for its end. Another place may hang for ever.
         self._last_at: dict[str, Joinable] = {}
         self._forecast = Forecast(0, NetworkLimit(0.0, "not configured"), 0.0)
+        self._traffic = Traffic((), self._pulse.began_secs, int)
         self._pace = self._new_pace({})
         self._share = _new_share({})
         self.service = Service(self._arenas, self._pace)
@@ -173,7 +181,7 @@ class Duties:
             if self._cannot is not None:  # it is begun anew
                 self._target = self._cannot = None
             return
-        node, duty, flush, arenas, addresses, trust, forecast, settings = _read(given)
+        node, duty, flush, arenas, addresses, trust, forecast, interfaces, settings = _read(given)
         addresses.pop(node, None)
         if addresses or trust.secret:
             self._peers.configure(addresses, trust)
@@ -182,6 +190,8 @@ class Duties:
             # Begun anew if it is still wanted: what an earlier attempt's orders came to says nothing of these.
             self._flush.stop()
         self._description, self._duty, self._forecast, self._flush_orders = given, duty, forecast, flush
+        self._traffic.stop()
+        self._traffic = Traffic(interfaces, self._pulse.began_secs, lambda: Channel.moved_bytes)
         # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
         self._share = _new_share(settings)
@@ -275,6 +285,7 @@ class Duties:
     def close(self) -> None:
         """Give up what is under way, unmap everything. ``service`` is not to be used any more."""
         self._abandon()
+        self._traffic.stop()
         for begun in (self._flush, self._final):
             if begun is not None:
                 begun.stop()
@@ -290,6 +301,7 @@ class Duties:
             self._network_in_use,
             rate(settings.get("smp_rate", "0")),
             self._forecast.limit.bytes_per_sec,
+            has_room=self._traffic.has_room,
         )
 
     def _network_in_use(self) -> bool:
@@ -339,7 +351,8 @@ class Duties:
             self._flush.stop()
         orders = self._flush_orders
         if wanted is not None and orders.where:
-            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec)
+            room = self._traffic.has_room
+            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec, has_room=room)
             before = self._last_at.get(orders.where)
             self._flush = self._last_at[orders.where] = Flush(
                 orders, self._arenas, pace, self._events, wanted, before=before

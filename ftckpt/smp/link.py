@@ -1,4 +1,4 @@
-"""What protection may take of the network: a number that was set, or a share of the link of the SMP's address."""
+"""What protection may take of the network: a number that was set, or a share of the links of the SMP's addresses."""
 
 from __future__ import annotations
 
@@ -39,25 +39,38 @@ class NetworkLimit:
 
 
 def network_limit(setting: str, address: str, sysfs: Path = _SYSFS) -> NetworkLimit:
-    """What ``Config.network_rate`` means for an SMP that listens at ``address``."""
+    """What ``Config.network_rate`` means for an SMP that listens at ``address``, or several with commas between."""
     if setting != "auto":
         return NetworkLimit(rate(setting), "as set")
     try:
-        host = ipaddress.ip_address(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
-        name = "" if host.is_loopback else interface_of(host)
+        names = interfaces_at(address)
     except (OSError, ValueError):
         return _assumed(f"no interface has {address}")
-    if not name:
+    if not names:
         return NetworkLimit(0.0, "loopback: nothing leaves the machine")
-    gbits = _speed_gbits(sysfs / name)
-    if gbits is None:
-        return _assumed(f"{name} does not tell its speed")
-    return NetworkLimit(SHARE * gbits * 1e9 / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {name}")
+    speeds = [_speed_gbits(sysfs / name) for name in names]
+    gbits, what = sum(filter(None, speeds)), " and ".join(names)
+    if None in speeds:
+        return _assumed(f"{what} does not tell its speed")
+    return NetworkLimit(SHARE * gbits * 1e9 / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {what}")
 
 
 def unknown_limit(setting: str) -> NetworkLimit:
     """The same where there is no node yet."""
     return network_limit(setting, "") if setting != "auto" else _assumed("each node takes the speed of its link")
+
+
+def interfaces_at(addresses: str) -> list[str]:
+    """The names of the interfaces that have these addresses, commas between; none of loopback.
+
+    Raises:
+        OSError, ValueError: an address is none, or of no interface.
+    """
+    found = [
+        ipaddress.ip_address(socket.getaddrinfo(one, 0, type=socket.SOCK_STREAM)[0][4][0])
+        for one in addresses.split(",")
+    ]
+    return list(dict.fromkeys(interface_of(host) for host in found if not host.is_loopback))
 
 
 def interface_of(host: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:

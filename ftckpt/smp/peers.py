@@ -1,4 +1,4 @@
-"""What an SMP fetches from those of other nodes: a thread and a connection for each that was ever asked."""
+"""What an SMP fetches from those of other nodes: a few connections to each that was ever asked, over all links."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
 """After the first failure in a row, the second, …; all later ones have the last."""
 _MAX_QUEUED = 64
 """Far more than cover and scrub have under way: what nobody takes must not pile up."""
+CONNECTIONS = 4
+"""To one node: as many as chunks that are requested ahead of time. One that nothing waits for is not made."""
 
 
 @dataclass
@@ -58,7 +60,8 @@ class Peers:
         self.trust = Trust()
 
     def configure(self, addresses: Mapping[str, tuple[str, int]], trust: Trust) -> None:
-        """Who is where. Connections to nodes that are gone, have moved, or had another secret end.
+        """Who is where: addresses with commas between, and a port. Connections to nodes that are gone, have moved, or
+        had another secret end.
 
         Raises:
             ConfigError: the secret is too short.
@@ -79,12 +82,13 @@ class Peers:
             return fetch
         try:
             if node not in self._peers:
-                self._peers[node] = _Peer(node, self._addresses[node], self.trust, self._deadlines)
+                first = len(self._peers)  # of few connections each goes over another interface
+                self._peers[node] = _Peer(node, self._addresses[node], self.trust, self._deadlines, first)
+            if not self._peers[node].put(fetch):
+                fetch.fail(f"{node}: {_MAX_QUEUED} requests wait for it already", tried=False)
         except (RuntimeError, MemoryError) as error:
             fetch.fail(f"{node}: no thread can be started for it: {error}")
             return fetch
-        if not self._peers[node].queue.put(fetch):
-            fetch.fail(f"{node}: {_MAX_QUEUED} requests wait for it already", tried=False)
         return fetch
 
     def close(self) -> None:
@@ -95,107 +99,149 @@ class Peers:
         self._addresses.clear()
 
 
-class _Queue:
-    """Fetches that have not begun, in order. Any thread puts, one thread gets; None ends it."""
+class _Peer:
+    """One other node: its addresses, what waits for it, and its connections, each with a thread."""
 
-    def __init__(self) -> None:
-        self._waiting: deque[Fetch | None] = deque()
-        self._some = threading.Condition()
+    def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines, first: int) -> None:
+        self.address, self.node, self.trust, self.deadlines = address, node, trust, deadlines
+        self._first = first
+        self.closed = False
+        self._links: list[_Link] = []
+        self._waiting: deque[Fetch] = deque()
+        self._busy = 0
+        self._changed = threading.Condition()
 
-    def put(self, fetch: Fetch | None) -> bool:
-        """False where too many wait already; those that were cancelled do not count, and are forgotten."""
-        with self._some:
-            live = [other for other in self._waiting if other is None or not other.cancelled]
-            self._waiting = deque(live)
-            if fetch is not None and len(live) >= _MAX_QUEUED:
+    def put(self, fetch: Fetch) -> bool:
+        """Have ``fetch`` served; False where too many wait already: those that were cancelled are forgotten.
+
+        Raises:
+            RuntimeError, MemoryError: no thread can be started.
+        """
+        with self._changed:
+            self._waiting = deque(other for other in self._waiting if not other.cancelled)
+            if len(self._waiting) >= _MAX_QUEUED:
                 return False
+            needs_link = self._busy + len(self._waiting) >= len(self._links)
+            if needs_link and len(self._links) < CONNECTIONS:
+                try:
+                    self._links.append(_Link(self, self._first + len(self._links)))
+                except (RuntimeError, MemoryError):
+                    if not self._links:
+                        raise
             self._waiting.append(fetch)
-            self._some.notify()
+            self._changed.notify_all()
             return True
 
-    def get(self) -> Fetch | None:
-        """The next one, however long it takes to come."""
-        with self._some:
-            self._some.wait_for(lambda: len(self._waiting) > 0)
-            return self._waiting.popleft()
+    def next(self, link: _Link) -> Fetch | None:
+        """What ``link`` is to serve, however long it takes to come; None: nothing yet, it shall connect before."""
+        with self._changed:
+            while True:
+                # What waits must not try a broken link while another one works.
+                if self.closed or (self._waiting and (link.channel is not None or not self._works)):
+                    self._busy += bool(self._waiting)
+                    return self._waiting.popleft() if self._waiting else None
+                left_secs = link.not_before - time.monotonic()
+                if self._waiting and left_secs <= 0:
+                    return None
+                self._changed.wait(max(0.0, left_secs) if self._waiting else None)
 
-
-class _Peer:
-    """One other node: its address, and the thread that talks to it."""
-
-    def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines) -> None:
-        self.address = address
-        self.queue = _Queue()
-        self._node = node
-        self._trust = trust
-        self._deadlines = deadlines
-        self._channel: Channel | None = None
-        self._closed = False
-        self._failures = 0
-        self._not_before = 0.0
-        self._error = ""
-        threading.Thread(target=self._run, name=f"smp-peer-{node}", daemon=True).start()
+    def served(self, fetch: Fetch) -> None:
+        """In any case: who waits for it has no deadline of its own."""
+        with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()  # whether any connection works may have changed
+        fetch.done.set()
 
     def close(self) -> None:
         """From any thread; nothing is sent for afterwards."""
-        self._closed = True
-        self.queue.put(None)  # before the channel: its thread, woken by the abort, must find the end of its queue
-        channel = self._channel
-        if channel is not None:
-            channel.abort()
+        with self._changed:
+            self.closed = True  # before the channels: a thread that the abort wakes must see it
+            self._changed.notify_all()
+            for link in self._links:
+                if (channel := link.channel) is not None:
+                    channel.abort()
+
+    @property
+    def _works(self) -> bool:
+        return any(link.channel is not None for link in self._links)
+
+
+class _Link:
+    """One connection to another node, over one of its addresses: the next one where that fails."""
+
+    def __init__(self, peer: _Peer, number: int) -> None:
+        hosts, port = peer.address
+        self.channel: Channel | None = None
+        self.not_before = 0.0
+        self._peer = peer
+        self._places = [(host, port) for host in hosts.split(",")]
+        self._at = number
+        self._failures = 0
+        self._error = ""
+        threading.Thread(target=self._run, name=f"smp-peer-{peer.node}", daemon=True).start()
 
     def _run(self) -> None:
-        while (fetch := self.queue.get()) is not None:
-            if self._closed:
-                fetch.fail(f"{self._node}: the connection was given up")
-            elif not fetch.cancelled:
-                try:
+        peer = self._peer
+        while (fetch := peer.next(self)) is not None or not peer.closed:
+            if fetch is None:
+                self._attempt(self._connect)
+                continue
+            try:
+                if peer.closed:
+                    fetch.fail(f"{peer.node}: the connection was given up")
+                elif not fetch.cancelled:
                     self._serve(fetch)
-                finally:
-                    # In any case: who waits for it has no deadline of its own.
-                    fetch.done.set()
+            finally:
+                peer.served(fetch)
         self._hang_up()
 
     def _serve(self, fetch: Fetch) -> None:
         # What waits behind a failure fails with it: else each would wait for its own deadlines, one after the other.
-        if time.monotonic() < self._not_before:
+        if time.monotonic() < self.not_before:
             fetch.error, fetch.tried = self._error, False
-            return
+        elif not self._attempt(lambda: self._exchange(fetch)):
+            fetch.error = self._error
+
+    def _attempt(self, action: Callable[[], object]) -> bool:
+        """Whether ``action`` succeeded; the connection is given up where not."""
+        host, port = self._places[self._at % len(self._places)]
         try:
-            fetch.data = self._exchange(fetch)
-            self._failures = 0
+            action()
         except Exception as error:  # noqa: BLE001 - what comes later waits for this thread, too
             self._hang_up()
-            host, port = self.address
-            fetch.error = self._error = f"{self._node} at {host}:{port}: {str(error) or type(error).__name__}"
-            pause = _BACKOFF_SECS[min(self._failures, len(_BACKOFF_SECS) - 1)]
+            self._error = f"{self._peer.node} at {host}:{port}: {str(error) or type(error).__name__}"
+            self.not_before = time.monotonic() + _BACKOFF_SECS[min(self._failures, len(_BACKOFF_SECS) - 1)]
             self._failures += 1
-            self._not_before = time.monotonic() + pause
+            self._at += 1
+            return False
+        return True
 
-    def _exchange(self, fetch: Fetch) -> bytearray | None:
-        request = fetch.request
-        reply = exchange(self._channel or self._connect(), request, self._deadlines, most_payload=fetch.at_most)
+    def _exchange(self, fetch: Fetch) -> None:
+        request, channel = fetch.request, self.channel or self._connect()
+        reply = exchange(channel, request, self._peer.deadlines, most_payload=fetch.at_most)
         if reply.error:
             raise PeerError(f"it refuses: {reply.error}")
+        self._failures = 0
         if reply.payload is None:
-            return None
+            return
         fetch.arrived(len(reply.payload))
         # The channel proves that the bytes are those that were sent; only this, that they were good in memory there.
         if xxhash.xxh3_64_intdigest(reply.payload) != reply.fields.get("hash"):
             name = f"chunk {request.chunk}" if isinstance(request, ChunkRequest) else "the package"
             raise PeerError(f"{name} of {request.shard} at {request.snapshot.iteration} does not match its checksum")
-        return reply.payload
+        fetch.data = reply.payload
 
     def _connect(self) -> Channel:
-        deadline = time.monotonic() + self._deadlines.connect_secs
+        connect_secs = self._peer.deadlines.connect_secs
+        deadline = time.monotonic() + connect_secs
         # In this order, and ``close`` the other way round: one of the two threads sees what the other did.
-        channel = self._channel = connect(self.address, self._deadlines.connect_secs)
-        if self._closed:
+        channel = self.channel = connect(self._places[self._at % len(self._places)], connect_secs)
+        if self._peer.closed:
             raise PeerError("the connection was given up")
-        channel.greet(self._trust, deadline)
+        channel.greet(self._peer.trust, deadline)
         return channel
 
     def _hang_up(self) -> None:
-        channel, self._channel = self._channel, None
+        channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()

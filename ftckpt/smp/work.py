@@ -183,7 +183,8 @@ class Pace:
 
     Args:
         copying: whether ranks of the node copy state now.
-        network: whether ranks of the node need the network now.
+        network: whether ranks of the node need the network now, as far as their phases tell.
+        has_room: whether a transfer of so many seconds fits between what they send; None: nobody knows.
         smp_rate: bytes per second read of the node's memory; 0: no limit.
         network_rate: bytes per second received, and as many sent; 0: no limit.
     """
@@ -194,8 +195,11 @@ class Pace:
         network: Callable[[], bool],
         smp_rate: float = 0.0,
         network_rate: float = 0.0,
+        *,
         clock: Callable[[], float] = time.monotonic,
+        has_room: Callable[[float], bool | None] = lambda need_secs: None,
     ) -> None:
+        self._has_room, self._network_rate, self._clock = has_room, network_rate, clock
         self.read = Bucket(smp_rate, clock)
         self.received = Bucket(network_rate, clock)
         self._sent = Bucket(network_rate, clock)
@@ -209,10 +213,13 @@ class Pace:
         self.read.charge(nbytes)
         yield from self._copying.wait()
 
-    def receive(self) -> Iterator[float]:
+    def receive(self, nbytes: int = 0) -> Iterator[float]:
         """Before something is requested over the network; what comes is charged to ``received`` when it is there."""
         yield from _paid(self.received)
-        yield from self._network.wait()
+        while (has_room := self._fits(nbytes)) is False:  # an iteration at the most
+            yield _POLL_SECS
+        if has_room is None:
+            yield from self._network.wait()
 
     def send(self, nbytes: int) -> Generator[float, None, bool]:
         """Before ``nbytes`` are sent; False: not now, others have the next half second."""
@@ -221,8 +228,17 @@ class Pace:
             return False
         if wait_secs > 0:
             yield wait_secs
-        yield from self._senders.wait()
+        begun = self._clock()
+        while (has_room := self._fits(nbytes)) is False:
+            if self._clock() - begun >= NETWORK_MOST_SECS:
+                return False
+            yield _POLL_SECS
+        if has_room is None:
+            yield from self._senders.wait()
         return True
+
+    def _fits(self, nbytes: int) -> bool | None:
+        return self._has_room(nbytes / self._network_rate if self._network_rate else 0.0)
 
 
 def _paid(bucket: Bucket) -> Iterator[float]:

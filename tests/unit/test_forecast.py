@@ -1,42 +1,39 @@
-"""How long the network takes for a target, as it is allowed to, and as it was seen to."""
+"""What a restart would take, where memory and storage have different things."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from ftckpt.smp.forecast import MARGIN, Forecast, too_slow
-from ftckpt.smp.link import NetworkLimit
-
-LIMIT = NetworkLimit(1e9, "the test")
-WEEK_SECS = 7 * 86400.0
-
-
-def test_a_target_may_take_a_multiple_of_what_its_bytes_need() -> None:
-    assert Forecast(96_000_000_000, LIMIT, WEEK_SECS).wait_secs == MARGIN * 96
-    assert Forecast(96_000_000_000, NetworkLimit(0.0, "any"), WEEK_SECS).wait_secs == 0
-    assert Forecast(0, LIMIT, WEEK_SECS).wait_secs == 0
-    assert Forecast(96_000_000_000, LIMIT, 100.0).wait_secs == 100, "a failure is due by then"
+from ftckpt.parity.modes import Modes
+from ftckpt.restore.forecast import forecast
+from ftckpt.restore.inventory import Inventory
+from tests.support.choosing import inventory_of
+from tests.support.protected import Job, build
 
 
-def test_a_link_that_is_slower_than_the_limit_is_waited_for() -> None:
-    forecast = Forecast(10_000, NetworkLimit(1000.0, "the test"), WEEK_SECS)
-    forecast.begin()
-    for second in range(6):
-        forecast.note(100 * second, 50.0 + second)
-    assert forecast.wait_secs == pytest.approx(MARGIN * 100)
-    for second in range(1000):
-        forecast.note(500, 60.0 + second)
-    assert forecast.wait_secs == pytest.approx(MARGIN * 100), "nothing more comes: that is no reason to wait longer"
-    forecast.begin()
-    forecast.note(500, 5000.0)
-    assert forecast.wait_secs == pytest.approx(MARGIN * 100), "the next one begins with what the last one showed"
-    for second in range(6):
-        forecast.note(500 + 5000 * second, 6000.0 + second)
-    assert forecast.wait_secs == MARGIN * 10, "the link is free again"
+def found(arena_root: Path) -> Inventory:
+    job = Job(arena_root, ("a", "b"), Modes())
+    build(job, (4, 5), ())
+    return inventory_of(job.node_dir("a"), job.node_dir("b"))
 
 
-def test_what_is_never_in_time_is_said_with_a_rate_that_is() -> None:
-    assert too_slow(LIMIT, 10**12, 1000.0) is None
-    fault = too_slow(LIMIT, 10**12, 100.0)
-    assert fault is not None and "16.7 min" in fault[0] and fault[1] == "--ftckpt-network-rate 40GB/s"
-    assert too_slow(NetworkLimit(0.0, "any"), 10**12, 100.0) is None
+def test_storage_counts_where_it_is_newer(arena_root: Path) -> None:
+    inventory = found(arena_root)
+    assert (forecast(inventory, [3], lambda query: ()).source, forecast(inventory, [5], lambda query: ()).source) == (
+        "memory", "memory",
+    )  # fmt: skip
+    newer = forecast(inventory, [6, 3], lambda query: ())
+    assert (newer.iteration, newer.source, newer.rebuilt) == (6, "storage", {})
+
+
+def test_storage_stands_in_for_what_memory_has_lost(arena_root: Path) -> None:
+    one = Inventory(found(arena_root).arenas[:1])
+    alone = forecast(one, [], lambda query: ())
+    assert alone.iteration == -1 and "cannot be restored: no arena of dp1" in alone.problem
+    stored = forecast(one, [3], lambda query: ())
+    assert (stored.iteration, stored.source) == (3, "storage") and stored.passed_over == (alone.problem,)
+
+
+def test_a_job_without_a_snapshot_begins_anew() -> None:
+    nothing = forecast(Inventory(), [], lambda query: ())
+    assert (nothing.iteration, nothing.source, nothing.problem) == (-1, "nothing", "")

@@ -64,6 +64,17 @@ def test_what_is_virtual_counts_by_what_lies_below_it(tmp_path: Path) -> None:
     assert network_limit("auto", "10.0.0.1", tmp_path).source == "25% of the 10 Gbit/s of eth0"
 
 
+def test_several_links_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "interface_of", lambda host: f"eth{host.packed[1]}")
+    for name in ("eth0", "eth1"):
+        sysfs(tmp_path, name, "100000")
+    limit = network_limit("auto", "10.0.0.1,10.1.0.1", tmp_path)
+    assert limit == NetworkLimit(SHARE * 25e9, "25% of the 200 Gbit/s of eth0 and eth1")
+    assert network_limit("auto", "10.0.0.1,10.0.0.2", tmp_path).bytes_per_sec == SHARE * 12.5e9, "the same one"
+    sysfs(tmp_path, "eth2", None)
+    assert "assumed: eth0 and eth2 does not tell" in network_limit("auto", "10.0.0.1,10.2.0.1", tmp_path).source
+
+
 def test_an_address_of_no_interface_is_told() -> None:
     for address in ("0.0.0.0", "203.0.113.77", "no such host"):
         assert f"assumed: no interface has {address}" in network_limit("auto", address).source
