@@ -23,7 +23,6 @@ from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.text import human, human_secs
 from ftckpt.parity.table import Memory
 from ftckpt.setting import convert
-from ftckpt.smp.forecast import too_slow
 from ftckpt.smp.link import NetworkLimit, unknown_limit
 from ftckpt.units import in_words as rate_in_words
 from ftckpt.units import rate
@@ -129,7 +128,7 @@ def _lines(config: Config, planned: StartPlan, limit: NetworkLimit, verdict: Pla
     yield from planned.table.lines()
     if received := max(planned.table.network.values()):
         yield f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot"
-        if fault := too_slow(limit, received, _mtbf_secs(config, planned)):
+        if fault := limit.too_slow(received, _mtbf_secs(config, planned)):
             yield f"never in time: {': '.join(fault)} suffices"
     every, flush, mtbf = (of(config, planned) for of in (_persist_interval_secs, _flush_secs, _mtbf_secs))
     yield (
@@ -237,7 +236,7 @@ def judge(planned: StartPlan, config: Config, node_bytes: int, limit: NetworkLim
         # Peers may have to send what was made of replicas.
         received_bytes = max(received_bytes, arrangement.received_bytes)
         faults.append(("it does not fit", f"{setting} {text}".strip()))
-    if fault := too_slow(limit, received_bytes, _mtbf_secs(config, planned)):
+    if fault := limit.too_slow(received_bytes, _mtbf_secs(config, planned)):
         faults.append(fault)
     names = ",".join(planned.modes.names) or "none"
     return PlanAnswer(node_bytes, need, planned.slots, names, tuple(faults))

@@ -37,7 +37,6 @@ from ftckpt.parity.modes import (
     ways_to_need_less,
 )
 from ftckpt.parity.table import ProtectionTable, protection_table
-from ftckpt.smp.forecast import too_slow
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
 from ftckpt.store.image import SlotImage
@@ -425,7 +424,7 @@ class Protection:
             return
         secs, nodes = limit.secs(nbytes), len({member.node for member in self._topology.members})
         self._events.announce(f"protection: network: {limit}; a snapshot needs {human(nbytes)}: {secs:.1f} s or more")
-        if fault := too_slow(limit, nbytes, mtbf_secs(self._config.mtbf, nodes)):
+        if fault := limit.too_slow(nbytes, mtbf_secs(self._config.mtbf, nodes)):
             reason = f"{fault[0]}: {limit}; {fault[1]} suffices"
             self._events.emit("protection_slow", secs=round(secs, 1), reason=reason)
 

@@ -23,8 +23,7 @@ from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
 from ftckpt.smp.final_flush import FinalFlush
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.footprint import allow_packages
-from ftckpt.smp.forecast import Forecast
-from ftckpt.smp.link import NetworkLimit, interfaces_at
+from ftckpt.smp.link import Forecast, NetworkLimit, interfaces_at
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import SCRUB_SECS, Scrubber
@@ -324,7 +323,7 @@ class Duties:
             self._cover.stop()
             self._target, self._cannot = target, None
             if target is not None:
-                self._forecast.begin()
+                self._forecast.begin(self._sources.received_bytes)
                 self._cover.start(TargetCover(self._sources, self._duty, self._events, target).run())
         self._look_for_flush(
             common_mark([a.mapped.control.flush() for a in arenas]) if self._arenas.complete else None

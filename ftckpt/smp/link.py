@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftckpt.model.text import human_secs
 from ftckpt.units import in_words, rate
 
+MARGIN = 4
+"""A target may take this many times its forecast: training comes first at both ends, up to half of the time each."""
 SHARE = 0.25
 """Of a link, each way. Training has all of it while ranks reduce gradients (``duties.NETWORK_PHASES``)."""
 ASSUMED_GBITS = 25.0
@@ -34,8 +38,49 @@ class NetworkLimit:
         """The least time that ``nbytes`` take one way."""
         return nbytes / self.bytes_per_sec if self.bytes_per_sec else 0.0
 
+    def too_slow(self, nbytes: int, mtbf_secs: float) -> tuple[str, str] | None:
+        """Why ``nbytes`` cannot be there before the next failure is due, and the remedy; None: they can."""
+        if self.secs(nbytes) <= mtbf_secs:
+            return None
+        often = f"memory is lost once in {human_secs(mtbf_secs)}"
+        why = f"protecting a snapshot takes {human_secs(self.secs(nbytes))}, and {often}"
+        return why, f"--ftckpt-network-rate {in_words(MARGIN * nbytes / mtbf_secs)}"
+
     def __str__(self) -> str:
         return f"{f'{in_words(self.bytes_per_sec)} each way' if self.bytes_per_sec else 'no limit'} ({self.source})"
+
+
+@dataclass
+class Forecast:
+    """The seconds that the ``due_bytes`` of a target take, by ``limit``, or as the last ones came if that is slower.
+
+    Measured from the first arrival to the last: a node that sends nothing prolongs no deadline.
+    """
+
+    due_bytes: int
+    limit: NetworkLimit
+    mtbf_secs: float
+    _first: tuple[float, int] | None = None
+    _received: int = -1
+    _measured_secs: float = 0.0
+
+    def begin(self, received_bytes: int) -> None:
+        """A target begins; what the one before it took counts until more is known."""
+        self._first, self._received = None, received_bytes
+
+    def note(self, received_bytes: int, now_secs: float) -> None:
+        """``received_bytes`` came so far, of this target and all before it."""
+        if received_bytes != self._received and self._first is not None:
+            share = (received_bytes - self._first[1]) / self.due_bytes if self.due_bytes else math.inf
+            self._measured_secs = (now_secs - self._first[0]) / share
+        elif received_bytes != self._received:
+            self._first = now_secs, received_bytes
+        self._received = received_bytes
+
+    @property
+    def wait_secs(self) -> float:
+        """The time after which a target is given up, where that is longer than ``protect_timeout_secs``."""
+        return min(MARGIN * max(self.limit.secs(self.due_bytes), self._measured_secs), self.mtbf_secs)
 
 
 def network_limit(setting: str, address: str, sysfs: Path = _SYSFS) -> NetworkLimit:

@@ -205,7 +205,6 @@ class Pace:
         self._sent = Bucket(network_rate, clock)
         self._copying = Courtesy(copying, clock, MOST_SECS)
         self._network = Courtesy(network, clock, NETWORK_MOST_SECS)
-        self._senders = Courtesy(network, clock, NETWORK_MOST_SECS)
 
     def memory(self, nbytes: int) -> Iterator[float]:
         """Before ``nbytes`` of memory are read."""
@@ -216,10 +215,8 @@ class Pace:
     def receive(self, nbytes: int = 0) -> Iterator[float]:
         """Before something is requested over the network; what comes is charged to ``received`` when it is there."""
         yield from _paid(self.received)
-        while (has_room := self._fits(nbytes)) is False:  # an iteration at the most
-            yield _POLL_SECS
-        if has_room is None:
-            yield from self._network.wait()
+        while not (yield from self._idle_network(nbytes)):  # an iteration at the most
+            pass
 
     def send(self, nbytes: int) -> Generator[float, None, bool]:
         """Before ``nbytes`` are sent; False: not now, others have the next half second."""
@@ -228,17 +225,18 @@ class Pace:
             return False
         if wait_secs > 0:
             yield wait_secs
+        return (yield from self._idle_network(nbytes))
+
+    def _idle_network(self, nbytes: int) -> Generator[float, None, bool]:
+        need_secs = nbytes / self._network_rate if self._network_rate else 0.0
         begun = self._clock()
-        while (has_room := self._fits(nbytes)) is False:
+        while (has_room := self._has_room(need_secs)) is False:
             if self._clock() - begun >= NETWORK_MOST_SECS:
                 return False
             yield _POLL_SECS
         if has_room is None:
-            yield from self._senders.wait()
+            yield from self._network.wait()
         return True
-
-    def _fits(self, nbytes: int) -> bool | None:
-        return self._has_room(nbytes / self._network_rate if self._network_rate else 0.0)
 
 
 def _paid(bucket: Bucket) -> Iterator[float]:

@@ -376,7 +376,7 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
     job = f"{EIGHT} --node-memory 512GiB --network-rate"
     assert answer(capsys, f"{job} 100MB/s")[0].startswith("yes")
     line, value = answer(capsys, f"{job} 10kB/s")
-    assert "protecting one takes 18" in line and "memory is lost once in 168 h" in line
+    assert "protecting a snapshot takes 18" in line and "memory is lost once in 168 h" in line
     [fault] = value["faults"]
     assert answer(capsys, f"{job} {fault['remedy'].split()[1]}")[0].startswith("yes")
     assert "never in time: " in printed(capsys, f"{EIGHT} --network-rate 10kB/s")

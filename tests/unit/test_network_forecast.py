@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftckpt.smp.forecast import MARGIN, Forecast, too_slow
-from ftckpt.smp.link import NetworkLimit
+from ftckpt.smp.link import MARGIN, Forecast, NetworkLimit
 
 LIMIT = NetworkLimit(1e9, "the test")
 WEEK_SECS = 7 * 86400.0
@@ -20,14 +19,14 @@ def test_a_target_may_take_a_multiple_of_what_its_bytes_need() -> None:
 
 def test_a_link_that_is_slower_than_the_limit_is_waited_for() -> None:
     forecast = Forecast(10_000, NetworkLimit(1000.0, "the test"), WEEK_SECS)
-    forecast.begin()
+    forecast.begin(0)
     for second in range(6):
         forecast.note(100 * second, 50.0 + second)
     assert forecast.wait_secs == pytest.approx(MARGIN * 100)
     for second in range(1000):
         forecast.note(500, 60.0 + second)
     assert forecast.wait_secs == pytest.approx(MARGIN * 100), "nothing more comes: that is no reason to wait longer"
-    forecast.begin()
+    forecast.begin(500)
     forecast.note(500, 5000.0)
     assert forecast.wait_secs == pytest.approx(MARGIN * 100), "the next one begins with what the last one showed"
     for second in range(6):
@@ -36,7 +35,7 @@ def test_a_link_that_is_slower_than_the_limit_is_waited_for() -> None:
 
 
 def test_what_is_never_in_time_is_said_with_a_rate_that_is() -> None:
-    assert too_slow(LIMIT, 10**12, 1000.0) is None
-    fault = too_slow(LIMIT, 10**12, 100.0)
+    assert LIMIT.too_slow(10**12, 1000.0) is None
+    fault = LIMIT.too_slow(10**12, 100.0)
     assert fault is not None and "16.7 min" in fault[0] and fault[1] == "--ftckpt-network-rate 40GB/s"
-    assert too_slow(NetworkLimit(0.0, "any"), 10**12, 100.0) is None
+    assert NetworkLimit(0.0, "any").too_slow(10**12, 100.0) is None

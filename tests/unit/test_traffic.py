@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.smp.traffic import ITERATIONS, Profile, Sample, Traffic, counter_files, fold, idle_spans, profile_of
+from ftckpt.smp.traffic import ITERATIONS, PARTS, Profile, Sample, Traffic, counter_files, idle_parts
 from tests.support.waiting import until
 
 BURST = (0.5, 0.75)
@@ -22,28 +22,29 @@ def iteration(secs: float, rate: float = 1e9, step: float = 0.004) -> tuple[floa
     return secs, [(at, rate * step * secs if BURST[0] <= at < BURST[1] else 100.0, step * secs) for at in times]
 
 
-def test_the_rate_of_each_part_is_the_mean_over_iterations() -> None:
-    samples = [(0.1, 100.0, 1.0), (0.2, 300.0, 1.0), (0.6, -50.0, 1.0), (1.0, 50.0, 0.5)]
-    assert fold(samples, 2) == [200.0, 0.0] and fold(samples, 4)[2:] == [0.0, 100.0]
-    assert fold([(0.1, 1.0, 1.0)], 2)[1] == float("inf"), "nothing is known of it"
+def parts(*rates: float) -> list[Sample]:
+    """An iteration in equal parts of these rates, each seen as often."""
+    return [((at + 0.5) / PARTS, rates[at * len(rates) // PARTS], 1.0) for at in range(PARTS)]
 
 
 def test_idle_is_what_is_far_below_the_highest_rate() -> None:
-    assert idle_spans([1e9, 1e7, 0.0, 2e8]) == ((0.25, 0.75),)
-    assert idle_spans([0.0, float("inf"), 1e9, 0.0]) == ((0.0, 0.25), (0.75, 1.0)), "the unknown is in use"
-    assert idle_spans([1e3, 0.0, 1e2]) == (), "it uses another network, or counters do not see it"
-    assert idle_spans([1e9] * 100) == () == idle_spans([])
+    assert idle_parts(parts(1e9, 1e7, -5.0, 2e8)) == ((0.25, 0.75),)
+    assert idle_parts([*parts(1e9, 0.0, 0.0, 0.0), *parts(0.0, 3e8, 0.0, 0.0)]) == ((0.5, 1.0),), "the mean of all"
+    unknown = [sample for sample in parts(0.0, 0.0, 1e9, 0.0) if not 0.25 < sample[0] < 0.5]
+    assert idle_parts(unknown) == ((0.0, 0.25), (0.75, 1.0)), "what is unknown is in use"
+    assert idle_parts(parts(1e3, 0.0)) == (), "it uses another network, or counters do not see it"
+    assert idle_parts(parts(1e9)) == () == idle_parts([])
 
 
 def test_what_iterations_have_in_common_is_learnt() -> None:
     usual = [iteration(2.0), iteration(2.1), iteration(1.95)] * 3
     odd = iteration(20.0, 0.0)  # an evaluation
-    learnt = profile_of([*usual, odd])
+    learnt = Profile.of([*usual, odd])
     assert learnt is not None and learnt.iteration_secs == 2.0
     assert learnt.idle == (pytest.approx((0.0, BURST[0])), pytest.approx((BURST[1], 1.0)))
-    assert profile_of([iteration(secs) for secs in (1.0, 2.0, 3.0, 4.0, 5.0)]) is None, "no two are alike"
-    assert profile_of([iteration(0.01)] * 5) is None, "too short to be seen"
-    assert profile_of([iteration(2.0, 0.0)] * 5) is None
+    assert Profile.of([iteration(secs) for secs in (1.0, 2.0, 3.0, 4.0, 5.0)]) is None, "no two are alike"
+    assert Profile.of([iteration(0.01)] * 5) is None, "too short to be seen"
+    assert Profile.of([iteration(2.0, 0.0)] * 5) is None
 
 
 def test_a_transfer_begins_where_it_ends_before_the_next_burst() -> None:
@@ -103,7 +104,7 @@ def training(sysfs: Path, secs: float, own_bytes: list[int]) -> Iterator[list[fl
 def test_the_idle_parts_are_found_while_this_process_sends(tmp_path: Path) -> None:
     write(tmp_path / "eth0/statistics/rx_bytes", "0")
     own_bytes = [0]
-    with training(tmp_path, 0.2, own_bytes) as began:
+    with training(tmp_path, 0.35, own_bytes) as began:
         traffic = Traffic(["eth0"], lambda: began[0], lambda: int(own_bytes[0] / 1.06), tmp_path)
         assert traffic.has_room(0.0) is None
         until(lambda: traffic.profile is not None, f"{ITERATIONS} iterations are seen", 60)
