@@ -15,6 +15,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import sources
 from ftckpt.smp.channel import Channel, Delivery
+from ftckpt.smp.peers import CONNECTIONS
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
 from ftckpt.smp.sources import Feed
 from ftckpt.store.checks import CheckState
