@@ -141,8 +141,8 @@ class Config:
     persist_rate: str = declare("0", "what a node writes to storage, such as 2GB/s; 0: no limit", quantity=rate)
     smp_listen: str = declare(
         "",
-        "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1, of which the first that has "
-        "one counts; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the way to MASTER_ADDR",
+        "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1: the first that has one, and "
+        "those like it; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the way to MASTER_ADDR",
     )
     encrypt: bool = declare(False, "seal what SMPs of different nodes send each other, not only authenticate it")
     secret_file: str = declare("", "file with the secret that SMPs share; default: drawn anew at each start")

@@ -23,8 +23,6 @@ _OF_CONTAINERS = ("docker", "virbr", "br-", "cni", "veth")
 _SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 0x1
 _IFREQ = struct.Struct("16s24x")
 _SYSFS = Path("/sys/class/net")
-_MOST_ADDRESSES = 8
-"""As many as rails of the largest machines; each takes a thread that listens."""
 _UNUSABLE = 0x08 | 0x20 | 0x40
 """IFA_F_DADFAILED, _DEPRECATED, _TENTATIVE."""
 
@@ -117,7 +115,7 @@ def _with_alike(first: str, there: Mapping[str, list[str]], wanted: Callable[[st
         for name, addresses in there.items()
         if name not in kinds and wanted(name) and _kind(name) in kinds.values()
     ]
-    return ",".join([first, *filter(_is_reached, alike)][:_MOST_ADDRESSES])
+    return ",".join([first, *filter(_is_reached, alike)])
 
 
 def _kind(name: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 import xxhash
@@ -17,6 +18,8 @@ _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
 """After the first failure in a row, the second, …; all later ones have the last."""
 _MAX_QUEUED = 64
 """Far more than cover and scrub have under way: what nobody takes must not pile up."""
+_SHUNNED_SECS = 120.0
+"""An address at which a node could not be reached is left out for so long, where it has another one."""
 CONNECTIONS = 4
 """To one node: as many as chunks that are requested ahead of time. One that nothing waits for is not made."""
 
@@ -103,13 +106,16 @@ class _Peer:
     """One other node: its addresses, what waits for it, and its connections, each with a thread."""
 
     def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines, first: int) -> None:
-        self.address, self.node, self.trust, self.deadlines = address, node, trust, deadlines
-        self._first = first
-        self.closed = False
-        self._links: list[_Link] = []
+        self.address, self._node, self._trust, self._deadlines = address, node, trust, deadlines
+        self._places = deque((host, address[1]) for host in address[0].split(","))
+        self._places.rotate(first)
+        self._shunned: dict[tuple[str, int], float] = {}
+        self._channels: dict[Channel, tuple[str, int]] = {}
         self._waiting: deque[Fetch] = deque()
-        self._busy = 0
-        self._changed = threading.Condition()
+        self._threads = self._busy = self._failures = 0
+        self._guard = threading.Condition()  # of all above
+        self._closed = False
+        self._not_before, self._error = 0.0, ""
 
     def put(self, fetch: Fetch) -> bool:
         """Have ``fetch`` served; False where too many wait already: those that were cancelled are forgotten.
@@ -117,131 +123,109 @@ class _Peer:
         Raises:
             RuntimeError, MemoryError: no thread can be started.
         """
-        with self._changed:
+        with self._guard:
             self._waiting = deque(other for other in self._waiting if not other.cancelled)
             if len(self._waiting) >= _MAX_QUEUED:
                 return False
-            needs_link = self._busy + len(self._waiting) >= len(self._links)
-            if needs_link and len(self._links) < CONNECTIONS:
-                try:
-                    self._links.append(_Link(self, self._first + len(self._links)))
-                except (RuntimeError, MemoryError):
-                    if not self._links:
-                        raise
+            if self._threads < min(CONNECTIONS, self._busy + len(self._waiting) + 1):
+                with suppress(RuntimeError, MemoryError) if self._threads else nullcontext():
+                    threading.Thread(target=self._run, name=f"smp-peer-{self._node}", daemon=True).start()
+                    self._threads += 1
             self._waiting.append(fetch)
-            self._changed.notify_all()
+            self._guard.notify()
             return True
-
-    def next(self, link: _Link) -> Fetch | None:
-        """What ``link`` is to serve, however long it takes to come; None: nothing yet, it shall connect before."""
-        with self._changed:
-            while True:
-                # What waits must not try a broken link while another one works.
-                if self.closed or (self._waiting and (link.channel is not None or not self._works)):
-                    self._busy += bool(self._waiting)
-                    return self._waiting.popleft() if self._waiting else None
-                left_secs = link.not_before - time.monotonic()
-                if self._waiting and left_secs <= 0:
-                    return None
-                self._changed.wait(max(0.0, left_secs) if self._waiting else None)
-
-    def served(self, fetch: Fetch) -> None:
-        """In any case: who waits for it has no deadline of its own."""
-        with self._changed:
-            self._busy -= 1
-            self._changed.notify_all()  # whether any connection works may have changed
-        fetch.done.set()
 
     def close(self) -> None:
         """From any thread; nothing is sent for afterwards."""
-        with self._changed:
-            self.closed = True  # before the channels: a thread that the abort wakes must see it
-            self._changed.notify_all()
-            for link in self._links:
-                if (channel := link.channel) is not None:
-                    channel.abort()
-
-    @property
-    def _works(self) -> bool:
-        return any(link.channel is not None for link in self._links)
-
-
-class _Link:
-    """One connection to another node, over one of its addresses: the next one where that fails."""
-
-    def __init__(self, peer: _Peer, number: int) -> None:
-        hosts, port = peer.address
-        self.channel: Channel | None = None
-        self.not_before = 0.0
-        self._peer = peer
-        self._places = [(host, port) for host in hosts.split(",")]
-        self._at = number
-        self._failures = 0
-        self._error = ""
-        threading.Thread(target=self._run, name=f"smp-peer-{peer.node}", daemon=True).start()
+        with self._guard:
+            self._closed = True  # before the channels: their threads, woken by the abort, must see it
+            self._guard.notify_all()
+            for channel in self._channels:
+                channel.abort()
 
     def _run(self) -> None:
-        peer = self._peer
-        while (fetch := peer.next(self)) is not None or not peer.closed:
-            if fetch is None:
-                self._attempt(self._connect)
-                continue
+        channel = None
+        while (fetch := self._next()) is not None:
             try:
-                if peer.closed:
-                    fetch.fail(f"{peer.node}: the connection was given up")
-                elif not fetch.cancelled:
-                    self._serve(fetch)
+                channel = self._serve(fetch, channel)
             finally:
-                peer.served(fetch)
-        self._hang_up()
+                with self._guard:
+                    self._busy -= 1
+                # In any case: who waits for it has no deadline of its own.
+                fetch.done.set()
+        self._hang_up(channel)
 
-    def _serve(self, fetch: Fetch) -> None:
+    def _next(self) -> Fetch | None:
+        with self._guard:
+            self._guard.wait_for(lambda: self._closed or self._waiting)
+            self._busy += 1
+            return self._waiting.popleft() if self._waiting else None
+
+    def _serve(self, fetch: Fetch, channel: Channel | None) -> Channel | None:
+        """Returns the connection to go on with; None: another one."""
+        if self._closed:
+            fetch.fail(f"{self._node}: the connection was given up")
+            return channel
+        if fetch.cancelled:
+            return channel
         # What waits behind a failure fails with it: else each would wait for its own deadlines, one after the other.
-        if time.monotonic() < self.not_before:
+        if time.monotonic() < self._not_before:
             fetch.error, fetch.tried = self._error, False
-        elif not self._attempt(lambda: self._exchange(fetch)):
-            fetch.error = self._error
-
-    def _attempt(self, action: Callable[[], object]) -> bool:
-        """Whether ``action`` succeeded; the connection is given up where not."""
-        host, port = self._places[self._at % len(self._places)]
+            return channel
+        place = self._next_place() if channel is None else self._channels[channel]
         try:
-            action()
+            channel = channel or self._connect(place)
+            fetch.data = self._exchange(fetch, channel)
+            self._failures = 0
         except Exception as error:  # noqa: BLE001 - what comes later waits for this thread, too
-            self._hang_up()
-            self._error = f"{self._peer.node} at {host}:{port}: {str(error) or type(error).__name__}"
-            self.not_before = time.monotonic() + _BACKOFF_SECS[min(self._failures, len(_BACKOFF_SECS) - 1)]
+            if channel is None:
+                self._shunned[place] = time.monotonic() + _SHUNNED_SECS
+            self._hang_up(channel)
+            host, port = place
+            fetch.error = self._error = f"{self._node} at {host}:{port}: {str(error) or type(error).__name__}"
+            pause = _BACKOFF_SECS[min(self._failures, len(_BACKOFF_SECS) - 1)]
             self._failures += 1
-            self._at += 1
-            return False
-        return True
+            self._not_before = time.monotonic() + pause
+            return None
+        return channel
 
-    def _exchange(self, fetch: Fetch) -> None:
-        request, channel = fetch.request, self.channel or self._connect()
-        reply = exchange(channel, request, self._peer.deadlines, most_payload=fetch.at_most)
+    def _exchange(self, fetch: Fetch, channel: Channel) -> bytearray | None:
+        request = fetch.request
+        reply = exchange(channel, request, self._deadlines, most_payload=fetch.at_most)
         if reply.error:
             raise PeerError(f"it refuses: {reply.error}")
-        self._failures = 0
         if reply.payload is None:
-            return
+            return None
         fetch.arrived(len(reply.payload))
         # The channel proves that the bytes are those that were sent; only this, that they were good in memory there.
         if xxhash.xxh3_64_intdigest(reply.payload) != reply.fields.get("hash"):
             name = f"chunk {request.chunk}" if isinstance(request, ChunkRequest) else "the package"
             raise PeerError(f"{name} of {request.shard} at {request.snapshot.iteration} does not match its checksum")
-        fetch.data = reply.payload
+        return reply.payload
 
-    def _connect(self) -> Channel:
-        connect_secs = self._peer.deadlines.connect_secs
-        deadline = time.monotonic() + connect_secs
-        # In this order, and ``close`` the other way round: one of the two threads sees what the other did.
-        channel = self.channel = connect(self._places[self._at % len(self._places)], connect_secs)
-        if self._peer.closed:
-            raise PeerError("the connection was given up")
-        channel.greet(self._peer.trust, deadline)
+    def _next_place(self) -> tuple[str, int]:
+        """Each in turn; where all are shunned, too: there is no other way."""
+        now = time.monotonic()
+        with self._guard:
+            self._places.rotate(-1)
+            return next((place for place in self._places if self._shunned.get(place, 0.0) < now), self._places[0])
+
+    def _connect(self, place: tuple[str, int]) -> Channel:
+        deadline = time.monotonic() + self._deadlines.connect_secs
+        channel = connect(place, self._deadlines.connect_secs)
+        with self._guard:
+            self._channels[channel] = place
+        try:
+            if self._closed:  # behind the lock: either this sees it, or ``close`` has seen the channel
+                raise PeerError("the connection was given up")
+            channel.greet(self._trust, deadline)
+        except BaseException:
+            self._hang_up(channel)
+            raise
         return channel
 
-    def _hang_up(self) -> None:
-        channel, self.channel = self.channel, None
+    def _hang_up(self, channel: Channel | None) -> None:
         if channel is not None:
+            with self._guard:
+                del self._channels[channel]
             channel.close()

@@ -21,6 +21,7 @@ _ALIKE = 0.2
 """An iteration whose length differs by more from the median says nothing: an evaluation, a save."""
 _BUSY, _LEAST_RATE = 0.1, 1e6
 """Of the highest rate; and bytes per second: training that never moves more uses a network that is not counted."""
+_LEAST_IDLE = 0.125
 _OVERHEAD = 1.06
 """Headers and repetitions of what this process moves."""
 _SAMPLE_SECS = 0.005
@@ -48,7 +49,8 @@ class Profile:
         if len(alike) < len(iterations) / 2 or usual_secs < PARTS * _SAMPLE_SECS:
             return None
         idle = idle_parts(sample for samples in alike for sample in samples)
-        return cls(usual_secs, idle) if idle else None
+        # Where it is rarely idle, waiting for that would take too long.
+        return cls(usual_secs, idle) if any(end - begin >= _LEAST_IDLE for begin, end in idle) else None
 
     def has_room(self, since_begin_secs: float, need_secs: float) -> bool | None:
         """Whether a transfer of ``need_secs`` can begin now; None: the iteration takes longer than those before."""

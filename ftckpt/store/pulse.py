@@ -254,9 +254,7 @@ class Pulse:
 
     def began_secs(self) -> float:
         """When (``time.monotonic``) the iteration began that runs now, by the first rank of the node; 0: unknown."""
-        return (
-            next((began for began in self._words[_BEGAN_NS : _SMP * _ENTRY_WORDS : _ENTRY_WORDS] if began), 0) / 1e9
-        )
+        return next(filter(None, self._words[_BEGAN_NS : _SMP * _ENTRY_WORDS : _ENTRY_WORDS]), 0) / 1e9
 
     def furthest(self) -> int:
         """The last boundary that a rank has passed which ever joined, also of those that have left; -1: none."""
