@@ -46,11 +46,12 @@ from tests.support.smp_nodes import SECRET, Node, Seen, describe
 
 NODES = ("n0", "n1")
 PORT, BURST_PORT = 20007, 20009
-SPACES = tuple(f"ftckpt-bench{side}" for side in range(2))
+SPACES = tuple(f"ftckpt-{os.getpid()}-{side}" for side in range(2))
 BURSTS = (("forward", 0.05, 0.10), ("backward", 0.45, 0.25), ("tail", 0.9, 0.05))
 """Phase, begin and length of each at the full rate of the link, in iterations."""
 MODES = ("off", "always", "phases", "profile")
 GOAL = 0.02
+NO_NAMESPACES = 3
 PIECE, CHUNK, PROBE_BYTES = 64 << 10, 512 << 10, 4 << 20
 PROBE = SnapshotId(bytes(16), 0)
 
@@ -288,9 +289,9 @@ def main(argv: Sequence[str]) -> int:
                     {"links": links, "connections": number, "bytes_per_sec": bytes_per_sec(links, number, mib)}
                     for number, mib in ((1, 64), (2, 64), (4, 64))
                 ]
-    except subprocess.CalledProcessError as error:
-        print(f"no namespaces: {' '.join(error.cmd)}: {error.stderr.decode().strip()}", file=sys.stderr)
-        return 3
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        print(f"no namespaces: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
+        return NO_NAMESPACES
     rows = []
     for mode, runs in cases.items():
         slower = [slow_down(case, alone) for case, alone in zip(runs, cases["off"], strict=True)]

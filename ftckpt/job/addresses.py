@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import re
 import socket
-import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
 from ftckpt.errors import ConfigError
+from ftckpt.smp.link import interfaces
 from ftckpt.store.memory import read_lines
 
 LOOPBACK = "127.0.0.1"
@@ -20,11 +19,7 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no machine (RFC 5737, RFC 3849): the way to them is the default route."""
 _OF_CONTAINERS = ("docker", "virbr", "br-", "cni", "veth")
 """Interfaces between this machine and what runs on it: no other machine is reached there."""
-_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 0x1
-_IFREQ = struct.Struct("16s24x")
 _SYSFS = Path("/sys/class/net")
-_UNUSABLE = 0x08 | 0x20 | 0x40
-"""IFA_F_DADFAILED, _DEPRECATED, _TENTATIVE."""
 
 
 def machine() -> str:
@@ -82,28 +77,6 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
             f"machine's, or an interface ({_listed(there)})"
         )
     return _with_alike(found, there, _between_machines)
-
-
-def interfaces() -> dict[str, list[str]]:
-    """Addresses of this machine's interfaces that are up, by name, in the kernel's order: IPv4 first."""
-    found: dict[str, list[str]] = {}
-    # A sandbox may refuse the list, or a socket: the way to another machine is looked for as well.
-    with suppress(OSError), closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        for _, name in socket.if_nameindex():
-            request = _IFREQ.pack(name.encode())
-            with suppress(OSError):
-                flags = struct.unpack_from("<H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
-                if flags & _IFF_UP:
-                    found[name] = []
-                    # A sockaddr_in behind the name: family, port, address.
-                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                    found[name].append(socket.inet_ntoa(reply[20:24]))
-    for line in read_lines(Path("/proc/net/if_inet6")):
-        digits, _, _, scope, flags, name = line.split()
-        # Those of one link (scope 20) mean nothing without the name of an interface of the machine that reads them.
-        if name in found and scope != "20" and not int(flags, 16) & _UNUSABLE:
-            found[name].append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
-    return found
 
 
 def _with_alike(first: str, there: Mapping[str, list[str]], wanted: Callable[[str], bool]) -> str:

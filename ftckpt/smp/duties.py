@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
 from ftckpt.smp.final_flush import FinalFlush
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.footprint import allow_packages
-from ftckpt.smp.link import Forecast, NetworkLimit, interfaces_at
+from ftckpt.smp.link import Forecast, NetworkLimit
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import SCRUB_SECS, Scrubber
@@ -58,14 +57,10 @@ class _Orders(NamedTuple):
     addresses: dict[str, tuple[str, int]]
     trust: Trust
     forecast: Forecast
-    interfaces: list[str]
     settings: dict[str, Any]
 
 
 def _read(given: Mapping[str, Any]) -> _Orders:
-    interfaces: list[str] = []
-    with suppress(OSError, ValueError):  # nobody knows what counts its bytes
-        interfaces = interfaces_at(str(given.get("address", "")))
     try:
         settings = dict(given.get("settings", {}))
         return _Orders(
@@ -80,7 +75,6 @@ def _read(given: Mapping[str, Any]) -> _Orders:
                 NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
                 mtbf_secs(str(settings.get("mtbf", "auto")), max(1, len(given.get("nodes", ())))),
             ),
-            interfaces,
             settings,
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -116,7 +110,7 @@ class Duties:
         # What was begun last at a place; the next one there waits for its end. Another place may hang for ever.
         self._last_at: dict[str, Joinable] = {}
         self._forecast = Forecast(0, NetworkLimit(0.0, "not configured"), 0.0)
-        self._traffic = Traffic((), self._pulse.began_secs, int)
+        self._traffic = Traffic("", self._pulse.began_secs, int)
         self._pace = self._new_pace({})
         self._share = _new_share({})
         self.service = Service(self._arenas, self._pace)
@@ -180,7 +174,7 @@ class Duties:
             if self._cannot is not None:  # it is begun anew
                 self._target = self._cannot = None
             return
-        node, duty, flush, arenas, addresses, trust, forecast, interfaces, settings = _read(given)
+        node, duty, flush, arenas, addresses, trust, forecast, settings = _read(given)
         addresses.pop(node, None)
         if addresses or trust.secret:
             self._peers.configure(addresses, trust)
@@ -190,7 +184,7 @@ class Duties:
             self._flush.stop()
         self._description, self._duty, self._forecast, self._flush_orders = given, duty, forecast, flush
         self._traffic.stop()
-        self._traffic = Traffic(interfaces, self._pulse.began_secs, lambda: Channel.moved_bytes)
+        self._traffic = Traffic(str(given.get("address", "")), self._pulse.began_secs, lambda: Channel.moved_bytes)
         # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
         self._share = _new_share(settings)

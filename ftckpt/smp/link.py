@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import ipaddress
 import math
 import socket
 import struct
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftckpt.model.text import human_secs
+from ftckpt.store.memory import read_lines
 from ftckpt.units import in_words, rate
 
 MARGIN = 4
@@ -19,11 +23,10 @@ SHARE = 0.25
 ASSUMED_GBITS = 25.0
 """Gbit/s of a link whose speed nobody knows: what small cloud machines have. A wrong guess costs time, not safety."""
 _SYSFS = Path("/sys/class/net")
-_WAIT_SECS = 2.0
-_NETLINK_ROUTE, _GET_ADDRESS, _DUMP, _ERROR, _DONE = 0, 22, 0x301, 2, 3
-_MESSAGE = struct.Struct("=IHHII")  # struct nlmsghdr: length, type, flags, sequence, port
-_IFADDR = struct.Struct("=BBBBI")  # struct ifaddrmsg: family, prefix, flags, scope, index of the interface
-_ATTRIBUTE = struct.Struct("=HH")  # struct rtattr: length, type
+_SIOCGIFCONF, _SIOCGIFFLAGS, _IFF_UP, _MOST_IPV4 = 0x8912, 0x8913, 0x1, 256
+_IFCONF, _IFREQ = struct.Struct("iL"), struct.Struct("16s4x4s16x")
+_UNUSABLE = 0x08 | 0x20 | 0x40
+"""IFA_F_DADFAILED, _DEPRECATED, _TENTATIVE."""
 
 
 @dataclass(frozen=True)
@@ -119,37 +122,37 @@ def interfaces_at(addresses: str) -> list[str]:
 
 
 def interface_of(host: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    """The name of the interface with this address, by the kernel's list of all.
-
-    Raises:
-        OSError: there is none, or the kernel does not say.
-    """
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE) as asking:
-        asking.settimeout(_WAIT_SECS)
-        request = _IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-        asking.send(_MESSAGE.pack(_MESSAGE.size + len(request), _GET_ADDRESS, _DUMP, 1, 0) + request)
-        while True:
-            data = asking.recv(1 << 16)
-            while data:
-                nbytes, kind, *_ = _MESSAGE.unpack_from(data)
-                if kind in (_ERROR, _DONE) or nbytes < _MESSAGE.size:
-                    raise OSError(f"no interface has {host}")
-                body, data = data[_MESSAGE.size : nbytes], data[_aligned(nbytes) :]
-                if host.packed in _attributes(body[_IFADDR.size :]):
-                    return socket.if_indextoname(_IFADDR.unpack_from(body)[4])
+    """The name of the interface with this address; raises OSError where there is none."""
+    for name, addresses in interfaces().items():
+        if str(host) in addresses:
+            return name
+    raise OSError(f"no interface has {host}")
 
 
-def _attributes(data: bytes) -> list[bytes]:
-    values = []
-    while len(data) >= _ATTRIBUTE.size:
-        nbytes, _ = _ATTRIBUTE.unpack_from(data)
-        values.append(data[_ATTRIBUTE.size : nbytes])
-        data = data[max(_ATTRIBUTE.size, _aligned(nbytes)) :]
-    return values
-
-
-def _aligned(nbytes: int) -> int:
-    return (nbytes + 3) & ~3
+def interfaces() -> dict[str, list[str]]:
+    """Addresses of this machine's interfaces that are up, by name, in the kernel's order: IPv4 first."""
+    found: dict[str, list[str]] = {}
+    # A sandbox may refuse the list, or a socket: the way to another machine is looked for as well.
+    with suppress(OSError), closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                flags = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
+                if struct.unpack_from("<H", flags, 16)[0] & _IFF_UP:
+                    found[name] = []
+        # A struct ifreq for each address: a name, or a label of it, and a sockaddr_in: family, port, address.
+        buffer = bytearray(_MOST_IPV4 * _IFREQ.size)
+        place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        nbytes, _ = _IFCONF.unpack(fcntl.ioctl(probe, _SIOCGIFCONF, _IFCONF.pack(len(buffer), place)))
+        for label, address in _IFREQ.iter_unpack(buffer[:nbytes]):
+            name = label.partition(b"\0")[0].partition(b":")[0].decode()
+            if name in found:
+                found[name].append(socket.inet_ntoa(address))
+    for line in read_lines(Path("/proc/net/if_inet6")):
+        digits, _, _, scope, flags, name = line.split()
+        # Those of one link (scope 20) mean nothing without the name of an interface of the machine that reads them.
+        if name in found and scope != "20" and not int(flags, 16) & _UNUSABLE:
+            found[name].append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return found
 
 
 def _speed_gbits(interface: Path) -> float | None:

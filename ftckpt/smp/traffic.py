@@ -10,9 +10,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+
+from ftckpt.smp.link import interfaces_at
 
 ITERATIONS = 20
 PARTS = 64
@@ -87,7 +90,7 @@ def counter_files(interface: Path) -> list[tuple[Path, int]]:
 
 
 class Traffic:
-    """Learns the profile of ``interfaces``, again and again, on a thread.
+    """Learns the profile of the interfaces at ``addresses``, again and again, on a thread.
 
     Args:
         began_secs: when the iteration began that runs now; 0: none has.
@@ -97,12 +100,14 @@ class Traffic:
     profile: Profile | None = None
 
     def __init__(
-        self, interfaces: Iterable[str], began_secs: Callable[[], float], own_bytes: Callable[[], int],
+        self, addresses: str, began_secs: Callable[[], float], own_bytes: Callable[[], int],
         sysfs: Path = _SYSFS,
     ) -> None:  # fmt: skip
         self._began_secs, self._own_bytes = began_secs, own_bytes
-        self._files = [file for name in interfaces for file in counter_files(sysfs / name)]
+        self._files: list[tuple[Path, int]] = []
         self._over = threading.Event()
+        with suppress(OSError, ValueError):  # no interface has them: nobody knows what counts its bytes
+            self._files = [file for name in interfaces_at(addresses) for file in counter_files(sysfs / name)]
         if self._files:
             threading.Thread(target=self._run, name="smp-traffic", daemon=True).start()
 

@@ -101,11 +101,12 @@ def training(sysfs: Path, secs: float, own_bytes: list[int]) -> Iterator[list[fl
         thread.join(30)
 
 
-def test_the_idle_parts_are_found_while_this_process_sends(tmp_path: Path) -> None:
+def test_the_idle_parts_are_found_while_this_process_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.smp.link.interface_of", lambda host: "eth0")
     write(tmp_path / "eth0/statistics/rx_bytes", "0")
     own_bytes = [0]
     with training(tmp_path, 0.35, own_bytes) as began:
-        traffic = Traffic(["eth0"], lambda: began[0], lambda: int(own_bytes[0] / 1.06), tmp_path)
+        traffic = Traffic("10.0.0.1", lambda: began[0], lambda: int(own_bytes[0] / 1.06), tmp_path)
         assert traffic.has_room(0.0) is None
         until(lambda: traffic.profile is not None, f"{ITERATIONS} iterations are seen", 60)
         traffic.stop()
@@ -116,4 +117,4 @@ def test_the_idle_parts_are_found_while_this_process_sends(tmp_path: Path) -> No
 
 
 def test_where_nothing_is_counted_nothing_is_known() -> None:
-    assert Traffic([], lambda: 0.0, int).has_room(1.0) is None
+    assert Traffic("127.0.0.1", lambda: 0.0, int).has_room(1.0) is None
