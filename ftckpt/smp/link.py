@@ -136,8 +136,8 @@ def interfaces() -> dict[str, list[str]]:
     with suppress(OSError), closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                flags = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
-                if struct.unpack_from("<H", flags, 16)[0] & _IFF_UP:
+                reply = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
+                if struct.unpack_from("<H", reply, 16)[0] & _IFF_UP:
                     found[name] = []
         # A struct ifreq for each address: a name, or a label of it, and a sockaddr_in: family, port, address.
         buffer = bytearray(_MOST_IPV4 * _IFREQ.size)

@@ -108,7 +108,7 @@ class _Peer:
     def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines, first: int) -> None:
         self.address, self._node, self._trust, self._deadlines = address, node, trust, deadlines
         self._places = deque((host, address[1]) for host in address[0].split(","))
-        self._places.rotate(first)
+        self._places.rotate(1 - first)
         self._shunned: dict[tuple[str, int], float] = {}
         self._channels: dict[Channel, tuple[str, int]] = {}
         self._waiting: deque[Fetch] = deque()

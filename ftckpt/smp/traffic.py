@@ -27,7 +27,7 @@ _BUSY, _LEAST_RATE = 0.1, 1e6
 _LEAST_IDLE = 0.125
 _OVERHEAD = 1.06
 """Headers and repetitions of what this process moves."""
-_SAMPLE_SECS = 0.005
+_SAMPLE_SECS, _IDLE_SECS = 0.005, 0.5
 _AGAIN_SECS = 600.0
 """Training changes: the length of its sequences, its schedule."""
 _SYSFS = Path("/sys/class/net")
@@ -113,7 +113,8 @@ class Traffic:
 
     def has_room(self, need_secs: float) -> bool | None:
         """Whether a transfer of ``need_secs`` can begin now; None where nothing is known."""
-        return self.profile and self.profile.has_room(time.monotonic() - self._began_secs(), need_secs)
+        profile = self.profile  # once: the thread that learns may replace it
+        return None if profile is None else profile.has_room(time.monotonic() - self._began_secs(), need_secs)
 
     def stop(self) -> None:
         """Learn nothing more."""
@@ -132,19 +133,20 @@ class Traffic:
         iterations: list[tuple[float, list[Sample]]] = []
         seen: list[Sample] = []  # of the iteration that runs, in seconds after its begin
         began_secs = at_secs = last = 0.0
-        pause_secs = _SAMPLE_SECS
+        pause_secs = 0.0
         while len(iterations) < ITERATIONS:
             if self._over.wait(pause_secs):
                 return []
             total = sum(unit * int(path.read_bytes()) for path, unit in self._files)
             moved, now_secs, begins_secs = total - _OVERHEAD * self._own_bytes(), time.monotonic(), self._began_secs()
-            if begins_secs == began_secs:
-                seen.append(((now_secs + at_secs) / 2 - began_secs, moved - last, now_secs - at_secs))
-            else:
+            if begins_secs != began_secs:
                 secs = begins_secs - began_secs
-                if began_secs > 0 and seen:
+                if seen:
                     iterations.append((secs, [(at / secs, nbytes, took) for at, nbytes, took in seen]))
-                    pause_secs = max(_SAMPLE_SECS, secs / (3 * PARTS))
                 seen, began_secs = [], begins_secs
+            elif began_secs > 0:
+                seen.append(((now_secs + at_secs) / 2 - began_secs, moved - last, now_secs - at_secs))
             at_secs, last = now_secs, moved
+            # The longer an iteration the fewer: one that never ends takes no memory.
+            pause_secs = max(_SAMPLE_SECS, (now_secs - began_secs) / (3 * PARTS)) if began_secs > 0 else _IDLE_SECS
         return iterations

@@ -165,7 +165,8 @@ def test_a_rank_that_stays_in_such_a_phase_does_not_stop_protection(clock: Clock
 
 def test_what_is_known_of_the_iteration_decides_in_the_place_of_phases(clock: Clock) -> None:
     """Three seconds are busy, and phases say that all are."""
-    begun, needs = clock.now, []
+    begun = clock.now
+    needs: list[float] = []
 
     def has_room(need_secs: float) -> bool | None:
         needs.append(need_secs)
