@@ -186,7 +186,8 @@ def run(mode: str, folder: Path, args: Namespace) -> dict[str, Any]:
         sum(max(took[side][phase][at] for side in sides) for phase, *_ in BURSTS)
         for at in range(learning, learning + args.iterations)
     ]
-    return {"mode": mode, "burst_secs": lengths, "protected": protected, "smps": told}
+    minutes = shape["iterations"] * args.secs / 60
+    return {"mode": mode, "burst_secs": lengths, "protected_per_min": protected / minutes, "smps": told}
 
 
 def _start_smp(stack: ExitStack, side: int, nodes: Sequence[Node], mode: str, mbits: float) -> subprocess.Popen[str]:
@@ -295,11 +296,11 @@ def main(argv: Sequence[str]) -> int:
     rows = []
     for mode, runs in cases.items():
         slower = [slow_down(case, alone) for case, alone in zip(runs, cases["off"], strict=True)]
-        protected = statistics.median(case["protected"] for case in runs)
-        rows.append({"mode": mode, "slow_down": slower, "protected": protected})
+        protected = statistics.median(case["protected_per_min"] for case in runs)
+        rows.append({"mode": mode, "slow_down": slower, "protected_per_min": protected})
     print_table(
-        ("bursts", "slower (min-max)", "protected"),
-        [(row["mode"], _spread(row["slow_down"]), f"{row['protected']:.0f}") for row in rows],
+        ("bursts", "slower (min-max)", "protected a minute"),
+        [(row["mode"], _spread(row["slow_down"]), f"{row['protected_per_min']:.0f}") for row in rows],
     )
     print_table(
         ("links x connections", "GB/s"),

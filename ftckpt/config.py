@@ -76,8 +76,7 @@ class Config:
     )
     protect_timeout_secs: float = declare(
         60.0,
-        "wait for the protection of a snapshot before it is given up; longer where what the network has to carry "
-        "takes longer",
+        "wait for the protection of a snapshot before it is given up; longer where the network needs longer",
         minimum=0.1,
     )
     peer_group: int = declare(0, "nodes per group of peer parity; 0: up to eight", minimum=0)

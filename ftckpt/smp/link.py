@@ -92,7 +92,7 @@ def network_limit(setting: str, address: str, sysfs: Path = _SYSFS) -> NetworkLi
         return NetworkLimit(rate(setting), "as set")
     try:
         names = interfaces_at(address)
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError):
         return _assumed(f"no interface has {address}")
     if not names:
         return NetworkLimit(0.0, "loopback: nothing leaves the machine")
@@ -112,21 +112,13 @@ def interfaces_at(addresses: str) -> list[str]:
     """The names of the interfaces that have these addresses, commas between; none of loopback.
 
     Raises:
-        OSError, ValueError: an address is none, or of no interface.
+        OSError, ValueError: an address is none.
+        KeyError: it is of no interface.
     """
-    found = [
-        ipaddress.ip_address(socket.getaddrinfo(one, 0, type=socket.SOCK_STREAM)[0][4][0])
-        for one in addresses.split(",")
-    ]
-    return list(dict.fromkeys(interface_of(host) for host in found if not host.is_loopback))
-
-
-def interface_of(host: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    """The name of the interface with this address; raises OSError where there is none."""
-    for name, addresses in interfaces().items():
-        if str(host) in addresses:
-            return name
-    raise OSError(f"no interface has {host}")
+    places = (socket.getaddrinfo(one, 0, type=socket.SOCK_STREAM)[0][4][0] for one in addresses.split(","))
+    hosts = [host for host in map(ipaddress.ip_address, places) if not host.is_loopback]
+    there = {address: name for name, found in interfaces().items() for address in found}
+    return list(dict.fromkeys(there[str(host)] for host in hosts))
 
 
 def interfaces() -> dict[str, list[str]]:

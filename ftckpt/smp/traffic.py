@@ -106,7 +106,7 @@ class Traffic:
         self._began_secs, self._own_bytes = began_secs, own_bytes
         self._files: list[tuple[Path, int]] = []
         self._over = threading.Event()
-        with suppress(OSError, ValueError):  # no interface has them: nobody knows what counts its bytes
+        with suppress(OSError, ValueError, KeyError):  # no interface has them: nobody knows what counts its bytes
             self._files = [file for name in interfaces_at(addresses) for file in counter_files(sysfs / name)]
         if self._files:
             threading.Thread(target=self._run, name="smp-traffic", daemon=True).start()

@@ -20,7 +20,7 @@ def test_a_small_size(tmp_path: Path) -> None:
     assert status == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert [row["mode"] for row in found["rows"]] == list(network.MODES)
-    assert all(row["protected"] > 0 for row in found["rows"][1:])
+    assert all(row["protected_per_min"] > 0 for row in found["rows"][1:])
     [profile] = found["cases"]["profile"]
     assert all(smp["idle"] for smp in profile["smps"]), "both SMPs have learnt when training is quiet"
     assert all(0.3 < sum(end - begin for begin, end in smp["idle"]) < 0.9 for smp in profile["smps"])

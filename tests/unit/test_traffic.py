@@ -102,7 +102,7 @@ def training(sysfs: Path, secs: float, own_bytes: list[int]) -> Iterator[list[fl
 
 
 def test_the_idle_parts_are_found_while_this_process_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.smp.link.interface_of", lambda host: "eth0")
+    monkeypatch.setattr("ftckpt.smp.link.interfaces", lambda: {"eth0": ["10.0.0.1"]})
     write(tmp_path / "eth0/statistics/rx_bytes", "0")
     own_bytes = [0]
     with training(tmp_path, 0.35, own_bytes) as began:
