@@ -865,6 +865,13 @@ class TestSeveralConnections:
                     channel.abort()
         assert tried == ["127.0.0.1", "127.0.0.2", *["127.0.0.1"] * 6]
 
+    def test_who_asks_once_takes_any_address_that_is_reached(self, server: Server) -> None:
+        for hosts in ("127.0.0.2,127.0.0.1", "127.0.0.1,127.0.0.2"):
+            with closing(connect((hosts, server.port), 10)) as channel:
+                channel.greet(SECRET, soon())
+        with pytest.raises(PeerError, match="cannot be reached"):
+            connect(("127.0.0.2,127.0.0.3", server.port), 10)
+
     def test_an_interface_that_is_gone_is_left_out(self, store: Store, events: Seen) -> None:
         with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as server:
             port = server.listen("127.0.0.1,192.0.2.7", SECRET)
