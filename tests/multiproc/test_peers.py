@@ -18,6 +18,7 @@ from ftckpt.smp.channel import Channel, Delivery
 from ftckpt.smp.peers import CONNECTIONS
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
 from ftckpt.smp.sources import Feed
+from ftckpt.smp.traffic import Profile
 from ftckpt.store.checks import CheckState
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
@@ -379,6 +380,25 @@ def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase:
     assert asked[0] - begun > 0.3
     pulse.beat(1, "forward")
     until(lambda: cluster.covered(1), "covered")
+    pulse.leave()
+
+
+def test_transfers_wait_for_an_idle_part_whatever_the_phase(cluster: Cluster) -> None:
+    cluster.build([[0], [1]], PEER, start=False)
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    one = cluster.smps[0].duties
+    one._traffic.profile = Profile(2.0, ((0.5, 1.0),))
+    asked: list[float] = []
+    fetch = one._peers.fetch
+    one._peers.fetch = lambda *a: (asked.append(time.monotonic()), fetch(*a))[1]  # type: ignore[method-assign]
+    pulse = Pulse.open(cluster.nodes[0].dir, 0)
+    pulse.beat(1, "forward")
+    begun = time.monotonic()
+    for smp in cluster.smps:
+        smp.start()
+    until(lambda: cluster.covered(1), "covered")
+    assert asked[0] - begun > 0.9
     pulse.leave()
 
 
