@@ -277,27 +277,12 @@ def main(argv: Sequence[str]) -> int:
     if args.quick:
         args.iterations, args.runs, args.secs, args.chunks = 4, 1, 0.5, 4
     about = environment(argv, "benchmarks/network.py")
-    cases: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     try:
-        for _ in range(args.runs):
-            for mode in MODES:
-                with two_nodes(1, args.mbits), TemporaryDirectory(dir="/dev/shm") as folder:
-                    cases[mode].append(run(mode, Path(folder), args))
-        rates = []
-        for links in (1, 2):
-            with two_nodes(links, 5 * args.mbits):
-                rates += [
-                    {"links": links, "connections": number, "bytes_per_sec": bytes_per_sec(links, number, mib)}
-                    for number, mib in ((1, 64), (2, 64), (4, 64))
-                ]
+        cases, rates = measured(args)
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
         print(f"no namespaces: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
         return NO_NAMESPACES
-    rows = []
-    for mode, runs in cases.items():
-        slower = [slow_down(case, alone) for case, alone in zip(runs, cases["off"], strict=True)]
-        protected = statistics.median(case["protected_per_min"] for case in runs)
-        rows.append({"mode": mode, "slow_down": slower, "protected_per_min": protected})
+    rows = [row_of(mode, runs, cases["off"]) for mode, runs in cases.items()]
     print_table(
         ("bursts", "slower (min-max)", "protected a minute"),
         [(row["mode"], _spread(row["slow_down"]), f"{row['protected_per_min']:.0f}") for row in rows],
@@ -310,6 +295,32 @@ def main(argv: Sequence[str]) -> int:
     missed = [f"bursts take {worst:.1%} longer with a profile; the goal is {GOAL:.0%}"] if worst > GOAL else []
     content = {"benchmark": "network", "environment": about, "cases": cases, "rows": rows, "rates": rates}
     return conclude(args.json, content, missed, args.quick)
+
+
+def measured(args: Namespace) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Runs of each mode, which take turns, and rates by links and connections.
+
+    Raises:
+        CalledProcessError, FileNotFoundError: no namespaces can be made.
+    """
+    cases: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    for _ in range(args.runs):
+        for mode in MODES:
+            with two_nodes(1, args.mbits), TemporaryDirectory(dir="/dev/shm") as folder:
+                cases[mode].append(run(mode, Path(folder), args))
+    rates = []
+    for links in (1, 2):
+        with two_nodes(links, 5 * args.mbits):
+            for connections in (1, 2, 4):
+                rate = bytes_per_sec(links, connections, 64)
+                rates.append({"links": links, "connections": connections, "bytes_per_sec": rate})
+    return cases, rates
+
+
+def row_of(mode: str, runs: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    slower = [slow_down(case, other) for case, other in zip(runs, alone, strict=True)]
+    protected = statistics.median(case["protected_per_min"] for case in runs)
+    return {"mode": mode, "slow_down": slower, "protected_per_min": protected}
 
 
 def _spread(values: Sequence[float]) -> str:

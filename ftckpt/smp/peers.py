@@ -145,7 +145,13 @@ class _Peer:
 
     def _run(self) -> None:
         channel = None
-        while (fetch := self._next()) is not None:
+        while True:
+            with self._guard:
+                self._guard.wait_for(lambda: self._closed or self._waiting)
+                if not self._waiting:
+                    break
+                fetch = self._waiting.popleft()
+                self._busy += 1
             try:
                 channel = self._serve(fetch, channel)
             finally:
@@ -154,12 +160,6 @@ class _Peer:
                 # In any case: who waits for it has no deadline of its own.
                 fetch.done.set()
         self._hang_up(channel)
-
-    def _next(self) -> Fetch | None:
-        with self._guard:
-            self._guard.wait_for(lambda: self._closed or self._waiting)
-            self._busy += 1
-            return self._waiting.popleft() if self._waiting else None
 
     def _serve(self, fetch: Fetch, channel: Channel | None) -> Channel | None:
         """Returns the connection to go on with; None: another one."""
