@@ -74,7 +74,9 @@ class Config:
         auto=True,
     )
     protect_timeout_secs: float = declare(
-        60.0, "longest wait for the protection of a snapshot before training goes on without it", minimum=0.1
+        60.0,
+        "wait for the protection of a snapshot before it is given up; longer where the network needs longer",
+        minimum=0.1,
     )
     peer_group: int = declare(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
     peer_losses: int = declare(
@@ -137,8 +139,8 @@ class Config:
     persist_rate: str = declare("0", "what a node writes to storage, such as 2GB/s; 0: no limit", quantity=rate)
     smp_listen: str = declare(
         "",
-        "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1, of which the first that has "
-        "one counts; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the way to MASTER_ADDR",
+        "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1: the first that has one, and "
+        "those like it; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the way to MASTER_ADDR",
     )
     encrypt: bool = declare(False, "seal what SMPs of different nodes send each other, not only authenticate it")
     secret_file: str = declare("", "file with the secret that SMPs share; default: drawn anew at each start")
@@ -158,7 +160,7 @@ class Config:
     mtbf: str = declare(
         "auto",
         "mean time between failures of the job that lose its snapshots in memory, such as 40h, for persist_interval "
-        "auto; auto: 308 days over the number of nodes, a week at most",
+        "auto, and the most that protection may take; auto: 308 days over the number of nodes, a week at most",
         auto=True,
         quantity=seconds,
         minimum="1s",

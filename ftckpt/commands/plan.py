@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -45,8 +44,7 @@ def add_plan(commands: Any) -> None:
     defaults = Config()
     settings = {setting.name: setting for setting in fields(Config)}
     for name in (
-        "slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit",
-        "protect_timeout_secs", "persist_rate",
+        "slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit", "persist_rate",
     ):  # fmt: skip
         reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
@@ -130,6 +128,8 @@ def _lines(config: Config, planned: StartPlan, limit: NetworkLimit, verdict: Pla
     yield from planned.table.lines()
     if received := max(planned.table.network.values()):
         yield f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot"
+        if fault := limit.too_slow(received, _mtbf_secs(config, planned)):
+            yield f"never in time: {': '.join(fault)} suffices"
     every, flush, mtbf = (of(config, planned) for of in (_persist_interval_secs, _flush_secs, _mtbf_secs))
     yield (
         f"--ftckpt-persist-interval auto: a snapshot goes to storage every {human_secs(every)}, as a flush takes "
@@ -230,23 +230,16 @@ class PlanAnswer:
 
 def judge(planned: StartPlan, config: Config, node_bytes: int, limit: NetworkLimit) -> PlanAnswer:
     """Whether ``planned`` fits nodes of ``node_bytes``, and whether the network lets its snapshots be protected."""
-    need, faults, timeout_secs = planned.table.fullest, [], config.protect_timeout_secs
-    secs = longest_secs = limit.secs(planned.arrangement.received_bytes)
+    need, faults, received_bytes = planned.table.fullest, [], planned.arrangement.received_bytes
     if need.sum > node_bytes:
         setting, arrangement, text = _fitting(planned, config, node_bytes)
         # Peers may have to send what was made of replicas.
-        longest_secs = max(secs, limit.secs(arrangement.received_bytes))
-        wait = f" {_waiting(longest_secs)}" if longest_secs > timeout_secs >= secs else ""
-        faults.append(("it does not fit", f"{setting}{wait} {text}".strip()))
-    if secs > timeout_secs:
-        why = f"protecting one takes {secs:.0f} s and is given up after {timeout_secs:g}"
-        faults.append((why, f"{_waiting(longest_secs)} waits for it"))
+        received_bytes = max(received_bytes, arrangement.received_bytes)
+        faults.append(("it does not fit", f"{setting} {text}".strip()))
+    if fault := limit.too_slow(received_bytes, _mtbf_secs(config, planned)):
+        faults.append(fault)
     names = ",".join(planned.modes.names) or "none"
     return PlanAnswer(node_bytes, need, planned.slots, names, tuple(faults))
-
-
-def _waiting(secs: float) -> str:
-    return f"--ftckpt-protect-timeout-secs {math.ceil(2 * secs)}"
 
 
 def _fitting(planned: StartPlan, config: Config, node_bytes: int) -> tuple[str, ProtectionPlan, str]:

@@ -1,17 +1,17 @@
-"""The address at which the SMP of this node answers others: as configured, as gloo and NCCL are told, or as found."""
+"""The addresses at which the SMP of this node answers others: as configured, as gloo and NCCL are told, or found."""
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
+import re
 import socket
-import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
 from ftckpt.errors import ConfigError
+from ftckpt.smp.link import interfaces
 from ftckpt.store.memory import read_lines
 
 LOOPBACK = "127.0.0.1"
@@ -19,10 +19,7 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no machine (RFC 5737, RFC 3849): the way to them is the default route."""
 _OF_CONTAINERS = ("docker", "virbr", "br-", "cni", "veth")
 """Interfaces between this machine and what runs on it: no other machine is reached there."""
-_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 0x1
-_IFREQ = struct.Struct("16s24x")
-_UNUSABLE = 0x08 | 0x20 | 0x40
-"""IFA_F_DADFAILED, _DEPRECATED, _TENTATIVE."""
+_SYSFS = Path("/sys/class/net")
 
 
 def machine() -> str:
@@ -49,26 +46,28 @@ def whereabouts(env: Mapping[str, str]) -> str:
 
 
 def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
-    """Where the SMP of this node listens: loopback where all ``machines`` are one.
+    """Where the SMP of this node listens, addresses with commas between: loopback where all ``machines`` are one.
 
-    Otherwise an interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or the way to MASTER_ADDR.
+    Otherwise an interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or the way to MASTER_ADDR; and the
+    interfaces of the same kind, of those that are named where any is.
 
     Raises:
         ConfigError: no address can be found, or what is configured is neither an address of this machine nor an
             interface that has one.
     """
+    there = interfaces()
     if configured:
-        return _configured(configured)
+        return _with_alike(_configured(configured), there, _exact(configured))
     if len(set(machines)) == 1:
         return LOOPBACK
-    there = interfaces()
     towards = _towards(env.get("MASTER_ADDR", ""))
     for variable, names in (("GLOO_SOCKET_IFNAME", _exact), ("NCCL_SOCKET_IFNAME", nccl_names)):
         wanted = env.get(variable, "")
         candidates = _usable(there, names(wanted)) if wanted else []
         if candidates:
-            # Of several rails the one on which the ranks meet.
-            return towards if towards in candidates else candidates[0]
+            # Of several rails first the one on which the ranks meet.
+            first = towards if towards in candidates else candidates[0]
+            return _with_alike(first, there, names(wanted))
     # Not loopback: Debian's hosts file has the machine's own name at 127.0.1.1.
     ways = (towards, _towards(socket.gethostname()), *map(_towards, _ANYWHERE))
     found = next(filter(_is_reached, ways), "") or next(iter(_usable(there, _between_machines)), "")
@@ -77,29 +76,25 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
             "--ftckpt-smp-listen: no address at which other nodes reach this one was found; name one of this "
             f"machine's, or an interface ({_listed(there)})"
         )
-    return found
+    return _with_alike(found, there, _between_machines)
 
 
-def interfaces() -> dict[str, list[str]]:
-    """Addresses of this machine's interfaces that are up, by name, in the kernel's order: IPv4 first."""
-    found: dict[str, list[str]] = {}
-    # A sandbox may refuse the list, or a socket: the way to another machine is looked for as well.
-    with suppress(OSError), closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        for _, name in socket.if_nameindex():
-            request = _IFREQ.pack(name.encode())
-            with suppress(OSError):
-                flags = struct.unpack_from("<H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
-                if flags & _IFF_UP:
-                    found[name] = []
-                    # A sockaddr_in behind the name: family, port, address.
-                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                    found[name].append(socket.inet_ntoa(reply[20:24]))
-    for line in read_lines(Path("/proc/net/if_inet6")):
-        digits, _, _, scope, flags, name = line.split()
-        # Those of one link (scope 20) mean nothing without the name of an interface of the machine that reads them.
-        if name in found and scope != "20" and not int(flags, 16) & _UNUSABLE:
-            found[name].append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
-    return found
+def _with_alike(first: str, there: Mapping[str, list[str]], wanted: Callable[[str], bool]) -> str:
+    """``first``, and addresses of its family of the ``wanted`` interfaces that are of the same kind as its own."""
+    kinds = {name: _kind(name) for name, addresses in there.items() if first in addresses}
+    family = ":" in first
+    alike = [
+        next(filter(lambda one: (":" in one) == family, addresses), "")
+        for name, addresses in there.items()
+        if name not in kinds and wanted(name) and _kind(name) in kinds.values()
+    ]
+    return ",".join([first, *filter(_is_reached, alike)])
+
+
+def _kind(name: str) -> tuple[str, ...]:
+    """What rails of one machine have in common: the name but for its numbers, the type and the speed of the link."""
+    facts = (read_lines(_SYSFS / name / fact) for fact in ("type", "speed"))
+    return re.sub("[0-9]", "", name), *(" ".join(lines) for lines in facts)
 
 
 def nccl_names(setting: str) -> Callable[[str], bool]:
@@ -117,7 +112,7 @@ def nccl_names(setting: str) -> Callable[[str], bool]:
 
 
 def _exact(setting: str) -> Callable[[str], bool]:
-    return setting.split(",").__contains__
+    return [word.strip() for word in setting.split(",")].__contains__
 
 
 def _between_machines(name: str) -> bool:

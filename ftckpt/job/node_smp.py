@@ -143,6 +143,7 @@ class NodeSmp:
         packages: Mapping[str, Mapping[str, int]],
         *,
         modes: Sequence[str] = (),
+        received_bytes: int = 0,
     ) -> int:
         """Start the node's SMP, and have it know its groups, its trainers and where the others are.
 
@@ -150,8 +151,8 @@ class NodeSmp:
         have their state: until then cores belong to them. What it is to do lies there before it starts: a job that is
         killed meanwhile is guarded as any other.
         ``reports`` and ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node
-        keeps, and their bytes; ``modes``: of protection. Returns the digest of what this node's SMP is to guard, as
-        the SMP tells it in its pulse when it does.
+        keeps, and their bytes; ``modes``: of protection; ``received_bytes``: what this node receives for a snapshot.
+        Returns the digest of what this node's SMP is to guard, as the SMP tells it in its pulse when it does.
         """
         self._claim_storage()  # behind what may refuse the start
         node = self._topology.me.node
@@ -168,7 +169,8 @@ class NodeSmp:
         }
         if self._leads:
             self._node_dir = node_dir
-            self._setup.want({**self._describe(guarded, reports), "modes": list(modes)})
+            description = self._describe(guarded, reports)
+            self._setup.want({**description, "modes": list(modes), "received_bytes": received_bytes})
         return guard_digest(guarded)
 
     def _describe(self, guarded: Mapping[str, Any], reports: Sequence[SmpReport]) -> Mapping[str, Any]:
@@ -182,6 +184,7 @@ class NodeSmp:
             "node": node,
             "secret": self._secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
+            "address": address,
             "began": self._began,
             "nodes": sorted({member.node for member in self._topology.members}),
             "network": asdict(self.network) if self.network else {"bytes_per_sec": 0.0, "source": "no other nodes"},

@@ -21,6 +21,7 @@ from ftckpt.job.flushes import NO_FLUSH, FlushGuard
 from ftckpt.job.node_smp import NodeSmp, SmpReport
 from ftckpt.job.targets import Guard
 from ftckpt.model import codec
+from ftckpt.model.flush_interval import mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
@@ -237,11 +238,12 @@ class Protection:
         assert arrangement is not None and arena is not None, "behind ``join``"
         self._arrangement, self._table, self._reports = None, None, ()  # as large as the job
         packages, holdings = arrangement.packages_on(node), arrangement.holdings
+        received_bytes = table.network[node] if table is not None else 0
         self._digest = self.smp.configure(
-            arena.path.parent, reports, holdings, arrangement.groups, packages, modes=self.modes.names
-        )
-        if table is not None:
-            self._tell_network(table.network[node])
+            arena.path.parent, reports, holdings, arrangement.groups, packages,
+            modes=self.modes.names, received_bytes=received_bytes,
+        )  # fmt: skip
+        self._tell_network(received_bytes)
 
     def lessen(self, error: MemoryBudgetError) -> bool:
         """With ``memory_limit`` a mode that nobody has named is given up; see ``lessened``."""
@@ -300,6 +302,7 @@ class Protection:
                 covered=check is not None and check.state == CheckState.COVERED,
                 gave_up=configured and target is not None and self._pulse.smp_cannot(target.iteration),
                 rests=self._pulse.smp_rests(),
+                wait_secs=self._pulse.smp_wait_secs() if configured else 0.0,
             )
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
             self._events.emit("smp_error", error=repr(error))
@@ -402,13 +405,13 @@ class Protection:
 
     def _tell_network(self, nbytes: int) -> None:
         """What this node takes of the network for a snapshot, of which it receives ``nbytes``."""
-        limit, timeout_secs = self.smp.network, self._config.protect_timeout_secs
+        limit = self.smp.network
         if limit is None or nbytes == 0:
             return
-        secs = limit.secs(nbytes)
+        secs, nodes = limit.secs(nbytes), len({member.node for member in self._topology.members})
         self._events.announce(f"protection: network: {limit}; a snapshot needs {human(nbytes)}: {secs:.1f} s or more")
-        if secs > timeout_secs:
-            reason = f"a snapshot needs {secs:.1f} s of the network: {limit}"
+        if fault := limit.too_slow(nbytes, mtbf_secs(self._config.mtbf, nodes)):
+            reason = f"{fault[0]}: {limit}; {fault[1]} suffices"
             self._events.emit("protection_slow", secs=round(secs, 1), reason=reason)
 
     def _require_room(self, account: Ledger, coming_bytes: int, node_dir: Path, lacking: bool) -> None:

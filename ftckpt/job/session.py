@@ -414,4 +414,4 @@ class RankState:
             return False
         targets, waited_secs = self.targets, now_secs - self._whole_here_secs
         is_safe = not targets.interval or targets.protected is not None or targets.degraded
-        return is_safe or waited_secs > self._config.protect_timeout_secs
+        return is_safe or waited_secs > max(self._config.protect_timeout_secs, targets.wait_secs)

@@ -26,7 +26,8 @@ class Guard(NamedTuple):
 
     ``alive``: it gave a sign of life lately. ``configured``: it knows what to guard. ``sealed``: this rank's arena
     has the target. ``covered``: parity and packages of it are complete on this node. ``gave_up``: they cannot be had.
-    ``rests``: what the last one took of the node's cores is more than its share yet.
+    ``rests``: what the last one took of the node's cores is more than its share yet. ``wait_secs``: what a target
+    may take by the SMP's forecast.
     """
 
     alive: bool = False
@@ -35,6 +36,7 @@ class Guard(NamedTuple):
     covered: bool = False
     gave_up: bool = False
     rests: bool = False
+    wait_secs: float = 0.0
 
 
 @dataclass
@@ -44,8 +46,8 @@ class Targets:
     A snapshot that is whole becomes the ``target``; when all nodes have done their part for it, it is
     ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
     no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots from one that is to
-    be protected to the next; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part. Once
-    anything is protected, no other target is chosen while some node rests: its SMP bounds that.
+    be protected to the next; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part, at least.
+    Once anything is protected, no other target is chosen while some node rests: its SMP bounds that.
     """
 
     interval: int
@@ -63,6 +65,8 @@ class Targets:
     chosen_secs: float = 0.0
     """When the target was chosen."""
     rests_until_secs: float = 0.0
+    wait_secs: float = 0.0
+    """What the node's SMP needs for a target, by its last forecast."""
     unable_since_secs: float | None = None
     """Since when some node could not protect what would be the target."""
     behind_since_secs: float | None = None
@@ -110,6 +114,7 @@ class Targets:
         """The target's iteration and how far this node is with it, for a round."""
         if not self.interval:
             return -1, Coverage.READY
+        self.wait_secs = max(self.timeout_secs, guard.wait_secs)
         ready = guard.alive and guard.configured and now_secs >= self.rests_until_secs
         # Not before anything is protected.
         done = Coverage.DONE if guard.rests and self.protected is not None else Coverage.READY
@@ -120,8 +125,8 @@ class Targets:
             cover = done
         elif not ready or not guard.sealed or guard.gave_up:
             cover = Coverage.CANNOT
-        elif now_secs - self.chosen_secs > self.timeout_secs:
-            self.rests_until_secs = now_secs + _RESTS * self.timeout_secs
+        elif now_secs - self.chosen_secs > self.wait_secs:
+            self.rests_until_secs = now_secs + _RESTS * self.wait_secs
             cover = Coverage.CANNOT
         else:
             cover = Coverage.WORKING

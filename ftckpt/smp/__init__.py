@@ -6,7 +6,7 @@ In: arenas that trainers write, their requests, other nodes' SMPs. Out: checksum
   target) and ``scrub`` (bytes that went bad since), on ``arenas`` as mapped here and ``sources`` of bytes.
 * talk: ``channel`` (frames, proofs, deadlines; the protocol byte by byte), ``requests``, ``server``, ``ports``,
   ``client`` (a node's SMP as its trainers have it), ``peers`` (other nodes' as this one has them).
-* ``daemon``: the process, ``footprint``: what it takes and leaves, ``link``: what of the network.
+* ``daemon``: the process, ``footprint``: what it takes and leaves, ``link``: what of the network, ``traffic``: when.
 
 What on the wire is which: between nodes, and in principle on one node too, every record is *authenticated* (AES-256
 GMAC under keys made of the job's secret and both sides' nonces), so that nobody on the network can read on after the

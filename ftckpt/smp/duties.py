@@ -11,28 +11,30 @@ from typing import Any, NamedTuple
 
 from ftckpt.errors import FtckptError, SmpError, in_words
 from ftckpt.events import Events
+from ftckpt.model.flush_interval import mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.place import Place
 from ftckpt.smp.arenas import GuardedArenas, common_mark, least_mark
-from ftckpt.smp.channel import Deadlines, Trust
+from ftckpt.smp.channel import Channel, Deadlines, Trust
 from ftckpt.smp.check import Checker
 from ftckpt.smp.cores import CoreShare, core_secs
 from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
 from ftckpt.smp.final_flush import FinalFlush
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.footprint import allow_packages
-from ftckpt.smp.link import NetworkLimit
+from ftckpt.smp.link import Forecast, NetworkLimit
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import SCRUB_SECS, Scrubber
 from ftckpt.smp.sources import Service, Sources
+from ftckpt.smp.traffic import Traffic
 from ftckpt.smp.work import Pace, Task
 from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import FlushState, Pulse
 from ftckpt.units import rate
 
 NETWORK_PHASES = frozenset({"tail", "fence", "optimizer"})
-"""Phases of training in which transfers would take the network from it: from the last backward on gradients are
+"""Phases of training that need the network, where ``Traffic`` knows nothing: from the last backward on gradients are
 reduced, and after the optimizer parameters are gathered."""
 _LOOK_SECS = 0.02
 """Between looks for seals and targets, which read the control block of each arena."""
@@ -57,7 +59,7 @@ class _Orders(NamedTuple):
     arenas: list[str]
     addresses: dict[str, tuple[str, int]]
     trust: Trust
-    limit: NetworkLimit
+    forecast: Forecast
     settings: dict[str, Any]
 
 
@@ -71,7 +73,11 @@ def _read(given: Mapping[str, Any]) -> _Orders:
             [str(place["arena"]) for place in given["places"].values()],
             {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()},
             Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt"))),
-            NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
+            Forecast(
+                int(given.get("received_bytes", 0)),
+                NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
+                mtbf_secs(str(settings.get("mtbf", "auto")), max(1, len(given.get("nodes", ())))),
+            ),
             settings,
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -106,7 +112,8 @@ class Duties:
         self._final: FinalFlush | None = None
         # What was begun last at a place; the next one there waits for its end. Another place may hang for ever.
         self._last_at: dict[str, Joinable] = {}
-        self._network = NetworkLimit(0.0, "not configured")
+        self._forecast = Forecast(0, NetworkLimit(0.0, "not configured"), 0.0)
+        self._traffic = Traffic("", self._pulse.began_secs, int)
         self._pace = self._new_pace({})
         self._share = _new_share({})
         self.service = Service(self._arenas, self._pace)
@@ -172,7 +179,7 @@ class Duties:
             if self._cannot is not None:  # it is begun anew
                 self._target = self._cannot = None
             return
-        node, duty, flush, arenas, addresses, trust, limit, settings = _read(given)
+        node, duty, flush, arenas, addresses, trust, forecast, settings = _read(given)
         addresses.pop(node, None)
         if addresses or trust.secret:
             self._peers.configure(addresses, trust)
@@ -180,7 +187,9 @@ class Duties:
         if self._flush is not None and flush != self._flush_orders:
             # Begun anew if it is still wanted: what an earlier attempt's orders came to says nothing of these.
             self._flush.stop()
-        self._description, self._duty, self._network, self._flush_orders = given, duty, limit, flush
+        self._description, self._duty, self._forecast, self._flush_orders = given, duty, forecast, flush
+        self._traffic.stop()
+        self._traffic = Traffic(str(given.get("address", "")), self._pulse.began_secs, lambda: Channel.moved_bytes)
         # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
         self._share = _new_share(settings)
@@ -262,7 +271,7 @@ class Duties:
                 "at_end": self._flush_orders.at_end,
                 "problem": self._flush.problem if self._flush is not None else "",
             },
-            "network": asdict(self._network),
+            "network": {**asdict(self._forecast.limit), "wait_secs": round(self._forecast.wait_secs, 3)},
             "idle_cores": round(self._share.idle, 3),
             "rest_secs": round(max(0.0, self._share.due_secs - time.monotonic()), 3),
             "received_bytes": self._sources.received_bytes,
@@ -274,6 +283,7 @@ class Duties:
     def close(self) -> None:
         """Give up what is under way, unmap everything. ``service`` is not to be used any more."""
         self._abandon()
+        self._traffic.stop()
         for begun in (self._flush, self._final):
             if begun is not None:
                 begun.stop()
@@ -288,7 +298,8 @@ class Duties:
             self._pulse.ranks_copy,
             self._network_in_use,
             rate(settings.get("smp_rate", "0")),
-            self._network.bytes_per_sec,
+            self._forecast.limit.bytes_per_sec,
+            has_room=self._traffic.has_room,
         )
 
     def _network_in_use(self) -> bool:
@@ -311,6 +322,7 @@ class Duties:
             self._cover.stop()
             self._target, self._cannot = target, None
             if target is not None:
+                self._forecast.begin(self._sources.received_bytes)
                 self._cover.start(TargetCover(self._sources, self._duty, self._events, target).run())
         self._look_for_flush(
             common_mark([a.mapped.control.flush() for a in arenas]) if self._arenas.complete else None
@@ -350,7 +362,8 @@ class Duties:
             self._flush.stop()
         orders = self._flush_orders
         if wanted is not None and orders.where:
-            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec)
+            room = self._traffic.has_room
+            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec, has_room=room)
             before = self._last_at.get(orders.where)
             self._flush = self._last_at[orders.where] = Flush(
                 orders, self._arenas, pace, self._events, wanted, before=before
@@ -390,6 +403,8 @@ class Duties:
             # Until its end, and for the next target alone: checks in between must not put that off.
             if running is self._cover:
                 self._pulse.tell_rest(self._share.due_secs)
+                self._forecast.note(self._sources.received_bytes, time.monotonic())
+                self._pulse.tell_wait(self._forecast.wait_secs)
             if running is self._proof and not running.active:
                 self._claims.pop(0)
         if running is self._scrub:

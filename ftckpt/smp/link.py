@@ -1,25 +1,32 @@
-"""What protection may take of the network: a number that was set, or a share of the link of the SMP's address."""
+"""What protection may take of the network: a number that was set, or a share of the links of the SMP's addresses."""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import ipaddress
+import math
 import socket
 import struct
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftckpt.model.text import human_secs
+from ftckpt.store.memory import read_lines
 from ftckpt.units import in_words, rate
 
+MARGIN = 4
+"""A target may take this many times its forecast: training comes first at both ends, up to half of the time each."""
 SHARE = 0.25
 """Of a link, each way. Training has all of it while ranks reduce gradients (``duties.NETWORK_PHASES``)."""
 ASSUMED_GBITS = 25.0
 """Gbit/s of a link whose speed nobody knows: what small cloud machines have. A wrong guess costs time, not safety."""
 _SYSFS = Path("/sys/class/net")
-_WAIT_SECS = 2.0
-_NETLINK_ROUTE, _GET_ADDRESS, _DUMP, _ERROR, _DONE = 0, 22, 0x301, 2, 3
-_MESSAGE = struct.Struct("=IHHII")  # struct nlmsghdr: length, type, flags, sequence, port
-_IFADDR = struct.Struct("=BBBBI")  # struct ifaddrmsg: family, prefix, flags, scope, index of the interface
-_ATTRIBUTE = struct.Struct("=HH")  # struct rtattr: length, type
+_SIOCGIFCONF, _SIOCGIFFLAGS, _IFF_UP, _MOST_IPV4 = 0x8912, 0x8913, 0x1, 256
+_IFCONF, _IFREQ = struct.Struct("iL"), struct.Struct("16s4x4s16x")
+_UNUSABLE = 0x08 | 0x20 | 0x40
+"""IFA_F_DADFAILED, _DEPRECATED, _TENTATIVE."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +41,66 @@ class NetworkLimit:
         """The least time that ``nbytes`` take one way."""
         return nbytes / self.bytes_per_sec if self.bytes_per_sec else 0.0
 
+    def too_slow(self, nbytes: int, mtbf_secs: float) -> tuple[str, str] | None:
+        """Why ``nbytes`` cannot be there before the next failure is due, and the remedy; None: they can."""
+        if self.secs(nbytes) <= mtbf_secs:
+            return None
+        often = f"memory is lost once in {human_secs(mtbf_secs)}"
+        why = f"protecting a snapshot takes {human_secs(self.secs(nbytes))}, and {often}"
+        return why, f"--ftckpt-network-rate {in_words(MARGIN * nbytes / mtbf_secs)}"
+
     def __str__(self) -> str:
         return f"{f'{in_words(self.bytes_per_sec)} each way' if self.bytes_per_sec else 'no limit'} ({self.source})"
 
 
+@dataclass
+class Forecast:
+    """The seconds that the ``due_bytes`` of a target take, by ``limit``, or as the last ones came if that is slower.
+
+    Measured from the first arrival to the last: a node that sends nothing prolongs no deadline.
+    """
+
+    due_bytes: int
+    limit: NetworkLimit
+    mtbf_secs: float
+    _first: tuple[float, int] | None = None
+    _received: int = -1
+    _measured_secs: float = 0.0
+
+    def begin(self, received_bytes: int) -> None:
+        """A target begins; what the one before it took counts until more is known."""
+        self._first, self._received = None, received_bytes
+
+    def note(self, received_bytes: int, now_secs: float) -> None:
+        """``received_bytes`` came so far, of this target and all before it."""
+        if received_bytes != self._received and self._first is not None:
+            share = (received_bytes - self._first[1]) / self.due_bytes if self.due_bytes else math.inf
+            self._measured_secs = (now_secs - self._first[0]) / share
+        elif received_bytes != self._received:
+            self._first = now_secs, received_bytes
+        self._received = received_bytes
+
+    @property
+    def wait_secs(self) -> float:
+        """The time after which a target is given up, where that is longer than ``protect_timeout_secs``."""
+        return min(MARGIN * max(self.limit.secs(self.due_bytes), self._measured_secs), self.mtbf_secs)
+
+
 def network_limit(setting: str, address: str, sysfs: Path = _SYSFS) -> NetworkLimit:
-    """What ``Config.network_rate`` means for an SMP that listens at ``address``."""
+    """What ``Config.network_rate`` means for an SMP that listens at ``address``, or several with commas between."""
     if setting != "auto":
         return NetworkLimit(rate(setting), "as set")
     try:
-        host = ipaddress.ip_address(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
-        name = "" if host.is_loopback else interface_of(host)
-    except (OSError, ValueError):
+        names = interfaces_at(address)
+    except (OSError, ValueError, KeyError):
         return _assumed(f"no interface has {address}")
-    if not name:
+    if not names:
         return NetworkLimit(0.0, "loopback: nothing leaves the machine")
-    gbits = _speed_gbits(sysfs / name)
-    if gbits is None:
-        return _assumed(f"{name} does not tell its speed")
-    return NetworkLimit(SHARE * gbits * 1e9 / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {name}")
+    speeds = [_speed_gbits(sysfs / name) for name in names]
+    gbits, what = sum(filter(None, speeds)), " and ".join(names)
+    if None in speeds:
+        return _assumed(f"{what} does not tell its speed")
+    return NetworkLimit(SHARE * gbits * 1e9 / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {what}")
 
 
 def unknown_limit(setting: str) -> NetworkLimit:
@@ -60,38 +108,43 @@ def unknown_limit(setting: str) -> NetworkLimit:
     return network_limit(setting, "") if setting != "auto" else _assumed("each node takes the speed of its link")
 
 
-def interface_of(host: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    """The name of the interface with this address, by the kernel's list of all.
+def interfaces_at(addresses: str) -> list[str]:
+    """The names of the interfaces that have these addresses, commas between; none of loopback.
 
     Raises:
-        OSError: there is none, or the kernel does not say.
+        OSError, ValueError: an address is none.
+        KeyError: it is of no interface.
     """
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE) as asking:
-        asking.settimeout(_WAIT_SECS)
-        request = _IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-        asking.send(_MESSAGE.pack(_MESSAGE.size + len(request), _GET_ADDRESS, _DUMP, 1, 0) + request)
-        while True:
-            data = asking.recv(1 << 16)
-            while data:
-                nbytes, kind, *_ = _MESSAGE.unpack_from(data)
-                if kind in (_ERROR, _DONE) or nbytes < _MESSAGE.size:
-                    raise OSError(f"no interface has {host}")
-                body, data = data[_MESSAGE.size : nbytes], data[_aligned(nbytes) :]
-                if host.packed in _attributes(body[_IFADDR.size :]):
-                    return socket.if_indextoname(_IFADDR.unpack_from(body)[4])
+    places = (socket.getaddrinfo(one, 0, type=socket.SOCK_STREAM)[0][4][0] for one in addresses.split(","))
+    hosts = [host for host in map(ipaddress.ip_address, places) if not host.is_loopback]
+    there = {address: name for name, found in interfaces().items() for address in found}
+    return list(dict.fromkeys(there[str(host)] for host in hosts))
 
 
-def _attributes(data: bytes) -> list[bytes]:
-    values = []
-    while len(data) >= _ATTRIBUTE.size:
-        nbytes, _ = _ATTRIBUTE.unpack_from(data)
-        values.append(data[_ATTRIBUTE.size : nbytes])
-        data = data[max(_ATTRIBUTE.size, _aligned(nbytes)) :]
-    return values
-
-
-def _aligned(nbytes: int) -> int:
-    return (nbytes + 3) & ~3
+def interfaces() -> dict[str, list[str]]:
+    """Addresses of this machine's interfaces that are up, by name, in the kernel's order: IPv4 first."""
+    found: dict[str, list[str]] = {}
+    # A sandbox may refuse the list, or a socket: the way to another machine is looked for as well.
+    with suppress(OSError), closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                reply = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
+                if struct.unpack_from("<H", reply, 16)[0] & _IFF_UP:
+                    found[name] = []
+        # A struct ifreq for each address: a name, or a label of it, and a sockaddr_in: family, port, address.
+        buffer = bytearray(_MOST_IPV4 * _IFREQ.size)
+        place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        nbytes, _ = _IFCONF.unpack(fcntl.ioctl(probe, _SIOCGIFCONF, _IFCONF.pack(len(buffer), place)))
+        for label, address in _IFREQ.iter_unpack(buffer[:nbytes]):
+            name = label.partition(b"\0")[0].partition(b":")[0].decode()
+            if name in found:
+                found[name].append(socket.inet_ntoa(address))
+    for line in read_lines(Path("/proc/net/if_inet6")):
+        digits, _, _, scope, flags, name = line.split()
+        # Those of one link (scope 20) mean nothing without the name of an interface of the machine that reads them.
+        if name in found and scope != "20" and not int(flags, 16) & _UNUSABLE:
+            found[name].append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return found
 
 
 def _speed_gbits(interface: Path) -> float | None:

@@ -1,4 +1,4 @@
-"""What an SMP fetches from those of other nodes: a thread and a connection for each that was ever asked."""
+"""What an SMP fetches from those of other nodes: a few connections to each that was ever asked, over all links."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 import xxhash
@@ -17,6 +18,10 @@ _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
 """After the first failure in a row, the second, …; all later ones have the last."""
 _MAX_QUEUED = 64
 """Far more than cover and scrub have under way: what nobody takes must not pile up."""
+_SHUNNED_SECS = 120.0
+"""An address at which a node could not be reached is left out for so long, where it has another one."""
+CONNECTIONS = 4
+"""To one node: as many as chunks that are requested ahead of time. One that nothing waits for is not made."""
 
 
 @dataclass
@@ -58,7 +63,8 @@ class Peers:
         self.trust = Trust()
 
     def configure(self, addresses: Mapping[str, tuple[str, int]], trust: Trust) -> None:
-        """Who is where. Connections to nodes that are gone, have moved, or had another secret end.
+        """Who is where: addresses with commas between, and a port. Connections to nodes that are gone, have moved, or
+        had another secret end.
 
         Raises:
             ConfigError: the secret is too short.
@@ -79,12 +85,13 @@ class Peers:
             return fetch
         try:
             if node not in self._peers:
-                self._peers[node] = _Peer(node, self._addresses[node], self.trust, self._deadlines)
+                first = len(self._peers)  # of few connections each goes over another interface
+                self._peers[node] = _Peer(node, self._addresses[node], self.trust, self._deadlines, first)
+            if not self._peers[node].put(fetch):
+                fetch.fail(f"{node}: {_MAX_QUEUED} requests wait for it already", tried=False)
         except (RuntimeError, MemoryError) as error:
             fetch.fail(f"{node}: no thread can be started for it: {error}")
             return fetch
-        if not self._peers[node].queue.put(fetch):
-            fetch.fail(f"{node}: {_MAX_QUEUED} requests wait for it already", tried=False)
         return fetch
 
     def close(self) -> None:
@@ -95,86 +102,96 @@ class Peers:
         self._addresses.clear()
 
 
-class _Queue:
-    """Fetches that have not begun, in order. Any thread puts, one thread gets; None ends it."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Fetch | None] = deque()
-        self._some = threading.Condition()
-
-    def put(self, fetch: Fetch | None) -> bool:
-        """False where too many wait already; those that were cancelled do not count, and are forgotten."""
-        with self._some:
-            live = [other for other in self._waiting if other is None or not other.cancelled]
-            self._waiting = deque(live)
-            if fetch is not None and len(live) >= _MAX_QUEUED:
-                return False
-            self._waiting.append(fetch)
-            self._some.notify()
-            return True
-
-    def get(self) -> Fetch | None:
-        """The next one, however long it takes to come."""
-        with self._some:
-            self._some.wait_for(lambda: len(self._waiting) > 0)
-            return self._waiting.popleft()
-
-
 class _Peer:
-    """One other node: its address, and the thread that talks to it."""
+    """One other node: its addresses, what waits for it, and its connections, each with a thread."""
 
-    def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines) -> None:
-        self.address = address
-        self.queue = _Queue()
-        self._node = node
-        self._trust = trust
-        self._deadlines = deadlines
-        self._channel: Channel | None = None
+    def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines, first: int) -> None:
+        self.address, self._node, self._trust, self._deadlines = address, node, trust, deadlines
+        self._places = deque((host, address[1]) for host in address[0].split(","))
+        self._places.rotate(1 - first)
+        self._shunned: dict[tuple[str, int], float] = {}
+        self._channels: dict[Channel, tuple[str, int]] = {}
+        self._waiting: deque[Fetch] = deque()
+        self._threads = self._busy = self._failures = 0
+        self._guard = threading.Condition()  # of all above
         self._closed = False
-        self._failures = 0
-        self._not_before = 0.0
-        self._error = ""
-        threading.Thread(target=self._run, name=f"smp-peer-{node}", daemon=True).start()
+        self._not_before, self._error = 0.0, ""
+
+    def put(self, fetch: Fetch) -> bool:
+        """Have ``fetch`` served; False where too many wait already: those that were cancelled are forgotten.
+
+        Raises:
+            RuntimeError, MemoryError: no thread can be started.
+        """
+        with self._guard:
+            self._waiting = deque(other for other in self._waiting if not other.cancelled)
+            if len(self._waiting) >= _MAX_QUEUED:
+                return False
+            if self._threads < min(CONNECTIONS, self._busy + len(self._waiting) + 1):
+                with suppress(RuntimeError, MemoryError) if self._threads else nullcontext():
+                    threading.Thread(target=self._run, name=f"smp-peer-{self._node}", daemon=True).start()
+                    self._threads += 1
+            self._waiting.append(fetch)
+            self._guard.notify()
+            return True
 
     def close(self) -> None:
         """From any thread; nothing is sent for afterwards."""
-        self._closed = True
-        self.queue.put(None)  # before the channel: its thread, woken by the abort, must find the end of its queue
-        channel = self._channel
-        if channel is not None:
-            channel.abort()
+        with self._guard:
+            self._closed = True  # before the channels: their threads, woken by the abort, must see it
+            self._guard.notify_all()
+            for channel in self._channels:
+                channel.abort()
 
     def _run(self) -> None:
-        while (fetch := self.queue.get()) is not None:
-            if self._closed:
-                fetch.fail(f"{self._node}: the connection was given up")
-            elif not fetch.cancelled:
-                try:
-                    self._serve(fetch)
-                finally:
-                    # In any case: who waits for it has no deadline of its own.
-                    fetch.done.set()
-        self._hang_up()
+        channel = None
+        while True:
+            with self._guard:
+                self._guard.wait_for(lambda: self._closed or self._waiting)
+                if not self._waiting:
+                    break
+                fetch = self._waiting.popleft()
+                self._busy += 1
+            try:
+                channel = self._serve(fetch, channel)
+            finally:
+                with self._guard:
+                    self._busy -= 1
+                # In any case: who waits for it has no deadline of its own.
+                fetch.done.set()
+        self._hang_up(channel)
 
-    def _serve(self, fetch: Fetch) -> None:
+    def _serve(self, fetch: Fetch, channel: Channel | None) -> Channel | None:
+        """Returns the connection to go on with; None: another one."""
+        if self._closed:
+            fetch.fail(f"{self._node}: the connection was given up")
+            return channel
+        if fetch.cancelled:
+            return channel
         # What waits behind a failure fails with it: else each would wait for its own deadlines, one after the other.
         if time.monotonic() < self._not_before:
             fetch.error, fetch.tried = self._error, False
-            return
+            return channel
+        place = self._next_place() if channel is None else self._channels[channel]
         try:
-            fetch.data = self._exchange(fetch)
+            channel = channel or self._connect(place)
+            fetch.data = self._exchange(fetch, channel)
             self._failures = 0
         except Exception as error:  # noqa: BLE001 - what comes later waits for this thread, too
-            self._hang_up()
-            host, port = self.address
+            if channel is None:
+                self._shunned[place] = time.monotonic() + _SHUNNED_SECS
+            self._hang_up(channel)
+            host, port = place
             fetch.error = self._error = f"{self._node} at {host}:{port}: {str(error) or type(error).__name__}"
             pause = _BACKOFF_SECS[min(self._failures, len(_BACKOFF_SECS) - 1)]
             self._failures += 1
             self._not_before = time.monotonic() + pause
+            return None
+        return channel
 
-    def _exchange(self, fetch: Fetch) -> bytearray | None:
+    def _exchange(self, fetch: Fetch, channel: Channel) -> bytearray | None:
         request = fetch.request
-        reply = exchange(self._channel or self._connect(), request, self._deadlines, most_payload=fetch.at_most)
+        reply = exchange(channel, request, self._deadlines, most_payload=fetch.at_most)
         if reply.error:
             raise PeerError(f"it refuses: {reply.error}")
         if reply.payload is None:
@@ -186,16 +203,29 @@ class _Peer:
             raise PeerError(f"{name} of {request.shard} at {request.snapshot.iteration} does not match its checksum")
         return reply.payload
 
-    def _connect(self) -> Channel:
+    def _next_place(self) -> tuple[str, int]:
+        """Each in turn; where all are shunned, too: there is no other way."""
+        now = time.monotonic()
+        with self._guard:
+            self._places.rotate(-1)
+            return next((place for place in self._places if self._shunned.get(place, 0.0) < now), self._places[0])
+
+    def _connect(self, place: tuple[str, int]) -> Channel:
         deadline = time.monotonic() + self._deadlines.connect_secs
-        # In this order, and ``close`` the other way round: one of the two threads sees what the other did.
-        channel = self._channel = connect(self.address, self._deadlines.connect_secs)
-        if self._closed:
-            raise PeerError("the connection was given up")
-        channel.greet(self._trust, deadline)
+        channel = connect(place, self._deadlines.connect_secs)
+        with self._guard:
+            self._channels[channel] = place
+        try:
+            if self._closed:  # behind the lock: either this sees it, or ``close`` has seen the channel
+                raise PeerError("the connection was given up")
+            channel.greet(self._trust, deadline)
+        except BaseException:
+            self._hang_up(channel)
+            raise
         return channel
 
-    def _hang_up(self) -> None:
-        channel, self._channel = self._channel, None
+    def _hang_up(self, channel: Channel | None) -> None:
         if channel is not None:
+            with self._guard:
+                del self._channels[channel]
             channel.close()

@@ -28,7 +28,7 @@ from ftckpt.smp.requests import (
 )
 from ftckpt.store.directory import SMP_SOCKET_NAME
 
-MAX_CONNECTIONS = 128
+MAX_CONNECTIONS = 256
 """Of other nodes; each has a thread, whose stack is of the memory that the process may have."""
 MAX_UNPROVEN = 64
 """More that have not proven the secret yet, which takes them milliseconds: groups of nodes may come all at once."""
@@ -61,14 +61,14 @@ class _Call:
 
 @dataclass
 class _Listener:
-    """A socket that is listened at, what is allowed there, and the connections that it made."""
+    """Sockets that are listened at, what is allowed there, and the connections that they made."""
 
-    socket: socket.socket
+    sockets: list[socket.socket]
     local: bool
     max_connections: int
     max_request_bytes: int
     deadlines: Deadlines
-    accepting: threading.Thread | None = None
+    accepting: list[threading.Thread] = field(default_factory=list)
     threads: dict[Channel, threading.Thread] = field(default_factory=dict)
     unproven: dict[Channel, str] = field(default_factory=dict)
     """Those of ``threads`` that have not proven the secret yet, oldest first, and from where they come."""
@@ -118,11 +118,12 @@ class _Listener:
     def close(self) -> None:
         """Stop listening; replies that are being sent are finished, within a moment."""
         self.closed = True
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        if self.accepting is not None:
-            self.accepting.join(_CLOSE_SECS)  # a thread that runs while the interpreter ends may crash it
-        self.socket.close()
+        for listening in self.sockets:
+            with suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        _join(self.accepting)  # a thread that runs while the interpreter ends may crash it
+        for listening in self.sockets:
+            listening.close()
         with self.guard:
             threads = dict(self.threads)
         for channel in threads:
@@ -179,11 +180,12 @@ class Server:
         self._socket_path = path, path.lstat().st_ino
         listening.listen(MAX_LOCAL_CONNECTIONS)
         deadlines = replace(self._deadlines, idle_secs=_LOCAL_IDLE_SECS)
-        self._unix = _Listener(listening, True, MAX_LOCAL_CONNECTIONS, MAX_REQUEST_BYTES, deadlines)
+        self._unix = _Listener([listening], True, MAX_LOCAL_CONNECTIONS, MAX_REQUEST_BYTES, deadlines)
         self._start(self._unix)
 
     def listen(self, host: str, trust: Trust, port: int = 0) -> int:
-        """Answer other nodes at ``host``; returns the port: ``port`` itself if it is free, 0 is any.
+        """Answer other nodes at ``host``, one address or several with commas between; returns the port: ``port``
+        itself if it is free, 0 is any.
 
         A second call for the same host, and the same port or any, keeps it and takes over ``trust``.
 
@@ -215,7 +217,7 @@ class Server:
     @property
     def port(self) -> int:
         """At which other nodes are answered; 0: at none."""
-        return 0 if self._network is None else int(self._network.socket.getsockname()[1])
+        return 0 if self._network is None else int(self._network.sockets[0].getsockname()[1])
 
     @property
     def connections(self) -> int:
@@ -248,18 +250,19 @@ class Server:
                 listener.close()
 
     def _start(self, listener: _Listener) -> None:
-        thread = threading.Thread(target=self._accept, args=(listener,), name="smp-accept", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):
-            listener.close()
-            raise
-        listener.accepting = thread
+        for listening in listener.sockets:
+            thread = threading.Thread(target=self._accept, args=(listener, listening), name="smp-accept", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):
+                listener.close()
+                raise
+            listener.accepting.append(thread)
 
-    def _accept(self, listener: _Listener) -> None:
+    def _accept(self, listener: _Listener, listening: socket.socket) -> None:
         while not listener.closed:
             try:
-                sock, address = listener.socket.accept()
+                sock, address = listening.accept()
             except OSError:
                 if not listener.closed:
                     time.sleep(0.1)  # out of descriptors, or a connection that is gone already

@@ -67,7 +67,7 @@ class Sources:
 
     def request(self, node: str, request: BytesRequest, at_most: int) -> Work[Fetch]:
         """Request bytes of another node, once training leaves the network to us and what came so far is paid for."""
-        yield from self.pace.receive()
+        yield from self.pace.receive(at_most)
         return self._peers.fetch(node, request, at_most, self.pace.received.charge)
 
     def take(self, node: str, fetch: Fetch, problem: Callable[[bytearray], str]) -> Work[bytearray]:

@@ -183,7 +183,8 @@ class Pace:
 
     Args:
         copying: whether ranks of the node copy state now.
-        network: whether ranks of the node need the network now.
+        network: whether ranks of the node need the network now, as far as their phases tell.
+        has_room: whether a transfer of so many seconds fits between what they send; None: nobody knows.
         smp_rate: bytes per second read of the node's memory; 0: no limit.
         network_rate: bytes per second received, and as many sent; 0: no limit.
     """
@@ -194,14 +195,16 @@ class Pace:
         network: Callable[[], bool],
         smp_rate: float = 0.0,
         network_rate: float = 0.0,
+        *,
         clock: Callable[[], float] = time.monotonic,
+        has_room: Callable[[float], bool | None] = lambda need_secs: None,
     ) -> None:
+        self._has_room, self._network_rate, self._clock = has_room, network_rate, clock
         self.read = Bucket(smp_rate, clock)
         self.received = Bucket(network_rate, clock)
         self._sent = Bucket(network_rate, clock)
         self._copying = Courtesy(copying, clock, MOST_SECS)
         self._network = Courtesy(network, clock, NETWORK_MOST_SECS)
-        self._senders = Courtesy(network, clock, NETWORK_MOST_SECS)
 
     def memory(self, nbytes: int) -> Iterator[float]:
         """Before ``nbytes`` of memory are read."""
@@ -209,10 +212,11 @@ class Pace:
         self.read.charge(nbytes)
         yield from self._copying.wait()
 
-    def receive(self) -> Iterator[float]:
+    def receive(self, nbytes: int = 0) -> Iterator[float]:
         """Before something is requested over the network; what comes is charged to ``received`` when it is there."""
         yield from _paid(self.received)
-        yield from self._network.wait()
+        while not (yield from self._idle_network(nbytes)):  # an iteration at the most
+            pass
 
     def send(self, nbytes: int) -> Generator[float, None, bool]:
         """Before ``nbytes`` are sent; False: not now, others have the next half second."""
@@ -221,7 +225,17 @@ class Pace:
             return False
         if wait_secs > 0:
             yield wait_secs
-        yield from self._senders.wait()
+        return (yield from self._idle_network(nbytes))
+
+    def _idle_network(self, nbytes: int) -> Generator[float, None, bool]:
+        need_secs = nbytes / self._network_rate if self._network_rate else 0.0
+        begun = self._clock()
+        while (has_room := self._has_room(need_secs)) is False:
+            if self._clock() - begun >= NETWORK_MOST_SECS:
+                return False
+            yield _POLL_SECS
+        if has_room is None:
+            yield from self._network.wait()
         return True
 
 

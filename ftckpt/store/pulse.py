@@ -14,6 +14,8 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
 * 8: of the SMP how far that is
 * 9: of the SMP the CLOCK_MONOTONIC in ns until which it rests, once it has protected the target
 * 10: the CLOCK_MONOTONIC in ns until which a rank copies, unless it says so again; 0: it does not copy
+* 11: of the SMP the ns that protecting a target may take by its forecast
+* 12: the CLOCK_MONOTONIC in ns at which a rank's iteration began
 * 16 to 25: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
@@ -43,6 +45,7 @@ _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
 _STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = range(4, 10)
 _COPIES_UNTIL_NS = 10
+_WAIT_NS, _BEGAN_NS = 11, 12
 _COUNTS = 16
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
@@ -168,7 +171,10 @@ class Pulse:
             code = self._phases[phase] = _phase_words(phase)
         self._beats += 1
         # Plus 1, here and for ranks: a page of zeros then reads as "unknown".
-        words[base + _ITERATION] = max(0, iteration + 1)
+        number = max(0, iteration + 1)
+        if number != words[base + _ITERATION]:
+            words[base + _BEGAN_NS] = time.monotonic_ns()
+            words[base + _ITERATION] = number
         words[base + _PHASE], words[base + _PHASE_END] = code
         words[base + _BEATS] = self._beats
         words[base + _BEAT_NS] = time.monotonic_ns()  # last: an age says how old the rest is at the most
@@ -226,6 +232,14 @@ class Pulse:
         """Whether the SMP's share of the cores is used up yet."""
         return self._words[_SMP * _ENTRY_WORDS + _REST_NS] > time.monotonic_ns()
 
+    def tell_wait(self, secs: float) -> None:
+        """How long the SMP may need for a target; called by nobody else."""
+        self._words[_SMP * _ENTRY_WORDS + _WAIT_NS] = int(secs * 1e9)
+
+    def smp_wait_secs(self) -> float:
+        """How long the SMP may need for a target, as it forecasts; 0: it has nothing to wait for."""
+        return self._words[_SMP * _ENTRY_WORDS + _WAIT_NS] / 1e9
+
     def flush_state(self, snapshot: SnapshotId) -> FlushState:
         """How far the SMP says that it is with ``snapshot``."""
         base = _SMP * _ENTRY_WORDS
@@ -237,6 +251,10 @@ class Pulse:
     def ranks(self) -> list[RankPulse]:
         """The entries of all ranks that ever joined and did not leave, dead ones included, by place."""
         return [self._read(place) for place in range(MAX_PLACES) if self._words[place * _ENTRY_WORDS + _OWNER]]
+
+    def began_secs(self) -> float:
+        """When (``time.monotonic``) the iteration began that runs now, by the first rank of the node; 0: unknown."""
+        return next(filter(None, self._words[_BEGAN_NS : _SMP * _ENTRY_WORDS : _ENTRY_WORDS]), 0) / 1e9
 
     def furthest(self) -> int:
         """The last boundary that a rank has passed which ever joined, also of those that have left; -1: none."""

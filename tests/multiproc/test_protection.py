@@ -391,7 +391,7 @@ def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(
 
 
 def test_the_limit_of_the_network_is_told_and_said_to_be_too_little_where_it_is(plan: Plan) -> None:
-    changes = {"protect": "peer", "network_rate": "1kB/s", "protect_timeout_secs": 1.0}
+    changes = {"protect": "peer", "network_rate": "1kB/s", "mtbf": "1s"}
     run_ranks(train, 2, replace(plan, nodes=["n0", "n1"], iterations=3, settings={**plan.settings, **changes}))
     for rank in range(2):
         [slow] = [event for event in told(plan, rank) if event["event"] == "protection_slow"]

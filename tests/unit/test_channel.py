@@ -41,7 +41,7 @@ from ftckpt.smp.channel import (
     socket_address,
 )
 from ftckpt.smp.client import SmpClient
-from ftckpt.smp.peers import Peers
+from ftckpt.smp.peers import CONNECTIONS, Fetch, Peers
 from ftckpt.smp.ports import PortHold, listen_at
 from ftckpt.smp.requests import (
     BytesRequest,
@@ -58,7 +58,7 @@ from ftckpt.smp.requests import (
     encode_request,
     exchange,
 )
-from ftckpt.smp.server import MAX_CONNECTIONS, MAX_UNPROVEN, Server
+from ftckpt.smp.server import MAX_CONNECTIONS, MAX_UNPROVEN, Server, _Listener
 from tests.support.smp_nodes import Seen
 from tests.support.waiting import until
 
@@ -375,14 +375,14 @@ def test_a_port_is_taken_again_or_replaced(store: Store, events: Seen) -> None:
 def test_a_port_is_held_for_an_smp_that_does_not_run_yet() -> None:
     """Nobody else gets it, before it is lent and behind that; who listens at it stays when it is let go of."""
     held = PortHold("127.0.0.1")
-    with closing(listen_at("127.0.0.1", held.number, 1)) as other:
+    with closing(listen_at("127.0.0.1", held.number, 1)[0]) as other:
         assert other.getsockname()[1] != held.number
     held.lend()
-    with closing(listen_at("127.0.0.1", held.number, 1)) as smp, closing(socket.socket()) as peer:
+    with closing(listen_at("127.0.0.1", held.number, 1)[0]) as smp, closing(socket.socket()) as peer:
         assert smp.getsockname()[1] == held.number
         held.close()
         held.lend()
-        with closing(listen_at("127.0.0.1", held.number, 1)) as other:
+        with closing(listen_at("127.0.0.1", held.number, 1)[0]) as other:
             assert other.getsockname()[1] != held.number
         peer.settimeout(10)
         peer.connect(("127.0.0.1", held.number))
@@ -390,7 +390,7 @@ def test_a_port_is_held_for_an_smp_that_does_not_run_yet() -> None:
 
 @pytest.mark.parametrize("port", [-1, 1 << 16])
 def test_no_number_of_a_port_is_any_port(port: int) -> None:
-    with closing(listen_at("127.0.0.1", port, 1)) as listening:
+    with closing(listen_at("127.0.0.1", port, 1)[0]) as listening:
         assert listening.getsockname()[1] not in (0, port)
 
 
@@ -572,8 +572,9 @@ def test_nonsense_from_one_that_knows_the_secret_is_an_error(say: Callable[[Chan
         assert fetch.done.wait(30) and fetch.data is None and reason in fetch.error
 
 
-def test_what_nobody_waits_for_any_more_is_not_asked_for() -> None:
+def test_what_nobody_waits_for_any_more_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one transfer takes its time, many are asked for and cancelled; the next one does not wait for them."""
+    monkeypatch.setattr(peers_module, "CONNECTIONS", 1)
     last = ChunkRequest(replace(SNAPSHOT, iteration=8), "dp0", 1)
     with played() as (listening, peers):
         arrived: list[int] = []
@@ -600,7 +601,7 @@ def test_no_more_than_some_requests_wait() -> None:
     with played() as (_, peers):
         fetches = [peers.fetch("n1", CHUNK, BOUND) for _ in range(200)]
         refused = [fetch for fetch in fetches if "requests wait" in fetch.error]
-        assert 200 - 64 - 1 <= len(refused) < 200 and not any(fetch.tried for fetch in refused)
+        assert 200 - 64 - CONNECTIONS <= len(refused) < 200 and not any(fetch.tried for fetch in refused)
 
 
 GOOD = json.loads(encode_request(CHUNK))
@@ -803,6 +804,79 @@ def test_a_node_that_is_away_is_not_asked_all_the_time(monkeypatch: pytest.Monke
         again = peers.fetch("n1", CHUNK, BOUND)
         assert again.done.wait(30) and "cannot be reached" in again.error and not again.tried
     assert fetched(peers)[1] == "n1: its SMP has no address"
+
+
+def chunks_of(peers: Peers, number: int) -> list[Fetch]:
+    fetches = [peers.fetch("n1", CHUNK, BOUND) for _ in range(number)]
+    for fetch in fetches:
+        assert fetch.done.wait(30)
+    return fetches
+
+
+class TestSeveralConnections:
+    def test_what_is_asked_for_at_once_comes_over_several(self, server: Server, store: Store) -> None:
+        together = threading.Barrier(CONNECTIONS)
+        find = store.find
+
+        @contextmanager
+        def meet(request: BytesRequest) -> Iterator[Delivery | None]:
+            together.wait(20)
+            with find(request) as delivery:
+                yield delivery
+
+        server._find = meet
+        with asking(server.port) as peers:
+            assert all(fetch.data is not None for fetch in chunks_of(peers, CONNECTIONS))
+            assert server.connections == CONNECTIONS
+
+    def test_each_address_of_a_node_is_used(self, store: Store, events: Seen) -> None:
+        hosts = "127.0.0.1,127.0.0.2"
+        with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as server:
+            came: set[str] = set()
+            port, begin = server.listen(hosts, SECRET), server._begin
+
+            def noted(listener: _Listener, channel: Channel, origin: str) -> str:
+                came.add(channel._socket.getsockname()[0])
+                return begin(listener, channel, origin)
+
+            server._begin = noted  # type: ignore[method-assign]
+            with closing(Peers(PATIENT)) as peers:
+                peers.configure({"n1": (hosts, port)}, SECRET)
+                until(lambda: (chunks_of(peers, CONNECTIONS), came == set(hosts.split(",")))[1], "both are used")
+
+    def test_an_address_that_is_not_reached_costs_one_try(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody listens at the second one: whatever breaks afterwards, it is not tried again soon."""
+        monkeypatch.setattr(peers_module, "_BACKOFF_SECS", (0.0,))
+        monkeypatch.setattr(peers_module, "CONNECTIONS", 1)
+        tried: list[str] = []
+
+        def connect_to(place: tuple[str, int], timeout_secs: float) -> Channel:
+            tried.append(place[0])
+            return connect(place, timeout_secs)
+
+        monkeypatch.setattr(peers_module, "connect", connect_to)
+        with closing(Peers(PATIENT)) as peers:
+            peers.configure({"n1": ("127.0.0.1,127.0.0.2", server.port)}, SECRET)
+            while len(tried) < 8:
+                chunks_of(peers, 1)
+                for channel in list(peers._peers["n1"]._channels):
+                    channel.abort()
+        assert tried == ["127.0.0.1", "127.0.0.2", *["127.0.0.1"] * 6]
+
+    def test_who_asks_once_takes_any_address_that_is_reached(self, server: Server) -> None:
+        for hosts in ("127.0.0.2,127.0.0.1", "127.0.0.1,127.0.0.2"):
+            with closing(connect((hosts, server.port), 10)) as channel:
+                channel.greet(SECRET, soon())
+        with pytest.raises(PeerError, match="cannot be reached"):
+            connect(("127.0.0.2,127.0.0.3", server.port), 10)
+
+    def test_an_interface_that_is_gone_is_left_out(self, store: Store, events: Seen) -> None:
+        with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as server:
+            port = server.listen("127.0.0.1,192.0.2.7", SECRET)
+            with asking(port) as peers:
+                assert fetched(peers)[1] == ""
 
 
 def test_strangers_keep_nobody_out(server: Server, events: Seen) -> None:

@@ -293,12 +293,14 @@ def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFix
     assert "--slots 3 needs" in line
 
 
-_SETTINGS = re.compile(r"((?:--[a-z-]+ \S+ )+)(?:needs|waits) ")
+_SETTINGS = re.compile(r"((?:--[a-z-]+ \S+ )+)needs ")
 _MEMORY = re.compile(r"more ranks, or ([0-9.]+) (\S+) of a node(?: with (--.+))?, the least that any setting needs")
 
 
 def remedied(remedy: str) -> str:
     """Options that do what a remedy says; a size is told with one digit."""
+    if remedy.startswith("--network-rate"):
+        return f"{remedy} "
     if found := _SETTINGS.match(remedy):
         return found[1]
     found = _MEMORY.fullmatch(remedy)
@@ -314,8 +316,8 @@ def test_remedies_that_are_named_always_make_it_yes(capsys: pytest.CaptureFixtur
                 f"--tp {draw.choice((1, 2))} --pp {draw.choice((1, 2))} --dp {draw.choice((8, 12))} --params 1e9",
                 f"--gpus-per-node {draw.choice((1, 2, 4))} --optimizer {draw.choice(('distributed', 'replicated'))}",
                 f"--slots {draw.choice((0, 4, 5, 7))} {draw.choice(('', '--persist /there'))}",
-                draw.choice(("", "--network-rate 20MB/s")),
-                draw.choice(("", "--protect none", "--protect peer", "--protect-timeout-secs 0.1")),
+                draw.choice(("", "--network-rate 20MB/s", "--network-rate 1MB/s --mtbf 60s")),
+                draw.choice(("", "--protect none", "--protect peer")),
             )
         )
         room = draw.uniform(0.2, 1) * planned(capsys, job)["memory_per_node"]["sum"]
@@ -327,19 +329,17 @@ def test_remedies_that_are_named_always_make_it_yes(capsys: pytest.CaptureFixtur
         told = capsys.readouterr()
         assert status == 0, (job, room, faults, told)
     assert {"--slots", "--protect", "--protect --slots", "--node-memory --protect --slots"} <= set(answered), answered
-    assert any("--protect-timeout-secs" in one for one in answered), answered
+    assert any("--network-rate" in one for one in answered), answered
 
 
 def test_a_remedy_counts_what_peers_send_in_the_place_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     """Packages alone for what is made of replicas, 152 s of 20 MB/s for all that a node holds."""
     job = "--dp 8 --gpus-per-node 2 --params 1e9 --optimizer replicated --network-rate 20MB/s"
-    line, _ = answer(capsys, f"{job} --slots 7 --node-memory 10.5GiB")
-    assert line.startswith("no: it does not fit: --protect peer --slots 3 --protect-timeout-secs 304 needs 10.4 GiB;")
-    _, value = answer(capsys, f"{job} --slots 7 --node-memory 10.5GiB --protect-timeout-secs 0.1")
-    assert [fault["remedy"] for fault in value["faults"]] == [
-        "--protect peer --slots 3 needs 10.4 GiB",
-        "--protect-timeout-secs 304 waits for it",
-    ]
+    _, value = answer(capsys, f"{job} --slots 7 --node-memory 10.5GiB")
+    assert [fault["remedy"] for fault in value["faults"]] == ["--protect peer --slots 3 needs 10.4 GiB"]
+    _, value = answer(capsys, f"{job} --slots 7 --node-memory 10.5GiB --mtbf 100s")
+    settings, rate = (fault["remedy"] for fault in value["faults"])
+    assert settings == "--protect peer --slots 3 needs 10.4 GiB" and rate.startswith("--network-rate 12")
 
 
 def test_slots_that_are_set_stay_so_unless_fewer_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,14 +370,15 @@ def test_places_that_need_not_be_there_are_planned_for(capsys: pytest.CaptureFix
     assert planned(capsys, f"{EIGHT} --persist {persist}")["slots"] == 4
 
 
-def test_what_is_given_up_before_it_is_protected_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:
-    """66 s for the network, and a start gives up after 60."""
-    line, value = answer(capsys, f"{EIGHT} --network-rate 100MB/s --node-memory 512GiB")
-    assert (
-        "takes 66 s and is given up after 60" in line and "--protect-timeout-secs 1" in value["faults"][0]["remedy"]
-    )
-    more = "--network-rate 100MB/s --node-memory 512GiB --protect-timeout-secs 140"
-    assert answer(capsys, f"{EIGHT} {more}")[0].startswith("yes")
+def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:
+    """66 s for the network, which is nothing against a week."""
+    job = f"{EIGHT} --node-memory 512GiB --network-rate"
+    assert answer(capsys, f"{job} 100MB/s")[0].startswith("yes")
+    line, value = answer(capsys, f"{job} 10kB/s")
+    assert "protecting a snapshot takes 18" in line and "memory is lost once in 168 h" in line
+    [fault] = value["faults"]
+    assert answer(capsys, f"{job} {fault['remedy'].split()[1]}")[0].startswith("yes")
+    assert "never in time: " in printed(capsys, f"{EIGHT} --network-rate 10kB/s")
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from pathlib import Path
 
 import pytest
 
 from ftckpt.smp import link
-from ftckpt.smp.link import ASSUMED_GBITS, SHARE, NetworkLimit, interface_of, network_limit, unknown_limit
+from ftckpt.smp.link import (
+    ASSUMED_GBITS,
+    SHARE,
+    NetworkLimit,
+    interfaces,
+    interfaces_at,
+    network_limit,
+    unknown_limit,
+)
 
 
 def sysfs(root: Path, name: str, speed: str | None, hardware: bool = True) -> Path:
@@ -25,7 +32,7 @@ def sysfs(root: Path, name: str, speed: str | None, hardware: bool = True) -> Pa
 @pytest.fixture
 def at_eth0(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine that runs tests has a link of a known speed for sure."""
-    monkeypatch.setattr(link, "interface_of", lambda host: "eth0")
+    monkeypatch.setattr(link, "interfaces", lambda: {"eth0": ["10.0.0.1"]})
 
 
 def test_a_limit_that_was_set_counts(tmp_path: Path) -> None:
@@ -64,20 +71,32 @@ def test_what_is_virtual_counts_by_what_lies_below_it(tmp_path: Path) -> None:
     assert network_limit("auto", "10.0.0.1", tmp_path).source == "25% of the 10 Gbit/s of eth0"
 
 
+def test_several_links_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"eth0": ["10.0.0.1", "10.0.0.2"], "eth1": ["10.1.0.1"], "eth2": ["10.2.0.1"]}
+    monkeypatch.setattr(link, "interfaces", lambda: there)
+    for name in ("eth0", "eth1"):
+        sysfs(tmp_path, name, "100000")
+    limit = network_limit("auto", "10.0.0.1,10.1.0.1", tmp_path)
+    assert limit == NetworkLimit(SHARE * 25e9, "25% of the 200 Gbit/s of eth0 and eth1")
+    assert network_limit("auto", "10.0.0.1,10.0.0.2", tmp_path).bytes_per_sec == SHARE * 12.5e9, "the same one"
+    sysfs(tmp_path, "eth2", None)
+    assert "assumed: eth0 and eth2 does not tell" in network_limit("auto", "10.0.0.1,10.2.0.1", tmp_path).source
+
+
 def test_an_address_of_no_interface_is_told() -> None:
     for address in ("0.0.0.0", "203.0.113.77", "no such host"):
         assert f"assumed: no interface has {address}" in network_limit("auto", address).source
-    with pytest.raises(OSError, match="no interface"):
-        interface_of(ipaddress.ip_address("203.0.113.77"))
+    with pytest.raises(KeyError):
+        interfaces_at("203.0.113.77")
 
 
 def test_the_interface_of_an_address_is_found() -> None:
-    assert interface_of(ipaddress.ip_address("127.0.0.1")) == "lo"
+    assert interfaces()["lo"][0] == "127.0.0.1" and interfaces_at("127.0.0.1") == []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
         except OSError:
             return  # a machine without a network
         mine = probe.getsockname()[0]
-    name = interface_of(ipaddress.ip_address(mine))
+    [name] = interfaces_at(mine)
     assert name in {each for _, each in socket.if_nameindex()} - {"lo"}

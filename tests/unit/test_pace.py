@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def pace(
-    clock: Clock, copying: Callable[[], bool] = bool, network: Callable[[], bool] = bool, **rates: float
-) -> Pace:
+def pace(clock: Clock, copying: Callable[[], bool] = bool, network: Callable[[], bool] = bool, **rates: Any) -> Pace:
     return Pace(copying, network, clock=clock, **rates)
 
 
@@ -162,3 +161,27 @@ def test_a_rank_that_stays_in_such_a_phase_does_not_stop_protection(clock: Clock
     held = pace(clock, network=lambda: True)
     assert clock.spend(held.send(1)) <= NETWORK_MOST_SECS + 0.02
     assert clock.spend(held.receive()) <= NETWORK_MOST_SECS + 0.02
+
+
+def test_what_is_known_of_the_iteration_decides_in_the_place_of_phases(clock: Clock) -> None:
+    """Three seconds are busy, and phases say that all are."""
+    begun = clock.now
+    needs: list[float] = []
+
+    def has_room(need_secs: float) -> bool | None:
+        needs.append(need_secs)
+        return None if clock.now - begun > 100 else clock.now - begun > 3
+
+    known = pace(clock, network=lambda: True, network_rate=1e6, has_room=has_room)
+    assert clock.spend(known.receive(500_000)) == pytest.approx(3, abs=0.02) and set(needs) == {0.5}
+    assert clock.spend(known.receive()) == 0 and list(known.send(100_000)) == []
+    clock.now = begun + 101
+    assert clock.spend(known.receive()) == pytest.approx(NETWORK_MOST_SECS, abs=0.02), "it takes longer than usual"
+
+
+def test_who_asks_in_a_busy_part_is_soon_told_to_ask_again(clock: Clock) -> None:
+    turn, begun = pace(clock, has_room=lambda need_secs: False).send(1), clock.now
+    with pytest.raises(StopIteration) as end:
+        while True:
+            clock.now += next(turn)
+    assert end.value.value is False and clock.now - begun == pytest.approx(NETWORK_MOST_SECS, abs=0.02)

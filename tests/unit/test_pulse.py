@@ -125,6 +125,27 @@ def test_until_when_an_smp_rests_is_told(arena_root: Path) -> None:
     assert not trainer.smp_rests()
 
 
+def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
+    trainer, other, smp = Pulse.open(arena_root, 1), Pulse.open(arena_root, 3), Pulse.open(arena_root, None)
+    assert smp.began_secs() == 0
+    other.beat(4, "forward")
+    trainer.beat(4, "forward")
+    began = smp.began_secs()
+    assert 0 <= time.monotonic() - began < 60
+    other.beat(5, "forward")
+    trainer.beat(4, "backward")
+    assert smp.began_secs() == began, "by one rank of the node"
+    trainer.beat(5, "forward")
+    assert smp.began_secs() > began
+
+
+def test_how_long_an_smp_needs_is_told(arena_root: Path) -> None:
+    trainer, smp = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    assert trainer.smp_wait_secs() == 0
+    smp.tell_wait(384.5)
+    assert trainer.smp_wait_secs() == 384.5
+
+
 def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
     trainer, smp = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
     assert not trainer.smp_alive(60) and trainer.smp()[0] == 0

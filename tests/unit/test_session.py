@@ -150,6 +150,15 @@ def test_after_a_target_that_took_too_long_a_node_rests() -> None:
     assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, Coverage.READY)
 
 
+def test_a_target_for_which_the_network_needs_longer_is_waited_for() -> None:
+    targets = Targets(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
+    slow = GUARDING._replace(wait_secs=400.0)
+    assert targets.report(slow, NOW_SECS + 399.0) == (4, Coverage.WORKING)
+    assert targets.report(slow, NOW_SECS + 401.0) == (4, Coverage.CANNOT)
+    targets.target = None
+    assert targets.report(slow, NOW_SECS + 1200.0) == (-1, Coverage.CANNOT), "it rests as much longer"
+
+
 def test_a_node_that_has_taken_its_share_of_the_cores_rests_once_anything_is_protected() -> None:
     targets, resting = Targets(1), GUARDING._replace(covered=True, rests=True)
     targets.protected, targets.target, targets.chosen_secs = at(3), at(4), NOW_SECS

@@ -44,13 +44,23 @@ NETWORK = (
     "link add hsn0 type veth peer name hsn0p",
     "link add hsn1 type veth peer name hsn1p",
     "address add 10.1.0.8/24 dev hsn1",
+    "link add hsn2 type veth peer name hsn2p",
+    "address add 10.2.0.8/24 dev hsn2",
+    "address add fd00:2::8/64 dev hsn2 nodad",
     "link add six0 type veth peer name six0p",
     "address add fd00:6::8/64 dev six0 nodad",
     "link add down0 type veth peer name down0p",
     "address add 10.9.0.8/24 dev down0",
-    *(f"link set {name}{end} up" for name in ("docker0", "eth0", "hsn0", "hsn1", "six0") for end in ("p", "")),
+    *(
+        f"link set {name}{end} up"
+        for name in ("docker0", "eth0", "hsn0", "hsn1", "hsn2", "six0")
+        for end in ("p", "")
+    ),
 )
-"""A slow network, a fast one of which one port has no address, one that has IPv6 alone, and one that is down."""
+"""A slow network, a fast one with two ports and a third without address, one of IPv6 alone, one that is down."""
+
+
+FAST = "10.1.0.8,10.2.0.8"
 
 
 def listens(*asked: tuple[str, dict[str, str]], up: Sequence[str] = NETWORK) -> list[str]:
@@ -68,13 +78,16 @@ def test_where_an_smp_listens_in_a_network_of_its_own() -> None:
         "the way to the master": ("", meet, "10.0.0.8"),
         "a hosts file of Debian": ("", own, "10.0.0.8"),
         "gloo": ("", meet | {"GLOO_SOCKET_IFNAME": "hsn1", "NCCL_SOCKET_IFNAME": "eth"}, "10.1.0.8"),
-        "gloo, without address": ("", meet | {"GLOO_SOCKET_IFNAME": "hsn0", "NCCL_SOCKET_IFNAME": "hsn"}, "10.1.0.8"),
+        "gloo, without address": ("", meet | {"GLOO_SOCKET_IFNAME": "hsn0", "NCCL_SOCKET_IFNAME": "hsn"}, FAST),
         "gloo, another machine's": ("", meet | {"GLOO_SOCKET_IFNAME": "ib7"}, "10.0.0.8"),
         "nccl, IPv6": ("", meet | {"NCCL_SOCKET_IFNAME": "six"}, "fd00:6::8"),
-        "nccl, excluded": ("", {"NCCL_SOCKET_IFNAME": "^docker,eth,lo"}, "10.1.0.8"),
-        "nccl, several": ("", {"MASTER_ADDR": "10.1.0.1", "NCCL_SOCKET_IFNAME": "^docker"}, "10.1.0.8"),
+        "nccl, excluded": ("", {"NCCL_SOCKET_IFNAME": "^docker,eth,lo"}, FAST),
+        "nccl, one": ("", {"NCCL_SOCKET_IFNAME": "=hsn2"}, "10.2.0.8"),
+        "nccl, several": ("", {"MASTER_ADDR": "10.1.0.1", "NCCL_SOCKET_IFNAME": "^docker"}, FAST),
+        "the way to the master, over several": ("", {"MASTER_ADDR": "10.2.0.1"}, "10.2.0.8,10.1.0.8"),
         "an interface": ("hsn1", meet, "10.1.0.8"),
         "the first that has one": ("hsn0,hsn1,eth0", meet, "10.1.0.8"),
+        "several": ("hsn1, hsn2,eth0", meet, FAST),
         "an address": ("10.1.0.8", meet, "10.1.0.8"),
         "an address of IPv6": ("fd00:7::8", meet, "fd00:7::8"),
         "an interface with IPv6 alone": ("six0", meet, "fd00:6::8"),

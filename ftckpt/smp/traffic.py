@@ -1,0 +1,152 @@
+"""When training leaves the network idle, by the byte counters of interfaces, folded by position in the iteration.
+
+Phases do not tell of gradients that are reduced beside the backward, nor of parameters that are gathered ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from ftckpt.smp.link import interfaces_at
+
+ITERATIONS = 20
+PARTS = 64
+"""Of an iteration."""
+_ALIKE = 0.2
+"""An iteration whose length differs by more from the median says nothing: an evaluation, a save."""
+_BUSY, _LEAST_RATE = 0.1, 1e6
+"""Of the highest rate; and bytes per second: training that never moves more uses a network that is not counted."""
+_LEAST_IDLE = 0.125
+_OVERHEAD = 1.06
+"""Headers and repetitions of what this process moves."""
+_SAMPLE_SECS, _IDLE_SECS = 0.005, 0.5
+_AGAIN_SECS = 600.0
+"""Training changes: the length of its sequences, its schedule."""
+_SYSFS = Path("/sys/class/net")
+_INFINIBAND = "32"  # ARPHRD_INFINIBAND
+
+Sample = tuple[float, float, float]
+"""Position in the iteration, from 0 to 1; bytes of training; seconds in which they passed."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Parts of an iteration in which training leaves the network idle, each from and to a position."""
+
+    iteration_secs: float
+    idle: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, iterations: Sequence[tuple[float, Sequence[Sample]]]) -> Profile | None:
+        """What iterations, their seconds and samples, have in common; None where nothing can be learnt."""
+        usual_secs = statistics.median(secs for secs, _ in iterations)
+        alike = [samples for secs, samples in iterations if abs(secs - usual_secs) <= _ALIKE * usual_secs]
+        if len(alike) < len(iterations) / 2 or usual_secs < PARTS * _SAMPLE_SECS:
+            return None
+        idle = idle_parts(sample for samples in alike for sample in samples)
+        # Where it is rarely idle, waiting for that would take too long.
+        return cls(usual_secs, idle) if any(end - begin >= _LEAST_IDLE for begin, end in idle) else None
+
+    def has_room(self, since_begin_secs: float, need_secs: float) -> bool | None:
+        """Whether a transfer of ``need_secs`` can begin now; None: the iteration takes longer than those before."""
+        position, need = since_begin_secs / self.iteration_secs, need_secs / self.iteration_secs
+        if not 0 <= position < 1:
+            return None
+        # One that fits nowhere begins in the first half of the longest part.
+        need = min(need, max(end - begin for begin, end in self.idle) / 2)
+        return any(begin <= position and position + need <= end for begin, end in self.idle)
+
+
+def idle_parts(samples: Iterable[Sample]) -> tuple[tuple[float, float], ...]:
+    """Where the mean rate is far below the highest; none where training is not seen at all."""
+    nbytes, secs = [0.0] * PARTS, [0.0] * PARTS
+    for position, moved, took_secs in samples:
+        at = min(PARTS - 1, int(position * PARTS))
+        nbytes[at] += moved
+        secs[at] += took_secs
+    # A part of which nothing is known counts as one in use.
+    rates = [moved / took if took else math.inf for moved, took in zip(nbytes, secs, strict=True)]
+    highest = max((rate for rate in rates if rate < math.inf), default=0.0)
+    runs = [list(run) for _, run in groupby(range(PARTS), lambda at: rates[at] <= _BUSY * highest)]
+    found = [(run[0] / PARTS, (run[-1] + 1) / PARTS) for run in runs if rates[run[0]] <= _BUSY * highest]
+    return tuple(found) if highest >= _LEAST_RATE else ()
+
+
+def counter_files(interface: Path) -> list[tuple[Path, int]]:
+    """What counts the bytes of an interface, each with its unit; those of RDMA pass the interface unseen."""
+    ports = sorted((interface / "device" / "infiniband").glob("*/ports/*/counters"))
+    found = [(port / name, 4) for port in ports for name in ("port_rcv_data", "port_xmit_data")]
+    if not found or (interface / "type").read_text().strip() != _INFINIBAND:  # there ports count all
+        found += [(interface / "statistics" / name, 1) for name in ("rx_bytes", "tx_bytes")]
+    return [(path, unit) for path, unit in found if path.exists()]
+
+
+class Traffic:
+    """Learns the profile of the interfaces at ``addresses``, again and again, on a thread.
+
+    Args:
+        began_secs: when the iteration began that runs now; 0: none has.
+        own_bytes: what this process has moved so far.
+    """
+
+    profile: Profile | None = None
+
+    def __init__(
+        self, addresses: str, began_secs: Callable[[], float], own_bytes: Callable[[], int],
+        sysfs: Path = _SYSFS,
+    ) -> None:  # fmt: skip
+        self._began_secs, self._own_bytes = began_secs, own_bytes
+        self._files: list[tuple[Path, int]] = []
+        self._over = threading.Event()
+        with suppress(OSError, ValueError, KeyError):  # no interface has them: nobody knows what counts its bytes
+            self._files = [file for name in interfaces_at(addresses) for file in counter_files(sysfs / name)]
+        if self._files:
+            threading.Thread(target=self._run, name="smp-traffic", daemon=True).start()
+
+    def has_room(self, need_secs: float) -> bool | None:
+        """Whether a transfer of ``need_secs`` can begin now; None where nothing is known."""
+        profile = self.profile  # once: the thread that learns may replace it
+        return None if profile is None else profile.has_room(time.monotonic() - self._began_secs(), need_secs)
+
+    def stop(self) -> None:
+        """Learn nothing more."""
+        self._over.set()
+
+    def _run(self) -> None:
+        try:
+            while iterations := self._watch():
+                self.profile = Profile.of(iterations)
+                self._over.wait(_AGAIN_SECS)
+        except (OSError, ValueError):  # an interface that went away
+            self.profile = None
+
+    def _watch(self) -> list[tuple[float, list[Sample]]]:
+        """So many iterations; none where it is over before."""
+        iterations: list[tuple[float, list[Sample]]] = []
+        seen: list[Sample] = []  # of the iteration that runs, in seconds after its begin
+        began_secs = at_secs = last = 0.0
+        pause_secs = 0.0
+        while len(iterations) < ITERATIONS:
+            if self._over.wait(pause_secs):
+                return []
+            total = sum(unit * int(path.read_bytes()) for path, unit in self._files)
+            moved, now_secs, begins_secs = total - _OVERHEAD * self._own_bytes(), time.monotonic(), self._began_secs()
+            if begins_secs != began_secs:
+                secs = begins_secs - began_secs
+                if seen:
+                    iterations.append((secs, [(at / secs, nbytes, took) for at, nbytes, took in seen]))
+                seen, began_secs = [], begins_secs
+            elif began_secs > 0:
+                seen.append(((now_secs + at_secs) / 2 - began_secs, moved - last, now_secs - at_secs))
+            at_secs, last = now_secs, moved
+            # The longer an iteration the fewer: one that never ends takes no memory.
+            pause_secs = max(_SAMPLE_SECS, (now_secs - began_secs) / (3 * PARTS)) if began_secs > 0 else _IDLE_SECS
+        return iterations
