@@ -18,12 +18,17 @@ class Sampled(IntEnum):
     DIFFER, UNKNOWN, MATCHED = -1, 0, 1
 
 
+_GOLDEN = 40503
+"""The golden ratio's fraction, times 2 to the 16th."""
+
+
 def position_of(number: int, positions: int) -> int:
     """The one of ``positions`` at which the state of snapshot ``number`` is compared.
 
-    Each turn through them begins one further on: where every n-th snapshot is skipped, none of them is for ever.
+    Some turns through them, by the golden ratio, begin one further on than the turn before: whichever snapshots are
+    skipped in a rhythm, no position is skipped for ever.
     """
-    return (number - number // positions) % positions
+    return (number - number // positions * _GOLDEN // (1 << 16)) % positions
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ import pytest
 
 from ftckpt.store.arena import Arena
 from tests.support import ds_jobs, jobs
+from tests.support.arenas import check_all
 from tests.support.faults import Fault
 from tests.support.tiers import by_default
 
@@ -113,6 +114,7 @@ def test_lost_snapshots_wait_for_what_the_script_loads(settings: dict[str, Any],
     """``deepspeed.initialize`` cannot know whether ``load_checkpoint`` will be called: nothing was written yet."""
     argv = ("--save", str(tmp_path / "ds"), "--save-interval", "3")
     attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20), argv=argv)
+    check_all(*Path(settings["arena"]).glob("ftckpt-*/*"))
     for path in Path(settings["arena"]).glob("ftckpt-*/*/*dp1*"):
         with closing(Arena.open(path, writable=True)) as arena:
             for slot in arena.snapshots().values():

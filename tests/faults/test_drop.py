@@ -64,9 +64,9 @@ def outlasts(rank: int, world_size: int, settings: dict[str, Any], saved: Path) 
     capture, seal, goes_on, begun = checkpointer.capture, Capture._seal, threading.Event(), []
     assert capture is not None
 
-    def seal_late(self: Capture, slot: int, snapshot: SnapshotId, hashed: bool) -> None:
+    def seal_late(self: Capture, slot: int, snapshot: SnapshotId) -> None:
         assert (rank, snapshot.iteration) != (1, 3) or goes_on.wait(20)
-        seal(self, slot, snapshot, hashed)
+        seal(self, slot, snapshot)
 
     Capture._seal = seal_late  # type: ignore[method-assign]
     for iteration in range(1, 8):
