@@ -35,6 +35,7 @@ class _Entry(NamedTuple):
     offset: int  # in the slot's file
     nbytes: int
     gathered: bool
+    storage: int  # a copy may not reach from one allocation into the next, however near
 
 
 class CopyPlan:
@@ -64,7 +65,8 @@ class CopyPlan:
                     end = address + segment.nbytes
                     small.append(segment)
                     places.append(address)
-                entry = _Entry(address, segment.offset, segment.nbytes, gathers)
+                storage = 0 if gathers else source.untyped_storage().data_ptr()
+                entry = _Entry(address, segment.offset, segment.nbytes, gathers, storage)
                 if before is not None and _continues(before, entry):
                     entries[-1] = before._replace(nbytes=entry.offset + entry.nbytes - before.offset)
                 else:
@@ -130,13 +132,10 @@ def _place(before: _Entry | None, segment: Segment, end: int) -> int:
 
 def _continues(before: _Entry, entry: _Entry) -> bool:
     """Whether both are one copy: as far from each other there as here, and within one registration of the slot."""
-    gap = entry.offset - before.offset - before.nbytes
-    is_next = entry.source == before.source + before.nbytes + gap and 0 <= gap < (
-        ALIGN_BYTES if entry.gathered else 1
-    )
-    return (
-        is_next and before.gathered == entry.gathered and before.offset // PIECE_BYTES == entry.offset // PIECE_BYTES
-    )
+    gap, most = entry.offset - before.offset - before.nbytes, ALIGN_BYTES if entry.gathered else 1
+    is_next = 0 <= gap < most and entry.source == before.source + before.nbytes + gap
+    is_same = (before.gathered, before.storage) == (entry.gathered, entry.storage)
+    return is_next and is_same and before.offset // PIECE_BYTES == entry.offset // PIECE_BYTES
 
 
 def _stops(firsts: Sequence[int], sizes: Addresses) -> list[int]:

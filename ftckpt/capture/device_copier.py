@@ -287,6 +287,8 @@ class DeviceCopier:
         sizes = plan.sizes if plan is not None else [copy.nbytes for copy in flight.copies]
         if plan is not None:
             plan.gather()
+            # No chunk may follow: the flight of a snapshot that is dropped ends behind this, not before.
+            flight.last_copy = self._event_behind(self._stream)
         while at < len(sizes):
             # Before a turn is asked for: behind it the copy would come too late for the window that it was given.
             self._wait_for_room(ahead, flight)

@@ -18,7 +18,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, StorageError, in_words, written
 from ftckpt.events import Events, log
 from ftckpt.group import Group
-from ftckpt.job.addresses import listening_address
+from ftckpt.job.addresses import LOOPBACK, listening_address
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
@@ -131,7 +131,10 @@ class NodeSmp:
         if not self._leads:
             return SmpReport(os.getpid(), "", 0)
         if self._port is None:
-            self._port = PortHold(listening_address(self._config.smp_listen, self._machines, os.environ))
+            # The SMP of another node has nothing to ask where nothing is protected.
+            has_peers = self._config.protect != "none" or self._config.persist
+            machines = self._machines if has_peers else (LOOPBACK,)
+            self._port = PortHold(listening_address(self._config.smp_listen, machines, os.environ))
         return SmpReport(os.getpid(), self._port.host, self._port.number)
 
     def configure(

@@ -198,7 +198,8 @@ class Protection:
         told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), RankReport)
         # Training runs: what there is no room for waits.
         together(self._group, lambda: self.join(arena, told, coming_bytes, slots, lacking=True))
-        self.begin()
+        # Together, too: what one rank alone gave up would set its rounds apart from those of the others.
+        together(self._group, self.begin)
 
     def tell(self, image: SlotImage, name: str, existing: Arena | None) -> RankReport:
         """What other ranks must know of this one's arena, ``name``, which need not be there yet.

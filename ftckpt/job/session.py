@@ -158,7 +158,8 @@ class RankState:
     @property
     def _next_step(self) -> Step | None:
         """With a round that this rank can post."""
-        if self._votes.settled or self.off or self._last_will == Will.OFF:
+        is_over = self.off or self._last_will == Will.OFF or (self._lost and self._said_off)
+        if self._votes.settled or is_over:
             return None
         return self._votes.next(self.pending, but=int(self._reads), unasked=self._lost)
 

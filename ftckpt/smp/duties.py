@@ -299,8 +299,12 @@ class Duties:
             self._network_in_use,
             rate(settings.get("smp_rate", "0")),
             self._forecast.limit.bytes_per_sec,
-            has_room=self._traffic.has_room,
+            has_room=self._has_room,
         )
+
+    def _has_room(self, need_secs: float) -> bool | None:
+        # Looked up at each call: a flush outlives the profile that it began with.
+        return self._traffic.has_room(need_secs)
 
     def _network_in_use(self) -> bool:
         # ``lives`` is None for a rank of another container, which may be training.
@@ -362,8 +366,7 @@ class Duties:
             self._flush.stop()
         orders = self._flush_orders
         if wanted is not None and orders.where:
-            room = self._traffic.has_room
-            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec, has_room=room)
+            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec, has_room=self._has_room)
             before = self._last_at.get(orders.where)
             self._flush = self._last_at[orders.where] = Flush(
                 orders, self._arenas, pace, self._events, wanted, before=before

@@ -16,6 +16,8 @@ from ftckpt.model.text import human_secs
 from ftckpt.store.memory import read_lines
 from ftckpt.units import in_words, rate
 
+_LEAST_SHARE = 0.05
+"""Of a target that has come before the rate says anything."""
 MARGIN = 4
 """A target may take this many times its forecast: training comes first at both ends, up to half of the time each."""
 SHARE = 0.25
@@ -75,7 +77,8 @@ class Forecast:
         """``received_bytes`` came so far, of this target and all before it."""
         if received_bytes != self._received and self._first is not None:
             share = (received_bytes - self._first[1]) / self.due_bytes if self.due_bytes else math.inf
-            self._measured_secs = (now_secs - self._first[0]) / share
+            if share >= _LEAST_SHARE:
+                self._measured_secs = (now_secs - self._first[0]) / share
         elif received_bytes != self._received:
             self._first = now_secs, received_bytes
         self._received = received_bytes

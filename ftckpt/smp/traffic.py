@@ -30,6 +30,8 @@ _OVERHEAD = 1.06
 _SAMPLE_SECS, _IDLE_SECS = 0.005, 0.5
 _AGAIN_SECS = 600.0
 """Training changes: the length of its sequences, its schedule."""
+_MOST_REFUSED = 2
+"""Iterations in a row that have no room: the profile is of others."""
 _SYSFS = Path("/sys/class/net")
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
 
@@ -98,6 +100,7 @@ class Traffic:
     """
 
     profile: Profile | None = None
+    _asked_secs = _refuses_since = 0.0
 
     def __init__(
         self, addresses: str, began_secs: Callable[[], float], own_bytes: Callable[[], int],
@@ -113,8 +116,18 @@ class Traffic:
 
     def has_room(self, need_secs: float) -> bool | None:
         """Whether a transfer of ``need_secs`` can begin now; None where nothing is known."""
-        profile = self.profile  # once: the thread that learns may replace it
-        return None if profile is None else profile.has_room(time.monotonic() - self._began_secs(), need_secs)
+        profile, now = self.profile, time.monotonic()  # once: the thread that learns may replace it
+        if profile is None:
+            return None
+        room = profile.has_room(now - self._began_secs(), need_secs)
+        if room is not False or now - self._asked_secs > profile.iteration_secs:
+            self._refuses_since = now
+        self._asked_secs = now
+        if now - self._refuses_since > _MOST_REFUSED * profile.iteration_secs:
+            # Iterations have become so short that the idle parts that were learned do not come any more.
+            self.profile = None
+            return None
+        return room
 
     def stop(self) -> None:
         """Learn nothing more."""
@@ -124,7 +137,10 @@ class Traffic:
         try:
             while iterations := self._watch():
                 self.profile = Profile.of(iterations)
-                self._over.wait(_AGAIN_SECS)
+                is_known, again_secs = self.profile is not None, time.monotonic() + _AGAIN_SECS
+                while time.monotonic() < again_secs and is_known == (self.profile is not None):
+                    if self._over.wait(_IDLE_SECS):
+                        return
         except (OSError, ValueError):  # an interface that went away
             self.profile = None
 

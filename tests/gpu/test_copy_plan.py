@@ -15,7 +15,7 @@ from ftckpt.capture.copy_plan import CALL_COPIES, CopyPlan
 from ftckpt.capture.driver import Call
 from ftckpt.errors import CaptureError
 from tests.support.device_snapshots import Snapshots
-from tests.support.device_states import CPU, assert_holds, plan, shared_slot
+from tests.support.device_states import CPU, Blocked, assert_holds, plan, shared_slot
 from tests.support.fake_device import PAGE, FakeDevice
 
 
@@ -125,4 +125,34 @@ def test_a_refusal_while_training_runs_costs_one_snapshot(fake: FakeDevice, monk
     fake.log.clear()
     snapshots.take()
     assert "call" not in fake.log
+    snapshots.capture.close()
+
+
+def test_no_copy_reaches_from_one_allocation_into_the_next(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver refuses that, however near they lie."""
+    monkeypatch.setattr(copy_plan, "_SMALL_BYTES", 0)
+    memory = np.zeros(2 * PAGE, np.uint8)
+    near = [torch.from_numpy(memory[:PAGE]), torch.from_numpy(memory[PAGE:])]
+    one = torch.from_numpy(memory)
+    copies = [ChunkCopy(0, tuple(Segment(n, 0, PAGE, n * PAGE, PAGE) for n in range(2)))]
+    slot = shared_slot(2 * PAGE)
+    assert [call.number for call in CopyPlan(near, copies, CPU).calls(slot, 0, 1)] == [2]
+    assert [call.number for call in CopyPlan([one[:PAGE], one[PAGE:]], copies, CPU).calls(slot, 0, 1)] == [1]
+
+
+def test_a_dropped_snapshot_ends_behind_what_was_gathered_for_it(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is gathered goes to memory that is given back when copies are over."""
+    windows = Blocked()
+    snapshots = Snapshots(monkeypatch, windows)
+    slow = fake.hold(fake.side)
+    snapshots.begin()
+    assert windows.asked.wait(20.0)
+    flight = snapshots.capture.flight
+    assert flight is not None and flight.cancel()
+    windows.leave.set()
+    assert not flight.wait(0.1)
+    slow.set()
+    assert flight.wait(20.0) and not fake.side.queue
     snapshots.capture.close()

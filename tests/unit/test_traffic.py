@@ -118,3 +118,20 @@ def test_the_idle_parts_are_found_while_this_process_sends(tmp_path: Path, monke
 
 def test_where_nothing_is_counted_nothing_is_known() -> None:
     assert Traffic("127.0.0.1", lambda: 0.0, int).has_room(1.0) is None
+
+
+def test_a_profile_of_longer_iterations_refuses_for_two_of_them_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the idle part that was learned never comes, phases decide, and the profile is learned again."""
+    now = 100.0
+    monkeypatch.setattr("ftckpt.smp.traffic.time.monotonic", lambda: now)
+    traffic = Traffic("127.0.0.1", lambda: now - now % 0.7, int)
+    traffic.profile = Profile(1.0, ((0.8, 1.0),))
+    asked = 0
+    while traffic.has_room(0.1) is False:
+        now, asked = now + 0.05, asked + 1
+    assert traffic.profile is None and 2.0 <= now - 100.0 <= 2.2
+    traffic.profile = Profile(0.7, ((0.5, 1.0),))
+    assert any(traffic.has_room(0.1) for now in (200.0 + step / 10 for step in range(20)))
+    assert traffic.profile is not None
