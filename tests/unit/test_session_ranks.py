@@ -250,7 +250,7 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow(interv
             state.fail("no answer")
         else:
             state.agree()
-    assert state.off and num_posted == 4
+    assert state.off and num_posted <= 4
 
 
 def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
