@@ -666,6 +666,7 @@ def test_what_is_done_on_the_first_node_needs_no_step(standins: Standins, script
 
 
 def test_a_job_that_protects_nothing_has_smps(standins: Standins) -> None:
+    standins.codes("smps:1")
     words = ["--ftckpt", "--ftckpt-protect", "none"]
     standins.launch("frontier.sbatch", str(standins.script), *words, env=standins.slurm("n1"))
     assert standins.steps() and [call for call in standins.calls("srun") if smp_step(call)]
