@@ -93,7 +93,7 @@ class CopyPlan:
         return self._stops[at]
 
     def trial(self, target: torch.Tensor) -> Call:
-        """A call that copies a few bytes to ``target``: what a driver makes at the first one is made then."""
+        """A call that copies a few bytes to ``target``, so that the driver loads what its first call needs."""
         self._trial = np.array([[target.data_ptr()], self._sources[:1], [min(8, int(self._nbytes[0]))]], np.uint64)
         targets, sources, sizes = (row.ctypes.data for row in self._trial)
         return Call(targets, sources, sizes, 1)

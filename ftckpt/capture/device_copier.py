@@ -239,9 +239,10 @@ class DeviceCopier:
                 few = ChunkCopy(0, (Segment(0, 0, ALIGN_BYTES, 0, ALIGN_BYTES),))
                 copy_chunk([self._mixed], few, staging, non_blocking=True)
                 copy_chunk([staging], few, self._mixed, non_blocking=True)
-            if self._plan is not None:
-                self._plan.gather()
-                self._call(self._plan.trial(staging))
+            tried = self._plan  # held until the device is done: a refusal lets go of it
+            if tried is not None:
+                tried.gather()
+                self._call(tried.trial(staging))
             self._sleep_until_done(self._stream)
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, boundary: DeviceEvent, windows: Windows) -> None:
@@ -340,7 +341,7 @@ class DeviceCopier:
         code = copy_all(call, self._stream.cuda_stream) if copy_all is not None else 0
         if code:
             self._plan = None
-            log.warning("ftckpt: the driver refuses many copies at once with error %d: they go one by one", code)
+            log.warning("ftckpt: the driver refuses many copies per call (error %d); they go one by one, slower", code)
         return not code
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
