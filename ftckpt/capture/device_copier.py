@@ -341,7 +341,7 @@ class DeviceCopier:
         code = copy_all(call, self._stream.cuda_stream) if copy_all is not None else 0
         if code:
             self._plan = None
-            log.warning("ftckpt: the driver refuses many copies per call (error %d); they go one by one, slower", code)
+            log.warning("ftckpt: driver refuses many copies per call (error %d): they go one by one, slower", code)
         return not code
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
