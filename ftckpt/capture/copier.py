@@ -18,8 +18,15 @@ from ftckpt.capture.chunks import ChunkCopy, combine, xor_parts
 from ftckpt.capture.registration import FarPages, Registrar, touch
 from ftckpt.errors import CaptureError
 from ftckpt.host_memory import host_memory
+from ftckpt.idle_cores import has_idle_core, waits
 from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import Clock, DeviceClock, DeviceEvent, HostClock, Moment
+
+_POLL_SECS = 0.005
+"""Between two looks for a core that training does not compute on."""
+
+_PATIENCE = 10
+"""Of these looks, all in one snapshot, where others than this rank's training compute."""
 
 _JOIN_SECS = 10.0
 """For a thread that ends."""
@@ -260,6 +267,7 @@ class HostCopier:
         self._clock = HostClock()
         self._tell_copying = tell_copying
         self._worker = Worker("ftckpt-copy", cores, yields=True)
+        self._trainer = threading.current_thread()
         self._at_once: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def prepare(self, slots: Sequence[Slot]) -> None:
@@ -307,9 +315,11 @@ class HostCopier:
         self.stop()
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
+        patience = _PATIENCE
         try:
             for copy in flight.copies:
                 windows.wait_turn([copy.nbytes], flight.hurry)
+                patience -= self._wait_for_core(flight.hurry, patience)
                 # Looked at after the wait, which is where a snapshot is dropped most of the time.
                 if flight.cancelled:
                     break
@@ -318,6 +328,15 @@ class HostCopier:
             flight.error = error
         flight.submitted.set()  # before the end: the fence needs no seal
         flight.end()
+
+    def _wait_for_core(self, hurry: threading.Event, patience: int) -> int:
+        """Until one is idle. A rank that waits itself may have others beside it that compute: only they are waited
+        for no longer than ``patience`` looks, of which this returns those that it took."""
+        looks = 0
+        while not (hurry.is_set() or has_idle_core() or looks >= patience):
+            hurry.wait(_POLL_SECS)
+            looks += waits(self._trainer)
+        return looks
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
         self._tell_copying(True)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ftckpt.errors import FtckptError, SmpError, in_words
 from ftckpt.events import Events
+from ftckpt.idle_cores import has_idle_core
 from ftckpt.model.flush_interval import mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.place import Place
@@ -295,7 +296,7 @@ class Duties:
 
     def _new_pace(self, settings: Mapping[str, Any]) -> Pace:
         return Pace(
-            self._pulse.ranks_copy,
+            self._others_need_cores,
             self._network_in_use,
             rate(settings.get("smp_rate", "0")),
             self._forecast.limit.bytes_per_sec,
@@ -305,6 +306,9 @@ class Duties:
     def _has_room(self, need_secs: float) -> bool | None:
         # Looked up at each call: a flush outlives the profile that it began with.
         return self._traffic.has_room(need_secs)
+
+    def _others_need_cores(self) -> bool:
+        return self._pulse.ranks_copy() or not has_idle_core()
 
     def _network_in_use(self) -> bool:
         # ``lives`` is None for a rank of another container, which may be training.
@@ -366,7 +370,7 @@ class Duties:
             self._flush.stop()
         orders = self._flush_orders
         if wanted is not None and orders.where:
-            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec, has_room=self._has_room)
+            pace = Pace(self._others_need_cores, self._network_in_use, orders.bytes_per_sec, has_room=self._has_room)
             before = self._last_at.get(orders.where)
             self._flush = self._last_at[orders.where] = Flush(
                 orders, self._arenas, pace, self._events, wanted, before=before
