@@ -199,7 +199,9 @@ def apart(job: Job) -> Iterator[dict[str, SmpClient]]:
     dirs = {node: root / f"ftckpt-{JOB}" / node for node, root in roots.items()}
     clients = {node: find_or_start(dirs[node], roots[node], JOB, node) for node in roots}
     try:
-        peers = {node: ["127.0.0.1", client.listen("127.0.0.1", SECRET)] for node, client in clients.items()}
+        for node, client in clients.items():
+            client.configure(description(job, node, {}))
+        peers = {node: ["127.0.0.1", client.hello()["port"]] for node, client in clients.items()}
         for node, client in clients.items():
             client.configure(description(job, node, peers))
         yield clients
@@ -219,7 +221,7 @@ def description(job: Job, node: str, peers: dict[str, list[Any]]) -> dict[str, A
             keeps.setdefault(home, {})[shard] = 1 << 20
     mine = {str(rank): held[rank] for rank, of in enumerate(job.nodes) if of == node}
     return {
-        "job": JOB, "node": node, "run": "", "secret": SECRET.hex(),
+        "job": JOB, "node": node, "run": "", "secret": SECRET.hex(), "address": "127.0.0.1",
         "peers": {other: at for other, at in peers.items() if other != node}, "nodes": sorted(peers),
         "places": {rank: {"shard": one.shard, "arena": one.arena, "pid": os.getpid()} for rank, one in mine.items()},
         "groups": [g.to_json() for g in file_groups(job) if any(m.node == node for m in g.members)],
