@@ -173,8 +173,9 @@ def _write(root: Path, to: Path, names: Sequence[str]) -> None:
         for path in reversed(made):
             with suppress(OSError):
                 path.rmdir()
-        problem = f"{error.filename or to}: {error.strerror}"
-        raise ConfigError(f"the kit cannot be written: {problem}; no file was changed; name another directory") from None
+        raise ConfigError(
+            f"{error.filename or to} cannot be written: {error.strerror}; no file was changed; name another directory"
+        ) from None
 
 
 def _same(ours: Path, theirs: Path) -> bool:

@@ -190,7 +190,9 @@ class Daemon:
         if holder_of(self.node_dir / SMP_LOCK_NAME) != os.getpid():
             self._end_for(_REMOVED)
             return
-        self._duties.trains = self._trainer_lives()
+        trained, self._duties.trains = self._duties.trains, self._trainer_lives()
+        if trained and not self._duties.trains:
+            log.info("no trainer lives: the SMP ends after %g s without one; arenas stay", self._idle_secs)
         if self._duties.trains or self._duties.saving:
             self._last_trainer = now
         elif now - self._last_trainer >= self._idle_secs:
@@ -208,6 +210,12 @@ class Daemon:
 
     def _ranks(self) -> list[RankPulse]:
         return self._living.judge(self._pulse.ranks())
+
+    def _ends_in_secs(self) -> float | None:
+        """How long the SMP waits yet for a trainer; None while one lives, or a save goes on."""
+        if self._duties.trains or self._duties.saving:
+            return None
+        return round(max(0.0, self._last_trainer + self._idle_secs - time.monotonic()), 1)
 
     def _kept_later(self, text: str) -> str:
         """With the place where the log is kept; nothing where there is none."""
@@ -230,6 +238,7 @@ class Daemon:
         return {
             **self._hello(),
             "uptime_secs": round(time.monotonic() - self._begun, 3),
+            "ends_in_secs": self._ends_in_secs(),
             "anon_bytes": anon_bytes(),
             "warnings": list(self.log.warnings),
             "events": self.events.last(_EVENTS),

@@ -408,13 +408,20 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
         pid = client.hello()["pid"]
         lives_on(site.node_dir, 1.8)
         assert site.pids() == [pid], "a trainer lives"
+        assert client.status()["ends_in_secs"] is None and "no trainer lives" not in site.log
     finally:
         trainer.kill()
         trainer.communicate(timeout=10)
     until(lambda: not site.pids())
     assert not {"smp.sock", "smp.lock"} & site.files()
     assert list_arenas(site.node_dir) == [arena] and "smp.json" in site.files(), "a save needs both"
-    assert "no trainer for 1 s; arenas stay" in site.log
+    assert "no trainer lives: the SMP ends after 1 s" in site.log and "no trainer for 1 s; arenas stay" in site.log
+
+
+def test_how_long_it_waits_for_a_trainer_is_told(site: Site) -> None:
+    client = site.start(idle_secs=90.0)
+    until(lambda: client.status()["ends_in_secs"] is not None)
+    assert 30 < client.status()["ends_in_secs"] < 90
 
 
 def test_without_trainers_and_arenas_nothing_stays(site: Site) -> None:
