@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import filecmp
-import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -161,8 +160,8 @@ def _write(root: Path, to: Path, names: Sequence[str]) -> None:
             fresh: dict[str, Path] = {}
             for name in names:
                 target = to / name
-                if target.is_dir():
-                    raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(target))
+                if target.is_dir() and not target.is_symlink():
+                    raise IsADirectoryError(EISDIR, "it is a directory", str(target))
                 made += [path for path in reversed(target.parents) if not path.exists()]
                 target.parent.mkdir(parents=True, exist_ok=True)
                 fresh[name] = half_made.enter_context(fresh_name(target))

@@ -180,7 +180,7 @@ class NodeSmp:
         config, node = self._config, self._topology.me.node
         members = zip(self._topology.members, reports, strict=True)
         peers = {member.node: [report.address, report.port] for member, report in members if report.port}
-        address, port = reports[self._topology.rank].address, reports[self._topology.rank].port
+        _, address, port = reports[self._topology.rank]
         self.network = network_limit(config.network_rate, address) if len(peers) > 1 else None
         return {
             "job": config.job,

@@ -334,7 +334,7 @@ def test_a_wrong_secret_is_refused_and_named_once(
 
 def test_a_replaced_secret_ends_what_the_old_one_opened(server: Server, peers: Peers) -> None:
     assert fetched(peers)[1] == ""
-    server.replace_trust(OTHER)
+    server.listen("127.0.0.1", OTHER)
     assert fetched(peers)[0] is None
     address = {"n1": ("127.0.0.1", server.port)}
     peers.configure(address, OTHER)
