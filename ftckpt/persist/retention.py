@@ -79,9 +79,8 @@ def pin(storage: Storage, name: CheckpointName) -> bool:
         is_there = not error.lasting or name in checkpoints(storage)
         if not (is_there and was_pinned):
             unpin(storage, name)
-        if is_there:
-            raise
-        raise StorageError(f"{storage.where}: there is no checkpoint {name}", lasting=True) from None
+        text = f"{name} is not pinned: {error}" if is_there else f"{storage.where}: there is no checkpoint {name}"
+        raise StorageError(text, lasting=error.lasting) from None
 
 
 def unpin(storage: Storage, name: CheckpointName) -> bool:
