@@ -9,10 +9,8 @@ missed, with a line for each.
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import boundary_jobs
 from benchmarks.boundary_jobs import FRAMEWORKS, WARM_UP, Case
-from benchmarks.common import conclude, environment, parser_of, print_table
+from benchmarks.common import conclude, environment, parser_of, print_table, scratch
 from ftckpt.store.directory import clean_job
 from tests.support.pool import run_ranks
 
@@ -51,17 +49,16 @@ QUICK = Sizes((30,), 12, 1)
 @contextmanager
 def settings_of(arena: Path, more: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Of a job that leaves nothing."""
-    folder = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=arena.absolute()))
     job = f"bench-{uuid.uuid4().hex[:8]}"
-    (folder / "stored").mkdir()
-    storage = {"persist": str(folder / "stored")} if more.get("persist") else {}
-    settings = {"enabled": True, "job": job, "node": "node", "arena": str(folder), "protect": "none"}
-    settings |= {"interval": 1, "objects_size": "1MiB", "replica_check_interval": 1000, "on_error": "raise"}
-    try:
-        yield {**settings, **more, **storage}
-    finally:
-        clean_job(folder, job)
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch(arena) as [folder]:
+        (folder / "stored").mkdir()
+        storage = {"persist": str(folder / "stored")} if more.get("persist") else {}
+        settings = {"enabled": True, "job": job, "node": "node", "arena": str(folder), "protect": "none"}
+        settings |= {"interval": 1, "objects_size": "1MiB", "replica_check_interval": 1000, "on_error": "raise"}
+        try:
+            yield {**settings, **more, **storage}
+        finally:
+            clean_job(folder, job)
 
 
 def run_case(case: Case, sizes: Sizes, arena: Path) -> dict[str, Any]:

@@ -8,10 +8,14 @@ import os
 import platform
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,28 @@ def environment(argv: Sequence[str], script: str, packages: Iterable[str] = ()) 
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "revision": _revision(),
     }
+
+
+@contextmanager
+def scratch(*places: Path) -> Iterator[list[Path]]:
+    """A new folder in each of ``places``, removed at the end. SIGTERM and SIGINT are an end, too: they raise
+    SystemExit in the block, once, so that nothing interrupts what cleans up."""
+
+    def end(number: int, frame: object) -> None:
+        for each in previous:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with ExitStack() as stack:
+        for number, handler in previous.items():
+            stack.callback(signal.signal, number, handler)
+            signal.signal(number, end)
+        folders: list[Path] = []
+        for place in places:
+            folders.append(Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=place.absolute())))
+            stack.callback(shutil.rmtree, folders[-1], ignore_errors=True)
+        yield folders
 
 
 def attach(job: Any, folder: Path, name: str, **settings: Any) -> Any:

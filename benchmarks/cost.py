@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import cost_jobs
-from benchmarks.common import conclude, environment, parser_of, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table, scratch, write_json
 from benchmarks.cost_jobs import JOBS, SYSTEMS, Block
 from benchmarks.systems import remove
 from ftckpt.store.directory import clean_job
@@ -141,25 +140,33 @@ def load_of(kind: str) -> Iterator[None]:
 def run_block(plan: Plan, sizes: Sizes, arena: Path, disk: Path) -> dict[str, Any]:
     """One start of the ranks; what the slowest of them has seen, or the error."""
     row, name = ROWS[plan.row], f"bench-{uuid.uuid4().hex[:8]}"
-    tmpfs = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=arena))
-    stored = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=disk))
     warm_up = PROBE if row.system == "ftckpt" and "interval" not in row.options else sizes.warm_up
-    block = Block(
-        plan.job, row.system, row.options, row.every, warm_up, sizes.iterations, sizes.mib, sizes.script,
-        sizes.device_secs, name, str(tmpfs), str(stored if row.is_stored else tmpfs / "saved"),
-    )  # fmt: skip
-    try:
-        with load_of(plan.load):
-            stand_in = plan.job == "megatron"
-            ranks = run_ranks(cost_jobs.measure, RANKS, block, timeout_secs=TIMEOUT_SECS, stand_in=stand_in)
-    except RankFailure as error:
-        return {"error": str(error)[-2000:]}
-    finally:
-        clean_job(tmpfs, name)
-        for folder in (tmpfs, stored, Path("/tmp/ckpt_sock") / name, *Path("/dev/shm").glob(f"*{name}*")):
-            remove(folder)
-        os.sync()  # what this block has left to write is no matter of the next one's
+    with scratch(arena, disk) as (tmpfs, stored), cleaned(tmpfs, name):
+        block = Block(
+            plan.job, row.system, row.options, row.every, warm_up, sizes.iterations, sizes.mib, sizes.script,
+            sizes.device_secs, name, str(tmpfs), str(stored if row.is_stored else tmpfs / "saved"),
+        )  # fmt: skip
+        try:
+            with load_of(plan.load):
+                stand_in = plan.job == "megatron"
+                ranks = run_ranks(cost_jobs.measure, RANKS, block, timeout_secs=TIMEOUT_SECS, stand_in=stand_in)
+        except RankFailure as error:
+            return {"error": str(error)[-2000:]}
     return block_of([rank.value for rank in ranks])
+
+
+@contextlib.contextmanager
+def cleaned(tmpfs: Path, name: str) -> Iterator[None]:
+    """At the end nothing is left of the job ``name``, and of DLRover's files of that name."""
+    try:
+        yield
+    finally:
+        try:
+            clean_job(tmpfs, name)
+        finally:
+            for left in (Path("/tmp/ckpt_sock") / name, *Path("/dev/shm").glob(f"*{name}*")):
+                remove(left)
+            os.sync()  # what this block has left to write is no matter of the next one's
 
 
 def block_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

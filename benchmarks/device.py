@@ -16,7 +16,6 @@ import os
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, os.getcwd())
 
 import ftckpt
-from benchmarks.common import ROOT, environment
+from benchmarks.common import ROOT, environment, scratch
 from benchmarks.device_jobs import CASES, JOBS, Job
 from benchmarks.device_systems import PEERS, SYSTEMS, Ftckpt
 from benchmarks.systems import System
@@ -233,7 +232,6 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    folder = tempfile.mkdtemp(prefix="ftckpt-device-", dir="/dev/shm")
     on_cuda = args.device == "cuda"
     if on_cuda:
         torch.cuda.set_device(0)
@@ -243,14 +241,15 @@ def main(argv: list[str]) -> int:
             from tests.support import standin
 
             standin.install()
-    store = dist.FileStore(folder + "/rendezvous", 1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=0, world_size=1)
-    run, begin = Run(args, folder), time.monotonic()
-    try:
-        run.measure()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        run.write()
+    begin = time.monotonic()
+    with scratch(Path("/dev/shm")) as [folder]:
+        store = dist.FileStore(f"{folder}/rendezvous", 1)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=0, world_size=1)
+        run = Run(args, str(folder))
+        try:
+            run.measure()
+        finally:
+            run.write()
     show(run.out["rows"])
     print(f"{time.monotonic() - begin:.0f} s")
     lines = [] if args.tiny else missed(run.out["rows"])

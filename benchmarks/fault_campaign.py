@@ -15,7 +15,6 @@ import random
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.campaign_damage import Job, damage, survey  # noqa: E402
 from benchmarks.campaign_job import HOW, POSITIONS, Ended, Plan, Trouble, train  # noqa: E402
-from benchmarks.common import environment, print_table, write_json  # noqa: E402
+from benchmarks.common import environment, print_table, scratch, write_json  # noqa: E402
 from ftckpt.errors import ConfigError, FtckptError  # noqa: E402
 from ftckpt.parity.modes import Modes, resolve_modes  # noqa: E402
 from ftckpt.store.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
@@ -119,8 +118,7 @@ def run_trial(seed: int) -> Verdict:
     dice = random.Random(seed)
     job = f"campaign-{os.getpid()}-{seed}"
     promise, injected = None, list[str]()
-    with tempfile.TemporaryDirectory(prefix="ftckpt-campaign-", dir="/dev/shm") as folder:
-        arena = Path(folder)
+    with scratch(Path("/dev/shm")) as [arena]:
         (arena / "tmp").mkdir()
         shape = draw_shape(dice, arena, job)
         try:

@@ -6,9 +6,7 @@ See ``benchmarks.simulated`` for what is real and what is not.
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.common import attach, disk_bytes, read_events
+from benchmarks.common import attach, disk_bytes, read_events, scratch
 from benchmarks.simulated import Listener, SlowCopies, TimedSteps, empty_layers
 from ftckpt.windows.iteration import IDLE, SCHEDULED, Iteration
 from tests.support.pool import run_ranks
@@ -229,9 +227,6 @@ def measure(rank: int, world_size: int, layout: Layout, args: argparse.Namespace
 
 def run_layout(layout: Layout, args: argparse.Namespace) -> list[Report]:
     """All rungs on one layout; returns what each rank saw."""
-    folder = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=args.arena.absolute()))
-    try:
+    with scratch(args.arena) as [folder]:
         results = run_ranks(measure, layout.ranks, layout, args, folder, timeout_secs=TIMEOUT_SECS)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return [result.value for result in results]

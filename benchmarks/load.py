@@ -16,16 +16,15 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import load_jobs, slow_storage
-from benchmarks.common import conclude, environment, parser_of, print_table, write_json
+from benchmarks.common import conclude, environment, parser_of, print_table, scratch, write_json
 from benchmarks.load_frameworks import FRAMEWORKS
 from benchmarks.load_jobs import Case, Place
 from ftckpt.store.directory import clean_job, end_smp, job_node_path, list_arenas
@@ -245,32 +244,24 @@ def main(argv: Sequence[str]) -> int:
     about = environment(argv, "benchmarks/load.py")
     sizes = QUICK if args.quick else FULL
     sizes = sizes._replace(repeats=args.repeats or sizes.repeats, nfs_mb=args.nfs_mb or sizes.nfs_mb)
-    name = f"ftckpt-load-{uuid.uuid4().hex[:8]}"
-    tmpfs, disk = Path("/dev/shm") / name, Path(tempfile.mkdtemp(prefix=name, dir=args.disk))
-    limit = None
-    try:
-        limit = slow_storage.DiskLimit(name, disk, int(sizes.nfs_mb * 1e6))
-    except OSError as error:
-        print(f"nfs: not measured, no limit can be set here: {error}", file=sys.stderr)
-
-    content: dict[str, Any] = {
-        "benchmark": "load", "environment": about, "sizes": sizes._asdict(),
-        "nfs": "cgroup" if limit else "not measured",
-    }  # fmt: skip
+    content: dict[str, Any] = {"benchmark": "load", "environment": about, "sizes": sizes._asdict()}
 
     def keep(raw: Mapping[str, Any]) -> None:
         content.update(raw, medians=medians(raw["rows"]))
         write_json(args.json, content)
 
-    slow = str(limit.folder) if limit else ""
-    try:
+    with scratch(Path("/dev/shm"), args.disk) as (tmpfs, disk), ExitStack() as stack:
+        slow = ""
+        try:
+            limit = slow_storage.DiskLimit(tmpfs.name, disk, int(sizes.nfs_mb * 1e6))
+        except OSError as error:
+            print(f"nfs: not measured, no limit can be set here: {error}", file=sys.stderr)
+        else:
+            stack.callback(limit.close)
+            slow = str(limit.folder)
+        content["nfs"] = "cgroup" if slow else "not measured"
         grounds = [Ground(tmpfs, disk, Case(each, sizes.model), slow) for each in args.only or list(FRAMEWORKS)]
         measure(grounds, sizes.repeats, keep)
-    finally:
-        for root in (tmpfs, disk):
-            shutil.rmtree(root, ignore_errors=True)
-        if limit is not None:
-            limit.close()
     show(content["medians"])
     return conclude(args.json, content, verdict(content["medians"]), args.quick)
 

@@ -23,14 +23,13 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import conclude, environment, parser_of, print_table
+from benchmarks.common import conclude, environment, parser_of, print_table, scratch
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import peers, traffic
@@ -306,11 +305,11 @@ def measured(args: Namespace) -> tuple[dict[str, list[dict[str, Any]]], list[dic
     cases: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for _ in range(args.runs):
         for mode in MODES:
-            with two_nodes(1, args.mbits), TemporaryDirectory(dir="/dev/shm") as folder:
-                cases[mode].append(run(mode, Path(folder), args))
+            with scratch(Path("/dev/shm")) as [folder], two_nodes(1, args.mbits):
+                cases[mode].append(run(mode, folder, args))
     rates = []
     for links in (1, 2):
-        with two_nodes(links, 5 * args.mbits):
+        with scratch(), two_nodes(links, 5 * args.mbits):
             for connections in (1, 2, 4):
                 rate = bytes_per_sec(links, connections, 64)
                 rates.append({"links": links, "connections": connections, "bytes_per_sec": rate})

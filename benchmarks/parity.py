@@ -16,10 +16,8 @@ slower than by ISA-L by way of pyeclib (where that is installed).
 from __future__ import annotations
 
 import random
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -33,7 +31,7 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import conclude, environment, parser_of, print_table
+from benchmarks.common import conclude, environment, parser_of, print_table, scratch
 from ftckpt.events import Events
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
@@ -313,11 +311,7 @@ def main(argv: Sequence[str]) -> int:
             where["versions"][package] = version(package)
         except PackageNotFoundError:
             where["versions"][package] = "not installed"
-    with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=args.arena.absolute()))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        bench = Bench(folder, args.mib << 20)
-        stack.callback(bench.close)
+    with scratch(args.arena) as [folder], closing(Bench(folder, args.mib << 20)) as bench:
         rates = measure(bench.limits() | bench.ours() | bench.isa_l(), args.repeats)
         smp = smp_cases(folder, args.mib, min(args.repeats, SMP_REPEATS))
     result = {

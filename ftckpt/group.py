@@ -392,7 +392,7 @@ def gather_bytes(group: Group, action: Callable[[], Bytes]) -> list[bytes]:
         message = _DONE + action()
     except FtckptError as error:
         message = _FAILED + json.dumps(error.to_json()).encode()
-    except Exception as error:
+    except Exception as error:  # raised on all ranks, which would wait for this one
         log.exception("ftckpt: rank %d failed", group.rank)
         message = _FAILED + json.dumps(FtckptError(in_words(error)).to_json()).encode()
     # Every rank comes here, failed or not: nobody waits for one that does not come.

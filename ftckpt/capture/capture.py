@@ -375,5 +375,5 @@ def _stop_all() -> None:
     # Of scripts that end without close(): Python ends a thread that comes back to it later, and where that is in a
     # call of torch the process aborts.
     for capture in list(_open):
-        with suppress(Exception):
+        with suppress(Exception):  # one that fails must not keep the others from it, nor change how the script ends
             capture.stop()

@@ -246,6 +246,9 @@ class DeviceCopier:
             self._sleep_until_done(self._stream)
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, boundary: DeviceEvent, windows: Windows) -> None:
+        # Held until the flight has ended: a call that is refused lets go of it, and the device may still read and
+        # write its buffer.
+        plan = self._plan
         try:
             with torch.cuda.stream(self._stream):
                 self._require_no_graph()
@@ -258,7 +261,7 @@ class DeviceCopier:
             with suppress(RuntimeError), torch.cuda.stream(self._stream):
                 self._come_to_rest(flight)  # an ended flight writes nothing any more
         flight.submitted.set()
-        self._finisher.submit(lambda: self._end(flight))
+        self._finisher.submit(lambda: self._end(flight, plan))
 
     @property
     def _in_scripts_graph(self) -> bool:
@@ -351,7 +354,7 @@ class DeviceCopier:
         else:
             self._to_slot(tensors, copy_host_state(tensors, copy, slot), slot)
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, flight: Flight, _held: CopyPlan | None) -> None:
         try:
             if flight.last_copy is not None:
                 flight.last_copy.synchronize()

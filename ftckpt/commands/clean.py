@@ -13,7 +13,9 @@ from ftckpt.store.directory import clean_job
 
 def add_clean(commands: Any) -> None:
     """Add the sub-command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("clean", help="delete the arenas of a job that no longer runs, on this node")
+    parser = commands.add_parser(
+        "clean", help="delete the arenas of a job that no longer runs, on this node, and end its SMP"
+    )
     parser.add_argument("job", help="name of the job")
     add_arena(parser)
     parser.set_defaults(run=run)

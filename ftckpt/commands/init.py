@@ -6,11 +6,15 @@ import argparse
 import filecmp
 import shlex
 import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from errno import EISDIR
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ftckpt
 from ftckpt.errors import ConfigError
+from ftckpt.store.directory import fresh_name
 
 
 class Kit(NamedTuple):
@@ -122,7 +126,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     """Write the kit.
 
     Raises:
-        ConfigError: something else lies there under such a name; nothing was written.
+        ConfigError: something else lies there under such a name, or it cannot be written; nothing was written.
     """
     kit, to, root = KITS[arguments.kit], arguments.directory, shipped()
     names = sorted({str(path.relative_to(root)) for pattern in kit.patterns for path in root.glob(pattern)})
@@ -138,18 +142,39 @@ def run_init(arguments: argparse.Namespace) -> int:
             f"{to} has other files under these names: {', '.join(other)}; name another directory, or replace them "
             "with --force"
         )
+    _write(root, to, names)
     for name in names:
-        target = to / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if name in other:
-            target.unlink()
-        shutil.copy(root / name, target)
-        print(f"{target}{' (was there)' if name in there and name not in other else ''}")
+        print(f"{to / name}{' (was there)' if name in there and name not in other else ''}")
     places = {"here": "" if to == Path(".") else shlex.quote(f"{to}/"), "root": shlex.quote(str(to.resolve()))}
     print("\nNow, for example:\n" + "\n".join(f"  {command.format(**places)}" for command in kit.commands))
     for sentence in filter(None, (kit.needs, kit.on_cpus)):
         print(f"{sentence}.")
     return 0
+
+
+def _write(root: Path, to: Path, names: Sequence[str]) -> None:
+    """Write all of the files or, where one cannot be written, none; directories that were made go with them."""
+    made: list[Path] = []
+    try:
+        with ExitStack() as half_made:
+            fresh: dict[str, Path] = {}
+            for name in names:
+                target = to / name
+                if target.is_dir() and not target.is_symlink():
+                    raise IsADirectoryError(EISDIR, "it is a directory", str(target))
+                made += [path for path in reversed(target.parents) if not path.exists()]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                fresh[name] = half_made.enter_context(fresh_name(target))
+                shutil.copy(root / name, fresh[name])
+            for name, path in fresh.items():
+                path.replace(to / name)
+    except OSError as error:
+        for path in reversed(made):
+            with suppress(OSError):
+                path.rmdir()
+        raise ConfigError(
+            f"{error.filename or to} cannot be written: {error.strerror}; no file was changed; name another directory"
+        ) from None
 
 
 def _same(ours: Path, theirs: Path) -> bool:

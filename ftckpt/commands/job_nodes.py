@@ -21,7 +21,7 @@ from ftckpt.restore.locations import OpenArenas
 from ftckpt.setting_checks import is_name
 from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.client import SmpClient
-from ftckpt.smp.footprint import SmpConfig
+from ftckpt.smp.footprint import load_description
 from ftckpt.smp.living import Liveness
 from ftckpt.smp.reports import rank_report, unpacked
 from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
@@ -195,8 +195,7 @@ def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
 def _described(node_dir: Path) -> dict[str, Any]:
     """What an SMP of that node was told last, or would be told; empty where nothing is known."""
     with suppress(SmpError):  # of another version: its SMP says so itself
-        stored = SmpConfig.load(node_dir)
-        return dict((stored and stored.description) or {})
+        return load_description(node_dir) or {}
     return {}
 
 

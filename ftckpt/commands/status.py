@@ -100,10 +100,11 @@ def run_ls(arguments: argparse.Namespace) -> int:
 def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     """What ``--json`` prints.
 
-    ``nodes``: of each whether it ``answers``, or which ``problem`` it has, its ranks, its SMP. ``iteration``: the
-    last boundary that a rank has passed; ``whole``, ``protected``: the newest such snapshot; -1: none; ``protects``:
-    whether any is going to be. ``restart``: a ``RestartForecast``, ``lost_iterations``, null where nobody knows how
-    far training had come, and ``gone``, the nodes that do not answer, which count as lost.
+    ``nodes``: of each whether it ``answers``, or which ``problem`` it has, its ranks, its SMP, and in how many
+    seconds that ends unless a rank starts, null while one trains. ``iteration``: the last boundary that a rank has
+    passed; ``whole``, ``protected``: the newest such snapshot; -1: none; ``protects``: whether any is going to be.
+    ``restart``: a ``RestartForecast``, ``lost_iterations``, null where nobody knows how far training had come, and
+    ``gone``, the nodes that do not answer, which count as lost.
 
     Raises:
         ArenaError: the job has no memory on this machine.
@@ -174,6 +175,12 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"newest {name}: {_in_words(told[0]) if told else none}"
     if without := _ranks_that_count(status, "no_snapshots"):
         yield f"no snapshots are taken by {listed(without)}: the log of the job says why, once a minute"
+    waiting = {node["node"]: node["ends_in_secs"] for node in status["nodes"] if node["ends_in_secs"] is not None}
+    if waiting:
+        yield (
+            f"no rank trains on {listed(sorted(waiting))}: memory stays for a restart, until "
+            f"'ftckpt clean {status['job']}'; the SMP ends in {min(waiting.values()) / 60:.0f} min"
+        )
     served = [f"{node['node']}: {node['metrics']}" for node in status["nodes"] if node["metrics"]]
     if served:
         yield f"metrics: {', '.join(served)}"
@@ -316,6 +323,7 @@ def _node(node: NodeState) -> dict[str, Any]:
         "answers": node.told,
         "problem": node.problem,
         "smp": smp.get("pid"),
+        "ends_in_secs": smp.get("ends_in_secs"),
         "trainers": living,
         "iteration": max((trainer["iteration"] for trainer in node.trainers), default=-1),
         "bytes": node.nbytes or None,

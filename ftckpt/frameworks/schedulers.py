@@ -37,7 +37,7 @@ def load(scheduler: Any, saved: Any) -> None:
         scheduler.num_steps = 0
     try:
         scheduler.load_state_dict(copy.deepcopy(saved))
-    except Exception as error:
+    except Exception as error:  # a class of the script's own may raise anything
         raise MismatchError(
             f"scheduler {name} does not take what was saved: {type(error).__name__}: {error}; {_REMEDY}"
         ) from error

@@ -179,6 +179,8 @@ class Checkpointer:
         """
         if self._shard is not None:
             raise ConfigError("restore() was called twice")
+        if self._closed:
+            raise ConfigError("restore() after close(): attach the training state again")
         if rollback and newer_than <= 0:
             raise ConfigError(
                 "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
@@ -340,6 +342,8 @@ class Checkpointer:
         snapshot is to be on storage and is not. Not ``done``, training goes on from another state, which undoes what
         memory has: none of it comes to storage.
 
+        Before ``restore`` it removes nothing, and the job is not done.
+
         Raises:
             StorageError: under ``on_error: raise``, where the last snapshot did not come to storage.
         """
@@ -353,8 +357,13 @@ class Checkpointer:
         else:
             self._fence()  # nothing more is trained: the last snapshot is good
         # Where nothing was restored either: who only looks at a state that is there need not train.
-        if self._snapshots is not None and self._boundary < 0 and not in_error and done:
-            self.events.announce("step() was never called: no snapshot was taken of this training")
+        if self._boundary < 0 and not in_error and done:
+            self.events.announce(
+                "step() was never called: no snapshot was taken of this training"
+                if self._snapshots is not None
+                else "close() before restore(): no snapshot was taken, and what earlier starts left in memory stays; "
+                f"remove it with 'ftckpt clean {self.config.job}'"
+            )
         arena = self.arena
         self._stop()
         if remove and self._shard is not None:

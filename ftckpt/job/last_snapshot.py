@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.config import Config
-from ftckpt.errors import CaptureError
+from ftckpt.errors import CaptureError, in_words
 from ftckpt.events import Events
 from ftckpt.job import deadlines
 from ftckpt.job.actions import Take
@@ -127,7 +127,7 @@ class RankEnd:
             capture.fence(self._timeout_secs)
             capture.settle(self._timeout_secs)
         except Exception as error:  # noqa: BLE001 - the one before it goes to storage, and all are told why
-            return str(error) or repr(error)
+            return in_words(error)
         secs = time.perf_counter() - begun
         self._events.emit("snapshot", iteration=snapshot.iteration, slot=slot, blocked_secs=secs)
         return ""

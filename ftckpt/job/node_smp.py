@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, StorageError, in_words, written
+from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError, in_words, written
 from ftckpt.events import Events, log
 from ftckpt.group import Group
 from ftckpt.job.addresses import LOOPBACK, listening_address
@@ -28,7 +28,7 @@ from ftckpt.persist.place import Place
 from ftckpt.persist.storage import open_storage
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
-from ftckpt.smp.footprint import SmpConfig
+from ftckpt.smp.footprint import store_description
 from ftckpt.smp.link import NetworkLimit, network_limit
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
@@ -180,7 +180,7 @@ class NodeSmp:
         config, node = self._config, self._topology.me.node
         members = zip(self._topology.members, reports, strict=True)
         peers = {member.node: [report.address, report.port] for member, report in members if report.port}
-        address = reports[self._topology.rank].address
+        _, address, port = reports[self._topology.rank]
         self.network = network_limit(config.network_rate, address) if len(peers) > 1 else None
         return {
             "job": config.job,
@@ -188,6 +188,7 @@ class NodeSmp:
             "secret": self._secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
             "address": address,
+            "port": port,
             "began": self._began,
             "nodes": sorted({member.node for member in self._topology.members}),
             "network": asdict(self.network) if self.network else {"bytes_per_sec": 0.0, "source": "no other nodes"},
@@ -198,12 +199,18 @@ class NodeSmp:
     def _tell(self, description: Mapping[str, Any]) -> None:
         """Have this node's SMP, which may have to be started first, do what ``description`` says."""
         assert self._node_dir is not None and self._port is not None, "behind ``configure`` and ``report``"
-        self._client, problem = self._listening(self._node_dir, self._port, description)
-        if not self._setup.is_over:
-            self._client.configure(description)
-            self._watch = self._watch or Watch(self._client, self._events.emit, tell=self._tell_warning)
-        if problem is not None:  # it does the rest, and is asked again
-            raise problem
+        self._client = self._client or self._find_or_start(self._node_dir, self._port, description)
+        if self._setup.is_over:
+            return
+        try:
+            problem = self._client.configure(description)
+        except FtckptError:  # it may have ended since it was found, a whole layout ago
+            self._client = self._find_or_start(self._node_dir, self._port, description)
+            problem = self._client.configure(description)
+        self._watch = self._watch or Watch(self._client, self._events.emit, tell=self._tell_warning)
+        if problem:  # it does the rest, and is asked again
+            raise SmpError(problem)
+        self._port.close()
 
     def _claim_storage(self, before: threading.Thread | None = None) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
@@ -283,32 +290,13 @@ class NodeSmp:
             problem = str(error)
         return problem and f"node {self._topology.me.node}: {problem}"
 
-    def _listening(
-        self, node_dir: Path, port: PortHold, description: Mapping[str, Any]
-    ) -> tuple[SmpClient, FtckptError | None]:
-        """The SMP, and why it does not answer other nodes, None where it does; one that has to be started finds
-        ``description``."""
-        client = self._client or self._find_or_start(node_dir, port, description)
-        try:
-            got = client.listen(port.host, self._secret, port.number)
-        except FtckptError:  # it may have ended since it was found, a whole layout ago
-            client = self._find_or_start(node_dir, port, description)
-            try:
-                got = client.listen(port.host, self._secret, port.number)
-            except FtckptError as error:
-                return client, error
-        port.close()
-        if got != port.number:
-            taken = f"port {port.number} was taken by another process: other nodes do not know of port {got}"
-            self._events.emit("smp_error", error=taken)
-        return client, None
-
     def _find_or_start(self, node_dir: Path, port: PortHold, description: Mapping[str, Any]) -> SmpClient:
+        """The SMP; one that has to be started finds ``description``, whatever becomes of this process meanwhile."""
         config = self._config
         port.lend()
         if holder_of(node_dir / SMP_LOCK_NAME) is None:
             with suppress(OSError):  # a full tmpfs: it is told when it runs
-                SmpConfig.leave(node_dir, description, port.host, port.number, self._secret)
+                store_description(node_dir, description)
         return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node)
 
     def _tell_warning(self, text: str) -> None:

@@ -67,15 +67,20 @@ def pin(storage: Storage, name: CheckpointName) -> bool:
     """From now on no run removes or replaces a checkpoint; whether it is void, and may be on its way out just now.
 
     Raises:
-        StorageError: there is none, or storage fails.
+        StorageError: there is none, its manifest cannot be read, or storage fails.
     """
+    was_pinned = storage.size(_pin(name)) is not None
     storage.put(_pin(name), b"pinned\n")
     # In this order: who has removed it meanwhile has taken the mark away after the manifest.
-    void, snapshot = voided(storage), snapshot_of(storage, name)
-    if name not in checkpoints(storage):
-        unpin(storage, name)
-        raise StorageError(f"{storage.where}: there is no checkpoint {name}", lasting=True)
-    return snapshot in void
+    void = voided(storage)
+    try:
+        return read_manifest(storage, name).snapshot in void
+    except StorageError as error:
+        is_there = not error.lasting or name in checkpoints(storage)
+        if not (is_there and was_pinned):
+            unpin(storage, name)
+        text = f"{name} is not pinned: {error}" if is_there else f"{storage.where}: there is no checkpoint {name}"
+        raise StorageError(text, lasting=error.lasting) from None
 
 
 def unpin(storage: Storage, name: CheckpointName) -> bool:

@@ -26,8 +26,8 @@ class Decision:
     """Restore ``snapshot``, shard by shard from the slots ``sources``.
 
     ``passed_over`` says why newer snapshots were not taken, one text each. Shards that are in ``rebuild`` are in no
-    source yet. ``layout``, ``homes`` and ``ranks`` are those of the candidate: in another layout than the job's no
-    rank continues a shard.
+    source yet. ``layout`` and ``ranks`` are those of the candidate: in another layout than the job's no rank
+    continues a shard.
     """
 
     snapshot: SnapshotId
@@ -35,7 +35,6 @@ class Decision:
     passed_over: tuple[str, ...] = ()
     rebuild: Rebuild | None = None
     layout: Layout = field(default_factory=dict)
-    homes: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -43,7 +42,7 @@ class Decision:
         """To take each shard of ``candidate`` that lies in a good slot from the nearest."""
         nearest = {shard: candidate.nearest(shard, damaged) for shard in candidate.homes}
         sources = {shard: slot for shard, slot in nearest.items() if slot is not None}
-        return cls(candidate.snapshot, sources, layout=candidate.layout, homes=candidate.homes, ranks=candidate.ranks)
+        return cls(candidate.snapshot, sources, layout=candidate.layout, ranks=candidate.ranks)
 
 
 @dataclass(frozen=True)

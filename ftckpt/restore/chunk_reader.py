@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
 from ftckpt.errors import DamagedError, StorageError
@@ -134,13 +133,8 @@ class ChunkReader:
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
 
     def begin(self, action: Callable[[], object]) -> None:
-        """Do something on a thread before chunks are brought; what it raises is of no importance."""
-
-        def run() -> None:
-            with suppress(Exception):
-                action()
-
-        self._begun = threading.Thread(target=run, name="ftckpt-ahead", daemon=True)
+        """Do something on a thread before chunks are brought; it raises nothing."""
+        self._begun = threading.Thread(target=action, name="ftckpt-ahead", daemon=True)
         self._begun.start()
 
     def bring(self, jobs: Sequence[Job]) -> None:

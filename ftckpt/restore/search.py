@@ -237,10 +237,8 @@ class Search:
         stored, topology = fetch.files.stored, self._topology
         same = not layouts_differ(topology.layout, stored.layout)
         places = _places(topology, stored.shards, same)
-        decision = Decision(
-            stored.snapshot, places, layout=stored.layout, homes={shard: at.node for shard, at in places.items()},
-            ranks=topology.rank_of if same else {},
-        )  # fmt: skip
+        ranks = topology.rank_of if same else {}
+        decision = Decision(stored.snapshot, places, layout=stored.layout, ranks=ranks)
         reader = ChunkReader(self._group, reads(stored.snapshot))
         straight = StraightFetch(
             self._group, topology, fetch.files.get, reader, places=places, mine=[*self._mine(decision)]

@@ -24,7 +24,6 @@ from ftckpt.smp.requests import (
     ConfigureRequest,
     EndRequest,
     HelloRequest,
-    ListenRequest,
     PersistRequest,
     SmpRequest,
     StatusRequest,
@@ -66,18 +65,10 @@ class SmpClient:
         """What the SMP does: trainers it sees, its memory, and ``duties``."""
         return self._call(StatusRequest(), timeout_secs)
 
-    def listen(self, host: str, secret: bytes, port: int = 0, timeout_secs: float = _ANSWER_SECS) -> int:
-        """Let it answer other nodes at ``host``, to those who know ``secret``; returns the port, which is ``port``
-        where that is free and not 0."""
-        reply = self._call(ListenRequest(host, secret.hex(), port), timeout_secs)
-        got = reply.get("port")
-        if not isinstance(got, int):
-            raise SmpError(f"the SMP of node {self.node} names no port: {reply}")
-        return got
-
-    def configure(self, description: Mapping[str, Any], timeout_secs: float = _ANSWER_SECS) -> None:
-        """Tell it what to protect. It keeps the description, so that a restarted one needs no trainer."""
-        self._call(ConfigureRequest(dict(description)), timeout_secs)
+    def configure(self, description: Mapping[str, Any], timeout_secs: float = _ANSWER_SECS) -> str:
+        """Tells it what to protect, and where to answer other nodes. It stores the description, so that a restarted
+        one needs no trainer. Returns why it cannot answer other nodes, "" where it can."""
+        return str(self._call(ConfigureRequest(dict(description)), timeout_secs).get("problem", ""))
 
     def persist(self, request: PersistRequest, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
         """Bring the newest snapshot to storage; says how far that is: ``flush`` (``working``, ``done``, ``cannot``),

@@ -15,10 +15,9 @@ from ftckpt.events import MAX_LOG_BYTES, Events, log
 from ftckpt.model import codec
 from ftckpt.restore.inventory import read_protection, take_inventory
 from ftckpt.restore.locations import OpenArenas
-from ftckpt.smp.channel import Trust
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.exporter import Exporter
-from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
+from ftckpt.smp.footprint import BoundedLog, anon_bytes, load_description, store_description
 from ftckpt.smp.living import DeathWatch, Liveness
 from ftckpt.smp.reports import MarkHistory, packed, rank_report
 from ftckpt.smp.requests import (
@@ -26,7 +25,6 @@ from ftckpt.smp.requests import (
     ConfigureRequest,
     EndRequest,
     HelloRequest,
-    ListenRequest,
     PersistRequest,
     ProtectionRequest,
     ReportRequest,
@@ -90,7 +88,8 @@ class Daemon:
         self._living = Liveness(self.node_dir)
         self._duties = Duties(self.node_dir, self.events)
         self._exporter = Exporter(job, node, self._measured, lambda text: self.events.emit("smp_error", error=text))
-        self._config, self._digest = SmpConfig(), 0
+        self._description: dict[str, Any] | None = None
+        self._digest = 0
         self._store_again: float | None = None  # None: it is stored
         self._idle_secs = idle_secs
         self._deaths = DeathWatch()
@@ -101,9 +100,9 @@ class Daemon:
         self._last_work = time.monotonic()
         self._look_error = ""
         handlers: dict[type[SmpRequest], Handler] = {
-            HelloRequest: self._hello, StatusRequest: self._status, ListenRequest: self._listen,
-            ConfigureRequest: self._configure, EndRequest: self._end, PersistRequest: self._persist,
-            ReportRequest: self._report, ProtectionRequest: self._protection,
+            HelloRequest: self._hello, StatusRequest: self._status, ConfigureRequest: self._configure,
+            EndRequest: self._end, PersistRequest: self._persist, ReportRequest: self._report,
+            ProtectionRequest: self._protection,
         }  # fmt: skip
         self._server = Server(handlers, find=self._duties.service.find, events=self.events)
         # Last: from here on requests come, and wait for ``run``.
@@ -130,19 +129,11 @@ class Daemon:
     def _adopt(self) -> None:
         """Go on where an SMP of this node was killed: no trainer is needed."""
         try:
-            state = SmpConfig.load(self.node_dir)
-            if state is None:
+            description = load_description(self.node_dir)
+            if description is None:
                 return
-            if state.secret:
-                try:
-                    self._open_port(state.host, state.secret, state.port)
-                except FtckptError as error:  # the memory of this node is guarded all the same
-                    self._config.host, self._config.port, self._config.secret = state.host, state.port, state.secret
-                    self.events.emit("smp_error", error=f"other nodes are not answered: {error}")
-            if state.description is not None:
-                self._take(state.description)
-            # The port may be another one than was stored.
-            self._store()
+            self._take(description)
+            self._listen(description)
             log.info("configured as the SMP before it was")
         except Exception as error:  # noqa: BLE001 - trainers configure it anew
             log.exception("what the SMP before it stored cannot be used")
@@ -172,7 +163,7 @@ class Daemon:
         if cannot is not None:
             self._pulse.beat_smp(SmpState.CANNOT, cannot.iteration, self._digest)
         else:
-            state = SmpState.GUARDING if self._config.description else SmpState.WAITING
+            state = SmpState.GUARDING if self._description else SmpState.WAITING
             self._pulse.beat_smp(state, digest=self._digest)
 
     def _export(self) -> None:
@@ -199,7 +190,9 @@ class Daemon:
         if holder_of(self.node_dir / SMP_LOCK_NAME) != os.getpid():
             self._end_for(_REMOVED)
             return
-        self._duties.trains = self._trainer_lives()
+        trained, self._duties.trains = self._duties.trains, self._trainer_lives()
+        if trained and not self._duties.trains:
+            log.info("no trainer lives: the SMP ends after %g s without one; arenas stay", self._idle_secs)
         if self._duties.trains or self._duties.saving:
             self._last_trainer = now
         elif now - self._last_trainer >= self._idle_secs:
@@ -218,6 +211,12 @@ class Daemon:
     def _ranks(self) -> list[RankPulse]:
         return self._living.judge(self._pulse.ranks())
 
+    def _ends_in_secs(self) -> float | None:
+        """How long the SMP waits yet for a trainer; None while one lives, or a save goes on."""
+        if self._duties.trains or self._duties.saving:
+            return None
+        return round(max(0.0, self._last_trainer + self._idle_secs - time.monotonic()), 1)
+
     def _kept_later(self, text: str) -> str:
         """With the place where the log is kept; nothing where there is none."""
         with suppress(OSError):
@@ -230,8 +229,8 @@ class Daemon:
             "pid": os.getpid(),
             "job": self.job,
             "node": self.node,
-            "configured": self._config.description is not None,
-            "port": self._config.port,
+            "configured": self._description is not None,
+            "port": self._server.port,
             "metrics": self._exporter.url,
         }
 
@@ -239,13 +238,14 @@ class Daemon:
         return {
             **self._hello(),
             "uptime_secs": round(time.monotonic() - self._begun, 3),
+            "ends_in_secs": self._ends_in_secs(),
             "anon_bytes": anon_bytes(),
             "warnings": list(self.log.warnings),
             "events": self.events.last(_EVENTS),
             "whole": self._whole.fields(time.monotonic()),
             "protected": self._protected.fields(time.monotonic()),
             "trainers": [rank_report(pulse) for pulse in self._ranks()],
-            "duties": {**self._duties.status(), "port": self._server.port, "connections": self._server.connections},
+            "duties": {**self._duties.status(), "connections": self._server.connections},
         }
 
     def _measured(self) -> dict[str, Any]:
@@ -261,25 +261,24 @@ class Daemon:
             found = read_protection(arenas, self.node, request.snapshot, request.shards, request.layout)
         return {"protection": packed(found)}
 
-    def _listen(self, request: ListenRequest) -> dict[str, Any]:
-        self._open_port(request.host, request.secret, request.port)
-        self._store()
-        return {"port": self._config.port}
-
-    def _open_port(self, host: str, secret: str, port: int) -> None:
-        try:
-            key = bytes.fromhex(secret)
-        except ValueError:
-            raise SmpError("listen: the secret is not hexadecimal") from None
-        got = self._server.listen(host, Trust(key, self._duties.trust.encrypt), port)
-        self._config.host, self._config.port, self._config.secret = host, got, secret
-        if port not in (0, got):
-            self.events.emit("smp_error", error=f"port {port} is taken: other nodes do not know of port {got}")
-
     def _configure(self, request: ConfigureRequest) -> dict[str, Any]:
         self._take(request.description)
         self._store()
-        return {}
+        return {"problem": self._listen(request.description)}
+
+    def _listen(self, description: dict[str, Any]) -> str:
+        """Why other nodes are not answered, "" where they are. The memory of this node is guarded all the same."""
+        host, port = str(description.get("address", "")), int(description.get("port", 0))
+        if not (host and description.get("secret")):  # without them it goes on as before
+            return ""
+        try:
+            got = self._server.listen(host, self._duties.trust, port)
+        except ConfigError as error:
+            self.events.emit("smp_error", error=f"other nodes are not answered: {error}")
+            return str(error)
+        if port not in (0, got):
+            self.events.emit("smp_error", error=f"port {port} is taken: other nodes do not know of port {got}")
+        return ""
 
     def _take(self, description: dict[str, Any]) -> None:
         for name, mine in (("job", self.job), ("node", self.node)):
@@ -288,10 +287,8 @@ class Daemon:
         settings = _settings(description.get("settings", {}))
         # This may raise, and so stands before all that changes here.
         self._duties.configure(description)
-        if description.get("secret") and self._server.port:  # without one the duties go on with what they had
-            self._server.replace_trust(self._duties.trust)
         self._living.know(description.get("places", {}))
-        self._config.description, self._digest = description, guard_digest(description)
+        self._description, self._digest = description, guard_digest(description)
         try:
             self.events.direct(settings.events_dir, MAX_LOG_BYTES, may_hang(settings.events_dir))
         except OSError as error:
@@ -301,7 +298,7 @@ class Daemon:
     def _store(self) -> None:
         """Keep the configuration for an SMP that takes over. Where it cannot be kept, nothing else waits for that."""
         try:
-            self._config.store(self.node_dir)
+            store_description(self.node_dir, self._description or {})
         except OSError as error:
             if self._store_again is None:  # once
                 problem = f"{self.node_dir}: the configuration cannot be stored: {error.strerror}; it is tried again"

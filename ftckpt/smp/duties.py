@@ -402,10 +402,10 @@ class Duties:
                 self._next_look = 0.0  # there may be more to do at once
         except (FtckptError, OSError, ValueError) as error:  # ValueError: what was closed meanwhile
             self._failed(running, error)
-        except Exception as error:
+        except Exception as error:  # trainers wait for the target: they must see that it cannot be protected
             if running is not self._cover:
                 raise
-            self._failed(running, error)  # trainers wait for the target
+            self._failed(running, error)
         finally:
             # Until its end, and for the next target alone: checks in between must not put that off.
             if running is self._cover:

@@ -10,12 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import SmpError
-from ftckpt.model import codec
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
 from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
 from ftckpt.store.kept_logs import SmpLog, read_log
@@ -28,79 +26,53 @@ _MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
 """A description as it came, with room for what JSON escapes."""
 
 
-@dataclass
-class SmpConfig:
-    """What a new SMP needs to go on where another was killed.
+def store_description(node_dir: Path, description: Mapping[str, Any]) -> None:
+    """Stores in ``smp.json`` (0600) how this node's SMP is configured, for one that starts next or replaces a killed
+    one. A kill leaves the old file or the new one, or, on a full tmpfs, none.
 
-    ``host``, ``port``, ``secret`` (hex): where it answers other nodes, and to whom; port 0: it does not.
+    Raises:
+        OSError: the tmpfs is full or not writable; there is none then.
     """
+    data, path = encode_object({"version": VERSION, "description": description}), node_dir / SMP_STATE_NAME
+    remove_half_made(node_dir, f"{SMP_STATE_NAME}*")
+    try:
+        _replace(path, data)
+    except OSError:
+        # The old one gives its pages; and an SMP that took it over would guard what is no more.
+        path.unlink(missing_ok=True)
+        _replace(path, data)
 
-    description: dict[str, Any] | None = None
-    host: str = ""
-    port: int = 0
-    secret: str = field(default="", repr=False)
 
-    @classmethod
-    def leave(cls, node_dir: Path, description: Mapping[str, Any], host: str, port: int, secret: bytes) -> None:
-        """For an SMP that is about to start, by who starts it: what it is to go on with, whatever becomes of that
-        process meanwhile. No SMP may run there.
+def load_description(node_dir: Path) -> dict[str, Any] | None:
+    """The description that was stored last on this node; None where there is none.
 
-        Raises:
-            OSError: as ``store``.
-        """
-        try:
-            state = cls.load(node_dir) or cls()
-        except SmpError:  # nobody could go on with that
-            state = cls()
-        state.description, state.host, state.port, state.secret = dict(description), host, port, secret.hex()
-        state.store(node_dir)
-
-    def store(self, node_dir: Path) -> None:
-        """Write ``smp.json`` (0600); a kill leaves the old one or the new one, or, on a full tmpfs, none.
-
-        Raises:
-            OSError: the tmpfs is full or not writable; there is none then.
-        """
-        data, path = encode_object({"version": VERSION, **codec.to_json(self)}), node_dir / SMP_STATE_NAME
-        remove_half_made(node_dir, f"{SMP_STATE_NAME}*")
-        try:
-            _replace(path, data)
-        except OSError:
-            # The old one gives its pages; and an SMP that took it over would guard what is no more.
-            path.unlink(missing_ok=True)
-            _replace(path, data)
-
-    @classmethod
-    def load(cls, node_dir: Path) -> SmpConfig | None:
-        """What the last SMP of this node stored; None where there is nothing.
-
-        Raises:
-            SmpError: it is damaged, of another version, or another user's.
-        """
-        path = node_dir / SMP_STATE_NAME
-        try:
-            # O_NONBLOCK: a FIFO that somebody put there would hold the start up for ever.
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise SmpError(f"{path}: cannot be read: {error.strerror}") from None
-        with os.fdopen(fd, "rb") as file:
-            if os.fstat(fd).st_uid != os.geteuid():
-                raise SmpError(f"{path} belongs to another user")
-            data = file.read(_MAX_STATE_BYTES + 1)
-        if len(data) > _MAX_STATE_BYTES:
-            raise SmpError(f"{path}: longer than {_MAX_STATE_BYTES} bytes")
-        try:
-            message = decode_object(data)
-        except SmpError as error:
-            raise SmpError(f"{path}: {error}") from None
-        if message.pop("version", None) != VERSION:
-            raise SmpError(f"{path}: of another version of ftckpt")
-        try:
-            return codec.from_json(message, cls)
-        except ValueError as error:
-            raise SmpError(f"{path}: {error}") from None
+    Raises:
+        SmpError: it is damaged, of another version, or another user's.
+    """
+    path = node_dir / SMP_STATE_NAME
+    try:
+        # O_NONBLOCK: a FIFO that somebody put there would hold the start up for ever.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SmpError(f"{path}: cannot be read: {error.strerror}") from None
+    with os.fdopen(fd, "rb") as file:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise SmpError(f"{path} belongs to another user")
+        data = file.read(_MAX_STATE_BYTES + 1)
+    if len(data) > _MAX_STATE_BYTES:
+        raise SmpError(f"{path}: longer than {_MAX_STATE_BYTES} bytes")
+    try:
+        message = decode_object(data)
+    except SmpError as error:
+        raise SmpError(f"{path}: {error}") from None
+    if message.get("version") != VERSION:
+        raise SmpError(f"{path}: of another version of ftckpt")
+    description = message.get("description")
+    if not isinstance(description, dict):
+        raise SmpError(f"{path}: it has no description")
+    return description
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -22,7 +22,7 @@ from ftckpt.smp.channel import Channel, Deadlines, PeerError
 from ftckpt.store.directory import is_shard
 from ftckpt.store.package import MAX_PACKAGE_BYTES
 
-VERSION = 6
+VERSION = 7
 """Of requests, and of what an SMP keeps in files; an SMP of another version is replaced."""
 MAX_REQUEST_BYTES = 8 << 20
 """A description of the groups of eight arenas of 64 GB takes about a tenth."""
@@ -77,19 +77,10 @@ class ProtectionRequest(SmpRequest):
 
 
 @dataclass(frozen=True)
-class ListenRequest(SmpRequest):
-    """Answer other nodes at ``port`` of ``host``, to those who know ``secret`` (hex). The answer has ``port``, too:
-    another one where that is taken, or 0."""
-
-    WORD = "listen"
-    host: str
-    secret: str = field(repr=False)
-    port: int
-
-
-@dataclass(frozen=True)
 class ConfigureRequest(SmpRequest):
-    """Guard what ``description`` names: places, groups, packages of other nodes, settings."""
+    """Guard what ``description`` names: places, groups, packages of other nodes, settings. Answer other nodes at its
+    ``port`` of its ``address``, to those who know its ``secret`` (hex). The answer has ``problem``: why it cannot
+    answer them, "" where it can."""
 
     WORD = "configure"
     description: dict[str, Any] = field(repr=False)
@@ -169,8 +160,8 @@ class PackageRequest(BytesRequest):
 REQUESTS: dict[str, type[SmpRequest]] = {
     kind.WORD: kind
     for kind in (
-        HelloRequest, StatusRequest, ReportRequest, ProtectionRequest, ListenRequest, ConfigureRequest, EndRequest,
-        PersistRequest, ChunkRequest, PackageRequest,
+        HelloRequest, StatusRequest, ReportRequest, ProtectionRequest, ConfigureRequest, EndRequest, PersistRequest,
+        ChunkRequest, PackageRequest,
     )
 }  # fmt: skip
 

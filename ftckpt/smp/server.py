@@ -187,14 +187,17 @@ class Server:
         """Answer other nodes at ``host``, one address or several with commas between; returns the port: ``port``
         itself if it is free, 0 is any.
 
-        A second call for the same host, and the same port or any, keeps it and takes over ``trust``.
+        A second call for the same host, and the same port or any, keeps it and takes over ``trust``: connections of
+        other nodes made with another secret end.
 
         Raises:
             ConfigError: the address cannot be listened at, or the secret is too short.
         """
         trust.checked()
         if self._network is not None and self._host == host and port in (0, self.port):
-            self.replace_trust(trust)
+            if trust != self._trust:
+                self._trust = trust  # first: a connection that is beginning compares it before each request
+                self._network.abort()
             return self.port
         if self._network is not None:
             # First: the new one may want the same port.
@@ -206,13 +209,6 @@ class Server:
         self._start(network)
         self._network = network
         return self.port
-
-    def replace_trust(self, trust: Trust) -> None:
-        """Connections of other nodes made with another secret end; new ones need this one."""
-        if trust.checked() != self._trust:
-            self._trust = trust  # first: a connection that is beginning compares it before each request
-            if self._network is not None:
-                self._network.abort()
 
     @property
     def port(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftckpt.model.text import human
-from ftckpt.store.memory import MEMORY_FILE_SYSTEMS, cgroup_limits, existing, mount_of, read_lines
+from ftckpt.store.memory import MEMORY_FILE_SYSTEMS, UNKNOWN, cgroup_limits, existing, mount_of, read_lines
 
 _SMALL_BYTES = 1 << 30
 """A tmpfs below this is a default of a container runtime, not one that was made for arenas."""
@@ -27,7 +27,7 @@ class Hazard:
 
 
 def hazards(arena_root: Path, *, root: Path = Path("/"), uid: int | None = None) -> list[Hazard]:
-    """What on this host would destroy arenas under ``arena_root``, or leave no room for them.
+    """What on this host would destroy or slow down arenas under ``arena_root``, or leave no room for them.
 
     What cannot be read is taken for harmless.
 
@@ -37,6 +37,7 @@ def hazards(arena_root: Path, *, root: Path = Path("/"), uid: int | None = None)
     """
     checks: Sequence[Callable[[], Hazard | None]] = (
         lambda: _remove_ipc(arena_root, root, os.geteuid() if uid is None else uid),
+        lambda: _on_disk(arena_root, root),
         lambda: _small_tmpfs(arena_root, root),
         lambda: _charged(arena_root, root),
     )
@@ -67,6 +68,18 @@ def _remove_ipc(arena_root: Path, root: Path, uid: int) -> Hazard | None:
         "when the last session of that user on this machine ends (an ssh login that ends suffices)",
         f"loginctl enable-linger {user}, or RemoveIPC=no in /etc/systemd/logind.conf and restart systemd-logind, "
         "or name a tmpfs outside of /dev/shm with --ftckpt-arena",
+    )
+
+
+def _on_disk(arena_root: Path, root: Path) -> Hazard | None:
+    mount = mount_of(existing(arena_root), root / "proc")
+    if mount.kind in (*MEMORY_FILE_SYSTEMS, UNKNOWN):
+        return None
+    return Hazard(
+        "arena_on_disk",
+        f"{arena_root} is on {mount.point} ({mount.kind}), not on a tmpfs: snapshots are written to its disk, which "
+        "takes longer than a copy in memory",
+        "name a tmpfs with --ftckpt-arena (default: /dev/shm)",
     )
 
 

@@ -12,6 +12,7 @@ from ftckpt.errors import MemoryBudgetError
 from ftckpt.model.text import human
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+UNKNOWN = "an unknown file system"
 _UNLIMITED_BYTES = 1 << 62
 """cgroup v1 writes a number near 2**63 for "no limit"."""
 
@@ -197,7 +198,7 @@ def _available(proc: Path) -> list[Limit]:
 
 def mount_of(where: Path, proc: Path) -> Mount:
     """The mount that holds ``where`` as this process sees it; of an unknown kind where that cannot be read."""
-    best, depth = Mount("an unknown file system", str(where)), -1
+    best, depth = Mount(UNKNOWN, str(where)), -1
     resolved = str(where.resolve())
     for line in read_lines(proc / "self" / "mountinfo"):
         # proc(5): id, parent, major:minor, root, mount point, more fields, then behind " - " the type.

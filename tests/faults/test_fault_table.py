@@ -98,8 +98,8 @@ def go_on_once_covered(pause: Fault, settings: dict[str, Any], nodes: set[str]) 
 
 def wants_sealed(node_dir: Path) -> bool:
     """Whether the node's SMP tells by its hello that all which follows is to be sealed."""
-    state = json.loads((node_dir / SMP_STATE_NAME).read_text())
-    with closing(connect((state["host"], state["port"]), 10.0)) as channel:
+    description = json.loads((node_dir / SMP_STATE_NAME).read_text())["description"]
+    with closing(connect((description["address"], description["port"]), 10.0)) as channel:
         channel.write(HELLO.pack(MAGIC, 0, bytes(NONCE_BYTES)), time.monotonic() + 10.0)
         return HELLO.unpack(channel.read(HELLO.size, time.monotonic() + 10.0))[1] == 1
 

@@ -60,6 +60,26 @@ def test_the_end_of_a_job_is_told_and_that_step_was_never_called(settings: dict[
     )
 
 
+def closed_first(rank: int, world_size: int, settings: dict[str, Any]) -> list[str]:
+    told: list[str] = []
+    checkpointer, state = plain.restarted(rank, world_size, settings)
+    plain.train(checkpointer, state, range(1, 4))
+    checkpointer.close(remove=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Events, "announce", lambda _events, text: told.append(text))
+        checkpointer, _ = plain.make(rank, world_size, settings)
+        checkpointer.close()
+        with pytest.raises(ConfigError, match=r"restore\(\) after close\(\)"):
+            checkpointer.restore()
+    return told
+
+
+def test_a_close_before_restore_is_told_and_removes_nothing(settings: dict[str, Any]) -> None:
+    (text,) = run_ranks(closed_first, 2, settings)[0].value
+    assert "close() before restore()" in text and "'ftckpt clean test'" in text
+    assert list(Path(settings["arena"]).rglob("slot*.safetensors")), "a restart goes on from there"
+
+
 def test_too_little_memory(settings: dict[str, Any], arena_root: Path) -> None:
     """Room for one rank's arena and not for two: the sum of the node's ranks is what is refused."""
     if os.geteuid():

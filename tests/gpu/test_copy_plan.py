@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from ftckpt.errors import CaptureError
 from tests.support.device_snapshots import Snapshots
 from tests.support.device_states import CPU, Blocked, assert_holds, plan, shared_slot
 from tests.support.fake_device import PAGE, FakeDevice
+from tests.support.waiting import until
 
 
 def run(call: Call) -> list[int]:
@@ -125,6 +129,24 @@ def test_a_refusal_while_training_runs_costs_one_snapshot(fake: FakeDevice, monk
     fake.log.clear()
     snapshots.take()
     assert "call" not in fake.log
+    snapshots.capture.close()
+
+
+def test_what_a_refused_call_lets_go_of_stays_until_the_device_is_done(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = Snapshots(monkeypatch)
+    snapshots.take()
+    plan = weakref.ref(snapshots.copier._plan)
+    release, fake.refuse_calls = fake.hold(fake.side), True
+    snapshots.begin()
+    flight: Any = snapshots.copier._flight
+    until(lambda: flight.error is not None, "it is refused", 20.0)
+    flight.error.with_traceback(None)  # which would hold it, too
+    gc.collect()
+    assert plan() is not None, "its buffer is the device's"
+    release.set()
+    assert flight.wait(20.0)
     snapshots.capture.close()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from benchmarks import cost
 from benchmarks.cost import DEFAULT, NOISE, OFF
+from tests.support.interpreters import python
 
 pytestmark = pytest.mark.multiproc
 
@@ -53,6 +56,39 @@ def test_a_quick_run(argv: list[str], tmp_path: Path, arena_root: Path) -> None:
         assert table[OFF]["ratio"] == 1.0 and table[DEFAULT]["blocked_ms"] > 0
         assert table["torch.save"]["snapshots"] == table["torch.save"]["iterations"]
     assert not list(arena_root.iterdir()) and not list((tmp_path / "disk").iterdir())
+
+
+UNTIL_ENDED = """
+import os, signal, sys, time
+from pathlib import Path
+from benchmarks.common import scratch
+from benchmarks.cost import cleaned
+root, name = sys.argv[1:]
+with scratch(Path(root), Path(root)) as (folder, _), cleaned(folder, name):
+    Path("/dev/shm", f"dlrover-{name}").touch()
+    try:
+        print("up", flush=True)
+        time.sleep(100)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)  # of somebody who is impatient
+        time.sleep(0.1)
+        (folder / "left").touch()
+        print("cleans up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_a_signal_ends_leaves_nothing(number: signal.Signals, arena_root: Path) -> None:
+    name = f"bench-{uuid.uuid4().hex[:8]}"
+    process = python(UNTIL_ENDED, arena_root, name)
+    try:
+        assert len(list(arena_root.iterdir())) == 2
+        process.send_signal(number)
+        assert "cleans up" in process.communicate(timeout=20)[0] and process.returncode == 128 + number
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+    assert not list(arena_root.iterdir()) and not list(Path("/dev/shm").glob(f"*{name}*"))
 
 
 def block_of(secs: float, blocked: float = 0.0, snapshots: int = 1) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ftckpt.errors import ArenaError, ConfigError, SmpError
 from ftckpt.smp import client as client_module
 from ftckpt.smp.channel import HELLO, MAGIC, RefusedError, Trust, connect, socket_address
 from ftckpt.smp.client import SmpClient, find_or_start
-from ftckpt.smp.footprint import SmpConfig
+from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
@@ -168,11 +168,10 @@ def test_starting_and_finding_are_quick(site: Site) -> None:
 
 def test_modes_and_secrets(site: Site) -> None:
     client = site.start()
-    port = client.listen("127.0.0.1", SECRET)
-    assert port > 0 and client.hello()["port"] == port
-    client.configure(site.description())
+    assert client.hello()["port"] == 0
+    client.configure(site.listening())
     hello = client.hello()
-    assert hello["configured"] and (hello["job"], hello["node"]) == (JOB, NODE)
+    assert hello["port"] > 0 and hello["configured"] and (hello["job"], hello["node"]) == (JOB, NODE)
     assert Pulse.open(site.node_dir, None).smp_alive(10)
     for name in ("smp.lock", "smp.sock", "smp.json", "smp.log", ".pulse"):
         assert stat.S_IMODE((site.node_dir / name).stat().st_mode) == 0o600, name
@@ -230,13 +229,15 @@ def test_a_description_without_a_secret_puts_no_older_one_back(site: Site) -> No
     client = site.start()
     description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
     old, new = b"o" * 32, b"n" * 32
-    port = client.listen("127.0.0.1", old)
-    client.configure({**description, "secret": old.hex()})
-    assert client.listen("127.0.0.1", new) == port
+    listening = {**description, "address": "127.0.0.1"}
+    client.configure({**listening, "secret": old.hex()})
+    port = client.hello()["port"]
+    client.configure({**listening, "secret": new.hex()})
     client.configure({**description, "settings": {"protect_timeout_secs": 100.0}})
     with closing(connect(("127.0.0.1", port), 10)) as channel:
         channel.greet(Trust(new), time.monotonic() + 10)
-    client.configure({**description, "secret": old.hex()})
+    client.configure({**listening, "secret": old.hex()})
+    assert client.hello()["port"] == port
     with closing(connect(("127.0.0.1", port), 10)) as channel, pytest.raises(RefusedError):
         channel.greet(Trust(new), time.monotonic() + 10)
 
@@ -248,13 +249,25 @@ def test_what_it_refuses_is_of_the_class_that_says_what_to_do(site: Site) -> Non
         site.start().configure({**description, "secret": b"short".hex()})
 
 
-def test_one_that_takes_over_guards_though_it_cannot_answer_other_nodes(site: Site) -> None:
+def test_it_guards_though_it_cannot_answer_other_nodes(site: Site) -> None:
     """The node has another address than when the one before it was told."""
-    description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
-    SmpConfig.leave(site.node_dir, description, "192.0.2.7", 12345, b"s" * 32)
-    assert site.start().hello()["configured"]
-    state = SmpConfig.load(site.node_dir)
-    assert state is not None and (state.host, state.port) == ("192.0.2.7", 12345)
+    description = site.listening(12345, "192.0.2.7")
+    store_description(site.node_dir, description)
+    client = site.start()
+    assert client.hello()["configured"] and client.hello()["port"] == 0
+    assert load_description(site.node_dir) == description
+    assert "192.0.2.7" in client.configure(site.listening(12345, "192.0.2.7"))
+    assert client.configure(site.listening()) == "" and client.hello()["port"] > 0
+
+
+def test_where_it_listens_elsewhere_than_others_know_it_is_said(site: Site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        client = site.start()
+        assert client.configure(site.listening(port)) == ""
+    got = client.hello()["port"]
+    assert got not in (0, port)
+    assert any(f"port {port} is taken" in line and f"port {got}" in line for line in client.status()["warnings"])
 
 
 def test_one_that_cannot_store_what_it_is_told_does_it_all_the_same(arena_root: Path) -> None:
@@ -265,9 +278,9 @@ def test_one_that_cannot_store_what_it_is_told_does_it_all_the_same(arena_root: 
         client = site.start()
         leave_free(arena_root, 0)
         client.configure({**description, "secret": b"s".hex() * 32})
-        assert client.hello()["configured"] and SmpConfig.load(site.node_dir) is None
+        assert client.hello()["configured"] and load_description(site.node_dir) is None
         leave_free(arena_root, 1 << 20)
-        until(lambda: SmpConfig.load(site.node_dir) is not None)
+        until(lambda: load_description(site.node_dir) is not None)
 
 
 def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
@@ -292,8 +305,8 @@ def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
         (b'{"request": "configure"}', "needs description"),
         (b'{"request": "configure", "description": {"job": "other", "node": "n0"}}', "job is 'other'"),
         (b'{"request": "configure", "description": {"job": "job", "node": "n0", "settings": 7}}', "settings"),
-        (b'{"request": "listen", "host": 7}', "needs host and secret and port"),
-        (b'{"request": "listen", "host": "127.0.0.1", "secret": "xyz", "port": 0}', "not hexadecimal"),
+        (b'{"request": "persist", "where": 7}', "needs where and timeout_secs and anew and form"),
+        (b'{"request": "configure", "description": {"job": "job", "node": "n0", "secret": "xyz"}}', "unusable"),
     ],
 )
 def test_a_bad_message_is_refused_and_logged(site: Site, data: bytes, error: str) -> None:
@@ -366,11 +379,11 @@ def test_its_own_memory_and_its_log_are_bounded(site: Site) -> None:
 def test_a_job_of_a_thousand_nodes_costs_no_more_than_one_of_two(site: Site) -> None:
     client = site.start()
     pid = client.hello()["pid"]
-    port = client.listen("127.0.0.1", SECRET)
-    peers = {f"node{at}": ["127.0.0.1", port] for at in range(1000)}
+    client.configure(site.listening())
+    peers = {f"node{at}": ["127.0.0.1", client.hello()["port"]] for at in range(1000)}
     costs = []
     for known in (dict(list(peers.items())[:1]), peers):
-        client.configure({**site.description(), "peers": known})
+        client.configure({**site.listening(), "peers": known})
         costs.append((len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))))
     threads, descriptors = costs[1]
     print(f"{threads} threads, {descriptors} descriptors")
@@ -395,13 +408,20 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
         pid = client.hello()["pid"]
         lives_on(site.node_dir, 1.8)
         assert site.pids() == [pid], "a trainer lives"
+        assert client.status()["ends_in_secs"] is None and "no trainer lives" not in site.log
     finally:
         trainer.kill()
         trainer.communicate(timeout=10)
     until(lambda: not site.pids())
     assert not {"smp.sock", "smp.lock"} & site.files()
     assert list_arenas(site.node_dir) == [arena] and "smp.json" in site.files(), "a save needs both"
-    assert "no trainer for 1 s; arenas stay" in site.log
+    assert "no trainer lives: the SMP ends after 1 s" in site.log and "no trainer for 1 s; arenas stay" in site.log
+
+
+def test_how_long_it_waits_for_a_trainer_is_told(site: Site) -> None:
+    client = site.start(idle_secs=90.0)
+    until(lambda: client.status()["ends_in_secs"] is not None)
+    assert 30 < client.status()["ends_in_secs"] <= 90
 
 
 def test_without_trainers_and_arenas_nothing_stays(site: Site) -> None:

@@ -199,7 +199,9 @@ def apart(job: Job) -> Iterator[dict[str, SmpClient]]:
     dirs = {node: root / f"ftckpt-{JOB}" / node for node, root in roots.items()}
     clients = {node: find_or_start(dirs[node], roots[node], JOB, node) for node in roots}
     try:
-        peers = {node: ["127.0.0.1", client.listen("127.0.0.1", SECRET)] for node, client in clients.items()}
+        for node, client in clients.items():
+            client.configure(description(job, node, {}))
+        peers = {node: ["127.0.0.1", client.hello()["port"]] for node, client in clients.items()}
         for node, client in clients.items():
             client.configure(description(job, node, peers))
         yield clients
@@ -219,7 +221,7 @@ def description(job: Job, node: str, peers: dict[str, list[Any]]) -> dict[str, A
             keeps.setdefault(home, {})[shard] = 1 << 20
     mine = {str(rank): held[rank] for rank, of in enumerate(job.nodes) if of == node}
     return {
-        "job": JOB, "node": node, "run": "", "secret": SECRET.hex(),
+        "job": JOB, "node": node, "run": "", "secret": SECRET.hex(), "address": "127.0.0.1",
         "peers": {other: at for other, at in peers.items() if other != node}, "nodes": sorted(peers),
         "places": {rank: {"shard": one.shard, "arena": one.arena, "pid": os.getpid()} for rank, one in mine.items()},
         "groups": [g.to_json() for g in file_groups(job) if any(m.node == node for m in g.members)],
@@ -233,6 +235,9 @@ def test_other_machines_tell_by_their_smps(job: Job, apart: dict[str, SmpClient]
     assert [node["node"] for node in said["nodes"]] == ["a", "b", "c"]
     assert all(node["answers"] and node["smp"] for node in said["nodes"])
     assert (said["restart"]["iteration"], said["restart"]["rebuilt"], said["interval"]) == (6, {}, 3)
+    assert all(3000 < node["ends_in_secs"] <= 3600 for node in said["nodes"])
+    (waits,) = [line for line in in_lines(said) if line.startswith("no rank trains on a, b, c")]
+    assert f"'ftckpt clean {JOB}'" in waits and "ends in 60 min" in waits
     apart["c"].end()
     said = status(job.root)
     gone = next(node for node in said["nodes"] if node["node"] == "c")

@@ -209,7 +209,7 @@ class Smp:
         """As the daemon takes a description over."""
         self.duties.configure(description)
         if self.server.port:
-            self.server.replace_trust(self.duties.trust)
+            self.server.listen("127.0.0.1", self.duties.trust)
 
     def start(self) -> Smp:
         self._thread = threading.Thread(target=self._run)

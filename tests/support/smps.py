@@ -42,6 +42,10 @@ class Site:
             "mirror_from": {}, "settings": settings,
         }  # fmt: skip
 
+    def listening(self, port: int = 0, host: str = "127.0.0.1") -> dict[str, Any]:
+        """The same of one that answers other nodes; port 0 is any."""
+        return {**self.description(), "address": host, "port": port}
+
     def command(self, *more: str) -> list[str]:
         """What a person types to start one."""
         named = ["--job", JOB, "--node", NODE, "--arena", str(self.root)]

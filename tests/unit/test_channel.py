@@ -49,7 +49,6 @@ from ftckpt.smp.requests import (
     ConfigureRequest,
     EndRequest,
     HelloRequest,
-    ListenRequest,
     PackageRequest,
     SmpRequest,
     StatusRequest,
@@ -335,7 +334,7 @@ def test_a_wrong_secret_is_refused_and_named_once(
 
 def test_a_replaced_secret_ends_what_the_old_one_opened(server: Server, peers: Peers) -> None:
     assert fetched(peers)[1] == ""
-    server.replace_trust(OTHER)
+    server.listen("127.0.0.1", OTHER)
     assert fetched(peers)[0] is None
     address = {"n1": ("127.0.0.1", server.port)}
     peers.configure(address, OTHER)
@@ -671,7 +670,6 @@ SNAPSHOTS = st.builds(SnapshotId, st.binary(min_size=16, max_size=16), st.intege
         st.builds(ChunkRequest, SNAPSHOTS, SHARDS, st.integers(0, 2**32 - 1)),
         st.builds(PackageRequest, SNAPSHOTS, SHARDS),
         st.sampled_from([HelloRequest(), StatusRequest(), EndRequest()]),
-        st.builds(ListenRequest, st.text(), st.text()),
         st.builds(ConfigureRequest, st.dictionaries(st.text(), st.integers() | st.text())),
     )
 )
@@ -726,7 +724,7 @@ class TestOfOneNode:
         node_server.listen("127.0.0.1", SECRET)
         with closing(Channel(dial(node_server))) as channel:
             channel.greet(SECRET, soon())
-            for request in (HelloRequest(), ConfigureRequest({}), ListenRequest("", "", 0), EndRequest()):
+            for request in (HelloRequest(), ConfigureRequest({}), EndRequest()):
                 assert "own node" in exchange(channel, request, PATIENT).error
 
     @pytest.mark.parametrize("opening", [b"", b"{}\n" * 30, MAGIC])

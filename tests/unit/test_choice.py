@@ -63,7 +63,7 @@ def chosen(*reports: ArenaReport, bad: Collection[SlotAt] = ()) -> Decision | No
 def test_the_newest_whole_snapshot_is_taken() -> None:
     decision = chosen(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 5), (A, 4)))
     sources = {"tp0": SlotAt("n0", "tp0.0011", 1), "tp1": SlotAt("n1", "tp1.0011", 0)}
-    assert decision == Decision(SnapshotId(A, 5), sources, (), None, LAYOUT, HOMES, {"tp0": 0, "tp1": 1})
+    assert decision == Decision(SnapshotId(A, 5), sources, (), None, LAYOUT, {"tp0": 0, "tp1": 1})
 
 
 def test_a_shard_missing_in_the_newest_gives_the_one_before_and_says_why() -> None:

@@ -66,12 +66,17 @@ def chosen(reports: Sequence[ArenaReport], bad: Collection[SlotAt] = ()) -> Deci
     return answer
 
 
+def places(decision: Decision) -> dict[str, SlotAt]:
+    """Where each shard is read, once it is rebuilt."""
+    fixes = decision.rebuild.fixes if decision.rebuild is not None else {}
+    return {**decision.sources, **{shard: fix.at for shard, fix in fixes.items()}}
+
+
 def test_a_snapshot_of_the_layout_before_is_taken_with_all_its_shards() -> None:
     decision = chosen(wide((A, 4), (A, 5)))
     assert (decision.snapshot, decision.layout) == (SnapshotId(A, 5), WIDE)
-    assert set(decision.sources) == set(decision.homes) == set(SHARDS[0])
-    assert Counter(decision.homes.values()) == {"n0": 2, "n1": 2}
-    assert all(decision.sources[shard].node == node for shard, node in decision.homes.items())
+    assert set(decision.sources) == set(SHARDS[0])
+    assert Counter(slot.node for slot in decision.sources.values()) == {"n0": 2, "n1": 2}
 
 
 def test_killed_before_the_first_snapshot_of_the_new_layout_is_whole() -> None:
@@ -82,7 +87,8 @@ def test_killed_before_the_first_snapshot_of_the_new_layout_is_whole() -> None:
     assert decision.passed_over == ("iteration 6: not sealed by tp0-dp1",)
     homes = dict.fromkeys(SHARDS[0], "n0")
     again = decided(reports, job(homes, WIDE))
-    assert isinstance(again, Decision) and (again.snapshot.iteration, again.layout, again.homes) == (5, WIDE, homes)
+    assert isinstance(again, Decision) and (again.snapshot.iteration, again.layout) == (5, WIDE)
+    assert set(again.sources) == set(homes)
     assert again.passed_over == ("iteration 6 of tp1dp2: not sealed by tp0-dp1",)
 
 
@@ -90,7 +96,7 @@ def test_the_new_layout_counts_as_soon_as_a_snapshot_of_it_is_whole() -> None:
     """Whatever of the old arenas has been removed by then."""
     for gone in range(len(SHARDS[0]) + 1):
         decision = chosen([*wide((A, 5), without=SHARDS[0][:gone]), *narrow((B, 6))])
-        assert (decision.snapshot.iteration, decision.layout, decision.homes) == (6, NARROW, HOMES)
+        assert (decision.snapshot.iteration, decision.layout, set(decision.sources)) == (6, NARROW, set(HOMES))
 
 
 def test_shards_of_one_name_and_two_layouts_never_make_one_snapshot() -> None:
@@ -230,7 +236,7 @@ def test_shards_of_a_node_that_is_gone_are_rebuilt_evenly_by_those_that_are_left
     )
     readers = readers_of(Topology(0, tuple(RankPlace({"tp": 0, "dp": r}, f"n{r}") for r in range(3)), NEW), decision)
     assert set(readers) == set(OLD_SHARDS)
-    assert all(f"n{readers[shard]}" == node for shard, node in decision.homes.items())
+    assert all(f"n{readers[shard]}" == at.node for shard, at in places(decision).items())
 
 
 def test_a_new_node_takes_its_part_of_what_is_rebuilt() -> None:
@@ -238,7 +244,7 @@ def test_a_new_node_takes_its_part_of_what_is_rebuilt() -> None:
     homes = {"tp0-dp0": "n0", "tp0-dp1": "n1", "tp0-dp2": "n9"}
     decision = decide(inventory, job(homes, NEW), findings)
     assert isinstance(decision, Decision) and decision.rebuild is not None
-    assert Counter(decision.homes.values()) == {"n0": 3, "n1": 3, "n9": 2}
+    assert Counter(at.node for at in places(decision).values()) == {"n0": 3, "n1": 3, "n9": 2}
 
 
 def test_what_parity_does_not_cover_is_lost_and_named() -> None:

@@ -120,6 +120,14 @@ def test_which_setting_of_logind_counts(host: Host, files: dict[str, str], delet
 # limits
 
 
+def test_a_disk(host: Host) -> None:
+    for kind in ("ext4", "xfs", "nfs4"):
+        host.mounts("0:25 / /dev/shm rw - tmpfs tmpfs rw", f"0:26 / /usr rw - {kind} /dev/sdb rw")
+        hazard = host.find(Path("/usr/arenas"))["arena_on_disk"]
+        assert f"/usr/arenas is on /usr ({kind})" in hazard.text and "--ftckpt-arena" in hazard.remedy
+    assert host.find() == {}
+
+
 def test_a_small_tmpfs(host: Host) -> None:
     host.statvfs.f_blocks = (64 << 20) // 4096
     hazard = host.find()["small_tmpfs"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,6 +184,16 @@ def test_nothing_reads_pickle(name: str) -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("load", "save"):
             loads = ast.unparse(node) in ("torch.load", "torch.save", "np.load", "numpy.load")
             assert not loads or name == PICKLES, f"{name}:{node.lineno} {ast.unparse(node)}"
+
+
+def test_what_catches_every_error_says_why() -> None:
+    silent, broad = list[str](), re.compile(r"except Exception\b|suppress\(Exception\)")
+    for name, path in MODULES.items():
+        lines = ["", *path.read_text().splitlines()]
+        for above, line in itertools.pairwise(lines):
+            if broad.search(line) and "#" not in line and not above.lstrip().startswith("#"):
+                silent.append(f"{name}: {line.strip()}")
+    assert not silent
 
 
 def test_what_is_read_from_checkpoints_of_others_runs_no_code() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ftckpt.smp.footprint import SmpConfig
+from ftckpt.smp.footprint import store_description
 from ftckpt.store import ends
 from ftckpt.store.directory import PULSE_NAME, clean_job, node_directory, remove_job_if_empty
 from ftckpt.store.locks import JobLock
@@ -26,7 +26,7 @@ def test_pages_and_notes_go_with_the_job(arena_root: Path) -> None:
 def test_what_a_killed_smp_was_writing_keeps_no_directory(arena_root: Path) -> None:
     left = node_directory(arena_root, "job", "node") / ".smp.json.0123abcd.new"
     left.write_bytes(b"half")
-    SmpConfig().store(left.parent)
+    store_description(left.parent, {})
     assert not left.exists(), "the next SMP removes it"
     left.write_bytes(b"half")
     assert remove_job_if_empty(arena_root, "job", "node")

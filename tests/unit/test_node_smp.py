@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, SmpError
+from ftckpt.errors import SmpError
 from ftckpt.job import node_smp
 from ftckpt.job.node_smp import NodeSmp, SmpSetup
 from ftckpt.model.topology import RankPlace, Topology
@@ -97,12 +98,12 @@ class Told:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *starts: Callable[[], object]) -> None:
         self.descriptions: list[Any] = []
         self._starts = iter(starts)
-        monkeypatch.setattr(NodeSmp, "_listening", self._listening)
+        monkeypatch.setattr(NodeSmp, "_find_or_start", self._find_or_start)
         monkeypatch.setattr(node_smp, "Watch", lambda *_, **__: SimpleNamespace(stop=lambda: None))
 
-    def _listening(self, *_: object) -> Any:
+    def _find_or_start(self, *_: object) -> Any:
         next(self._starts, lambda: None)()
-        return SimpleNamespace(configure=self.descriptions.append), None
+        return SimpleNamespace(configure=self.descriptions.append)
 
     def arenas(self) -> list[str]:
         return [one["places"]["1"]["arena"] for one in self.descriptions]
@@ -132,17 +133,15 @@ def test_an_smp_that_cannot_answer_other_nodes_is_told_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What guards and flushes this node's memory needs no other node."""
-    configured_with, failed, smp = [], threading.Event(), of_rank(0)
-
-    def listen(*_: object) -> int:
-        raise ConfigError("the address has gone")
-
-    client = SimpleNamespace(listen=listen, configure=configured_with.append)
+    failed, smp, watched = threading.Event(), of_rank(0), list[object]()
+    client = SimpleNamespace(configure=lambda _: "the address has gone")
     monkeypatch.setattr(NodeSmp, "_find_or_start", lambda *_: client)
-    monkeypatch.setattr(node_smp, "Watch", lambda *_, **__: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(
+        node_smp, "Watch", lambda of, *_, **__: watched.append(of) or SimpleNamespace(stop=lambda: None)
+    )
     smp._setup = SmpSetup(smp._tell, lambda error: failed.set())
     configured(smp, tmp_path, "arena")
-    assert failed.wait(20) and "the address has gone" in smp._setup.problem and len(configured_with) == 1
+    assert failed.wait(20) and "the address has gone" in smp._setup.problem and watched == [client]
     smp.release()
 
 
@@ -184,31 +183,15 @@ def test_an_smp_that_an_earlier_attempt_has_told_does_not_guard_this_one(
     assert len(set(digests)) == 2
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_where_an_smp_listens_elsewhere_than_others_know_it_is_said(
-    taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_smp_that_has_ended_since_it_was_found_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may have taken the port meanwhile. One that ended since it was found is found anew."""
-    told, seen = list[Any](), list[tuple[str, str]]()
-    smp = of_rank(0, seen)
+    told, smp = Told(monkeypatch), of_rank(0)
+    smp._client = Mock(configure=Mock(side_effect=SmpError("it has ended")))
     port = smp.report().port
-    answers = iter([SmpError("it has ended"), port + taken])
-
-    def listen(*_: object) -> int:
-        answer = next(answers)
-        if isinstance(answer, SmpError):
-            raise answer
-        return answer
-
-    client = SimpleNamespace(listen=listen, configure=told.append)
-    monkeypatch.setattr(node_smp, "find_or_start", lambda *_: client)
-    monkeypatch.setattr(node_smp, "Watch", lambda *_, **__: SimpleNamespace(stop=lambda: None))
     configured(smp, tmp_path, "arena")
     smp.release()
-    assert len(told) == 1
-    assert [(event, f"{port}" in error and f"{port + 1}" in error) for event, error in seen] == [
-        ("smp_error", True)
-    ] * taken
+    assert [(one["address"], one["port"]) for one in told.descriptions] == [("127.0.0.1", port)]
 
 
 def test_what_is_wanted_anew_waits_for_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,16 @@ def test_pinned_ones_stay_until_they_are_not(storage: Storage) -> None:
     assert committed(storage) == [4, 3] and not left
 
 
+@pytest.mark.parametrize("was_pinned", [False, True])
+def test_one_whose_manifest_cannot_be_read_is_not_pinned(storage: Storage, was_pinned: bool) -> None:
+    if was_pinned:
+        pin(storage, name(1))
+    storage.put(name(1).manifest, b"damaged")
+    with raises(StorageError, f"{name(1)} is not pinned", name(1).manifest):
+        pin(storage, name(1))
+    assert pinned(storage) == ({name(1)} if was_pinned else set())
+
+
 def test_nothing_goes_while_a_restart_reads(storage: Storage) -> None:
     hold(storage, "a")
     assert retire(storage, doomed(1, 4), 3, lambda: True) == []
