@@ -108,8 +108,12 @@ class Sampler:
         self._held = belief.held
         self._items = {index: assignment.pieces[index].fragment.item_bytes for index in belief.held}
         # Where pieces end is found once: at a boundary there is no time to look at each of them.
-        self._derived = [piece for piece in assignment.derived if piece.derived_from is not None]
-        self._derived_ends = ends_of(piece.fragment.nbytes for piece in self._derived)
+        self._derived = [
+            (piece.derived_from.detach(), piece.tensor.detach(), piece.fragment.nbytes)
+            for piece in assignment.derived
+            if piece.derived_from is not None
+        ]
+        self._derived_ends = ends_of(nbytes for _, _, nbytes in self._derived)
         self._groups: list[tuple[list[int], Ends]] = []
         members: Sequence[npt.NDArray[np.int32]] = ()
         if belief.replicas is not None:
@@ -150,14 +154,12 @@ class Sampler:
     def _mismatches(self, position: int) -> tuple[int, torch.Tensor | None]:
         """Elements that are not the cast of their masters."""
         pairs: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for one in slices(self._derived_ends, position, self.positions):
-            piece = self._derived[one.piece]
-            assert piece.derived_from is not None
-            item = piece.fragment.item_bytes
-            part = slice(one.begin // item, one.end // item)
-            pairs.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(
-                (piece.derived_from[part].detach(), piece.tensor[part].detach())
-            )
+        for piece, begin, end in slices(self._derived_ends, position, self.positions):
+            master, weight, nbytes = self._derived[piece]
+            if end - begin < nbytes:  # small ones are mostly compared as a whole
+                part = slice(begin // weight.itemsize, end // weight.itemsize)
+                master, weight = master[part], weight[part]
+            pairs.setdefault((weight.dtype, weight.device), []).append((master, weight))
         host, device = 0, None
         for sides in pairs.values():
             masters, weights = (one[0] if len(one) == 1 else torch.cat(one) for one in zip(*sides, strict=True))
