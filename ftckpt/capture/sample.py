@@ -104,7 +104,7 @@ class Sampler:
         )
         """The same on all ranks; 0: nothing is compared."""
         # Slices of these take a hundredth of the time that those of tensors take.
-        self._on_host = {index: memoryview(held.numpy()) for index, held in belief.held.items() if not held.is_cuda}
+        self._on_host = {index: held.numpy().data for index, held in belief.held.items() if not held.is_cuda}
         self._held = belief.held
         self._items = {index: assignment.pieces[index].fragment.item_bytes for index in belief.held}
         # Where pieces end is found once: at a boundary there is no time to look at each of them.
