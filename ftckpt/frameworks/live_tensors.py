@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, is_, methodcaller, not_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ftckpt.errors import CaptureError
@@ -148,11 +148,10 @@ class _Look:
         tables = map(_values, self._tables)
         return [*holders.modules, *chain.from_iterable(chain(tables, states, of_owners, groups)), *holders.others]
 
-    def _addresses_now(self) -> array[int]:
+    def _addresses_now(self) -> bytes:
         apart = map(self._inside, self._apart) if self._inside is not None else ()
-        # No list is kept: of as many numbers each would be an object somewhere in memory. Made of one: from an
-        # iterator an array takes numbers twice as long.
-        return array("Q", [*map(torch.Tensor.data_ptr, chain(self._whole, apart))])
+        # No list, not even for a moment: of as many numbers each would be an object somewhere in memory.
+        return np.fromiter(map(torch.Tensor.data_ptr, chain(self._whole, apart)), np.uint64).tobytes()
 
 
 class _Registrations:

@@ -45,8 +45,10 @@ class Interval:
     @property
     def spacing(self) -> int:
         """Iterations from one snapshot to the next, as they are now."""
-        stretch = next(stretch for begin, stretch in reversed(self.changes) if begin <= self.number)
-        return self.iterations * stretch
+        place = -1
+        while self.changes[place][0] > self.number:
+            place -= 1
+        return self.iterations * self.changes[place][1]
 
 
 _LAST_PROOF = 8

@@ -158,8 +158,9 @@ class RankState:
     @property
     def _next_step(self) -> Step | None:
         """With a round that this rank can post."""
-        is_over = self.off or self._last_will == Will.OFF or (self._lost and self._said_off)
-        if self._votes.settled or is_over:
+        if self._votes.settled:  # mostly
+            return None
+        if self.off or self._last_will == Will.OFF or (self._lost and self._said_off):
             return None
         return self._votes.next(self.pending, but=int(self._reads), unasked=self._lost)
 

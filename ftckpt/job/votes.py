@@ -4,7 +4,8 @@ Rounds of all ranks pair up by their order alone. A step, from one boundary to t
 has a round, which is posted when that is sealed. Any other step has one where the verdicts of all rounds before it
 leave something to be settled: a rank that has not read them all does not know yet, and posts later. So a late rank
 delays what follows from its round, and nobody waits for it at a boundary without a snapshot. The next round is of a
-step to which no rank had come when it posted the last one: steps that a late rank has missed have none.
+step to which no rank had come when it posted the last one: steps that a late rank has missed have none. And the
+longer it takes until all is settled, the more steps lie between two rounds, up to ``_MAX_PAUSE``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections import deque
 from typing import NamedTuple
 
 from ftckpt.job.agreement import Verdict
+
+_MAX_PAUSE = 7
+"""Steps without a round between two of one snapshot: an all-reduce takes the processor for a millisecond."""
 
 
 class Step(NamedTuple):
@@ -33,6 +37,7 @@ class Votes:
         """Boundaries that this rank has passed."""
         self._num_posted = self._num_read = 0
         self._furthest = 0  # the step of the rank that was furthest when it posted, by the last verdict
+        self._number = self._num_again = 0  # the snapshot of that verdict, and how many came of it before
 
     @property
     def settled(self) -> bool:
@@ -62,7 +67,7 @@ class Votes:
                 return step
             if self.unread:
                 return None
-            if pending and step.ordinal > self._furthest:
+            if pending and step.ordinal > self._furthest + self._pause:
                 return step
             steps.popleft()
         return None
@@ -71,6 +76,11 @@ class Votes:
     def waits(self) -> bool:
         """Whether a verdict that is not read decides which round comes next."""
         return bool(self._steps) and not self._steps[0].due and self.unread
+
+    @property
+    def _pause(self) -> int:
+        """Steps that have no round next: none behind the first two of a snapshot, then 1, 2, 4 and so on."""
+        return min(_MAX_PAUSE, (1 << self._num_again) >> 2)
 
     def posted(self) -> None:
         """The round of ``next`` is on its way."""
@@ -81,3 +91,5 @@ class Votes:
         """The verdict of the first round that was not read yet."""
         self._num_read += 1
         self._furthest = verdict.step
+        self._num_again = self._num_again + 1 if verdict.number == self._number else 0
+        self._number = verdict.number

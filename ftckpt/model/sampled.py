@@ -66,10 +66,8 @@ class Comparison:
 
     def outcome(self, rows: npt.NDArray[np.int64]) -> Sampled:
         """What the rows of all ranks say."""
-        if (rows[:, 0] == _UNSAMPLED).any():
-            return Sampled.UNKNOWN
         if rows[:, 0].any():
-            return Sampled.DIFFER
+            return Sampled.UNKNOWN if (rows[:, 0] == _UNSAMPLED).any() else Sampled.DIFFER
         if len(self.begins):
             digests = rows.reshape(-1)[self.places]
             least, largest = np.minimum.reduceat(digests, self.begins), np.maximum.reduceat(digests, self.begins)

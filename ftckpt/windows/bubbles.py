@@ -132,6 +132,8 @@ class Bubbles:
 
     def begin(self, total_bytes: int, plan: WindowPlan | None) -> None:
         """A snapshot of ``total_bytes`` begins; without a plan its chunks are copied as soon as training moves on."""
+        if self._plan is None and self._left == total_bytes == 0:  # there was none before either: nobody waits
+            return
         with self._changed:
             # Not moving: copies that begin at the boundary would run beside what training still waits for there.
             self._plan, self._left, self._carried, self._moving = plan, total_bytes, 0, False

@@ -6,9 +6,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ftckpt.config import Config
 from ftckpt.events import Events
@@ -53,8 +52,7 @@ class Copies(Protocol):
         """Whether none follows."""
 
 
-@dataclass(frozen=True)
-class IterationMarks:
+class IterationMarks(NamedTuple):
     """An iteration that is over for the host, though a device may still be at it.
 
     ``began`` is the time of day at its first boundary, ``snapshot`` the iteration whose state was copied, ``place``
@@ -120,15 +118,21 @@ class Pacer:
         self.stretch = 1
         """By how much this rank wishes snapshots to be rarer, so that they keep their budget."""
         self._cost = 0.0 if config.interval != "auto" else -1.0
-        self.wish = Wish(cost=self._cost)
-        """What this rank wants of the intervals."""
+        self._wished: Wish | None = None
 
     def resume(self, interval: int) -> None:
         """With ``interval`` auto: begin with what an earlier attempt has found to keep the budget."""
         if self._auto is not None:
             self._auto.resume(interval)
             self._follow_auto(self._auto)
-            self.wish = Wish(self.stretch, self._cost)
+            self._wished = None
+
+    @property
+    def wish(self) -> Wish:
+        """What this rank wants of the intervals; found out where a round needs it."""
+        if self._wished is None:
+            self._wished = Wish(self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share)
+        return self._wished
 
     @property
     def windows(self) -> Windows:
@@ -212,9 +216,7 @@ class Pacer:
             if iteration is None:
                 break
             self._take_in(iteration, self._pending.popleft())
-            self._outdated = True
-        if self._outdated:
-            self.wish = Wish(self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share)
+            self._outdated, self._wished = True, None
 
     def _take_in(self, iteration: Iteration, passed: IterationMarks) -> None:
         self._profile.add(iteration)

@@ -329,6 +329,17 @@ def test_at_any_interval_a_snapshot_is_whole_and_protected_a_few_steps_behind_it
     assert max(rank.group.num_posted for rank in ranks.ranks) <= 4 * 5
 
 
+def test_what_stays_unsettled_for_long_has_few_rounds_and_is_known_soon_after_it_is_settled() -> None:
+    ranks = job(3, slots=4, interval=200, protect_interval="auto")
+    train(ranks, 210)  # protected once: a node rests only then
+    posted = [rank.group.num_posted for rank in ranks.ranks]
+    for _ in range(290):
+        ranks.iterate([CALM, CALM, Fate(smp="rests")], in_order)
+    assert all(4 <= rank.group.num_posted - before <= 20 for rank, before in zip(ranks.ranks, posted, strict=True))
+    train(ranks, 20)
+    assert {rank.state.targets.protected for rank in ranks.ranks} == {ranks.knows.state.whole}
+
+
 def test_steps_that_a_late_rank_has_missed_have_no_round() -> None:
     votes = Votes()
     votes.boundary(1, due=True, pending=False)
