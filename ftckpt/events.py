@@ -83,6 +83,7 @@ EVENTS: dict[str, EventKind] = {
     "restored": _quiet(
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
         source="where it came from", blocked_secs="time in restore()",
+        part_secs="of that, by part; read: with checksums, beside copies to the device; copy: the rest of those",
         ends="what nodes saw of how the attempt before ended, the cause first",
     ),
     "ranks_ended": _quiet(
@@ -302,6 +303,20 @@ _UNKNOWN = EventKind("")
 
 _SESSION = ("joined", "conditions", "restored", "protection", "plan")
 """Events that a rotated log repeats: whose its lines are, and which attempt's."""
+
+
+class Laps:
+    """Seconds that the parts of a piece of work take, by name."""
+
+    def __init__(self) -> None:
+        self.secs: dict[str, float] = {}
+        self._begin = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """The part ends that began where the last one ended."""
+        now = time.perf_counter()
+        self.secs[name] = self.secs.get(name, 0.0) + now - self._begin
+        self._begin = now
 
 
 class Progress:

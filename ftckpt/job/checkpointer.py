@@ -195,17 +195,20 @@ class Checkpointer:
             raise
 
     def _restore(self, loaded: LoadedCheckpoint, unproven: bool) -> int | None:
-        begin, rank = time.perf_counter(), self._rank
-        described, near, self._pacer, kept = meet(rank)
+        rank = self._rank
+        prepared = meet(rank)
+        described, near, self._pacer, kept, pinned, laps = prepared
         shard = self._shard = Shard(
             self.config, self.topology, self.group, arenas=rank.arenas, events=self.events, described=described,
             pacer=self._pacer, locality=near, tell_copying=self._protection.tell_copying,
             redundancy=self._protection.redundancy,
         )  # fmt: skip
-        now = load(rank, shard, described, loaded, unproven)
+        now = load(rank, shard, prepared, loaded, unproven)
+        pinned.free()
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
         there = now.snapshot if now.in_memory else None
         shard.lay_out(there, self._protection, now.cast)
+        laps.end("lay_out")
         self._snapshots = Snapshots(rank, shard, self._pacer, kept)
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration
@@ -216,10 +219,12 @@ class Checkpointer:
         if self.topology.rank == 0:  # which speaks for all
             self._open_job.begin(self.node_dir, self._boundary)
         shard.supply()
-        secs, lineage = time.perf_counter() - begin, now.lineage.hex()
+        pinned.wait()
+        laps.end("begin")
+        secs, lineage = sum(laps.secs.values()), now.lineage.hex()
         self.events.emit(
             "restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs,
-            ends=rank.attempt.ends,
+            part_secs=laps.secs, ends=rank.attempt.ends,
         )  # fmt: skip
         self.events.announce(
             f"job {self.config.job}, {len(self.topology.members)} ranks: {now.where}, in {secs:.1f} s"

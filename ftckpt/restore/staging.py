@@ -1,7 +1,7 @@
 """Bytes of the host on their way to a device: a thread reads the next ones while a copy engine takes the last ones.
 
 Memory that is not pinned the driver would copy once more by itself, one thread at a time: a small part of what the
-link gives. What is pinned here is given back in the end.
+link gives. ``PinnedCache`` allocates it before the first read, and frees it after the last.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 
+from ftckpt.capture.driver import BatchCopy, Call, batch_copy, separate_stream
+from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
+from ftckpt.restore.exchange import MESSAGE_BYTES, Strip
 from ftckpt.store.landings import scratch
 
 _MOST = 2
@@ -25,6 +29,7 @@ class _Memory:
 
     def __init__(self, nbytes: int) -> None:
         self.data = pinned_memory(nbytes)
+        self.is_pinned = self.data.is_pinned()
         self.taken: torch.cuda.Event | None = None
 
     @property
@@ -46,8 +51,13 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.current_stream() if has_device else None
+        self._stream: torch.cuda.Stream | None = None
+        self._copy_all: BatchCopy | None = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            current = torch.cuda.current_stream()
+            # The driver accepts batches on no default stream.
+            self._stream, self._copy_all = separate_stream(current.device), batch_copy()
+            self._stream.wait_stream(current)
         self._local = _ThreadMemories()
 
     @contextmanager
@@ -78,13 +88,12 @@ class Staging:
             memories.append(free)
         return free.data[:nbytes]
 
-    def send(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def send(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
         """Copy from ``memory`` to where it belongs, pairs of a target and a source; returns before the bytes are
-        there."""
+        there. Runs of bytes are one call of the driver, in any order."""
         with self.on_stream():
             try:
-                for target, source in copies:
-                    copy_later(target, source)
+                self._copy(copies)
             finally:  # what was sent before an error is on its way
                 if self._stream is not None:
                     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -97,10 +106,78 @@ class Staging:
             return
         self._stream.synchronize()
         self._local = _ThreadMemories()
-        empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
-        if empty is not None:
-            with suppress(RuntimeError):  # it is memory that is kept for later, and no harm
-                empty()
+
+    def _copy(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
+        batches = self._copy_all is not None and self._local.memories[-1].is_pinned
+        runs: list[tuple[Strip, Strip]] = []
+        for target, source in copies:
+            if batches and target.is_run and source.is_run and is_on_device(target.memory):
+                runs.append((target, source))
+            else:
+                copy_later(target.view, source.view)
+        if runs and not self._call(runs):
+            for target, source in runs:
+                copy_later(target.view, source.view)
+
+    def _call(self, runs: list[tuple[Strip, Strip]]) -> bool:
+        """Whether the driver accepts these copies as one call."""
+        copy_all, stream = self._copy_all, self._stream
+        if copy_all is None or stream is None:  # another thread's call was refused
+            return False
+        words = np.array([[target.address, source.address, target.nbytes] for target, source in runs], np.uint64)
+        targets, sources, sizes = words.T.copy()  # the driver reads them during the call
+        call = Call(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(runs))
+        code = copy_all(call, stream.cuda_stream)
+        if code:
+            self._copy_all = None
+            log.warning("ftckpt: driver refuses many copies per call (error %d): they go one by one, slower", code)
+        return not code
+
+
+class PinnedCache:
+    """Pinned memory for a ``Staging`` on ``device``, in the cache of torch: a thread allocates it, another frees it.
+
+    To free pinned memory a driver may wait for all work of the device, with a lock that launches need. So nothing of
+    training may run before ``wait`` returns: it could wait for another rank that waits for a launch of this one.
+
+    Args:
+        nbytes: to be read; 0 where nothing is.
+        threads: of the reading.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int, threads: int) -> None:
+        self._device = device
+        self._thread: threading.Thread | None = None
+        number = min(_MOST * threads, -(-nbytes // MESSAGE_BYTES))
+        if number:
+            # All of them at the same time: a block that is freed is the next one's.
+            self._start(lambda: [pinned_memory(MESSAGE_BYTES) for _ in range(number)])
+
+    def wait(self) -> None:
+        """Until the memory is there, or, after ``free``, is freed."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def free(self) -> None:
+        """Free it, and whatever else of pinned memory nobody uses; ``Staging`` has settled."""
+        self.wait()
+        if (empty := getattr(torch._C, "_host_emptyCache", None)) is not None:
+            self._start(empty)
+
+    def _start(self, action: Callable[[], object]) -> None:
+        def run() -> None:
+            # It is only slower without.
+            with suppress(RuntimeError), torch.cuda.device(self._device):
+                action()
+
+        if self._device.type == "cuda":
+            self._thread = threading.Thread(target=run, name="ftckpt-pinned", daemon=True)
+            self._thread.start()
+
+
+def is_on_device(memory: torch.Tensor) -> bool:
+    """A module-level function for tests, as ``copy_later``."""
+    return memory.is_cuda
 
 
 def copy_later(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ftckpt.events import Laps
 from ftckpt.group import Group, gather_all
 from ftckpt.host_memory import host_memory
 from ftckpt.model.topology import Topology
@@ -129,8 +130,8 @@ class StraightFetch:
         self._needed_bytes = sum(one.nbytes for one in transfers)
         return Reading(sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks), there_bytes, near)
 
-    def bring(self) -> Traffic:
-        """Read all that was planned.
+    def bring(self, laps: Laps) -> Traffic:
+        """Read all that was planned; the parts of ``laps`` that end are ``read`` and ``copy``.
 
         Raises:
             StorageError, ArenaError: something is bad, or away; on all ranks together, and some bytes have arrived.
@@ -140,7 +141,9 @@ class StraightFetch:
             self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, staging)) for chunk in self._chunks])
         finally:
             self.reader.close()
+            laps.end("read")
             staging.settle()
+            laps.end("copy")
         return Traffic(self._needed_bytes, 0, 0, self._needed_bytes)
 
     def close(self) -> None:
@@ -184,7 +187,7 @@ def _bring(chunk: _Chunk, staging: Staging) -> None:
     data = staging.memory(chunk.span.nbytes)
     chunk.file.scatter(chunk.number, [Landing(begin, data.numpy().data)])
     staging.send(
-        (dest_strip(copy, part.to).view, source_strip(copy._replace(source=copy.source - begin), data).view)
+        (dest_strip(copy, part.to), source_strip(copy._replace(source=copy.source - begin), data))
         for part in chunk.parts
         for copy in reading(part.copy, begin, end)
     )
