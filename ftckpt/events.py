@@ -305,20 +305,6 @@ _SESSION = ("joined", "conditions", "restored", "protection", "plan")
 """Events that a rotated log repeats: whose its lines are, and which attempt's."""
 
 
-class Laps:
-    """Seconds that the parts of a piece of work take, by name."""
-
-    def __init__(self) -> None:
-        self.secs: dict[str, float] = {}
-        self._begin = time.perf_counter()
-
-    def end(self, name: str) -> None:
-        """The part ends that began where the last one ended."""
-        now = time.perf_counter()
-        self.secs[name] = self.secs.get(name, 0.0) + now - self._begin
-        self._begin = now
-
-
 class Progress:
     """Logs how far a long piece of work is, every ``every_secs``; silent where it takes less."""
 
@@ -357,6 +343,8 @@ class Events:
         self._file: EventFile | BackgroundEventFile | None = None
         self.loud: Counter[str] = Counter()
         """How many loud events there were, by name."""
+        self.parts: list[tuple[str, float]] = []
+        """Of a restart: their names, and when they ended."""
         self._last: dict[str, tuple[float, Mapping[str, Any]]] = {}  # of each kind
         self.direct(directory, limit_bytes, may_hang)
 
@@ -400,6 +388,10 @@ class Events:
         line = {"time": time.time(), "event": event, **self._who, "pid": os.getpid(), **dict.fromkeys(kind.fields)}
         line |= fields
         file.handle(logging.makeLogRecord({"name": event, "msg": json.dumps(line, default=str)}))
+
+    def end_part(self, name: str) -> None:
+        """A part of a restart ends, which began at the end of the one before."""
+        self.parts.append((name, time.perf_counter()))
 
     def last(self, most: int) -> list[dict[str, Any]]:
         """The newest ones, oldest first, as JSON values; of each kind the last, or the frequent would be all."""

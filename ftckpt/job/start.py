@@ -15,7 +15,6 @@ import torch
 from ftckpt.capture.affinity import Locality, locality
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.errors import ConfigError
-from ftckpt.events import Laps
 from ftckpt.group import gather_each
 from ftckpt.job.attempt import AttemptSight
 from ftckpt.job.node_entry import Sight
@@ -26,7 +25,7 @@ from ftckpt.model.lineage import LoadedCheckpoint, Request
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description
 from ftckpt.restore.restart import Restart
-from ftckpt.restore.staging import PinnedCache
+from ftckpt.restore.staging import pin_ahead
 from ftckpt.restore.threads import threads_of
 from ftckpt.store.directory import list_arenas
 from ftckpt.windows.clock import make_clock
@@ -35,14 +34,12 @@ from ftckpt.windows.pacer import Pacer
 
 class Preparation(NamedTuple):
     """What a rank has before it looks for anything to load. ``kept``: of each boundary, where the last snapshot is to
-    come to storage. ``pinned``: for the load; the caller frees it. ``laps``: of ``restore``."""
+    come to storage."""
 
     described: Description
     near: Locality
     pacer: Pacer
     kept: LastBoundary | None
-    pinned: PinnedCache
-    laps: Laps
 
 
 class LoadResult(NamedTuple):
@@ -60,7 +57,6 @@ class LoadResult(NamedTuple):
 
 def meet(rank: RankParts) -> Preparation:
     """All ranks are there, see what they are to see, and are prepared. Collective; raises as ``restore``."""
-    laps = Laps()
     rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node, launch=rank.attempt.launch)
     if rank.topology.is_node_leader:
         rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
@@ -70,25 +66,25 @@ def meet(rank: RankParts) -> Preparation:
     prepared: list[Preparation] = []
     places, attempts, _ = gather_each(
         rank.group, (rank.arenas.entry.look, Sight), (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
-        (lambda: prepared.append(_prepare(rank, laps)), type(None)),
+        (lambda: prepared.append(_prepare(rank)), type(None)),
     )  # fmt: skip
     rank.arenas.entry.require_one_directory(places)
     rank.attempt.begin(attempts)
     if interval := max(place.interval for place in places):  # nodes may not have read of the last one
         rank.state.interval.resume(interval)
         prepared[0].pacer.resume(interval)
-    laps.end("meet")
     return prepared[0]
 
 
-def _prepare(rank: RankParts, laps: Laps) -> Preparation:
+def _prepare(rank: RankParts) -> Preparation:
     """What this rank does by itself before the first look at what is there."""
     config, training_state = rank.config, rank.training_state
     rank.storage.prepare()
-    described = training_state.describe()
-    device, topology = device_of(described), rank.topology
-    pieces = [*described.stepped, *described.volatile] if list_arenas(rank.arenas.path) else []
-    pinned = PinnedCache(device, sum(piece.tensor.nbytes for piece in pieces), threads_of(topology))
+    described, topology = training_state.describe(), rank.topology
+    device = device_of(described)
+    if list_arenas(rank.arenas.path):  # there may be something to load
+        nbytes = sum(piece.tensor.nbytes for piece in (*described.stepped, *described.volatile))
+        pin_ahead(nbytes, threads_of(topology))
     kept = LastBoundary(described) if rank.storage.wants_last else None
     # What cannot be saved is an error at start, not at each snapshot of a job that trains.
     needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
@@ -100,11 +96,11 @@ def _prepare(rank: RankParts, laps: Laps) -> Preparation:
     near = locality(device)
     rank.arenas.cores = near.cores
     pacer = Pacer(config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0)
-    return Preparation(described, near, pacer, kept, pinned, laps)
+    return Preparation(described, near, pacer, kept)
 
 
 def load(
-    rank: RankParts, shard: Shard, prepared: Preparation, checkpoint: LoadedCheckpoint, unproven: bool
+    rank: RankParts, shard: Shard, described: Description, checkpoint: LoadedCheckpoint, unproven: bool
 ) -> LoadResult:
     """The newest state that all ranks can have, ``checkpoint`` among it, and no newer one anywhere.
 
@@ -113,17 +109,16 @@ def load(
     config, training_state = rank.config, rank.training_state
     restart = Restart(
         rank.group, rank.topology, rank.arenas.path, rank.events,
-        storage=rank.storage.snapshots, slots=config.slots, job=config.job, pinned=prepared.pinned,
-        laps=prepared.laps,
+        storage=rank.storage.snapshots, slots=config.slots, job=config.job,
     )  # fmt: skip
     try:
         request = Request(config.rollback_before, config.restore_from)
         decision = restart.choose(config.on_lost, checkpoint, request, unproven)
-        prepared.laps.end("decide")
         # Before anybody trains: a kill behind that must not find a newer slot to go on from.
+        rank.events.end_part("decide")
         lineage = restart.void_newer(decision)
         if decision is not None:
-            decision = restart.load(decision, training_state, prepared.described)
+            decision = restart.load(decision, training_state, described)
         restart.record_lineage()
         rank.protection.smp.lineage = restart.lineage
         # Behind the load, which may find that something is bad.

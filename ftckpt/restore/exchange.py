@@ -66,11 +66,6 @@ class Strip(NamedTuple):
         return self.strides == (1,)
 
     @property
-    def address(self) -> int:
-        """Of the first byte."""
-        return self.memory.data_ptr() + self.begin
-
-    @property
     def fits(self) -> bool:
         """Whether all of them lie in the memory."""
         # Loops come from other ranks, and a bad one would read past the mapping.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftckpt.errors import ArenaError, ConfigError, LostError, StorageError
-from ftckpt.events import Events, Laps
+from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import objects
 from ftckpt.model.layouts import layout_name
@@ -43,7 +43,6 @@ from ftckpt.restore.look import Seen, look
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Coming, Search, pass_over, tell_verified
 from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook, ask
-from ftckpt.restore.staging import PinnedCache
 from ftckpt.restore.straight import Reading, SlotAge, fits
 from ftckpt.restore.threads import threads_of
 from ftckpt.restore.voiding import adopt, void
@@ -88,14 +87,13 @@ class Restart:
 
     def __init__(
         self, group: Group, topology: Topology, node_dir: Path, events: Events, *, storage: str = "", slots: int = 2,
-        job: str = "", pinned: PinnedCache | None = None, laps: Laps | None = None,
+        job: str = "",
     ) -> None:  # fmt: skip
         self._group = group
         self._topology = topology
         self._node_dir = node_dir
         self._events = events
         self._arenas = OpenArenas(node_dir)
-        self._pinned, self._laps = pinned, laps or Laps()
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
         self._start: _Start  # from ``choose`` on
@@ -421,7 +419,6 @@ class Restart:
 
     def _load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
         begin, coming, chosen = time.perf_counter(), self._coming, self._chosen
-        self._laps.end("agree")
         assert chosen is not None, "behind void_newer"
         pieces = [*described.stepped, *described.volatile]
         brought = None
@@ -434,7 +431,7 @@ class Restart:
             return self.load(self._without_straight(coming, decision), state, described)
         self.in_memory = coming is None or coming.slots is None
         needs, traffic, encoded = brought or self._bring(chosen, pieces, described.padded)
-        self._laps.end("read")
+        self._events.end_part("read")
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
         self.cast = _derive(pieces, {id(piece) for piece, _ in needs})
         if not decision.ranks:
@@ -453,7 +450,7 @@ class Restart:
         together(self._group, finish)
         # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
-        self._laps.end("objects")
+        self._events.end_part("objects")
         self._report(decision, traffic, time.perf_counter() - begin)
         return decision
 
@@ -479,11 +476,8 @@ class Restart:
         if not fits(readings):
             return None
         self._is_touched = True
-        self._laps.end("plan")
-        if self._pinned is not None:
-            self._pinned.wait()
-        self._laps.end("pin")
-        traffic, iteration = straight.bring(self._laps), decision.snapshot.iteration
+        self._events.end_part("plan")
+        traffic, iteration = straight.bring(self._events.end_part), decision.snapshot.iteration
         if coming.slots is not None:
             straight.reader.tell(self._events, iteration, len(straight.places))
         else:

@@ -1,7 +1,7 @@
 """Bytes of the host on their way to a device: a thread reads the next ones while a copy engine takes the last ones.
 
 Memory that is not pinned the driver would copy once more by itself, one thread at a time: a small part of what the
-link gives. ``PinnedCache`` allocates it before the first read, and frees it after the last.
+link gives. ``pin_ahead`` has it in torch's cache before the first read, ``free_pinned`` frees it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from ftckpt.capture.driver import BatchCopy, Call, batch_copy, separate_stream
-from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
 from ftckpt.restore.exchange import MESSAGE_BYTES, Strip
 from ftckpt.store.landings import scratch
@@ -23,25 +22,20 @@ from ftckpt.store.landings import scratch
 _MOST = 2
 """Memories of a thread: one is read into while the other is taken. Mostly one will do, as devices take faster."""
 
+_pinning = threading.Lock()
+"""Held while pinned memory is allocated or freed."""
+
 
 class _Memory:
     """Pinned memory, and where on the stream the last copy from it stands."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = pinned_memory(nbytes)
-        self.is_pinned = self.data.is_pinned()
         self.taken: torch.cuda.Event | None = None
 
     @property
     def is_free(self) -> bool:
         return self.taken is None or bool(self.taken.query())  # type: ignore[no-untyped-call]
-
-
-class _ThreadMemories(threading.local):
-    """Of one thread, that of the last ``Staging.memory`` at the end."""
-
-    def __init__(self) -> None:
-        self.memories: list[_Memory] = []
 
 
 class Staging:
@@ -58,7 +52,11 @@ class Staging:
             # The driver accepts batches on no default stream.
             self._stream, self._copy_all = separate_stream(current.device), batch_copy()
             self._stream.wait_stream(current)
-        self._local = _ThreadMemories()
+            with _pinning:
+                pass
+        self._local = threading.local()
+        # Of all threads, which may end first: torch does not know of a call's copies, and would lend it to others.
+        self._memories: list[_Memory] = []
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -74,7 +72,8 @@ class Staging:
         """1-D uint8, this thread's until it asks again; waits until what was sent from it before has come."""
         if self._stream is None:
             return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
-        memories = self._local.memories
+        # This thread's, that of the last call at the end.
+        memories: list[_Memory] = self._local.__dict__.setdefault("memories", [])
         with self.on_stream():
             free = next((one for one in memories if one.is_free), None)
             if free is None and len(memories) == _MOST:
@@ -85,7 +84,10 @@ class Staging:
                 memories.remove(free)
             if free is None or free.data.numel() < nbytes:
                 free = _Memory(nbytes)
+                self._memories.append(free)
             memories.append(free)
+            if not free.data.is_pinned():  # no more may be locked
+                self._copy_all = None
         return free.data[:nbytes]
 
     def send(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
@@ -105,79 +107,49 @@ class Staging:
         if self._stream is None:
             return
         self._stream.synchronize()
-        self._local = _ThreadMemories()
+        self._local, self._memories = threading.local(), []
 
     def _copy(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
-        batches = self._copy_all is not None and self._local.memories[-1].is_pinned
-        runs: list[tuple[Strip, Strip]] = []
+        copy_all, runs = self._copy_all, list[tuple[Strip, Strip]]()
         for target, source in copies:
-            if batches and target.is_run and source.is_run and is_on_device(target.memory):
+            if copy_all is not None and target.is_run and source.is_run and not target.memory.is_cpu:
                 runs.append((target, source))
             else:
                 copy_later(target.view, source.view)
-        if runs and not self._call(runs):
-            for target, source in runs:
-                copy_later(target.view, source.view)
-
-    def _call(self, runs: list[tuple[Strip, Strip]]) -> bool:
-        """Whether the driver accepts these copies as one call."""
-        copy_all, stream = self._copy_all, self._stream
-        if copy_all is None or stream is None:  # another thread's call was refused
-            return False
-        words = np.array([[target.address, source.address, target.nbytes] for target, source in runs], np.uint64)
-        targets, sources, sizes = words.T.copy()  # the driver reads them during the call
-        call = Call(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(runs))
-        code = copy_all(call, stream.cuda_stream)
-        if code:
+        if copy_all is None or self._stream is None or not runs:
+            return
+        words = [[to.memory.data_ptr() + to.begin, of.memory.data_ptr() + of.begin, to.nbytes] for to, of in runs]
+        arrays = np.array(words, np.uint64).T.copy()  # the driver reads them during the call
+        targets, sources, sizes = (row.ctypes.data for row in arrays)
+        call = Call(targets, sources, sizes, len(runs))
+        if copy_all(call, self._stream.cuda_stream):  # refused
             self._copy_all = None
-            log.warning("ftckpt: driver refuses many copies per call (error %d): they go one by one, slower", code)
-        return not code
+            self._copy(runs)
 
 
-class PinnedCache:
-    """Pinned memory for a ``Staging`` on ``device``, in the cache of torch: a thread allocates it, another frees it.
-
-    To free pinned memory a driver may wait for all work of the device, with a lock that launches need. So nothing of
-    training may run before ``wait`` returns: it could wait for another rank that waits for a launch of this one.
-
-    Args:
-        nbytes: to be read; 0 where nothing is.
-        threads: of the reading.
-    """
-
-    def __init__(self, device: torch.device, nbytes: int, threads: int) -> None:
-        self._device = device
-        self._thread: threading.Thread | None = None
-        number = min(_MOST * threads, -(-nbytes // MESSAGE_BYTES))
-        if number:
-            # All of them at the same time: a block that is freed is the next one's.
-            self._start(lambda: [pinned_memory(MESSAGE_BYTES) for _ in range(number)])
-
-    def wait(self) -> None:
-        """Until the memory is there, or, after ``free``, is freed."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def free(self) -> None:
-        """Free it, and whatever else of pinned memory nobody uses; ``Staging`` has settled."""
-        self.wait()
-        if (empty := getattr(torch._C, "_host_emptyCache", None)) is not None:
-            self._start(empty)
-
-    def _start(self, action: Callable[[], object]) -> None:
-        def run() -> None:
-            # It is only slower without.
-            with suppress(RuntimeError), torch.cuda.device(self._device):
-                action()
-
-        if self._device.type == "cuda":
-            self._thread = threading.Thread(target=run, name="ftckpt-pinned", daemon=True)
-            self._thread.start()
+def pin_ahead(nbytes: int, threads: int) -> threading.Thread:
+    """Allocate what so many threads need to read ``nbytes``, in the cache of torch; a ``Staging`` waits for it."""
+    number = min(_MOST * threads, -(-nbytes // MESSAGE_BYTES))
+    # All at the same time: what is free would be allocated again.
+    return _beside(lambda: [pinned_memory(MESSAGE_BYTES) for _ in range(number)])
 
 
-def is_on_device(memory: torch.Tensor) -> bool:
-    """A module-level function for tests, as ``copy_later``."""
-    return memory.is_cuda
+def free_pinned() -> threading.Thread:
+    """Free what of pinned memory nobody uses. Training begins behind ``join``: a driver may wait for all work of its
+    device here, with a lock that launches need, and kernels wait for those that another rank has still to launch."""
+    return _beside(getattr(torch._C, "_host_emptyCache", lambda: None))
+
+
+def _beside(action: Callable[[], object]) -> threading.Thread:
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        with _pinning, suppress(RuntimeError), torch.cuda.device(device):  # it is only slower without
+            action()
+
+    thread = threading.Thread(target=run if device is not None else None, name="ftckpt-pinned", daemon=True)
+    thread.start()
+    return thread
 
 
 def copy_later(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from ftckpt.events import Laps
 from ftckpt.group import Group, gather_all
 from ftckpt.host_memory import host_memory
 from ftckpt.model.topology import Topology
@@ -130,20 +129,21 @@ class StraightFetch:
         self._needed_bytes = sum(one.nbytes for one in transfers)
         return Reading(sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks), there_bytes, near)
 
-    def bring(self, laps: Laps) -> Traffic:
-        """Read all that was planned; the parts of ``laps`` that end are ``read`` and ``copy``.
+    def bring(self, end_part: Callable[[str], None]) -> Traffic:
+        """Read all that was planned. Parts of a restart end: ``pin``, ``read``, ``copy``.
 
         Raises:
             StorageError, ArenaError: something is bad, or away; on all ranks together, and some bytes have arrived.
         """
         staging = Staging()
+        end_part("pin")
         try:
             self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, staging)) for chunk in self._chunks])
         finally:
             self.reader.close()
-            laps.end("read")
+            end_part("read")
             staging.settle()
-            laps.end("copy")
+            end_part("copy")
         return Traffic(self._needed_bytes, 0, 0, self._needed_bytes)
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -13,13 +15,12 @@ import torch
 from ftckpt.restore import staging as staging_module
 from ftckpt.restore.exchange import Strip
 from ftckpt.restore.load import _staged
-from ftckpt.restore.staging import PinnedCache, Staging
+from ftckpt.restore.staging import Staging, free_pinned, pin_ahead
 from ftckpt.restore.threads import in_order
-from tests.support.fake_device import FakeDevice, install
+from tests.support.fake_device import SECS, FakeDevice, install
 
 NUM, NBYTES = 40, 1000
 THREADS = 3
-DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture(params=["batch", "each", "refused"])
@@ -29,9 +30,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fak
     made = install(monkeypatch)
     made.refuse_calls = request.param == "refused"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: any(self is one for one in made.staging))
     monkeypatch.setattr(staging_module, "pinned_memory", made.pinned_memory)
-    monkeypatch.setattr(staging_module, "is_on_device", lambda memory: True)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(staging_module, "batch_copy", lambda: None if request.param == "each" else made.copy_batch)
     monkeypatch.setattr(
         staging_module, "copy_later",
@@ -142,29 +144,63 @@ def test_runs_are_read_side_by_side(fake: FakeDevice) -> None:
 
 
 @pytest.mark.parametrize("fake", ["batch"], indirect=True)
+def test_memory_is_not_lent_to_others_before_the_device_has_taken_it(fake: FakeDevice) -> None:
+    """Torch does not know of a call's copies, and a thread that ends lets go of what it has."""
+    staging, targets = Staging(), torch.zeros(NUM, NBYTES, dtype=torch.uint8)
+
+    def bring(number: int) -> None:
+        memory = staging.memory(NBYTES)
+        memory.fill_(number + 1)
+        staging.send([(strip(targets[number], 0, NBYTES), strip(memory, 0, NBYTES))])
+
+    for _ in in_order(bring, range(THREADS), THREADS):
+        pass
+    made = [weakref.ref(one) for one in fake.staging]
+    fake.staging.clear()
+    gc.collect()
+    assert made and all(one() is not None for one in made)
+    staging.settle()
+    gc.collect()
+    assert all(one() is None for one in made) and (targets[:THREADS, 0] == torch.arange(1, THREADS + 1)).all()
+
+
+@pytest.mark.parametrize("fake", ["batch"], indirect=True)
 def test_pinned_memory_is_made_and_freed_by_threads(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two for each thread of the reading, and not more than there is to be read; the caller waits for neither."""
-    go, freed = threading.Event(), list[str]()
+    """Two for each thread of a reading, and not more than is to be read; a reading waits until they are there."""
+    go, freed, named = threading.Event(), list[str](), threading.current_thread
+
+    def make(nbytes: int) -> torch.Tensor:
+        assert go.wait(SECS) and named().name == "ftckpt-pinned"
+        return fake.pinned_memory(nbytes)
 
     def empty() -> None:
-        assert go.wait(20)
+        assert go.wait(SECS)
         fake.check_thread()
-        freed.append(threading.current_thread().name)
+        freed.append(named().name)
 
     monkeypatch.setattr(torch._C, "_host_emptyCache", empty, raising=False)
     monkeypatch.setattr(staging_module, "MESSAGE_BYTES", NBYTES)
+    monkeypatch.setattr(staging_module, "pinned_memory", make)
     for nbytes, number in ((100 * NBYTES, 2 * THREADS), (4 * NBYTES - 1, 4), (0, 0)):
         fake.staging.clear()
-        cache = PinnedCache(DEVICE, nbytes, THREADS)
-        cache.wait()
-        assert [one.numel() for one in fake.staging] == [NBYTES] * number
+        go.clear()
+        pinned = pin_ahead(nbytes, THREADS)
+        threading.Timer(0.05, go.set).start()
+        if number:
+            Staging()
+            assert [one.numel() for one in fake.staging] == [NBYTES] * number
+        pinned.join()
         go.clear()
         freed.clear()
-        cache.free()
+        freeing = free_pinned()
         assert not freed
         go.set()
-        cache.wait()
+        freeing.join()
         assert freed == ["ftckpt-pinned"]
-    fake.staging.clear()
-    PinnedCache(torch.device("cpu"), NBYTES, THREADS).free()
-    assert not fake.staging and len(freed) == 1
+
+
+def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "pinned_memory", lambda nbytes: pytest.fail("pinned"))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: pytest.fail("freed"), raising=False)
+    pin_ahead(NBYTES, THREADS).join()
+    free_pinned().join()
