@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import resource
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, MemoryBudgetError
 from ftckpt.store.memory import room_in
+
+_HUGE_BYTES = 2 << 20
+_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25
 
 FileId = tuple[int, int]
 """Device and inode: the file that replaces another one has others."""
@@ -117,6 +121,7 @@ def file_id(path: Path) -> FileId | None:
 def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool] = bool) -> None:
     """Allocate the pages of bytes ``begin`` to ``end`` of the file ``fd``; raises as ``create_mapping``."""
     try:
+        joins = True
         for at in range(begin, end, _RESERVE_STEP_BYTES):
             if halted():
                 raise ArenaError(f"{path}: not wanted any more")
@@ -124,8 +129,28 @@ def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool
             # Of a file with holes, what they lack at most: the rest is there.
             require_room(path, min(step_bytes, end - begin - os.fstat(fd).st_blocks * 512))
             os.posix_fallocate(fd, at, step_bytes)
+            joins = joins and join_pages(fd, at, step_bytes)
     except OSError as error:
         raise _explained(error, path, end - begin) from None
+
+
+def join_pages(fd: int, begin: int, nbytes: int) -> bool:
+    """Make huge pages of this part of a file that has its memory; whether the kernel does (since 6.1, of a tmpfs).
+
+    Such pages are read by calls some three times as fast, and mapped and pinned by one fault in place of 512. A mount
+    or ``MADV_HUGEPAGE`` would have to ask for them before there is memory.
+    """
+    if begin % _HUGE_BYTES or nbytes < _HUGE_BYTES:
+        return False
+    libc, size = ctypes.CDLL(None), ctypes.c_size_t(nbytes)
+    libc.mmap.restype = ctypes.c_void_p
+    # Room in which the file can begin at the address of such a page; to close it unmaps the file as well.
+    with suppress(OSError), closing(mmap.mmap(-1, nbytes + _HUGE_BYTES, mmap.MAP_PRIVATE)) as room:
+        aligned = -(-ctypes.addressof(ctypes.c_char.from_buffer(room)) // _HUGE_BYTES) * _HUGE_BYTES
+        address, protection = ctypes.c_void_p(aligned), mmap.PROT_READ | mmap.PROT_WRITE
+        mapped = libc.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, ctypes.c_long(begin))
+        return bool(mapped == aligned and libc.madvise(address, size, _MADV_COLLAPSE) == 0)
+    return False
 
 
 def require_room(path: Path, nbytes: int) -> None:
