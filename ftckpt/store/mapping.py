@@ -14,8 +14,11 @@ from pathlib import Path
 from ftckpt.errors import ArenaError, MemoryBudgetError
 from ftckpt.store.memory import room_in
 
-_HUGE_BYTES = 2 << 20
-_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25
+_libc, _address = ctypes.CDLL(None), ctypes.c_void_p
+_libc.mmap.restype = _address
+_libc.mmap.argtypes = [_address, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.madvise.argtypes = [_address, ctypes.c_size_t, ctypes.c_int]
+_MAP_FIXED, _MADV_COLLAPSE, _HUGE_BYTES = 0x10, 25, 2 << 20
 
 FileId = tuple[int, int]
 """Device and inode: the file that replaces another one has others."""
@@ -135,21 +138,15 @@ def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool
 
 
 def join_pages(fd: int, begin: int, nbytes: int) -> bool:
-    """Make huge pages of this part of a file that has its memory; whether the kernel does (since 6.1, of a tmpfs).
-
-    Such pages are read by calls some three times as fast, and mapped and pinned by one fault in place of 512. A mount
-    or ``MADV_HUGEPAGE`` would have to ask for them before there is memory.
-    """
-    if begin % _HUGE_BYTES or nbytes < _HUGE_BYTES:
+    """Make huge pages of a part of a file on a tmpfs; whether the kernel does: it can since Linux 6.1, whatever the
+    mount says. They are read three times as fast, and one fault maps, or pins, what 512 small ones do."""
+    if begin % _HUGE_BYTES:
         return False
-    libc, size = ctypes.CDLL(None), ctypes.c_size_t(nbytes)
-    libc.mmap.restype = ctypes.c_void_p
-    # Room in which the file can begin at the address of such a page; to close it unmaps the file as well.
+    # Python's mmap gives no address of such a page. To close ``room`` unmaps the file as well.
     with suppress(OSError), closing(mmap.mmap(-1, nbytes + _HUGE_BYTES, mmap.MAP_PRIVATE)) as room:
-        aligned = -(-ctypes.addressof(ctypes.c_char.from_buffer(room)) // _HUGE_BYTES) * _HUGE_BYTES
-        address, protection = ctypes.c_void_p(aligned), mmap.PROT_READ | mmap.PROT_WRITE
-        mapped = libc.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, ctypes.c_long(begin))
-        return bool(mapped == aligned and libc.madvise(address, size, _MADV_COLLAPSE) == 0)
+        address = -(-ctypes.addressof(ctypes.c_char.from_buffer(room)) // _HUGE_BYTES) * _HUGE_BYTES
+        mapped = _libc.mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, begin)
+        return bool(mapped == address and _libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0)
     return False
 
 
