@@ -20,7 +20,7 @@ from ftckpt.restore.exchange import MESSAGE_BYTES, Strip
 from ftckpt.store.landings import scratch
 
 _MOST = 2
-"""Memories of a thread: one is read into while the other is taken. Mostly one will do, as devices take faster."""
+"""Memories of a thread: one is read into while the other is taken."""
 
 _pinning = threading.Lock()
 """Held while pinned memory is allocated or freed."""
@@ -32,10 +32,6 @@ class _Memory:
     def __init__(self, nbytes: int) -> None:
         self.data = pinned_memory(nbytes)
         self.taken: torch.cuda.Event | None = None
-
-    @property
-    def is_free(self) -> bool:
-        return self.taken is None or bool(self.taken.query())  # type: ignore[no-untyped-call]
 
 
 class Staging:
@@ -54,9 +50,8 @@ class Staging:
             self._stream.wait_stream(current)
             with _pinning:
                 pass
-        self._local = threading.local()
-        # Of all threads, which may end first: torch does not know of a call's copies, and would lend it to others.
-        self._memories: list[_Memory] = []
+        # By thread, which may end first: torch does not know of a call's copies, and would lend to others what is freed.
+        self._memories: dict[int, list[_Memory]] = {}
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -72,23 +67,15 @@ class Staging:
         """1-D uint8, this thread's until it asks again; waits until what was sent from it before has come."""
         if self._stream is None:
             return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
-        # This thread's, that of the last call at the end.
-        memories: list[_Memory] = self._local.__dict__.setdefault("memories", [])
+        memories = self._memories.setdefault(threading.get_ident(), [])
         with self.on_stream():
-            free = next((one for one in memories if one.is_free), None)
-            if free is None and len(memories) == _MOST:
-                free = memories[0]
-                assert free.taken is not None, "what was never sent from is free"
-                free.taken.synchronize()
-            if free is not None:
-                memories.remove(free)
-            if free is None or free.data.numel() < nbytes:
-                free = _Memory(nbytes)
-                self._memories.append(free)
-            memories.append(free)
-            if not free.data.is_pinned():  # no more may be locked
+            memory = memories.pop(0) if len(memories) == _MOST else _Memory(nbytes)
+            if memory.taken is not None:
+                memory.taken.synchronize()
+            memories.append(memory if memory.data.numel() >= nbytes else _Memory(nbytes))
+            if not memories[-1].data.is_pinned():  # no more may be locked
                 self._copy_all = None
-        return free.data[:nbytes]
+        return memories[-1].data[:nbytes]
 
     def send(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
         """Copy from ``memory`` to where it belongs, pairs of a target and a source; returns before the bytes are
@@ -100,14 +87,14 @@ class Staging:
                 if self._stream is not None:
                     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                     event.record(self._stream)
-                    self._local.memories[-1].taken = event
+                    self._memories[threading.get_ident()][-1].taken = event
 
     def settle(self) -> None:
         """Everything that was sent has come. Threads that have sent are over, or send no more."""
         if self._stream is None:
             return
         self._stream.synchronize()
-        self._local, self._memories = threading.local(), []
+        self._memories.clear()
 
     def _copy(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
         copy_all, runs = self._copy_all, list[tuple[Strip, Strip]]()
