@@ -50,7 +50,7 @@ class Staging:
             self._stream.wait_stream(current)
             with _pinning:
                 pass
-        # By thread, which may end first: torch does not know of a call's copies, and would lend to others what is freed.
+        # By thread, which may end before its copies: torch, which knows of none in a call, would lend what is freed.
         self._memories: dict[int, list[_Memory]] = {}
 
     @contextmanager
