@@ -431,7 +431,6 @@ class Restart:
             return self.load(self._without_straight(coming, decision), state, described)
         self.in_memory = coming is None or coming.slots is None
         needs, traffic, encoded = brought or self._bring(chosen, pieces, described.padded)
-        self._events.end_part("read")
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
         self.cast = _derive(pieces, {id(piece) for piece, _ in needs})
         if not decision.ranks:
@@ -507,6 +506,7 @@ class Restart:
             return [*planned, *transfers]
 
         traffic = execute(self._group, plan, self._arenas, threads_of(self._topology))
+        self._events.end_part("read")
         return needs, traffic, lambda: encoded.numpy().tobytes()
 
     def _end_coming(self) -> None:
