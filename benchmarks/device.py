@@ -228,6 +228,10 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
     widths = [max(len(line[at]) for line in lines if len(line) == len(COLUMNS)) for at in range(len(COLUMNS))]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=False)))
+    for key, row in rows.items():
+        if "restored" in row:
+            parts = (f"{part} {secs * 1e3:.1f}" for part, secs in row["restored"]["part_secs"].items())
+            print(f"{key}: restore {row['restore_secs'] * 1e3:.1f} ms: {', '.join(parts)}")
 
 
 def main(argv: list[str]) -> int:

@@ -83,6 +83,7 @@ EVENTS: dict[str, EventKind] = {
     "restored": _quiet(
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
         source="where it came from", blocked_secs="time in restore()",
+        part_secs="of that, by part; read: with checksums, beside copies to the device; copy: the rest of those",
         ends="what nodes saw of how the attempt before ended, the cause first",
     ),
     "ranks_ended": _quiet(
@@ -342,6 +343,8 @@ class Events:
         self._file: EventFile | BackgroundEventFile | None = None
         self.loud: Counter[str] = Counter()
         """How many loud events there were, by name."""
+        self.parts: list[tuple[str, float]] = []
+        """Of a restart: their names, and when they ended."""
         self._last: dict[str, tuple[float, Mapping[str, Any]]] = {}  # of each kind
         self.direct(directory, limit_bytes, may_hang)
 
@@ -385,6 +388,10 @@ class Events:
         line = {"time": time.time(), "event": event, **self._who, "pid": os.getpid(), **dict.fromkeys(kind.fields)}
         line |= fields
         file.handle(logging.makeLogRecord({"name": event, "msg": json.dumps(line, default=str)}))
+
+    def end_part(self, name: str) -> None:
+        """A part of a restart ends, which began at the end of the one before."""
+        self.parts.append((name, time.perf_counter()))
 
     def last(self, most: int) -> list[dict[str, Any]]:
         """The newest ones, oldest first, as JSON values; of each kind the last, or the frequent would be all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import index
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from ftckpt.model.lineage import LoadedCheckpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
+from ftckpt.restore.staging import free_pinned
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import PulseCount
@@ -199,15 +201,18 @@ class Checkpointer:
     def _restore(self, loaded: LoadedCheckpoint, unproven: bool) -> int | None:
         begin, rank = time.perf_counter(), self._rank
         described, near, self._pacer, kept = meet(rank)
+        self.events.end_part("meet")
         shard = self._shard = Shard(
             self.config, self.topology, self.group, arenas=rank.arenas, events=self.events, described=described,
             pacer=self._pacer, locality=near, tell_copying=self._protection.tell_copying,
             redundancy=self._protection.redundancy,
         )  # fmt: skip
         now = load(rank, shard, described, loaded, unproven)
+        freed = free_pinned()
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
         there = now.snapshot if now.in_memory else None
         shard.lay_out(there, self._protection, now.cast)
+        self.events.end_part("lay_out")
         self._snapshots = Snapshots(rank, shard, self._pacer, kept)
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration
@@ -218,10 +223,13 @@ class Checkpointer:
         if self.topology.rank == 0:  # which speaks for all
             self._open_job.begin(self.node_dir, self._boundary)
         shard.supply()
+        freed.join()
+        self.events.end_part("begin")
+        parts = {name: end - start for (_, start), (name, end) in pairwise([("", begin), *self.events.parts])}
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()
         self.events.emit(
             "restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs,
-            ends=rank.attempt.ends,
+            part_secs=parts, ends=rank.attempt.ends,
         )  # fmt: skip
         self.events.announce(
             f"job {self.config.job}, {len(self.topology.members)} ranks: {now.where}, in {secs:.1f} s"

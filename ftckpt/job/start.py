@@ -25,6 +25,9 @@ from ftckpt.model.lineage import LoadedCheckpoint, Request
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description
 from ftckpt.restore.restart import Restart
+from ftckpt.restore.staging import pin_ahead
+from ftckpt.restore.threads import threads_of
+from ftckpt.store.directory import list_arenas
 from ftckpt.windows.clock import make_clock
 from ftckpt.windows.pacer import Pacer
 
@@ -77,7 +80,11 @@ def _prepare(rank: RankParts) -> Preparation:
     """What this rank does by itself before the first look at what is there."""
     config, training_state = rank.config, rank.training_state
     rank.storage.prepare()
-    described = training_state.describe()
+    described, topology = training_state.describe(), rank.topology
+    device = device_of(described)
+    if list_arenas(rank.arenas.path):  # there may be something to load
+        nbytes = sum(piece.tensor.nbytes for piece in (*described.stepped, *described.volatile))
+        pin_ahead(nbytes, threads_of(topology))
     kept = LastBoundary(described) if rank.storage.wants_last else None
     # What cannot be saved is an error at start, not at each snapshot of a job that trains.
     needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
@@ -86,10 +93,8 @@ def _prepare(rank: RankParts) -> Preparation:
             f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-size, which is "
             f"{config.objects_size} now"
         )
-    device = device_of(described)
     near = locality(device)
     rank.arenas.cores = near.cores
-    topology = rank.topology
     pacer = Pacer(config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0)
     return Preparation(described, near, pacer, kept)
 
@@ -110,6 +115,7 @@ def load(
         request = Request(config.rollback_before, config.restore_from)
         decision = restart.choose(config.on_lost, checkpoint, request, unproven)
         # Before anybody trains: a kill behind that must not find a newer slot to go on from.
+        rank.events.end_part("decide")
         lineage = restart.void_newer(decision)
         if decision is not None:
             decision = restart.load(decision, training_state, described)

@@ -341,12 +341,12 @@ def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], th
         staging.settle()
 
 
-def _staged(pairs: Sequence[Pair], files: Files, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The runs of ``pairs``, read side by side into ``memory``, with where they belong."""
+def _staged(pairs: Sequence[Pair], files: Files, memory: torch.Tensor) -> list[Pair]:
+    """The runs of ``pairs``, read side by side into ``memory``: where they belong, and where they are."""
     parts: Sequence[torch.Tensor] = memory.split([source.nbytes for source, _ in pairs])  # type: ignore[no-untyped-call]
     for (source, _), part in zip(pairs, parts, strict=True):
         files[id(source.memory)].read_into(source.begin, part.numpy().data)
-    return [(dest.view, part) for (_, dest), part in zip(pairs, parts, strict=True)]
+    return [(dest, source._replace(memory=part, begin=0)) for (source, dest), part in zip(pairs, parts, strict=True)]
 
 
 def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:

@@ -449,6 +449,7 @@ class Restart:
         together(self._group, finish)
         # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
+        self._events.end_part("objects")
         self._report(decision, traffic, time.perf_counter() - begin)
         return decision
 
@@ -474,7 +475,8 @@ class Restart:
         if not fits(readings):
             return None
         self._is_touched = True
-        traffic, iteration = straight.bring(), decision.snapshot.iteration
+        self._events.end_part("plan")
+        traffic, iteration = straight.bring(self._events.end_part), decision.snapshot.iteration
         if coming.slots is not None:
             straight.reader.tell(self._events, iteration, len(straight.places))
         else:
@@ -504,6 +506,7 @@ class Restart:
             return [*planned, *transfers]
 
         traffic = execute(self._group, plan, self._arenas, threads_of(self._topology))
+        self._events.end_part("read")
         return needs, traffic, lambda: encoded.numpy().tobytes()
 
     def _end_coming(self) -> None:

@@ -1,7 +1,7 @@
 """Bytes of the host on their way to a device: a thread reads the next ones while a copy engine takes the last ones.
 
 Memory that is not pinned the driver would copy once more by itself, one thread at a time: a small part of what the
-link gives. What is pinned here is given back in the end.
+link gives. ``pin_ahead`` has it in torch's cache before the first read, ``free_pinned`` frees it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 
+from ftckpt.capture.driver import BatchCopy, Call, batch_copy, separate_stream
 from ftckpt.host_memory import pinned_memory
+from ftckpt.restore.exchange import MESSAGE_BYTES, Strip
 from ftckpt.store.landings import scratch
 
 _MOST = 2
-"""Memories of a thread: one is read into while the other is taken. Mostly one will do, as devices take faster."""
+"""Memories of a thread: one is read into while the other is taken."""
+
+_pinning = threading.Lock()
+"""Held while pinned memory is allocated or freed."""
 
 
 class _Memory:
@@ -27,17 +33,6 @@ class _Memory:
         self.data = pinned_memory(nbytes)
         self.taken: torch.cuda.Event | None = None
 
-    @property
-    def is_free(self) -> bool:
-        return self.taken is None or bool(self.taken.query())  # type: ignore[no-untyped-call]
-
-
-class _ThreadMemories(threading.local):
-    """Of one thread, that of the last ``Staging.memory`` at the end."""
-
-    def __init__(self) -> None:
-        self.memories: list[_Memory] = []
-
 
 class Staging:
     """For the threads of one reading; made by the thread on whose stream the copies are to stand, which ``settle``s.
@@ -46,9 +41,17 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.current_stream() if has_device else None
-        self._local = _ThreadMemories()
+        self._stream: torch.cuda.Stream | None = None
+        self._copy_all: BatchCopy | None = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            current = torch.cuda.current_stream()
+            # The driver accepts batches on no default stream.
+            self._stream, self._copy_all = separate_stream(current.device), batch_copy()
+            self._stream.wait_stream(current)
+            with _pinning:
+                pass
+        # By thread, which may end before its copies: torch, which knows of none in a call, would lend what is freed.
+        self._memories: dict[int, list[_Memory]] = {}
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -64,43 +67,76 @@ class Staging:
         """1-D uint8, this thread's until it asks again; waits until what was sent from it before has come."""
         if self._stream is None:
             return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
-        memories = self._local.memories
+        memories = self._memories.setdefault(threading.get_ident(), [])
         with self.on_stream():
-            free = next((one for one in memories if one.is_free), None)
-            if free is None and len(memories) == _MOST:
-                free = memories[0]
-                assert free.taken is not None, "what was never sent from is free"
-                free.taken.synchronize()
-            if free is not None:
-                memories.remove(free)
-            if free is None or free.data.numel() < nbytes:
-                free = _Memory(nbytes)
-            memories.append(free)
-        return free.data[:nbytes]
+            memory = memories.pop(0) if len(memories) == _MOST else _Memory(nbytes)
+            if memory.taken is not None:
+                memory.taken.synchronize()
+            memories.append(memory if memory.data.numel() >= nbytes else _Memory(nbytes))
+            if not memories[-1].data.is_pinned():  # no more may be locked
+                self._copy_all = None
+        return memories[-1].data[:nbytes]
 
-    def send(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def send(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
         """Copy from ``memory`` to where it belongs, pairs of a target and a source; returns before the bytes are
-        there."""
+        there. Runs of bytes are one call of the driver, in any order."""
         with self.on_stream():
             try:
-                for target, source in copies:
-                    copy_later(target, source)
+                self._copy(copies)
             finally:  # what was sent before an error is on its way
                 if self._stream is not None:
                     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                     event.record(self._stream)
-                    self._local.memories[-1].taken = event
+                    self._memories[threading.get_ident()][-1].taken = event
 
     def settle(self) -> None:
         """Everything that was sent has come. Threads that have sent are over, or send no more."""
         if self._stream is None:
             return
         self._stream.synchronize()
-        self._local = _ThreadMemories()
-        empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
-        if empty is not None:
-            with suppress(RuntimeError):  # it is memory that is kept for later, and no harm
-                empty()
+        self._memories.clear()
+
+    def _copy(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
+        copy_all, runs = self._copy_all, list[tuple[Strip, Strip]]()
+        for target, source in copies:
+            if copy_all is not None and target.is_run and source.is_run and not target.memory.is_cpu:
+                runs.append((target, source))
+            else:
+                copy_later(target.view, source.view)
+        if copy_all is None or self._stream is None or not runs:
+            return
+        words = [[to.memory.data_ptr() + to.begin, of.memory.data_ptr() + of.begin, to.nbytes] for to, of in runs]
+        arrays = np.array(words, np.uint64).T.copy()  # the driver reads them during the call
+        targets, sources, sizes = (row.ctypes.data for row in arrays)
+        call = Call(targets, sources, sizes, len(runs))
+        if copy_all(call, self._stream.cuda_stream):  # refused
+            self._copy_all = None
+            self._copy(runs)
+
+
+def pin_ahead(nbytes: int, threads: int) -> threading.Thread:
+    """Allocate what so many threads need to read ``nbytes``, in the cache of torch; a ``Staging`` waits for it."""
+    number = min(_MOST * threads, -(-nbytes // MESSAGE_BYTES))
+    # All at the same time: what is free would be allocated again.
+    return _beside(lambda: [pinned_memory(MESSAGE_BYTES) for _ in range(number)])
+
+
+def free_pinned() -> threading.Thread:
+    """Free what of pinned memory nobody uses. Training begins behind ``join``: a driver may wait for all work of its
+    device here, with a lock that launches need, and kernels wait for those that another rank has still to launch."""
+    return _beside(getattr(torch._C, "_host_emptyCache", lambda: None))
+
+
+def _beside(action: Callable[[], object]) -> threading.Thread:
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        with _pinning, suppress(RuntimeError), torch.cuda.device(device):  # it is only slower without
+            action()
+
+    thread = threading.Thread(target=run if device is not None else None, name="ftckpt-pinned", daemon=True)
+    thread.start()
+    return thread
 
 
 def copy_later(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -129,18 +129,21 @@ class StraightFetch:
         self._needed_bytes = sum(one.nbytes for one in transfers)
         return Reading(sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks), there_bytes, near)
 
-    def bring(self) -> Traffic:
-        """Read all that was planned.
+    def bring(self, end_part: Callable[[str], None]) -> Traffic:
+        """Read all that was planned. Parts of a restart end: ``pin``, ``read``, ``copy``.
 
         Raises:
             StorageError, ArenaError: something is bad, or away; on all ranks together, and some bytes have arrived.
         """
         staging = Staging()
+        end_part("pin")
         try:
             self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, staging)) for chunk in self._chunks])
         finally:
             self.reader.close()
+            end_part("read")
             staging.settle()
+            end_part("copy")
         return Traffic(self._needed_bytes, 0, 0, self._needed_bytes)
 
     def close(self) -> None:
@@ -184,7 +187,7 @@ def _bring(chunk: _Chunk, staging: Staging) -> None:
     data = staging.memory(chunk.span.nbytes)
     chunk.file.scatter(chunk.number, [Landing(begin, data.numpy().data)])
     staging.send(
-        (dest_strip(copy, part.to).view, source_strip(copy._replace(source=copy.source - begin), data).view)
+        (dest_strip(copy, part.to), source_strip(copy._replace(source=copy.source - begin), data))
         for part in chunk.parts
         for copy in reading(part.copy, begin, end)
     )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import resource
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, MemoryBudgetError
 from ftckpt.store.memory import room_in
+
+_libc, _address = ctypes.CDLL(None), ctypes.c_void_p
+_libc.mmap.restype = _address
+_libc.mmap.argtypes = [_address, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.madvise.argtypes = [_address, ctypes.c_size_t, ctypes.c_int]
+_MAP_FIXED, _MADV_COLLAPSE, _HUGE_BYTES = 0x10, 25, 2 << 20
 
 FileId = tuple[int, int]
 """Device and inode: the file that replaces another one has others."""
@@ -117,6 +124,7 @@ def file_id(path: Path) -> FileId | None:
 def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool] = bool) -> None:
     """Allocate the pages of bytes ``begin`` to ``end`` of the file ``fd``; raises as ``create_mapping``."""
     try:
+        joins = True
         for at in range(begin, end, _RESERVE_STEP_BYTES):
             if halted():
                 raise ArenaError(f"{path}: not wanted any more")
@@ -124,8 +132,22 @@ def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool
             # Of a file with holes, what they lack at most: the rest is there.
             require_room(path, min(step_bytes, end - begin - os.fstat(fd).st_blocks * 512))
             os.posix_fallocate(fd, at, step_bytes)
+            joins = joins and join_pages(fd, at, step_bytes)
     except OSError as error:
         raise _explained(error, path, end - begin) from None
+
+
+def join_pages(fd: int, begin: int, nbytes: int) -> bool:
+    """Make huge pages of a part of a file on a tmpfs; whether the kernel does: it can since Linux 6.1, whatever the
+    mount says. They are read three times as fast, and one fault maps, or pins, what 512 small ones do."""
+    if begin % _HUGE_BYTES:
+        return False
+    # Python's mmap gives no address of such a page. To close ``room`` unmaps the file as well.
+    with suppress(OSError), closing(mmap.mmap(-1, nbytes + _HUGE_BYTES, mmap.MAP_PRIVATE)) as room:
+        address = -(-ctypes.addressof(ctypes.c_char.from_buffer(room)) // _HUGE_BYTES) * _HUGE_BYTES
+        mapped = _libc.mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, begin)
+        return bool(mapped == address and _libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0)
+    return False
 
 
 def require_room(path: Path, nbytes: int) -> None:

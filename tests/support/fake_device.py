@@ -9,6 +9,7 @@ device, the first use of a kernel and every allocation, is an error then: on a r
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 import time
 from collections import deque
@@ -108,6 +109,11 @@ class FakeStream:
         self.waits.append(FakeDevice.now.copies)
         self.enqueue(ready=lambda: recorded.done)
 
+    def wait_stream(self, other: FakeStream) -> None:
+        event = FakeEvent()
+        event.record(other)
+        self.wait_event(event)
+
     def synchronize(self) -> None:
         FakeDevice.now.check_thread()
         FakeDevice.now.run(lambda: not self.queue)
@@ -128,6 +134,7 @@ class FakeDevice:
         self.calls: list[int] = []
         """How many copies each call took that takes many."""
         self.refuse_calls = False
+        self.dice = random.Random(3)
         self.log: list[Any] = []
         """Names of steps and numbers of chunks in the order in which the device ran them."""
         self.streams: list[FakeStream] = []
@@ -266,15 +273,22 @@ class FakeDevice:
         return bool(touched)
 
     def copy_batch(self, call: Call, stream: int) -> int:
-        """Queued, and refused where host memory is not pinned. Arrays are read at once, as by a driver."""
+        """Queued, in any order, and refused where host memory is not pinned. Arrays are read at once, as by a
+        driver."""
+        (where,) = (one for one in self.streams if id(one) == stream)
+        assert where is not self.compute, "the driver accepts no batch on the default stream"
         if self.refuse_calls:
             return 801
-        self.use([("copy", "many to the host")])
         words = [np.ctypeslib.as_array((ctypes.c_uint64 * call.number).from_address(at)) for at in call[:3]]
         copies = list(zip(*(array.tolist() for array in words), strict=True))
-        for target, _, nbytes in copies:
-            is_staging = any(target == buffer.data_ptr() for buffer in self.staging)
-            assert self._require_one_registration(target, nbytes) or is_staging, "copy to memory that is not pinned"
+        to_device = any(map(self._is_staging, (source for _, source, _ in copies)))
+        self.use([("copy", f"many to the {'device' if to_device else 'host'}")])
+        for target, source, nbytes in copies:
+            assert nbytes, "the driver refuses empty copies"
+            host = source if to_device else target
+            is_pinned = self._is_staging(host) or self._require_one_registration(host, nbytes)
+            assert is_pinned, "copy from or to memory that is not pinned"
+        self.dice.shuffle(copies)
 
         def run() -> None:
             self.log.append("call")
@@ -283,9 +297,11 @@ class FakeDevice:
 
         self.calls.append(call.number)
         self.copies += call.number
-        (where,) = (one for one in self.streams if id(one) == stream)
         where.enqueue(run, millis=1.0)
         return 0
+
+    def _is_staging(self, address: int) -> bool:
+        return any(0 <= address - buffer.data_ptr() < buffer.numel() for buffer in self.staging)
 
     def combine(  # noqa: PLR0917 - as the real one
         self,

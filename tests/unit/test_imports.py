@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "capture": {"parity", "store", "model", "windows", "group", "host_memory", "idle_cores"},
     "smp": {"store", "parity", "model", "persist", "restore.inventory", "restore.locations", "idle_cores"},
     "persist": {"store", "parity", "model"},
-    "restore": {"store", "parity", "persist", "model", "group", "host_memory"},
+    "restore": {"store", "parity", "persist", "model", "group", "host_memory", "capture.driver"},
     "convert": {"model", "store", "persist", "restore"},
     "job": {"group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp"},
     "job.save": {"group", "model", "store", "restore", "convert", "host_memory"},

@@ -605,9 +605,9 @@ def test_only_beside_its_own_layout_is_a_snapshot_proven_on_the_way(
             Model(arena_root, ("a",)).write(3)
     brought, bring = list[StraightFetch](), StraightFetch.bring
 
-    def told(fetch: StraightFetch) -> Traffic:
+    def told(fetch: StraightFetch, end_part: Callable[[str], None]) -> Traffic:
         brought.append(fetch)
-        return bring(fetch)
+        return bring(fetch, end_part)
 
     monkeypatch.setattr(StraightFetch, "bring", told)
     states, _ = loaded(model, unproven=True)

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import threading
+import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
 
 from ftckpt.restore import staging as staging_module
+from ftckpt.restore.exchange import Strip
 from ftckpt.restore.load import _staged
-from ftckpt.restore.staging import Staging
+from ftckpt.restore.staging import Staging, free_pinned, pin_ahead
 from ftckpt.restore.threads import in_order
-from tests.support.fake_device import FakeDevice, install
+from tests.support.fake_device import SECS, FakeDevice, install
 
 NUM, NBYTES = 40, 1000
 THREADS = 3
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """Whose copies run when somebody waits for them, and read their source then."""
+@pytest.fixture(params=["batch", "each", "refused"])
+def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeDevice:
+    """Whose copies run when somebody waits for them, and read their source then; with a driver that accepts many
+    copies per call, has no such call, or refuses it."""
     made = install(monkeypatch)
+    made.refuse_calls = request.param == "refused"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(staging_module, "pinned_memory", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: any(self is one for one in made.staging))
+    monkeypatch.setattr(staging_module, "pinned_memory", made.pinned_memory)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    monkeypatch.setattr(staging_module, "batch_copy", lambda: None if request.param == "each" else made.copy_batch)
     monkeypatch.setattr(
         staging_module, "copy_later",
-        lambda target, source: made.compute.enqueue(lambda: target.copy_(source)),
+        lambda target, source: made.current_stream().enqueue(lambda: target.copy_(source)),
     )  # fmt: skip
     return made
+
+
+def strip(memory: torch.Tensor, begin: int, nbytes: int) -> Strip:
+    """A run of bytes."""
+    return Strip(memory, begin, (nbytes,), (1,))
 
 
 @pytest.mark.parametrize("threads", [1, THREADS])
@@ -37,7 +54,7 @@ def test_each_part_arrives_as_it_was_read(fake: FakeDevice, threads: int) -> Non
     def bring(number: int) -> None:
         memory = staging.memory(NBYTES - number)
         memory.fill_(number + 1)
-        staging.send([(targets[number][: len(memory)], memory)])
+        staging.send([(strip(targets[number], 0, len(memory)), strip(memory, 0, len(memory)))])
 
     for _ in in_order(bring, range(NUM), threads):
         pass
@@ -46,12 +63,56 @@ def test_each_part_arrives_as_it_was_read(fake: FakeDevice, threads: int) -> Non
         assert (target[: NBYTES - number] == number + 1).all() and not target[NBYTES - number :].any()
 
 
+def test_runs_of_one_turn_are_one_call_and_columns_are_not(fake: FakeDevice) -> None:
+    dice, calls = random.Random(5), 0
+    for round_ in range(50):
+        fake.first = dice.choice(fake.streams)
+        staging, wanted = Staging(), dict[int, torch.Tensor]()
+        target = torch.zeros(10, NBYTES, dtype=torch.uint8)
+        for number in range(10):
+            memory = staging.memory(NBYTES)
+            memory.copy_(torch.randint(256, (NBYTES,), dtype=torch.uint8))
+            wanted[number] = memory.clone()
+            edges = [0, *sorted(dice.sample(range(1, 500), 3)), 500]
+            # Every other byte of both halves of the rest, in a shape of their own.
+            copies = [
+                (Strip(target[number], 500 + at, (250,), (2,)), Strip(memory, 500 + at, (250,), (2,)))
+                for at in (0, 1)
+            ]
+            copies += [
+                (strip(target[number], begin, end - begin), strip(memory, begin, end - begin))
+                for begin, end in pairwise(edges)
+            ]
+            dice.shuffle(copies)
+            staging.send(copies)
+            calls += 1
+        staging.settle()
+        for number, data in wanted.items():
+            assert torch.equal(target[number], data), (round_, number)
+    takes_calls = not fake.refuse_calls and staging_module.batch_copy() is not None
+    assert fake.calls == ([4] * calls if takes_calls else [])
+
+
+def test_copies_come_behind_what_the_script_has_given_the_device(fake: FakeDevice) -> None:
+    """Live tensors may still be filled when they are restored."""
+    target = torch.zeros(NBYTES, dtype=torch.uint8)
+    fake.compute.enqueue(lambda: target.fill_(7))
+    staging = Staging()
+    fake.first = fake.side
+    memory = staging.memory(NBYTES)
+    memory.fill_(1)
+    staging.send([(strip(target, 0, NBYTES), strip(memory, 0, NBYTES))])
+    staging.settle()
+    fake.advance()
+    assert (target == 1).all()
+
+
 def test_what_was_sent_before_an_error_keeps_its_memory(fake: FakeDevice) -> None:
     """A restart goes on to another source of these bytes while the device still takes the first half of them."""
     staging, target = Staging(), torch.zeros(2, NBYTES, dtype=torch.uint8)
 
-    def half() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield target[0], memory
+    def half() -> Iterator[tuple[Strip, Strip]]:
+        yield Strip(target[0], 0, (NBYTES // 2,), (2,)), Strip(memory, 0, (NBYTES // 2,), (2,))
         raise OSError("the rest cannot be read")
 
     for number in range(1, 4):
@@ -61,9 +122,9 @@ def test_what_was_sent_before_an_error_keeps_its_memory(fake: FakeDevice) -> Non
             with pytest.raises(OSError, match="the rest"):
                 staging.send(half())
         else:
-            staging.send([(target[1], memory)])
+            staging.send([(strip(target[1], 0, NBYTES), strip(memory, 0, NBYTES))])
     staging.settle()
-    assert (target[0] == 1).all() and (target[1] == 3).all()
+    assert (target[0][::2] == 1).all() and (target[1] == 3).all()
 
 
 def test_runs_are_read_side_by_side(fake: FakeDevice) -> None:
@@ -71,14 +132,75 @@ def test_runs_are_read_side_by_side(fake: FakeDevice) -> None:
         def read_into(self, begin: int, memory: memoryview) -> None:
             memory[:] = bytes(range(begin, begin + len(memory)))
 
-    from ftckpt.restore.exchange import Strip
-
     source, target = torch.zeros(0, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8)
     pairs = [
-        (Strip(source, 5, (3,), (1,)), Strip(target, 0, (3,), (1,))),
-        (Strip(source, 50, (9,), (1,)), Strip(target, 11, (9,), (1,))),
+        (strip(source, 5, 3), strip(target, 0, 3)),
+        (strip(source, 50, 9), strip(target, 11, 9)),
     ]
     staging = Staging()
-    staging.send(_staged(pairs, {id(source): File()}, staging.memory(12)))
+    staging.send(_staged(pairs, {id(source): File()}, staging.memory(12)))  # type: ignore[dict-item]
     staging.settle()
     assert target.tolist() == [5, 6, 7, *[0] * 8, *range(50, 59)]
+
+
+@pytest.mark.parametrize("fake", ["batch"], indirect=True)
+def test_memory_is_not_lent_to_others_before_the_device_has_taken_it(fake: FakeDevice) -> None:
+    """Torch does not know of a call's copies, and a thread that ends lets go of what it has."""
+    staging, targets = Staging(), torch.zeros(NUM, NBYTES, dtype=torch.uint8)
+
+    def bring(number: int) -> None:
+        memory = staging.memory(NBYTES)
+        memory.fill_(number + 1)
+        staging.send([(strip(targets[number], 0, NBYTES), strip(memory, 0, NBYTES))])
+
+    for _ in in_order(bring, range(THREADS), THREADS):
+        pass
+    made = [weakref.ref(one) for one in fake.staging]
+    fake.staging.clear()
+    gc.collect()
+    assert made and all(one() is not None for one in made)
+    staging.settle()
+    gc.collect()
+    assert all(one() is None for one in made) and (targets[:THREADS, 0] == torch.arange(1, THREADS + 1)).all()
+
+
+@pytest.mark.parametrize("fake", ["batch"], indirect=True)
+def test_pinned_memory_is_made_and_freed_by_threads(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two for each thread of a reading, and not more than is to be read; a reading waits until they are there."""
+    go, freed, named = threading.Event(), list[str](), threading.current_thread
+
+    def make(nbytes: int) -> torch.Tensor:
+        assert go.wait(SECS) and named().name == "ftckpt-pinned"
+        return fake.pinned_memory(nbytes)
+
+    def empty() -> None:
+        assert go.wait(SECS)
+        fake.check_thread()
+        freed.append(named().name)
+
+    monkeypatch.setattr(torch._C, "_host_emptyCache", empty, raising=False)
+    monkeypatch.setattr(staging_module, "MESSAGE_BYTES", NBYTES)
+    monkeypatch.setattr(staging_module, "pinned_memory", make)
+    for nbytes, number in ((100 * NBYTES, 2 * THREADS), (4 * NBYTES - 1, 4), (0, 0)):
+        fake.staging.clear()
+        go.clear()
+        pinned = pin_ahead(nbytes, THREADS)
+        threading.Timer(0.05, go.set).start()
+        if number:
+            Staging()
+            assert [one.numel() for one in fake.staging] == [NBYTES] * number
+        pinned.join()
+        go.clear()
+        freed.clear()
+        freeing = free_pinned()
+        assert not freed
+        go.set()
+        freeing.join()
+        assert freed == ["ftckpt-pinned"]
+
+
+def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "pinned_memory", lambda nbytes: pytest.fail("pinned"))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: pytest.fail("freed"), raising=False)
+    pin_ahead(NBYTES, THREADS).join()
+    free_pinned().join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 
 from ftckpt.capture import registration
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+from ftckpt.store import mapping as mapping_module
+from ftckpt.store.mapping import Mapping, create_mapping, join_pages, open_mapping
 from ftckpt.windows.bubbles import Always
 from tests.support.waiting import until
 
@@ -75,3 +77,33 @@ def test_a_slot_that_was_prepared_can_be_freed(arena_root: Path) -> None:
         until(lambda: resident(path) == NBYTES, "pages are mapped")
         mapping.close()
         until(lambda: str(path) not in Path("/proc/self/maps").read_text(), "the thread lets go of the memory")
+
+
+def test_joined_pages_keep_what_is_in_them(arena_root: Path) -> None:
+    path, nbytes = arena_root / "file", (6 << 20) + 5
+    mapped = create_mapping(path, nbytes)
+    data = bytearray(os.urandom(nbytes))
+    mapped.data[:] = data
+    with path.open("r+b") as file:
+        joined = join_pages(file.fileno(), 0, nbytes)
+        mapped.data[5 << 20] = data[5 << 20] = 255 - data[5 << 20]  # by pages that were mapped before
+        assert not join_pages(file.fileno(), 4096, nbytes - 4096), "no huge page begins there"
+        assert join_pages(file.fileno(), 0, nbytes) == joined
+    assert path.read_bytes() == bytes(mapped.data) == data
+    mapped.close()
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_kernel_that_joins_no_pages_is_asked_once(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    asked = list[tuple[int, int]]()
+
+    def join(_fd: int, begin: int, nbytes: int) -> bool:
+        asked.append((begin, nbytes))
+        return joins
+
+    monkeypatch.setattr(mapping_module, "join_pages", join)
+    monkeypatch.setattr(mapping_module, "_RESERVE_STEP_BYTES", 4 << 20)
+    create_mapping(arena_root / "file", 10 << 20).close()
+    assert asked == [(0, 4 << 20), (4 << 20, 4 << 20), (8 << 20, 2 << 20)][: 3 if joins else 1]
