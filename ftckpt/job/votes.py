@@ -79,8 +79,8 @@ class Votes:
 
     @property
     def _pause(self) -> int:
-        """Steps that have no round next: none behind the first two of a snapshot, then 1, 2, 4 and so on."""
-        return min(_MAX_PAUSE, (1 << self._num_again) >> 2)
+        """Steps that have no round next: what is done in between is known late by a small part of what it took."""
+        return min(_MAX_PAUSE, self._num_again // 4)
 
     def posted(self) -> None:
         """The round of ``next`` is on its way."""

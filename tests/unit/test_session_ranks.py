@@ -335,7 +335,7 @@ def test_what_stays_unsettled_for_long_has_few_rounds_and_is_known_soon_after_it
     posted = [rank.group.num_posted for rank in ranks.ranks]
     for _ in range(290):
         ranks.iterate([CALM, CALM, Fate(smp="rests")], in_order)
-    assert all(4 <= rank.group.num_posted - before <= 20 for rank, before in zip(ranks.ranks, posted, strict=True))
+    assert all(4 <= rank.group.num_posted - before <= 60 for rank, before in zip(ranks.ranks, posted, strict=True))
     train(ranks, 20)
     assert {rank.state.targets.protected for rank in ranks.ranks} == {ranks.knows.state.whole}
 
