@@ -174,17 +174,15 @@ class Sampler:
 
     def _digest(self, indices: Sequence[int], ends: Ends, position: int) -> tuple[int, torch.Tensor | None]:
         """64 bits of the slices of a group, of those that lie on the host and on a device."""
-        on_host: list[memoryview] = []
+        hasher, on_host = xxhash.xxh3_64(), False
         on_device: dict[int, list[torch.Tensor]] = {}
         for piece, begin, end in slices(ends, position, self.positions):
             index = indices[piece]
             if index in self._on_host:
-                on_host.append(self._on_host[index][begin:end])
+                hasher.update(self._on_host[index][begin:end])
+                on_host = True
             else:
                 on_device.setdefault(self._items[index], []).append(self._held[index][begin:end])
-        hasher = xxhash.xxh3_64()
-        for part in on_host:
-            hasher.update(part)
         host = int(np.uint64(hasher.intdigest()).astype(np.int64)) if on_host else 0
         return host, reduced(on_device) if on_device else None
 

@@ -240,7 +240,7 @@ class Checkpointer:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
         if self._is_copy:
             return
-        self._state.stepped()
+        self._state.has_stepped = True
         self._open_job.fence()
         if self._snapshots is not None and self._snapshots.kept is not None:
             self._snapshots.kept.pass_by()

@@ -142,10 +142,6 @@ class RankState:
             self._iterations[self.interval.number] = iteration
         return due
 
-    def stepped(self) -> None:
-        """Stepped state may change from now on."""
-        self.has_stepped = True
-
     @property
     def owes_round(self) -> bool:
         """Whether this rank has yet to post what it has.

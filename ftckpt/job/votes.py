@@ -38,6 +38,7 @@ class Votes:
         self._num_posted = self._num_read = 0
         self._furthest = 0  # the step of the rank that was furthest when it posted, by the last verdict
         self._number = self._num_again = 0  # the snapshot of that verdict, and how many came of it before
+        self._pause = 0  # steps that have no round next
 
     @property
     def settled(self) -> bool:
@@ -77,11 +78,6 @@ class Votes:
         """Whether a verdict that is not read decides which round comes next."""
         return bool(self._steps) and not self._steps[0].due and self.unread
 
-    @property
-    def _pause(self) -> int:
-        """Steps that have no round next: what is done in between is known late by a small part of what it took."""
-        return min(_MAX_PAUSE, self._num_again // 4)
-
     def posted(self) -> None:
         """The round of ``next`` is on its way."""
         self._steps.popleft()
@@ -93,3 +89,5 @@ class Votes:
         self._furthest = verdict.step
         self._num_again = self._num_again + 1 if verdict.number == self._number else 0
         self._number = verdict.number
+        # None behind the first two of a snapshot, then 1, 2, 4 and so on.
+        self._pause = min(_MAX_PAUSE, self._num_again // 4)

@@ -194,7 +194,7 @@ class Rank:
         if state.off:
             return
         if fate.steps:
-            state.stepped()
+            state.has_stepped = True
         if fate.copies == "failed" and self._drop():
             self._execute(state.fail("copy failed"))
         self._vote(job, fate)
