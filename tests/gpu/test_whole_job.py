@@ -6,6 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ftckpt.capture.device_copier import _SETTLED_AFTER, DeviceCopier
 from ftckpt.windows.clock import DeviceClock
@@ -41,7 +43,7 @@ def on_a_device(
     with fake.train():
         iteration = 0
         # Beside busy cores some are skipped, while the SMPs protect an earlier snapshot, or a slot has no memory yet.
-        while iteration < 4 or copier._num_boundaries < _SETTLED_AFTER or capture.lacks_slots:
+        while iteration < 4 or not everywhere(copier._num_boundaries >= _SETTLED_AFTER and not capture.lacks_slots):
             train(fake, checkpointer, state, iteration := iteration + 1)
         until(lambda: copier._registrar.idle, "pinned", SECS)
         last = iteration + UNTIL - 4
@@ -53,6 +55,13 @@ def on_a_device(
     checkpointer.close(remove=False)
     assert not fake.pinned
     return {"kernels": len(fake.kernels), "off": int(checkpointer.off)}
+
+
+def everywhere(is_so: bool) -> bool:
+    """The same answer for all ranks, which train as many iterations: slots get their memory at different moments."""
+    flag = torch.tensor(is_so, dtype=torch.uint8)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def restored(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
