@@ -89,5 +89,5 @@ class Votes:
         self._furthest = verdict.step
         self._num_again = self._num_again + 1 if verdict.number == self._number else 0
         self._number = verdict.number
-        # None behind the first two of a snapshot, then 1, 2, 4 and so on.
+        # What is done in between is known late by a small part of what it took.
         self._pause = min(_MAX_PAUSE, self._num_again // 4)
