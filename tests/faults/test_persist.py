@@ -650,14 +650,14 @@ def test_what_a_restart_reads_nobody_removes(going_on: dict[str, Any]) -> None:
 def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
     bring, tried = StraightFetch.bring, list[bool]()
 
-    def retire_and_bring(self: StraightFetch) -> Any:
+    def retire_and_bring(self: StraightFetch, *args: Any) -> Any:
         if rank == 0:
             there = [one.snapshot for one in stored(settings)]
             storage = open_storage(settings["persist"])
             doomed = {CheckpointName(there[0].iteration): there[0]}
             retention.retire(storage, doomed, there[-1].iteration, lambda: True)
             tried.append(True)
-        return bring(self)
+        return bring(self, *args)
 
     StraightFetch.bring = retire_and_bring  # type: ignore[method-assign]
     was = restored(rank, world_size, settings)

@@ -350,8 +350,11 @@ def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase
     cluster.build([[0], [1]], PEER, start=False)
     cluster.snapshot(0, 1)
     cluster.target(1)
-    for smp in cluster.smps:
-        smp.duties.step(time.monotonic() + 0.3)
+    deadline = time.monotonic() + 20.0
+    while not cluster.nodes[0].checked(1):
+        assert time.monotonic() < deadline
+        for smp in cluster.smps:
+            smp.duties.step(time.monotonic() + 0.1)
     pulse = Pulse.open(cluster.nodes[0].dir, 0)
     pulse.beat(1, phase)
     [arena] = cluster.nodes[0].arenas

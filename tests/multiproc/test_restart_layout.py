@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from ftckpt.commands.main import main
 from ftckpt.config import Config
-from ftckpt.errors import MemoryBudgetError, MismatchError
+from ftckpt.errors import CaptureError, MemoryBudgetError, MismatchError
 from ftckpt.group import Group
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Box, Fragment
@@ -240,11 +240,17 @@ def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -
     """The first snapshot is sealed by the ranks ``sealing``, none of which hears of the others; then all die."""
     original = checkpointer.step
 
+    def fail(*_: object, **__: object) -> None:
+        raise CaptureError("it seals nothing")
+
     def step(iteration: int) -> None:
-        if rank in sealing:
+        capture = checkpointer.capture
+        assert capture is not None
+        if rank not in sealing:  # it takes part in what ranks do together before
+            capture.begin = fail  # type: ignore[method-assign, assignment]
+        with suppress(CaptureError):
             original(iteration)
-            capture = checkpointer.capture
-            assert capture is not None
+        if rank in sealing:
             capture.settle(20.0)
             assert capture.newest is not None and capture.newest.iteration == iteration
         checkpointer.group.barrier()

@@ -25,9 +25,9 @@ def train(rank: int, world_size: int, arena: str, iterations: int) -> tuple[int 
     read: list[str] = []
     whole = StraightFetch.bring
 
-    def bring(self: StraightFetch) -> object:
+    def bring(self: StraightFetch, *args: object) -> object:
         read.extend(chunk.file.image.manifest.shard for chunk in self._chunks)
-        return whole(self)
+        return whole(self, *args)  # type: ignore[arg-type]
 
     StraightFetch.bring = bring  # type: ignore[assignment, method-assign]
     torch.manual_seed(7)

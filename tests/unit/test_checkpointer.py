@@ -43,7 +43,9 @@ def rank_of(**parts: Any) -> Any:
     nothing = dict.fromkeys(("topology", "training_state", "storage", "arenas", "links"))
     others = {"attempt": SimpleNamespace(trains=lambda: None), "numbers": RankNumbers()}
     config = parts.get("config", Config())
-    told = SimpleNamespace(emit=lambda event, **fields: None, announce=lambda text: None)
+    told = SimpleNamespace(
+        emit=lambda event, **fields: None, announce=lambda text: None, end_part=lambda name: None
+    )  # fmt: skip
     made = {"config": config, "state": RankState(config), "events": told, "protection": SimpleNamespace()}
     return SimpleNamespace(**{**nothing, **others, **made, **parts})
 
@@ -84,7 +86,7 @@ def test_an_action_that_fails_keeps_none_from_being_done() -> None:
 
 def test_a_rollback_to_nothing_is_refused() -> None:
     checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._shard = None
+    checkpointer._shard, checkpointer._closed = None, False
     with raises(ConfigError, "rollback", "newer_than"):
         checkpointer.restore(rollback=True)
 
@@ -101,7 +103,7 @@ def test_the_collector_rests_during_a_restore(fails: bool, script_collects: bool
         return 7
 
     checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._shard = None
+    checkpointer._shard, checkpointer._closed = None, False
     checkpointer._restore, checkpointer._withdraw = restore, lambda: None  # type: ignore[method-assign]
     (gc.enable if script_collects else gc.disable)()
     try:
@@ -120,7 +122,7 @@ def test_a_start_that_storage_kept_from_its_snapshot_is_no_failure(lasting: bool
         raise StorageError("away", lasting=lasting)
 
     checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._shard = None
+    checkpointer._shard, checkpointer._closed = None, False
     checkpointer._restore, checkpointer._withdraw = restore, lambda: None  # type: ignore[method-assign]
     checkpointer._rank = rank_of(attempt=SimpleNamespace(take_back=lambda: taken_back.append(True)))
     with raises(StorageError, "away"):

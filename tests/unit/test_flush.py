@@ -678,9 +678,10 @@ def test_what_a_restart_reads_stays_there_whatever_takes_its_place(job: Job) -> 
 def test_what_is_pinned_and_cannot_be_read_is_not_replaced(job: Job) -> None:
     storage, name = FileStorage(job.where), f"{folder_of(7)}/manifest.json"
     before = StoredSnapshot(SnapshotId(b"b" * 16, 7), "job", {}, {}).encode()
-    before = before.replace(b'"version": 2', b'"version": 9')
     storage.put(name, before)
     retention.pin(storage, CheckpointName(7))
+    before = before.replace(b'"version": 2', b'"version": 9')
+    storage.put(name, before)
     job.request(0, 7)
     job.start()
     until(lambda: job.smps[0].events.of("flush_failed"))
