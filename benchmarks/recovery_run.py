@@ -32,20 +32,24 @@ MIN_STEPS = 4
 SAVE_EVERY = 5
 TIMEOUT_SECS = 120.0
 """Of a start, of a wait for the next fault, and of a way back."""
-_RENDEZVOUS = "join_timeout=600,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+_RENDEZVOUS = "join_timeout=600,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""Heartbeats of torch's agents come up to two seconds apart."""
 _LOOK_SECS = 0.01
 _NOTICED = re.compile(rb"Worker group (FAILED|UNHEALTHY)|Detected \d+ new nodes")
-_WAITS = b"Rendezvous'ing worker group"
+WARM_SECS = 30.0
+"""After which an agent counts as prepared for a restart, whatever it says."""
 STANDBY_SECS = 3.0
-"""In which an agent that is there becomes warm."""
+"""In which an agent that is there joins its rendezvous."""
 _JOB_SCRIPT = str(Path(__file__).with_name("recovery_job.py"))
 
 
 class Launcher(NamedTuple):
-    """A command that takes torchrun's arguments: a module, and arguments of its own; what it needs to be there."""
+    """A command that takes torchrun's arguments: a module, and arguments of its own; what it needs to be there; what
+    the log of an agent has once that is prepared for a restart."""
 
     module: tuple[str, ...]
     package: str = ""
+    warm: bytes = b"Rendezvous'ing worker group"
 
     @property
     def is_there(self) -> bool:
@@ -54,7 +58,7 @@ class Launcher(NamedTuple):
 
 LAUNCHERS = {
     "torchrun": Launcher(("torch.distributed.run",)),
-    "ftckpt run": Launcher(("ftckpt.commands.main", "run"), "ftckpt.commands.run"),
+    "ftckpt run": Launcher(("ftckpt.commands.main", "run"), "ftckpt.commands.run", b"are preloaded"),
     "ft_launcher": Launcher(
         ("nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg"), "nvidia_resiliency_ext"
     ),
@@ -126,10 +130,11 @@ class Run:
         """Process ids of first ranks that have told of a protected snapshot."""
         self._noticed = 0.0
         self._secs_of_step = 0.0
-        self._command = self._words(job, LAUNCHERS[launcher], pause_secs)
+        self._launcher = LAUNCHERS[launcher]
+        self._command = self._words(job, pause_secs)
         self._env = {**agent_environment(folder), "LOGLEVEL": "INFO"}
 
-    def _words(self, job: str, launcher: Launcher, pause_secs: float) -> list[str]:
+    def _words(self, job: str, pause_secs: float) -> list[str]:
         stored = str(self._folder / "saved") if self._is_stored else ""
         settings = {**SMALL, "job": self._name, "interval": 1, "events": str(self._events)}
         script = [_JOB_SCRIPT, job, str(self._stamps), str(pause_secs), stored, str(SAVE_EVERY)]
@@ -137,7 +142,7 @@ class Run:
         if self._is_stored:
             (self._folder / "saved").mkdir()
         return [
-            *(sys.executable, "-m", *launcher.module, "--nnodes", "2", "--nproc-per-node", str(self._job.per_node)),
+            *(sys.executable, "-m", *self._launcher.module, "--nnodes", "2", "--nproc-per-node", str(self._job.per_node)),
             *("--local-addr", "127.0.0.1", "--rdzv-backend", "c10d", "--rdzv-id", self._name),
             *("--rdzv-endpoint", free_endpoint(), "--max-restarts", "9", "--monitor-interval", "0.1"),
             *(["-m", "--", self._job.module] if self._job.module else ["--"]), *script, *self._job.arguments,
@@ -152,6 +157,17 @@ class Run:
 
     def _log(self, node: str) -> Path:
         return self._folder / f"{node}.log"
+
+    def _said(self, node: str) -> bytes:
+        return self._log(node).read_bytes()
+
+    def _wait_until_warm(self, *nodes: str) -> None:
+        """Wait until agents are prepared for a restart."""
+        end = time.monotonic() + WARM_SECS
+        self._until(
+            lambda: time.monotonic() > end or all(self._launcher.warm in self._said(node) for node in nodes),
+            "agents were prepared for a restart",
+        )
 
     def __enter__(self) -> Run:
         return self
@@ -169,6 +185,7 @@ class Run:
         for node in NODES:
             self._start(node)
         self._until(self._trains, "training began")
+        self._wait_until_warm(*NODES)
         return {fault: self._way_back(fault) for fault in faults}
 
     def _way_back(self, fault: str) -> dict[str, Any]:
@@ -176,8 +193,9 @@ class Run:
             # Not before: where a rank is lost torch's rendezvous takes the standby for a node of the job, and each
             # node in turn for a new one, for which the others start again, without end.
             self._start(REPLACEMENT)
-            self._until(lambda: _WAITS in self._log(REPLACEMENT).read_bytes(), "the standby was there")
+            self._until(lambda: LAUNCHERS["torchrun"].warm in self._said(REPLACEMENT), "the standby was there")
             time.sleep(STANDBY_SECS)
+            self._wait_until_warm(REPLACEMENT)
         self._until(lambda: self._is_ready(fault), f"a state to go back to was there before fault {fault}")
         time.sleep(random.uniform(0.0, self._secs_of_step))
         self._look()
