@@ -420,10 +420,13 @@ def prepare(script: Path, arguments: Sequence[str]) -> None:
     sys.argv = [str(script), *arguments]
 
 
-def run(script: Path, ended_well: Callable[[], None]) -> int:
+def run(script: Path | str, ended_well: Callable[[], None], is_module: bool = False) -> int:
     """Run ``script`` as ``__main__``, then call ``ended_well``; what the script raises goes on to the caller."""
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if is_module:
+            runpy.run_module(str(script), run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
         # A script that failed, or was told to stop, keeps its snapshots for the next start.
         if ended.code not in (None, 0):
