@@ -44,6 +44,9 @@ class ImportWatch(importlib.abc.MetaPathFinder):
 
     def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         execute(module)
+        parent, _, name = module.__name__.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], name, module)  # as the import does next, and the hook may need
         self._hooks[module.__name__](module)
 
 
