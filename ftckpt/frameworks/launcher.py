@@ -359,7 +359,8 @@ def _is_of_argparse(ended: SystemExit) -> bool:
 def _flush() -> None:
     """Write out what scripts and libraries have not, in files that they have left open."""
     gc.unfreeze()  # such a file may be frozen, as stdout is under a runner
-    files = [found for found in gc.get_objects() if isinstance(found, io.TextIOBase | io.BufferedIOBase)]
+    # By its type alone: an object may warn when it is asked for its class.
+    files = [found for found in gc.get_objects() if issubclass(type(found), io.TextIOBase | io.BufferedIOBase)]
     for file in sorted(files, key=lambda file: isinstance(file, io.BufferedIOBase)):  # a text is on top of its buffer
         # One that is detached, in use by a thread or of a class of the script's own: that of the others counts.
         with suppress(Exception):
@@ -420,10 +421,13 @@ def prepare(script: Path, arguments: Sequence[str]) -> None:
     sys.argv = [str(script), *arguments]
 
 
-def run(script: Path, ended_well: Callable[[], None]) -> int:
+def run(script: Path | str, ended_well: Callable[[], None], is_module: bool = False) -> int:
     """Run ``script`` as ``__main__``, then call ``ended_well``; what the script raises goes on to the caller."""
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if is_module:
+            runpy.run_module(str(script), run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
         # A script that failed, or was told to stop, keeps its snapshots for the next start.
         if ended.code not in (None, 0):

@@ -1,0 +1,117 @@
+"""torch's elastic agent, which sees at once when a worker has ended and starts the next ones from the server."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed.run as torchrun
+from torch.distributed.argparse_util import env as from_environment
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.launcher import api as launcher_api
+
+from ftckpt.frameworks.launcher import log_to_stderr
+from ftckpt.runner import notes
+from ftckpt.runner.preload import Preloader
+from ftckpt.runner.workers import Workers
+
+
+class Agent(local_elastic_agent.LocalElasticAgent):
+    """Torch's agent of this node, with a server at hand.
+
+    Args:
+        preloader: has the server.
+        settings: of torch's agent.
+    """
+
+    def __init__(self, preloader: Preloader, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._preloader = preloader
+        self._failures: set[str] = set()
+        # Torch sleeps for so long before each look at the workers; here it ends when a worker does.
+        spec = self._worker_group.spec
+        self._interval_secs, spec.monitor_interval = spec.monitor_interval, 0.0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._preloader.look()
+        self._wait()
+        result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED and self._is_hopeless():
+            self._remaining_restarts = 0
+        return result
+
+    def _wait(self) -> None:
+        """Until a worker has ended, or it is time to look for nodes that want to join."""
+        poll = select.poll()
+        for fd in (*self._preloader.wakers(), *self._pcontext.wakers()):
+            poll.register(fd, select.POLLIN)
+        poll.poll(self._interval_secs * 1000)
+
+    def _is_hopeless(self) -> bool:
+        """Whether each further attempt would fail as the last one: a worker has said so, or has failed twice in one
+        place before it has met the others."""
+        before, self._failures = self._failures, notes.take_failures(self._preloader.directory)
+        if notes.OVER in self._failures:
+            return True
+        same = sorted(before & self._failures)
+        if same:
+            log_to_stderr().error(
+                "ftckpt: the script has failed twice before it has met other ranks, by %s: it is not started again", same[0]
+            )
+        return bool(same)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if self._pcontext is not None:
+            self._pcontext.hurry()
+        super()._stop_workers(worker_group)
+
+
+def launch(words: Sequence[str]) -> None:
+    """Run a job as ``torchrun`` does with these arguments, until it ends.
+
+    Raises:
+        ChildFailedError: it has failed.
+        SignalException: this process was told to end.
+    """
+    parser = torchrun.get_args_parser()
+    parser.prog = "ftckpt run"
+    parser.add_argument(
+        "--preload", action=from_environment, default="", metavar="MODULE,...",
+        help="Modules to import before workers start again, beside those that the first attempt has imported.",
+    )  # fmt: skip
+    args = parser.parse_args(words)
+    # Else the attempts of a job share one store, in which restarted workers meet the addresses of dead ones.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if args.no_python or args.run_path:
+        record(torchrun.run)(args)
+    else:
+        _launch_preloaded(args)
+
+
+def _launch_preloaded(args: Namespace) -> None:
+    path = None if args.module else os.path.dirname(os.path.realpath(args.training_script))
+    preloader = Preloader(path, [name for name in args.preload.split(",") if name])
+
+    def start_processes(start_method: str, **settings: Any) -> Workers:
+        workers = Workers(preloader, **settings)
+        try:
+            workers.start()
+        except BaseException:
+            workers.close()
+            raise
+        return workers
+
+    agent_class, start = launcher_api.LocalElasticAgent, local_elastic_agent.start_processes
+    launcher_api.LocalElasticAgent = functools.partial(Agent, preloader)
+    local_elastic_agent.start_processes = start_processes
+    try:
+        record(torchrun.run)(args)
+    finally:
+        launcher_api.LocalElasticAgent, local_elastic_agent.start_processes = agent_class, start
+        preloader.close()

@@ -1,0 +1,175 @@
+"""Imports of a process that workers are forked from: what a fork would not survive is left out."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.abc
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from ftckpt.frameworks.imports import execute_with, find_behind
+
+_FRAMEWORKS = ("ftckpt", "megatron", "deepspeed", "transformer_engine")
+"""Preloaded wherever they lie; all else of the user's own is imported by each worker."""
+_STANDARD = f"{os.path.dirname(os.__file__)}/"
+_HARMLESS = (
+    "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/shm/",
+    "/dev/console", "/dev/nvidia",
+)  # fmt: skip
+"""Devices that a process may have open when it forks. NVML opens those of CUDA, and survives a fork."""
+_CUDA_NOT_INITIALIZED = 3
+_RTLD_NOLOAD = 4
+
+
+class _LeftOutError(BaseException):
+    """An import of a module that is left out. No ``except`` of a module that imports it may hide that."""
+
+
+class Guard(importlib.abc.MetaPathFinder):
+    """Imports modules by name, as long as a fork survives it.
+
+    ``harmful`` has the modules that must not be imported and why; ``dependent`` those that import one of them.
+
+    Args:
+        origins: the files that modules come from in the workers, by name.
+        left_out: modules that are not imported.
+    """
+
+    def __init__(self, origins: Mapping[str, str | None], left_out: Iterable[str]) -> None:
+        self.harmful: dict[str, str] = {}
+        self.dependent: set[str] = set()
+        self._origins = origins
+        self._left_out = set(left_out)
+        self._running: list[str] = []
+        self._harms = harms()
+
+    def preload(self, names: Iterable[str]) -> None:
+        """Import ``names``, and all that they import, with this finder in place."""
+        sys.meta_path.insert(0, self)
+        try:
+            for name in names:
+                if name not in sys.modules and name not in self._left_out:
+                    self._import(name)
+        finally:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = find_behind(self, fullname, path, target)
+        if spec is None:
+            return None
+        if fullname in self._left_out or self._origins.get(fullname, spec.origin) != spec.origin:
+            self._leave_out()
+        execute_with(spec, self._execute)
+        return spec
+
+    def _import(self, name: str) -> None:
+        try:
+            importlib.import_module(name)
+        except _LeftOutError:
+            pass
+        except Exception as error:  # noqa: BLE001 - a module that a worker could import, of anybody
+            self.harmful.setdefault(name, f"{type(error).__name__}: {error}")
+            self._left_out.add(name)
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        self._running.append(module.__name__)
+        try:
+            execute(module)
+            before, self._harms = self._harms, harms()
+            if new := self._harms - before:
+                self.harmful[module.__name__] = ", ".join(new)
+                self._leave_out()
+        finally:
+            self._running.pop()
+
+    def _leave_out(self) -> None:
+        self.dependent.update(self._running)
+        self._left_out.update(self._running)
+        raise _LeftOutError
+
+
+def is_preloaded(name: str, origin: str | None) -> bool:
+    """Whether a module that a worker has imported is imported before the next ones start.
+
+    Not where it is of the user's own: such a module may read what differs among workers, and change between attempts.
+    """
+    return name.partition(".")[0] in _FRAMEWORKS or (origin is not None and not _is_own(origin))
+
+
+def own_files() -> dict[str, tuple[int, int]]:
+    """The state of each file that was imported and that no package manager has installed."""
+    paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return {path: file_state(path) for path in paths if isinstance(path, str) and _is_own(path)}
+
+
+def file_state(path: str) -> tuple[int, int]:
+    """When a file was changed, and its size; zeros where it is gone."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
+
+
+def harms() -> Counter[str]:
+    """Why a fork of this process would not be as good as a new one; empty where it would."""
+    found = Counter(f"starts a thread ({name})" for name in _threads())
+    if found:
+        # Libraries that know of forks, such as OpenBLAS, end their threads before one, and start them when needed.
+        _fork_once()
+        found = Counter(f"starts a thread ({name})" for name in _threads())
+    if _has_cuda():
+        found["initializes CUDA"] = 1
+    found.update(f"opens {path}" for path in _devices())
+    return found
+
+
+def _is_own(path: str) -> bool:
+    return path.startswith("/") and not (
+        path.startswith(_STANDARD) or "/site-packages/" in path or "/dist-packages/" in path
+    )
+
+
+def _threads() -> list[str]:
+    """The names of this process's threads but the first one."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        if int(task) != os.getpid():
+            with suppress(OSError):
+                names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return names
+
+
+def _fork_once() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has threads: that is what this is about
+        pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _has_cuda() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=_RTLD_NOLOAD)
+    except OSError:  # not loaded
+        return False
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_NOT_INITIALIZED)
+
+
+def _devices() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if path.startswith("/dev/") and not path.startswith(_HARMLESS):
+                found.add(path)
+    return found

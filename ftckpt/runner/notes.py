@@ -1,0 +1,80 @@
+"""Notes that workers leave for their agent, in a directory of its own: modules they import, and how they failed."""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+_IMPORTS, _FAILURES = "imports", "failures"
+OVER = "over"
+"""A failure after which no further attempt is of use."""
+
+
+class Recorder(importlib.abc.MetaPathFinder):
+    """Notes each module that is imported, with the file that it comes from; finds nothing itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / _IMPORTS
+        self._sought: list[str] = []
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        sought, self._sought = self._sought, [fullname]
+        lines = []
+        for name in sought:
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                self._sought.append(name)
+            elif spec is not None:  # else it was not found, or has failed
+                lines.append(json.dumps([name, spec.origin]))
+        if lines:
+            _append(self._path, lines)
+
+
+def imports(directory: Path) -> dict[str, str | None]:
+    """The origins of modules that workers have imported, by name, in their order."""
+    return dict(json.loads(line) for line in _lines(directory / _IMPORTS))
+
+
+def size_of_imports(directory: Path) -> int:
+    """Grows with them."""
+    try:
+        return (directory / _IMPORTS).stat().st_size
+    except OSError:
+        return 0
+
+
+def leave_failure(directory: Path, text: str) -> None:
+    """Note how this worker fails, where each further attempt may fail alike."""
+    _append(directory / _FAILURES, [text])
+
+
+def take_failures(directory: Path) -> set[str]:
+    """The failures that were noted since the last call."""
+    failures = set(_lines(directory / _FAILURES))
+    with suppress(OSError):
+        (directory / _FAILURES).unlink()
+    return failures
+
+
+def _append(path: Path, lines: Sequence[str]) -> None:
+    """One call of ``write``, so that lines of several processes do not mix."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, "".join(f"{line}\n" for line in lines).encode())
+        finally:
+            os.close(fd)
+
+
+def _lines(path: Path) -> list[str]:
+    """Complete lines: a worker may be killed while it writes."""
+    try:
+        return [line.rstrip("\n") for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    except OSError:
+        return []

@@ -1,0 +1,241 @@
+"""The agent's side of its server: when one is started, what it imports, and the workers that it forks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ftckpt.frameworks.launcher import log_to_stderr
+from ftckpt.runner import notes
+from ftckpt.runner.channel import Channel
+
+_QUIET_SECS = 5.0
+"""The imports of an attempt are taken for complete when none has been seen for so long."""
+_ANSWER_SECS = 30.0
+_MOST_PASSES = 4
+"""Servers that are started in turn, each without what the ones before it have found to be harmful."""
+
+
+class RefusedError(Exception):
+    """The server forks no worker; the text says why."""
+
+
+class ForkedProcess:
+    """A worker that the server has forked: what torch asks of a Popen."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            self._server.hear()
+            self.returncode = self._server.code_of(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+            self._server.hear(left)
+        return code
+
+
+class Server:
+    """One server process. ``report`` says what it has imported, once it has."""
+
+    def __init__(self, env: Mapping[str, str], order: dict[str, Any]) -> None:
+        self.report: dict[str, Any] | None = None
+        self._codes: dict[int, int] = {}
+        self._running: set[int] = set()
+        self._answers: list[dict[str, Any]] = []
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "ftckpt.runner.server", str(theirs.fileno()), str(os.getpid())],
+                # By NVML, which does not keep a process from being forked.
+                env={**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        with suppress(OSError):  # seen as a closed channel
+            self.channel.send(order)
+
+    @property
+    def is_dead(self) -> bool:
+        return self.channel.is_closed
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a worker of its may run."""
+        return bool(self._running)
+
+    def hear(self, timeout_secs: float | None = 0.0) -> None:
+        """Take in what the server says, once it says something."""
+        for message in self.channel.receive(timeout_secs):
+            if "ended" in message:
+                self._codes[message["ended"]] = message["code"]
+                self._running.discard(message["ended"])
+            elif "harmful" in message:
+                self.report = message
+            else:
+                self._answers.append(message)
+        if self.is_dead:
+            for pid in self._running:  # the kernel kills them, too
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                self._codes[pid] = -signal.SIGKILL
+            self._running.clear()
+
+    def code_of(self, pid: int) -> int | None:
+        """How a worker has ended; None while it runs."""
+        return self._codes.get(pid)
+
+    def fork(self, order: dict[str, Any]) -> ForkedProcess:
+        """Start a worker. Raises RefusedError."""
+        end = time.monotonic() + _ANSWER_SECS
+        with suppress(OSError):
+            self.channel.send(order)
+        while not self._answers:
+            if self.is_dead or time.monotonic() > end:
+                raise RefusedError("the server has ended" if self.is_dead else "the server does not answer")
+            self.hear(end - time.monotonic())
+        answer = self._answers.pop()
+        if "refused" in answer:
+            raise RefusedError(answer["refused"])
+        self._running.add(answer["pid"])
+        return ForkedProcess(self, answer["pid"])
+
+    def close(self) -> None:
+        """End the server and all that it has forked."""
+        self.channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Preloader:
+    """Has a server at hand for the next attempt.
+
+    Args:
+        path: the first place of imports of the script; None: the working directory, as for a module.
+        extra: modules to import beside those that workers have imported.
+    """
+
+    def __init__(self, path: str | None, extra: Sequence[str]) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
+        self._path, self._extra = path, list(extra)
+        self._env: dict[str, str] = {}
+        self._ready: Server | None = None
+        self._coming: Server | None = None
+        self._retired: list[Server] = []
+        self._left_out: set[str] = set()
+        self._passes = 0
+        self._size = self._served_size = 0
+        self._grown = 0.0
+        self._is_tried = False
+        self._log = log_to_stderr()
+
+    def begin(self, env: Mapping[str, str]) -> Server | None:
+        """An attempt begins, in which ``env`` is the same for all workers: what they can be forked from, if there is."""
+        self._env = dict(env)
+        self._is_tried, self._grown = False, time.monotonic()
+        self.look()
+        if self._ready is None and self._size:
+            self._log.info("ftckpt: workers are started as new processes: %s", self._why_none())
+        return self._ready
+
+    def look(self) -> None:
+        """Do what is due: called often, and never waits."""
+        self._retired = [server for server in self._retired if not self._is_over(server)]
+        if self._ready is not None:
+            self._ready.hear()
+            if self._ready.is_dead:
+                self._log.warning("ftckpt: the server that workers are forked from has ended; another one is started")
+                self.drop()
+        if self._coming is not None:
+            self._coming.hear()
+            self._take(self._coming)
+        size = notes.size_of_imports(self.directory)
+        if size != self._size:
+            self._size, self._grown = size, time.monotonic()
+        is_quiet = time.monotonic() - self._grown >= _QUIET_SECS
+        if is_quiet and not self._is_tried and size != self._served_size:
+            self._is_tried, self._passes = True, 0
+            self._start()
+
+    def drop(self) -> None:
+        """Fork no further worker from the server that is ready, and start another one."""
+        if self._ready is not None:
+            self._retired.append(self._ready)
+        self._ready, self._served_size, self._is_tried = None, 0, False
+
+    def wakers(self) -> list[int]:
+        """Descriptors that become readable when a server has something to say, as that a worker has ended."""
+        servers = [self._ready, self._coming, *self._retired]
+        return [one.channel.fileno() for one in servers if one is not None and not one.is_dead]
+
+    def close(self) -> None:
+        """End all servers and remove the notes."""
+        for server in (self._ready, self._coming, *self._retired):
+            if server is not None:
+                server.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _start(self) -> None:
+        self._passes += 1
+        self._served_size = self._size
+        self._coming = Server(self._env, {
+            "path": self._path, "directory": str(self.directory), "extra": self._extra,
+            "left_out": sorted(self._left_out),
+        })  # fmt: skip
+
+    def _take(self, server: Server) -> None:
+        if server.is_dead:
+            self._log.warning("ftckpt: preloading failed: the server has ended; see its own lines above")
+            self._coming = None
+            server.close()
+        if server.report is None or self._coming is None:
+            return
+        self._coming = None
+        harmful, dependent = server.report["harmful"], server.report["dependent"]
+        for name, why in harmful.items():
+            self._log.info("ftckpt: %s is not preloaded, nor is what imports it: it %s", name, why)
+        if harmful or dependent:
+            self._left_out.update(harmful, dependent)
+            server.close()
+            if self._passes < _MOST_PASSES:
+                self._start()
+            else:
+                self._log.warning("ftckpt: preloading failed: each of %d servers has met more that is harmful", _MOST_PASSES)
+            return
+        if self._ready is not None:
+            self._retired.append(self._ready)
+        self._ready = server
+        self._log.info(
+            "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from there",
+            server.report["modules"], server.report["mib"],
+        )  # fmt: skip
+
+    def _why_none(self) -> str:
+        return "modules are still being preloaded" if self._coming is not None else "nothing could be preloaded"
+
+    def _is_over(self, server: Server) -> bool:
+        server.hear()
+        if server.is_used:
+            return False
+        server.close()
+        return True

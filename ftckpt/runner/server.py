@@ -1,0 +1,120 @@
+"""The server of an agent: a process with one thread that has imported what workers import, and forks them.
+
+It tells the agent how each of them has ended. It ends with its agent, and its workers end with it: the kernel sees to
+that, however a process has died.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ftckpt.runner import guard, notes, worker
+from ftckpt.runner.channel import Channel, end_with_parent
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Which a launcher or a terminal sends to all processes of a job: the agent alone answers them."""
+
+
+def main(channel: Channel, parent: int) -> None:
+    """Import what the agent's first message names, then fork workers until the agent closes the channel."""
+    end_with_parent(parent)
+    server, known = os.getpid(), guard.harms()
+    handlers: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    while not channel.is_closed and not (orders := channel.receive(None)):
+        pass
+    channel.send(_preload(orders[0]))
+    files = guard.own_files()
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    while not channel.is_closed:
+        select.select([channel, woken], [], [])
+        for order in channel.receive():
+            if why := _refusal(files, known):
+                channel.send({"refused": why})
+                continue
+            if not (pid := os.fork()):
+                end_with_parent(server)
+                for fd in (channel.fileno(), woken, wake):
+                    os.close(fd)
+                _become_worker(order, handlers)
+            channel.send({"pid": pid})
+        with suppress(BlockingIOError):
+            os.read(woken, 4096)
+        for pid, status in _ended():
+            channel.send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _preload(order: dict[str, Any]) -> dict[str, Any]:
+    """What the agent is told of it."""
+    if order["path"] is not None:
+        sys.path[0] = order["path"]
+    recorded = notes.imports(Path(order["directory"]))
+    origins = {name: origin for name, origin in recorded.items() if guard.is_preloaded(name, origin)}
+    imports = guard.Guard(origins, order["left_out"])
+    imports.preload([*origins, *order["extra"]])
+    gc.collect()
+    gc.freeze()  # else a collection in a worker would copy all pages that it shares with the others
+    status = Path("/proc/self/status").read_text()
+    return {
+        "modules": len(sys.modules),
+        "mib": int(status.partition("RssAnon:")[2].split()[0]) >> 10,
+        "harmful": imports.harmful,
+        "dependent": sorted(imports.dependent - set(imports.harmful)),
+    }
+
+
+def _refusal(files: dict[str, tuple[int, int]], known: Counter[str]) -> str:
+    """Why no worker may be forked now; empty where one may."""
+    if new := guard.harms() - known:
+        return f"what was imported {', '.join(new)}"
+    changed = next((path for path, state in files.items() if guard.file_state(path) != state), None)
+    return f"{changed} has changed" if changed else ""
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        yield pid, status
+
+
+def _become_worker(order: dict[str, Any], handlers: dict[int, Any]) -> NoReturn:
+    """Turn this fork of the server into what the agent would have started as a new process."""
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for path, fd in (order["stdout"], 1), (order["stderr"], 2):
+            if path:
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+                os.dup2(file, fd)
+                os.close(file)
+        os.environ.clear()
+        os.environ.update(order["env"])
+        if numbers := sys.modules.get("numpy.random"):
+            numbers.seed()  # as a new process draws it; Python's own does so by itself, torch's is a constant
+        worker.start(Path(order["directory"]), order["words"], order["records"])
+    except BaseException:  # noqa: BLE001 - no frame of the server may go on here
+        traceback.print_exc()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))
