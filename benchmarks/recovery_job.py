@@ -62,13 +62,13 @@ class Disk:
     """Checkpoints of a job on storage, the newest of which a start loads. Collective."""
 
     def __init__(self, framework: str, folder: Path) -> None:
-        self._framework, self._folder = framework, folder
+        self._peer, self._folder = _peer(framework), folder
 
     def save(self, job: Any, iteration: int) -> None:
         """Save, and remove the one before the last."""
         import torch.distributed as dist
 
-        _SAVE[self._framework](job, str(self._folder / f"step{iteration}"))
+        self._peer.save(job, str(self._folder / f"step{iteration}"))
         dist.barrier()
         if dist.get_rank() == 0:
             new = self._folder / f"{LATEST}.new"
@@ -84,7 +84,7 @@ class Disk:
             iteration = int((self._folder / LATEST).read_text())
         except FileNotFoundError:
             return 0
-        _LOAD[self._framework](job, str(self._folder / f"step{iteration}"))
+        self._peer.load(job, str(self._folder / f"step{iteration}"))
         _advance(job, iteration)
         return iteration
 
@@ -99,47 +99,38 @@ def _advance(job: Any, iteration: int) -> None:
     job.progress.load_state_dict({"iteration": iteration, "consumed_samples": samples})
 
 
-def _peer(framework: str, name: str) -> Callable[[Any, str], None]:
+class _Fsdp2:
+    """DCP, as torch's documentation has it."""
+
+    def save(self, job: Any, path: str) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._state(job), checkpoint_id=path)
+
+    def load(self, job: Any, path: str) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state(job)
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )  # fmt: skip
+
+    def _state(self, job: Any) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(job.model, job.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def _peer(framework: str) -> Any:
+    """What saves and loads a job as is usual for its framework."""
     from benchmarks.load_frameworks import FRAMEWORKS
 
-    found: Callable[[Any, str], None] = getattr(FRAMEWORKS[framework], name)
-    return found
+    return _Fsdp2() if framework == "fsdp2" else FRAMEWORKS[framework]
 
 
-def _fsdp2_state(job: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model, optimizer = get_state_dict(job.model, job.optimizer)
-    return {"model": model, "optimizer": optimizer}
-
-
-def _save_fsdp2(job: Any, path: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(_fsdp2_state(job), checkpoint_id=path)
-
-
-def _load_fsdp2(job: Any, path: str) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    state = _fsdp2_state(job)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )  # fmt: skip
-
-
-_SAVE: dict[str, Callable[[Any, str], None]] = {
-    "megatron": lambda job, path: _peer("megatron", "save")(job, path),
-    "deepspeed": lambda job, path: _peer("deepspeed", "save")(job, path),
-    "fsdp2": _save_fsdp2,
-}
-_LOAD: dict[str, Callable[[Any, str], None]] = {
-    "megatron": lambda job, path: _peer("megatron", "load")(job, path),
-    "deepspeed": lambda job, path: _peer("deepspeed", "load")(job, path),
-    "fsdp2": _load_fsdp2,
-}
 SCRIPTS = {"megatron": "train_gpt", "deepspeed": "train_deepspeed", "fsdp2": "train_plain"}
 
 

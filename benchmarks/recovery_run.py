@@ -1,5 +1,5 @@
-"""One run of a job of ``benchmarks/recovery.py`` on two simulated nodes: it is killed and comes back, again and again,
-and each part of the way back is timed."""
+"""One run of a job of ``benchmarks/recovery.py`` on two simulated nodes, which is killed and comes back, again and
+again: the time of each part of the way back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.demo_job import FRAMEWORKS, LOST_NODE, NODES, REPLACEMENT, SMALL, agent_environment, clean, free_endpoint
-from ftckpt.config import Config
 from ftckpt.store.directory import job_node_path
+from launch.demo_job import FRAMEWORKS, LOST_NODE, NODES, REPLACEMENT, SMALL, agent_environment, clean, free_endpoint
 from tests.support.processes import ARENA, Processes, RunError, is_running
 
 PARTS = (
@@ -36,6 +36,8 @@ _RENDEZVOUS = "join_timeout=600,last_call_timeout=1,keep_alive_interval=1,keep_a
 """Heartbeats of torch's agents come up to two seconds apart."""
 _LOOK_SECS = 0.01
 _NOTICED = re.compile(rb"Worker group (FAILED|UNHEALTHY)|Detected \d+ new nodes")
+JOINS = b"Rendezvous'ing worker group"
+"""In the log of an agent."""
 WARM_SECS = 30.0
 """After which an agent counts as prepared for a restart, whatever it says."""
 STANDBY_SECS = 3.0
@@ -44,25 +46,33 @@ _JOB_SCRIPT = str(Path(__file__).with_name("recovery_job.py"))
 
 
 class Launcher(NamedTuple):
-    """A command that takes torchrun's arguments: a module, and arguments of its own; what it needs to be there; what
-    the log of an agent has once that is prepared for a restart."""
+    """A command that takes torchrun's arguments: a module, and arguments of its own.
+
+    ``needs``: the module that it is made of; ``package``: the distribution that has it, where that is not torch or
+    ftckpt. ``warm``: what the log of an agent has once it is prepared for a restart.
+    """
 
     module: tuple[str, ...]
+    needs: str
     package: str = ""
-    warm: bytes = b"Rendezvous'ing worker group"
+    warm: bytes = JOINS
 
     @property
     def is_there(self) -> bool:
-        return importlib.util.find_spec(self.package or self.module[0]) is not None
+        try:
+            return importlib.util.find_spec(self.needs) is not None
+        except ModuleNotFoundError:  # not even the package that it is in
+            return False
 
 
 LAUNCHERS = {
-    "torchrun": Launcher(("torch.distributed.run",)),
-    "ftckpt run": Launcher(("ftckpt.commands.main", "run"), "ftckpt.commands.run", b"are preloaded"),
+    "torchrun": Launcher(("torch.distributed.run",), "torch.distributed.run"),
+    "ftckpt run": Launcher(("ftckpt.commands.main", "run"), "ftckpt.commands.run", warm=b"are preloaded"),
     "ft_launcher": Launcher(
-        ("nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg"), "nvidia_resiliency_ext"
+        ("nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg"),
+        "nvidia_resiliency_ext.fault_tolerance", "nvidia-resiliency-ext",
     ),
-}
+}  # fmt: skip
 
 
 class Job(NamedTuple):
@@ -119,8 +129,8 @@ class Lines:
 class Run:
     """The agents of one run and their ranks. ``is_stored``: state comes from storage, not from ftckpt's memory."""
 
-    def __init__(self, job: str, launcher: str, is_stored: bool, pause_secs: float, folder: Path, name: str) -> None:
-        self._job, self._is_stored, self._name = JOBS[job], is_stored, name
+    def __init__(self, job: str, launcher: str, is_stored: bool, pause_secs: float, folder: Path) -> None:
+        self._job, self._is_stored, self._name = JOBS[job], is_stored, f"bench-{uuid.uuid4().hex[:8]}"
         self._folder, self._stamps, self._events = folder, folder / "stamps", folder / "events"
         self._stamps.mkdir()
         self._lines, self._processes = Lines(), Processes()
@@ -142,9 +152,10 @@ class Run:
         if self._is_stored:
             (self._folder / "saved").mkdir()
         return [
-            *(sys.executable, "-m", *self._launcher.module, "--nnodes", "2", "--nproc-per-node", str(self._job.per_node)),
-            *("--local-addr", "127.0.0.1", "--rdzv-backend", "c10d", "--rdzv-id", self._name),
-            *("--rdzv-endpoint", free_endpoint(), "--max-restarts", "9", "--monitor-interval", "0.1"),
+            *(sys.executable, "-m", *self._launcher.module, "--nnodes", str(len(NODES))),
+            *("--nproc-per-node", str(self._job.per_node), "--local-addr", "127.0.0.1", "--rdzv-backend", "c10d"),
+            *("--rdzv-id", self._name, "--rdzv-endpoint", free_endpoint(), "--max-restarts", "9"),
+            *("--monitor-interval", "0.1"),
             *(["-m", "--", self._job.module] if self._job.module else ["--"]), *script, *self._job.arguments,
             *("--iterations", "1000000", "--log-file", str(self._folder / "log.jsonl")), *flags,
         ]  # fmt: skip
@@ -193,7 +204,7 @@ class Run:
             # Not before: where a rank is lost torch's rendezvous takes the standby for a node of the job, and each
             # node in turn for a new one, for which the others start again, without end.
             self._start(REPLACEMENT)
-            self._until(lambda: LAUNCHERS["torchrun"].warm in self._said(REPLACEMENT), "the standby was there")
+            self._until(lambda: JOINS in self._said(REPLACEMENT), "the standby was there")
             time.sleep(STANDBY_SECS)
             self._wait_until_warm(REPLACEMENT)
         self._until(lambda: self._is_ready(fault), f"a state to go back to was there before fault {fault}")
