@@ -62,7 +62,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         same = sorted(before & self._failures)
         if same:
             log_to_stderr().error(
-                "ftckpt: the script has failed twice before it has met other ranks, by %s: it is not started again", same[0]
+                "ftckpt: the script has failed twice before it has met other ranks, by %s: it is not started again",
+                same[0],
             )
         return bool(same)
 

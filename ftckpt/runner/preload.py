@@ -220,7 +220,9 @@ class Preloader:
             if self._passes < _MOST_PASSES:
                 self._start()
             else:
-                self._log.warning("ftckpt: preloading failed: each of %d servers has met more that is harmful", _MOST_PASSES)
+                self._log.warning(
+                    "ftckpt: preloading failed: each of %d servers has met more that is harmful", _MOST_PASSES
+                )
             return
         if self._ready is not None:
             self._retired.append(self._ready)

@@ -28,7 +28,16 @@ from ftckpt.store.outcome import launcher_run
 
 _EARLY_SECS = 300.0
 """A script that ran longer before it failed has got somewhere, whatever it has done."""
-_FAILS_ALIKE = (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, LookupError, AssertionError)
+_FAILS_ALIKE = (
+    SyntaxError,
+    ImportError,
+    NameError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AssertionError,
+)
 """Errors of the script. Errors of files, networks and devices may be over at the next attempt."""
 _USAGE = "ftckpt run ... SCRIPT ARGS... [--ftckpt ...]"
 
