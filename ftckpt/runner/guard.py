@@ -37,8 +37,8 @@ class _LeftOutError(BaseException):
 class Guard(importlib.abc.MetaPathFinder):
     """Imports modules by name, as long as a fork survives it.
 
-    ``harmful`` has the modules that must not be imported and why; ``dependent`` those that import one of them; ``env``
-    what modules have set in the environment. ``left_out`` are modules that are not imported.
+    ``harmful`` has the modules that must not be imported and why; ``dependent`` those that import one of them;
+    ``env`` what modules have set in the environment. ``left_out`` are modules that are not imported.
     """
 
     def __init__(self, left_out: Iterable[str]) -> None:

@@ -40,7 +40,7 @@ def main(channel: Channel, parent: int) -> None:
     handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     while not channel.is_closed:
-        select.select([channel, woken], [], [])
+        select.select([channel.fileno(), woken], [], [])
         for order in channel.receive():
             if why := _refusal(files, known):
                 channel.send({"refused": why})

@@ -1,7 +1,7 @@
 """A worker of ``ftckpt run``: runs the script as it is, and switches ftckpt on for the framework that it imports.
 
-The ``--ftckpt*`` flags are taken off the script's command line. Megatron's or DeepSpeed's integration gets them when the
-script imports that framework; any other script asks for them by ``Config.from_flags`` or ``add_flags``.
+The ``--ftckpt*`` flags are taken off the script's command line. Megatron's or DeepSpeed's integration gets them when
+the script imports that framework; any other script asks for them by ``Config.from_flags`` or ``add_flags``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class _Frameworks:
 
     def _megatron(self, _: ModuleType) -> None:
         # Megatron-DeepSpeed has a part of megatron.core.
-        if self._active or not self._settings or importlib.util.find_spec("megatron.core.optimizer") is None:
+        if self._active or importlib.util.find_spec("megatron.core.optimizer") is None:
+            return
+        launcher.stand_in("megatron")
+        if not self._settings:
             return
         self._active = "megatron"
         from ftckpt.megatron import callbacks, hooks
@@ -85,6 +88,7 @@ class _Frameworks:
         if self._active:
             return
         self._active = "deepspeed"
+        launcher.stand_in("deepspeed")
         section.configure(self._settings)
         # An engine is destroyed after an error too; how the script ends is known here alone.
         initialize.leave_the_end_to_the_runner()
