@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import sys
 import time
 import traceback
@@ -141,13 +142,26 @@ def _run(words: Sequence[str]) -> int:
         path = launcher.script_path(name, _USAGE)
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
-        name = os.path.abspath(name)
     sys.argv = [name, *arguments]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         launcher.isolate()
     frameworks = _Frameworks(settings, arguments)
     frameworks.watch()
-    return launcher.run(name, frameworks.close, is_module)
+    return launcher.finish(
+        lambda: _run_module(name) if is_module else _run_file(os.path.abspath(name)), frameworks.close
+    )
+
+
+def _run_module(name: str) -> None:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_file(path: str) -> None:
+    """As the interpreter runs it: ``runpy`` would change ``sys.argv``."""
+    module = ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
 
 
 if __name__ == "__main__":
