@@ -19,7 +19,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         self._hooks = hooks
 
     def install(self) -> None:
-        """Call the hooks of modules that are imported already, and watch from here on; a second call does so again."""
+        """Call the hooks of modules that are imported already, and watch from here on; a second call does so, too."""
         for name, hook in self._hooks.items():
             if name in sys.modules:
                 hook(sys.modules[name])

@@ -421,13 +421,15 @@ def prepare(script: Path, arguments: Sequence[str]) -> None:
     sys.argv = [str(script), *arguments]
 
 
-def run(script: Path | str, ended_well: Callable[[], None], is_module: bool = False) -> int:
+def run(script: Path, ended_well: Callable[[], None]) -> int:
     """Run ``script`` as ``__main__``, then call ``ended_well``; what the script raises goes on to the caller."""
+    return finish(lambda: runpy.run_path(str(script), run_name="__main__"), ended_well)
+
+
+def finish(script: Callable[[], object], ended_well: Callable[[], None]) -> int:
+    """Call ``script``, then ``ended_well``; what the script raises goes on to the caller."""
     try:
-        if is_module:
-            runpy.run_module(str(script), run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(str(script), run_name="__main__")
+        script()
     except SystemExit as ended:
         # A script that failed, or was told to stop, keeps its snapshots for the next start.
         if ended.code not in (None, 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import select
 from argparse import Namespace
@@ -11,18 +12,21 @@ from typing import Any
 
 import torch.distributed.run as torchrun
 from torch.distributed.argparse_util import env as from_environment
-from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.launcher import api as launcher_api
 
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
 from ftckpt.runner.preload import Preloader
 from ftckpt.runner.workers import Workers
 
+# What torch's launcher looks up in them is replaced while it runs.
+_launcher: Any = importlib.import_module("torch.distributed.launcher.api")
+_agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
 
-class Agent(local_elastic_agent.LocalElasticAgent):
+
+class Agent(LocalElasticAgent):
     """Torch's agent of this node, with a server at hand.
 
     Args:
@@ -41,7 +45,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._preloader.look()
         self._wait()
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and self._is_hopeless():
             self._remaining_restarts = 0
         return result
@@ -49,7 +53,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     def _wait(self) -> None:
         """Until a worker has ended, or it is time to look for nodes that want to join."""
         poll = select.poll()
-        for fd in (*self._preloader.wakers(), *self._pcontext.wakers()):
+        workers = self._pcontext.wakers() if isinstance(self._pcontext, Workers) else ()
+        for fd in (*self._preloader.wakers(), *workers):
             poll.register(fd, select.POLLIN)
         poll.poll(self._interval_secs * 1000)
 
@@ -62,12 +67,13 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         same = sorted(before & self._failures)
         if same:
             log_to_stderr().error(
-                "ftckpt: the script has failed twice before it has met other ranks, by %s: it is not started again", same[0]
+                "ftckpt: the script has failed twice before it has met other ranks, by %s: it is not started again",
+                same[0],
             )
         return bool(same)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        if self._pcontext is not None:
+        if isinstance(self._pcontext, Workers):
             self._pcontext.hurry()
         super()._stop_workers(worker_group)
 
@@ -107,11 +113,10 @@ def _launch_preloaded(args: Namespace) -> None:
             raise
         return workers
 
-    agent_class, start = launcher_api.LocalElasticAgent, local_elastic_agent.start_processes
-    launcher_api.LocalElasticAgent = functools.partial(Agent, preloader)
-    local_elastic_agent.start_processes = start_processes
+    before = _launcher.LocalElasticAgent, _agent.start_processes
+    _launcher.LocalElasticAgent, _agent.start_processes = functools.partial(Agent, preloader), start_processes
     try:
         record(torchrun.run)(args)
     finally:
-        launcher_api.LocalElasticAgent, local_elastic_agent.start_processes = agent_class, start
+        _launcher.LocalElasticAgent, _agent.start_processes = before
         preloader.close()

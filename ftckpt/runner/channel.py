@@ -29,7 +29,7 @@ class Channel:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_secs: float | None = 0.0) -> list[dict[str, Any]]:
-        """The messages that are there, once one is; none after ``timeout_secs``, or where the other end has closed."""
+        """The messages that are there, once one is; none after ``timeout_secs``, or where the other end is closed."""
         if self.is_closed or not select.select([self._socket], [], [], timeout_secs)[0]:
             return []
         try:

@@ -9,11 +9,12 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ftckpt.frameworks.imports import execute_with, find_behind
 
@@ -36,41 +37,52 @@ class _LeftOutError(BaseException):
 class Guard(importlib.abc.MetaPathFinder):
     """Imports modules by name, as long as a fork survives it.
 
-    ``harmful`` has the modules that must not be imported and why; ``dependent`` those that import one of them.
-
-    Args:
-        origins: the files that modules come from in the workers, by name.
-        left_out: modules that are not imported.
+    ``harmful`` has the modules that must not be imported and why; ``dependent`` those that import one of them;
+    ``env`` what modules have set in the environment. ``left_out`` are modules that are not imported.
     """
 
-    def __init__(self, origins: Mapping[str, str | None], left_out: Iterable[str]) -> None:
+    def __init__(self, left_out: Iterable[str]) -> None:
         self.harmful: dict[str, str] = {}
         self.dependent: set[str] = set()
-        self._origins = origins
+        self.env: dict[str, str] = {}
+        self._origins: dict[str, str | None] = {}
         self._left_out = set(left_out)
         self._running: list[str] = []
         self._harms = harms()
 
-    def preload(self, names: Iterable[str]) -> None:
-        """Import ``names``, and all that they import, with this finder in place."""
+    def preload(self, noted: Iterable[Any]) -> None:
+        """Import what was noted in a worker, as it was there: see ``notes.imports``."""
+        places, env = list(sys.path), dict(os.environ)
         sys.meta_path.insert(0, self)
         try:
-            for name in names:
-                if name not in sys.modules and name not in self._left_out:
-                    self._import(name)
+            for one in noted:
+                if isinstance(one, list):
+                    self._origins[one[0]] = one[1]
+            for one in noted:
+                if isinstance(one, dict):
+                    os.environ.update(one.get("env", {}))
+                    sys.path[:] = one.get("path", sys.path)
+                elif one[0] not in sys.modules and one[0] not in self._left_out and is_preloaded(*one):
+                    self._import(one[0])
         finally:
             sys.meta_path.remove(self)
+            sys.path[:] = places
+            os.environ.clear()
+            os.environ.update(env)
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         spec = find_behind(self, fullname, path, target)
         if spec is None:
             return None
-        if fullname in self._left_out or self._origins.get(fullname, spec.origin) != spec.origin:
+        if fullname in self._left_out or (self._origins.get(fullname) or spec.origin) != spec.origin:
             self._leave_out()
         execute_with(spec, self._execute)
         return spec
 
     def _import(self, name: str) -> None:
+        env = dict(os.environ)
         try:
             importlib.import_module(name)
         except _LeftOutError:
@@ -78,6 +90,7 @@ class Guard(importlib.abc.MetaPathFinder):
         except Exception as error:  # noqa: BLE001 - a module that a worker could import, of anybody
             self.harmful.setdefault(name, f"{type(error).__name__}: {error}")
             self._left_out.add(name)
+        self.env.update({name: value for name, value in os.environ.items() if env.get(name) != value})
 
     def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         self._running.append(module.__name__)

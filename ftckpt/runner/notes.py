@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _IMPORTS, _FAILURES = "imports", "failures"
 OVER = "over"
@@ -17,28 +18,36 @@ OVER = "over"
 
 
 class Recorder(importlib.abc.MetaPathFinder):
-    """Notes each module that is imported, with the file that it comes from; finds nothing itself."""
+    """Notes each module that is imported, with the file that it comes from, and what the script has changed before:
+    its environment and the places of imports. Finds nothing itself."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _IMPORTS
         self._sought: list[str] = []
+        self._env, self._places = dict(os.environ), list(sys.path)
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         sought, self._sought = self._sought, [fullname]
-        lines = []
+        lines: list[object] = []
         for name in sought:
             spec = getattr(sys.modules.get(name), "__spec__", None)
             if getattr(spec, "_initializing", False):
                 self._sought.append(name)
             elif spec is not None:  # else it was not found, or has failed
-                lines.append(json.dumps([name, spec.origin]))
+                lines.append([name, spec.origin])
+        env, places = dict(os.environ), list(sys.path)
+        if env != self._env:
+            lines.append({"env": {name: env[name] for name in env if env[name] != self._env.get(name)}})
+        if places != self._places:
+            lines.append({"path": places})
+        self._env, self._places = env, places
         if lines:
-            _append(self._path, lines)
+            _append(self._path, [json.dumps(line) for line in lines])
 
 
-def imports(directory: Path) -> dict[str, str | None]:
-    """The origins of modules that workers have imported, by name, in their order."""
-    return dict(json.loads(line) for line in _lines(directory / _IMPORTS))
+def imports(directory: Path) -> list[Any]:
+    """What was noted of imports, in its order: ``[name, origin]``, ``{"env": changes}`` or ``{"path": places}``."""
+    return [json.loads(line) for line in _lines(directory / _IMPORTS)]
 
 
 def size_of_imports(directory: Path) -> int:

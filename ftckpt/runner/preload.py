@@ -150,7 +150,7 @@ class Preloader:
         self._log = log_to_stderr()
 
     def begin(self, env: Mapping[str, str]) -> Server | None:
-        """An attempt begins, in which ``env`` is the same for all workers: what they can be forked from, if there is."""
+        """The server for an attempt that begins, if there is one; ``env`` is what its workers have in common."""
         self._env = dict(env)
         self._is_tried, self._grown = False, time.monotonic()
         self.look()
@@ -220,7 +220,9 @@ class Preloader:
             if self._passes < _MOST_PASSES:
                 self._start()
             else:
-                self._log.warning("ftckpt: preloading failed: each of %d servers has met more that is harmful", _MOST_PASSES)
+                self._log.warning(
+                    "ftckpt: preloading failed: each of %d servers has met more that is harmful", _MOST_PASSES
+                )
             return
         if self._ready is not None:
             self._retired.append(self._ready)

@@ -33,13 +33,14 @@ def main(channel: Channel, parent: int) -> None:
     handlers: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     while not channel.is_closed and not (orders := channel.receive(None)):
         pass
-    channel.send(_preload(orders[0]))
+    imports = guard.Guard(orders[0]["left_out"])
+    channel.send(_preload(imports, orders[0]))
     files = guard.own_files()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     while not channel.is_closed:
-        select.select([channel, woken], [], [])
+        select.select([channel.fileno(), woken], [], [])
         for order in channel.receive():
             if why := _refusal(files, known):
                 channel.send({"refused": why})
@@ -48,7 +49,7 @@ def main(channel: Channel, parent: int) -> None:
                 end_with_parent(server)
                 for fd in (channel.fileno(), woken, wake):
                     os.close(fd)
-                _become_worker(order, handlers)
+                _become_worker(order, handlers, imports.env)
             channel.send({"pid": pid})
         with suppress(BlockingIOError):
             os.read(woken, 4096)
@@ -56,14 +57,11 @@ def main(channel: Channel, parent: int) -> None:
             channel.send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _preload(order: dict[str, Any]) -> dict[str, Any]:
+def _preload(imports: guard.Guard, order: dict[str, Any]) -> dict[str, Any]:
     """What the agent is told of it."""
     if order["path"] is not None:
         sys.path[0] = order["path"]
-    recorded = notes.imports(Path(order["directory"]))
-    origins = {name: origin for name, origin in recorded.items() if guard.is_preloaded(name, origin)}
-    imports = guard.Guard(origins, order["left_out"])
-    imports.preload([*origins, *order["extra"]])
+    imports.preload([*notes.imports(Path(order["directory"])), *([name, ""] for name in order["extra"])])
     gc.collect()
     gc.freeze()  # else a collection in a worker would copy all pages that it shares with the others
     status = Path("/proc/self/status").read_text()
@@ -94,8 +92,9 @@ def _ended() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def _become_worker(order: dict[str, Any], handlers: dict[int, Any]) -> NoReturn:
-    """Turn this fork of the server into what the agent would have started as a new process."""
+def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[str, str]) -> NoReturn:
+    """Turn this fork of the server into what the agent would have started as a new process; ``env`` is what imports
+    have set."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -107,7 +106,7 @@ def _become_worker(order: dict[str, Any], handlers: dict[int, Any]) -> NoReturn:
                 os.dup2(file, fd)
                 os.close(file)
         os.environ.clear()
-        os.environ.update(order["env"])
+        os.environ.update({**order["env"], **env})
         if numbers := sys.modules.get("numpy.random"):
             numbers.seed()  # as a new process draws it; Python's own does so by itself, torch's is a constant
         worker.start(Path(order["directory"]), order["words"], order["records"])

@@ -1,13 +1,14 @@
 """A worker of ``ftckpt run``: runs the script as it is, and switches ftckpt on for the framework that it imports.
 
-The ``--ftckpt*`` flags are taken off the script's command line. Megatron's or DeepSpeed's integration gets them when the
-script imports that framework; any other script asks for them by ``Config.from_flags`` or ``add_flags``.
+The ``--ftckpt*`` flags are taken off the script's command line. Megatron's or DeepSpeed's integration gets them when
+the script imports that framework; any other script asks for them by ``Config.from_flags`` or ``add_flags``.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import sys
 import time
 import traceback
@@ -28,7 +29,16 @@ from ftckpt.store.outcome import launcher_run
 
 _EARLY_SECS = 300.0
 """A script that ran longer before it failed has got somewhere, whatever it has done."""
-_FAILS_ALIKE = (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, LookupError, AssertionError)
+_FAILS_ALIKE = (
+    SyntaxError,
+    ImportError,
+    NameError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AssertionError,
+)
 """Errors of the script. Errors of files, networks and devices may be over at the next attempt."""
 _USAGE = "ftckpt run ... SCRIPT ARGS... [--ftckpt ...]"
 
@@ -58,7 +68,10 @@ class _Frameworks:
 
     def _megatron(self, _: ModuleType) -> None:
         # Megatron-DeepSpeed has a part of megatron.core.
-        if self._active or not self._settings or importlib.util.find_spec("megatron.core.optimizer") is None:
+        if self._active or importlib.util.find_spec("megatron.core.optimizer") is None:
+            return
+        launcher.stand_in("megatron")
+        if not self._settings:
             return
         self._active = "megatron"
         from ftckpt.megatron import callbacks, hooks
@@ -76,6 +89,7 @@ class _Frameworks:
         if self._active:
             return
         self._active = "deepspeed"
+        launcher.stand_in("deepspeed")
         section.configure(self._settings)
         # An engine is destroyed after an error too; how the script ends is known here alone.
         initialize.leave_the_end_to_the_runner()
@@ -128,13 +142,26 @@ def _run(words: Sequence[str]) -> int:
         path = launcher.script_path(name, _USAGE)
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
-        name = os.path.abspath(name)
     sys.argv = [name, *arguments]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         launcher.isolate()
     frameworks = _Frameworks(settings, arguments)
     frameworks.watch()
-    return launcher.run(name, frameworks.close, is_module)
+    return launcher.finish(
+        lambda: _run_module(name) if is_module else _run_file(os.path.abspath(name)), frameworks.close
+    )
+
+
+def _run_module(name: str) -> None:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_file(path: str) -> None:
+    """As the interpreter runs it: ``runpy`` would change ``sys.argv``."""
+    module = ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
 
 
 if __name__ == "__main__":

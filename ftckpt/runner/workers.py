@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner.preload import ForkedProcess, Preloader, RefusedError, Server
 
-_GRACE_SECS = 0.5
+_GRACE_SECS: Any = 0.5  # torch has whole seconds
 """From SIGTERM to SIGKILL where a worker has failed: the others wait for it, and their state is in shared memory."""
 
 
@@ -60,7 +59,7 @@ class Workers(SubprocessContext):
         if server is None or not self._fork(server):
             runner = ("-u", "-m", "ftckpt.runner.worker", str(self._preloader.directory))
             self.args = {rank: (*runner, *args[1:]) for rank, args in self.args.items()}  # "-u" is its first word
-            super()._start()
+            super()._start()  # type: ignore[no-untyped-call]
             with suppress(OSError):  # a kernel without it: torch's agent looks now and then
                 for rank, handler in self.subprocess_handlers.items():
                     self._pidfds[rank] = os.pidfd_open(handler.proc.pid)
