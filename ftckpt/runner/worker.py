@@ -68,10 +68,7 @@ class _Frameworks:
 
     def _megatron(self, _: ModuleType) -> None:
         # Megatron-DeepSpeed has a part of megatron.core.
-        if self._active or importlib.util.find_spec("megatron.core.optimizer") is None:
-            return
-        launcher.stand_in("megatron")
-        if not self._settings:
+        if self._active or not self._settings or importlib.util.find_spec("megatron.core.optimizer") is None:
             return
         self._active = "megatron"
         from ftckpt.megatron import callbacks, hooks
@@ -89,7 +86,6 @@ class _Frameworks:
         if self._active:
             return
         self._active = "deepspeed"
-        launcher.stand_in("deepspeed")
         section.configure(self._settings)
         # An engine is destroyed after an error too; how the script ends is known here alone.
         initialize.leave_the_end_to_the_runner()
@@ -143,12 +139,13 @@ def _run(words: Sequence[str]) -> int:
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
     sys.argv = [name, *arguments]
+    launcher.stand_in("deepspeed" if any(word.startswith("--deepspeed") for word in arguments) else "megatron")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         launcher.isolate()
     frameworks = _Frameworks(settings, arguments)
     frameworks.watch()
     return launcher.finish(
-        lambda: _run_module(name) if is_module else _run_file(os.path.abspath(name)), frameworks.close
+        lambda: _run_module(name) if is_module else _run_file(os.path.join(os.getcwd(), name)), frameworks.close
     )
 
 
