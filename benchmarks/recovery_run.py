@@ -49,13 +49,15 @@ class Launcher(NamedTuple):
     """A command that takes torchrun's arguments: a module, and arguments of its own.
 
     ``needs``: the module that it is made of; ``package``: the distribution that has it, where that is not torch or
-    ftckpt. ``warm``: what the log of an agent has once it is prepared for a restart.
+    ftckpt. ``warm``: what the log of an agent has once it is prepared for a restart. ``takes_script``: it does for a
+    script what the runner of its framework does.
     """
 
     module: tuple[str, ...]
     needs: str
     package: str = ""
     warm: bytes = JOINS
+    takes_script: bool = False
 
     @property
     def is_there(self) -> bool:
@@ -67,7 +69,9 @@ class Launcher(NamedTuple):
 
 LAUNCHERS = {
     "torchrun": Launcher(("torch.distributed.run",), "torch.distributed.run"),
-    "ftckpt run": Launcher(("ftckpt.commands.main", "run"), "ftckpt.commands.run", warm=b"are preloaded"),
+    "ftckpt run": Launcher(
+        ("ftckpt.commands.main", "run"), "ftckpt.commands.run", warm=b"are preloaded", takes_script=True
+    ),
     "ft_launcher": Launcher(
         ("nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg"),
         "nvidia_resiliency_ext.fault_tolerance", "nvidia-resiliency-ext",
@@ -151,12 +155,13 @@ class Run:
         flags = self._job.configure(self._folder, {} if self._is_stored else settings)
         if self._is_stored:
             (self._folder / "saved").mkdir()
+        module = "" if self._launcher.takes_script else self._job.module
         return [
             *(sys.executable, "-m", *self._launcher.module, "--nnodes", str(len(NODES))),
             *("--nproc-per-node", str(self._job.per_node), "--local-addr", "127.0.0.1", "--rdzv-backend", "c10d"),
             *("--rdzv-id", self._name, "--rdzv-endpoint", free_endpoint(), "--max-restarts", "9"),
             *("--monitor-interval", "0.1"),
-            *(["-m", "--", self._job.module] if self._job.module else ["--"]), *script, *self._job.arguments,
+            *(["-m", "--", module] if module else ["--"]), *script, *self._job.arguments,
             *("--iterations", "1000000", "--log-file", str(self._folder / "log.jsonl")), *flags,
         ]  # fmt: skip
 

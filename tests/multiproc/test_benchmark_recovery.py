@@ -91,8 +91,9 @@ def test_a_run_that_was_ended_resumes_and_a_launcher_that_is_not_there_is_a_row(
     first, done[:] = [*done], []
     monkeypatch.setattr(recovery, "run_block", lambda plan, *_: done.append(plan) or block_of(1.0))
     assert recovery.main(rows) == 0
-    plans = recovery.plans_of(["fsdp2"], 2, [USUAL, TORCHRUN])
+    plans = recovery.plans_of(["megatron"], 2, [USUAL, TORCHRUN])
     assert {plan for plan in plans if plan not in first or plan.row == TORCHRUN} == {*done}
+    assert {plan.row for plan in recovery.plans_of(["fsdp2"], 1, list(recovery.ROWS))} == {USUAL, OURS}
     found = result(tmp_path)
     assert len(found["blocks"]) == len(plans) == 4
     assert found["not_run"].keys() == {"ft_launcher, memory"} and "not-there" in capsys.readouterr().out
