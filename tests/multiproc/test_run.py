@@ -22,7 +22,6 @@ pytestmark = pytest.mark.multiproc
 
 ONCE = "report()\n"
 TWICE = """
-import csv, wave  # preloaded
 report()
 if attempt == 0:
     wait_for("go")
@@ -44,7 +43,7 @@ def comparable(report: dict[str, Any], here: Path, *leave_out: str) -> dict[str,
     """What two runs of one job have alike."""
     env = {name: value for name, value in report["env"].items() if name not in (*OF_ONE_RUN, *leave_out)}
     facts = {**report, "env": env}
-    for name in ("random", "pid", "modules", *leave_out):
+    for name in ("random", "pid", "modules", "is_forked", *leave_out):
         facts.pop(name, None)
     text = re.sub(r"(socket|pipe|anon_inode):\[\d+\]", r"\1", json.dumps(facts).replace(str(here), "HERE"))
     return json.loads(text)  # type: ignore[no-any-return]
@@ -128,7 +127,7 @@ def test_a_forked_worker_sees_what_a_new_process_sees(restarted: Running, rank: 
     found = differences(new, forked)
     assert found.pop("env") == {"TORCHELASTIC_RESTART_COUNT": ["0", "1"]}
     assert found == {}
-    assert {"csv", "wave"} <= {*restarted.report(1, rank)["modules"]}
+    assert [restarted.report(attempt, rank)["is_forked"] for attempt in (0, 1)] == [False, True]
 
 
 def test_forked_workers_draw_different_numbers(restarted: Running) -> None:
@@ -252,9 +251,131 @@ def test_a_server_that_dies_is_started_anew(tmp_path: Path) -> None:
     with Running(tmp_path / "job", script, "--nproc-per-node", "2", "--max-restarts", "3", "train.py") as job:
         job.until(READY)
         job.touch("go")
+        job.report(1, 1)
         os.kill(server_of(job), signal.SIGKILL)
         job.report(2, 1)  # of a new process
         job.until(READY, times=2)
         os.kill(job.report(2, 1)["pid"], signal.SIGKILL)
         assert job.end() == 0, job.output()
-        assert "wave" not in job.report(2, 1)["modules"]
+        assert [job.report(attempt, 1)["is_forked"] for attempt in range(4)] == [False, True, False, True]
+
+
+def site_packages(here: Path, **modules: str) -> None:
+    """Modules that count as installed."""
+    for name, text in modules.items():
+        path = here / "site-packages" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def restart(job: Running, text: str = READY) -> None:
+    """Kill rank 1 of the first attempt of TWICE, once ``text`` was written, and wait for the end."""
+    job.until(text)
+    job.touch("go")
+    assert job.end() == 0, job.output()
+
+
+def test_a_module_that_starts_a_thread_is_left_out_with_what_imports_it(tmp_path: Path) -> None:
+    site_packages(
+        tmp_path / "job",
+        quiet_one="",
+        threads_one="import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        uses_it="try:\n    import threads_one\nexcept Exception:\n    pass",
+    )
+    script = (
+        """
+before = {"quiet_one", "threads_one", "uses_it"} & {*sys.modules}
+import quiet_one, uses_it, colorsys
+(here / f"before-{attempt}").write_text(" ".join(sorted(before)))
+"""
+        + TWICE
+    )
+    with Running(tmp_path / "job", script, *TWO, "train.py") as job:
+        restart(job)
+        assert job.output().count("threads_one is not preloaded") == 1
+        assert (job.here / "before-1").read_text() == "quiet_one"
+
+
+def test_what_a_script_sets_before_it_imports_holds_for_preloaded_modules(tmp_path: Path) -> None:
+    here = tmp_path / "job"
+    site_packages(
+        here, reads_it="import os\nvalue = os.environ.get('A_SETTING')\nos.environ['MADE_BY_IMPORT'] = 'yes'"
+    )
+    site_packages(here / "other", found_there="")
+    script = (
+        f"""
+os.environ["A_SETTING"] = "set"
+sys.path.insert(0, {str(here / "other" / "site-packages")!r})
+before = {{"reads_it", "found_there"}} & {{*sys.modules}}
+import reads_it, found_there, colorsys
+facts = [reads_it.value, os.environ["MADE_BY_IMPORT"], len(before), sys.path.count(sys.path[0])]
+(here / f"facts-{{attempt}}-{{rank}}").write_text(" ".join(map(str, facts)))
+"""
+        + TWICE
+    )
+    with Running(here, script, *TWO, "train.py") as job:
+        restart(job)
+    facts = {path.name: path.read_text() for path in here.glob("facts-*")}
+    assert facts == {f"facts-{n}-{rank}": f"set yes {2 * n} 1" for n in (0, 1) for rank in (0, 1)}
+
+
+def test_modules_of_the_users_own_are_preloaded_by_name_and_while_they_stay_as_they_are(tmp_path: Path) -> None:
+    script = """
+is_there = {"own_one", "own_two"} & {*sys.modules}
+import own_one, own_two, colorsys
+(here / f"own-{attempt}").write_text(f"{sorted(is_there)} {own_one.value}")
+""" + TWICE.replace("attempt == 0", "attempt < 2").replace('"go"', 'f"go{attempt}"')
+    words = ("--nproc-per-node", "2", "--max-restarts", "2", "--preload", "own_one", "train.py")
+    here = tmp_path / "job"
+    here.mkdir()
+    for name in ("own_one", "own_two"):
+        (here / f"{name}.py").write_text("value = 1\n")
+    with Running(here, script, *words) as job:
+        job.until(READY)
+        job.touch("go0")
+        job.report(1, 1)
+        assert (here / "own-1").read_text() == "['own_one'] 1"
+        (here / "own_one.py").write_text("value = 22\n")
+        job.touch("go1")
+        assert job.end() == 0, job.output()
+        assert (here / "own-2").read_text() == "[] 22"
+
+
+@pytest.mark.parametrize(
+    ("script", "starts"),
+    [
+        ("import no_such_module", 2),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--unknown'])", 1),  # the next one ends before it
+        ("raise ConnectionError('may be over soon')", 4),
+        ("sys.exit(5)", 4),
+        ("[int, abs][attempt % 2]('x')", 4),
+    ],
+)
+def test_a_script_that_fails_twice_alike_before_it_meets_others_is_not_started_again(
+    script: str, starts: int, tmp_path: Path
+) -> None:
+    words = ("--nproc-per-node", "2", "--max-restarts", "3", "train.py")
+    with Running(tmp_path / "job", f"report()\n{script}\n", *words) as job:
+        assert job.end() == 1
+        assert job.attempts() == starts, job.output()
+
+
+def test_a_script_that_is_not_there_is_started_once(tmp_path: Path) -> None:
+    with Running(tmp_path / "job", "", "--max-restarts", "3", "trian.py") as job:
+        assert job.end() == 1
+        assert job.output().count("'trian.py' does not exist") == 1
+
+
+PLAIN = """
+import argparse
+from ftckpt.config import Config, add_flags
+config, rest = Config.from_flags(sys.argv[1:])
+args = add_flags(argparse.ArgumentParser()).parse_args([])
+(here / f"flags-{rank}").write_text(json.dumps([config.interval, rest, args.ftckpt_interval, sys.argv[1:]]))
+"""
+
+
+def test_a_script_that_reads_flags_of_ftckpt_gets_them(tmp_path: Path) -> None:
+    with Running(tmp_path / "job", PLAIN, "train.py", "--lr", "1", "--ftckpt", "--ftckpt-interval", "7") as job:
+        assert job.end() == 0, job.output()
+        assert json.loads((job.here / "flags-0").read_text()) == [7, ["--lr", "1"], 7, ["--lr", "1"]]

@@ -63,9 +63,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
     "deepspeed": {"job", "frameworks", "windows.schedule", "model", "group"},
     "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
+    "runner": {"frameworks", "megatron", "deepspeed", "store.outcome"},
     "commands": {
         "group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job",
-        "convert", "frameworks",
+        "convert", "frameworks", "runner",
     },
     "__main__": {"commands.main"},
 }  # fmt: skip
