@@ -258,7 +258,7 @@ def test_what_manages_snapshots_starts_without_torch(names: list[str]) -> None:
 SIDE_EFFECTS = """
 import importlib, os, random, signal, sys, threading, warnings
 warnings.simplefilter("ignore")
-import numpy as np, torch, torch.distributed as dist
+import numpy as np, torch, torch.distributed as dist, torch.distributed.run
 {frameworks}
 def world():
     return [
