@@ -26,6 +26,10 @@ _launcher: Any = importlib.import_module("torch.distributed.launcher.api")
 _agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
 
 
+_LOOK_SECS = 1.0
+"""How often the preloader is looked at, however seldom torch wants to look for nodes."""
+
+
 class Agent(LocalElasticAgent):
     """Torch's agent of this node, with a server at hand.
 
@@ -43,7 +47,6 @@ class Agent(LocalElasticAgent):
         self._interval_secs, spec.monitor_interval = spec.monitor_interval, 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._preloader.look()
         self._wait()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and self._is_hopeless():
@@ -56,7 +59,12 @@ class Agent(LocalElasticAgent):
         workers = self._pcontext.wakers() if isinstance(self._pcontext, Workers) else ()
         for fd in (*self._preloader.wakers(), *workers):
             poll.register(fd, select.POLLIN)
-        poll.poll(self._interval_secs * 1000)
+        left_secs = self._interval_secs
+        while True:
+            self._preloader.look()
+            if poll.poll(min(left_secs, _LOOK_SECS) * 1000) or left_secs <= _LOOK_SECS:
+                return
+            left_secs -= _LOOK_SECS
 
     def _is_hopeless(self) -> bool:
         """Whether each further attempt would fail as the last one: a worker has said so, or has failed twice in one

@@ -143,19 +143,17 @@ class Preloader:
         self._coming: Server | None = None
         self._retired: list[Server] = []
         self._left_out: set[str] = set()
-        self._passes = 0
+        self._passes_left = _MOST_PASSES
         self._size = self._served_size = 0
         self._grown = 0.0
-        self._is_tried = False
         self._log = log_to_stderr()
 
     def begin(self, env: Mapping[str, str]) -> Server | None:
         """The server for an attempt that begins, if there is one; ``env`` is what its workers have in common."""
-        self._env = dict(env)
-        self._is_tried, self._grown = False, time.monotonic()
         self.look()
+        self._env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
         if self._ready is None and self._size:
-            self._log.info("ftckpt: workers are started as new processes: %s", self._why_none())
+            self._log.info("ftckpt: workers are started as new processes: no server has imported their modules yet")
         return self._ready
 
     def look(self) -> None:
@@ -168,20 +166,19 @@ class Preloader:
                 self.drop()
         if self._coming is not None:
             self._coming.hear()
-            self._take(self._coming)
+            if self._coming.report is not None or self._coming.is_dead:
+                self._take(self._coming)
         size = notes.size_of_imports(self.directory)
         if size != self._size:
             self._size, self._grown = size, time.monotonic()
-        is_quiet = time.monotonic() - self._grown >= _QUIET_SECS
-        if is_quiet and not self._is_tried and size != self._served_size:
-            self._is_tried, self._passes = True, 0
+        if size != self._served_size and time.monotonic() - self._grown >= _QUIET_SECS:
             self._start()
 
     def drop(self) -> None:
         """Fork no further worker from the server that is ready, and start another one."""
         if self._ready is not None:
             self._retired.append(self._ready)
-        self._ready, self._served_size, self._is_tried = None, 0, False
+        self._ready, self._served_size = None, 0
 
     def wakers(self) -> list[int]:
         """Descriptors that become readable when a server has something to say, as that a worker has ended."""
@@ -196,48 +193,39 @@ class Preloader:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start(self) -> None:
-        self._passes += 1
+        """Start a server, unless this attempt has had its share of them."""
         self._served_size = self._size
-        self._coming = Server(self._env, {
-            "path": self._path, "directory": str(self.directory), "extra": self._extra,
-            "left_out": sorted(self._left_out),
-        })  # fmt: skip
+        if self._passes_left:
+            self._passes_left -= 1
+            self._coming = Server(self._env, {
+                "path": self._path, "directory": str(self.directory), "extra": self._extra,
+                "left_out": sorted(self._left_out),
+            })  # fmt: skip
 
     def _take(self, server: Server) -> None:
-        if server.is_dead:
-            self._log.warning("ftckpt: preloading failed: the server has ended; see its own lines above")
-            self._coming = None
-            server.close()
-        if server.report is None or self._coming is None:
-            return
+        """Use a server that has imported all, or start one that leaves out what it has found to be harmful."""
         self._coming = None
-        harmful, dependent = server.report["harmful"], server.report["dependent"]
+        if server.report is None:
+            self._log.warning("ftckpt: preloading failed: the server has ended; its own lines above say why")
+            server.close()
+            return
+        harmful = server.report["harmful"]
         for name, why in harmful.items():
             self._log.info("ftckpt: %s is not preloaded, nor is what imports it: it %s", name, why)
-        if harmful or dependent:
-            self._left_out.update(harmful, dependent)
+        if left_out := {*harmful, *server.report["dependent"]}:
+            self._left_out |= left_out
             server.close()
-            if self._passes < _MOST_PASSES:
-                self._start()
-            else:
-                self._log.warning(
-                    "ftckpt: preloading failed: each of %d servers has met more that is harmful", _MOST_PASSES
-                )
+            self._start()
             return
-        if self._ready is not None:
-            self._retired.append(self._ready)
-        self._ready = server
+        self.drop()
+        self._ready, self._served_size = server, self._size
         self._log.info(
             "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from there",
             server.report["modules"], server.report["mib"],
         )  # fmt: skip
 
-    def _why_none(self) -> str:
-        return "modules are still being preloaded" if self._coming is not None else "nothing could be preloaded"
-
     def _is_over(self, server: Server) -> bool:
         server.hear()
-        if server.is_used:
-            return False
-        server.close()
-        return True
+        if not server.is_used:
+            server.close()
+        return not server.is_used

@@ -22,6 +22,8 @@ SECS = 60.0
 
 REPORT = """
 import json, os, pathlib, random, signal, sys
+is_forked = "wave" in sys.modules
+import wave, csv  # the last one is not noted before another one is sought
 here = pathlib.Path(os.environ["FTCKPT_TEST_OWNER"])
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
 
@@ -30,7 +32,7 @@ def report():
         "env": dict(os.environ), "argv": sys.argv, "path": sys.path, "name": __name__, "cwd": os.getcwd(),
         "main": sys.modules["__main__"].__dict__ is globals(), "modules": sorted(sys.modules), "file": __file__,
         "fds": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")),
-        "session": os.getsid(0) == os.getpid(), "random": random.random(), "pid": os.getpid(),
+        "session": os.getsid(0) == os.getpid(), "random": random.random(), "pid": os.getpid(), "is_forked": is_forked,
         "signals": {int(s): str(signal.getsignal(s)) for s in signal.valid_signals() if signal.getsignal(s) is not None},
         "unbuffered": sys.stdout.write_through, "flags": str(sys.flags),
     }
