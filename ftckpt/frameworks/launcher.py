@@ -342,7 +342,7 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     # Beside: a pipe that nobody reads, or a file that another thread waits for, must not keep the process.
-    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing = threading.Thread(target=_flush, args=(code,), daemon=True)
     flushing.start()
     flushing.join(_FLUSH_SECS)
     os._exit(code)
@@ -356,11 +356,15 @@ def _is_of_argparse(ended: SystemExit) -> bool:
     return trace is not None and trace.tb_frame.f_globals.get("__name__") == argparse.__name__
 
 
-def _flush() -> None:
+def _flush(code: int) -> None:
     """Write out what scripts and libraries have not, in files that they have left open."""
-    gc.unfreeze()  # such a file may be frozen, as stdout is under a runner
+    if not code:
+        # Imports may have left files open, too. Behind a failure a restart waits for this process, and a look at what
+        # is frozen writes to each page of it, which a process that was forked must copy first.
+        gc.unfreeze()
     # By its type alone: an object may warn when it is asked for its class.
-    files = [found for found in gc.get_objects() if issubclass(type(found), io.TextIOBase | io.BufferedIOBase)]
+    found = [one for one in gc.get_objects() if issubclass(type(one), io.TextIOBase | io.BufferedIOBase)]
+    files = [*found, sys.__stdout__, sys.__stderr__]  # which a runner has frozen
     for file in sorted(files, key=lambda file: isinstance(file, io.BufferedIOBase)):  # a text is on top of its buffer
         # One that is detached, in use by a thread or of a class of the script's own: that of the others counts.
         with suppress(Exception):

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
 from ftckpt.runner.preload import Preloader
+from ftckpt.runner.rendezvous import look_often
 from ftckpt.runner.workers import Workers
 
 # What torch's launcher looks up in them is replaced while it runs.
@@ -41,6 +42,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, preloader: Preloader, **settings: Any) -> None:
         super().__init__(**settings)
         self._preloader = preloader
+        look_often(self._worker_group.spec.rdzv_handler)
         self._failures: set[str] = set()
         # Torch sleeps for so long before each look at the workers; here it ends when a worker does.
         spec = self._worker_group.spec

@@ -142,6 +142,10 @@ def _run(words: Sequence[str]) -> int:
     launcher.stand_in("deepspeed" if any(word.startswith("--deepspeed") for word in arguments) else "megatron")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         launcher.isolate()
+    elif "torch.distributed" in sys.modules:  # it was forked, with what the script imports
+        from ftckpt.frameworks.rendezvous import connect_promptly
+
+        connect_promptly()
     frameworks = _Frameworks(settings, arguments)
     frameworks.watch()
     return launcher.finish(
