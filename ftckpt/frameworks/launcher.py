@@ -45,6 +45,8 @@ _FLUSH_SECS = 60.0
 """How long a process waits at most for its files to be written out: shared storage may be slow."""
 _INTERRUPTED = 130
 """As shells have it: 128 and SIGINT."""
+is_forked = False
+"""Whether this process was forked from a server that had imported, and frozen, what the script imports."""
 
 
 def job_name(configured: str | None, env: Mapping[str, str]) -> str:
@@ -342,7 +344,7 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     # Beside: a pipe that nobody reads, or a file that another thread waits for, must not keep the process.
-    flushing = threading.Thread(target=_flush, args=(code,), daemon=True)
+    flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_SECS)
     os._exit(code)
@@ -356,15 +358,14 @@ def _is_of_argparse(ended: SystemExit) -> bool:
     return trace is not None and trace.tb_frame.f_globals.get("__name__") == argparse.__name__
 
 
-def _flush(code: int) -> None:
+def _flush() -> None:
     """Write out what scripts and libraries have not, in files that they have left open."""
-    if not code:
-        # Imports may have left files open, too. Behind a failure a restart waits for this process, and a look at what
-        # is frozen writes to each page of it, which a process that was forked must copy first.
-        gc.unfreeze()
+    # A look at an object writes to its page: a fork would copy its server, which is half a second of a restart.
+    if not is_forked:
+        gc.unfreeze()  # such a file may be frozen, as stdout is under a runner
     # By its type alone: an object may warn when it is asked for its class.
     found = [one for one in gc.get_objects() if issubclass(type(one), io.TextIOBase | io.BufferedIOBase)]
-    files = [*found, sys.__stdout__, sys.__stderr__]  # which a runner has frozen
+    files = [*found, sys.__stdout__, sys.__stderr__]
     for file in sorted(files, key=lambda file: isinstance(file, io.BufferedIOBase)):  # a text is on top of its buffer
         # One that is detached, in use by a thread or of a class of the script's own: that of the others counts.
         with suppress(Exception):

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ftckpt.frameworks import launcher
 from ftckpt.runner import guard, notes, worker
 from ftckpt.runner.channel import Channel, end_with_parent
 
@@ -105,6 +106,7 @@ def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[st
                 file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
                 os.dup2(file, fd)
                 os.close(file)
+        launcher.is_forked = True
         os.environ.clear()
         os.environ.update({**order["env"], **env})
         if numbers := sys.modules.get("numpy.random"):
