@@ -37,13 +37,12 @@ class _LeftOutError(BaseException):
 class Guard(importlib.abc.MetaPathFinder):
     """Imports modules by name, as long as a fork survives it.
 
-    ``harmful`` has the modules that must not be imported and why; ``dependent`` those that import one of them;
-    ``env`` what modules have set in the environment. ``left_out`` are modules that are not imported.
+    ``found`` has the modules that must not be imported and why, and "" of those that import one of them; ``env`` what
+    modules have set in the environment. ``left_out`` are modules that are not imported.
     """
 
     def __init__(self, left_out: Iterable[str]) -> None:
-        self.harmful: dict[str, str] = {}
-        self.dependent: set[str] = set()
+        self.found: dict[str, str] = {}
         self.env: dict[str, str] = {}
         self._origins: dict[str, str | None] = {}
         self._left_out = set(left_out)
@@ -88,7 +87,7 @@ class Guard(importlib.abc.MetaPathFinder):
         except _LeftOutError:
             pass
         except Exception as error:  # noqa: BLE001 - a module that a worker could import, of anybody
-            self.harmful.setdefault(name, f"{type(error).__name__}: {error}")
+            self.found.setdefault(name, f"raises {type(error).__name__}: {error}")
             self._left_out.add(name)
         self.env.update({name: value for name, value in os.environ.items() if env.get(name) != value})
 
@@ -98,13 +97,13 @@ class Guard(importlib.abc.MetaPathFinder):
             execute(module)
             before, self._harms = self._harms, harms()
             if new := self._harms - before:
-                self.harmful[module.__name__] = ", ".join(new)
+                self.found[module.__name__] = ", ".join(new)
                 self._leave_out()
         finally:
             self._running.pop()
 
     def _leave_out(self) -> None:
-        self.dependent.update(self._running)
+        self.found = {**dict.fromkeys(self._running, ""), **self.found}
         self._left_out.update(self._running)
         raise _LeftOutError
 

@@ -11,22 +11,10 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 
 from ftckpt.frameworks.launcher import log_to_stderr
-from ftckpt.runner.preload import ForkedProcess, Preloader, RefusedError, Server
+from ftckpt.runner.preload import Preloader, RefusedError, Server
 
 _GRACE_SECS: Any = 0.5  # torch has whole seconds
 """From SIGTERM to SIGKILL where a worker has failed: the others wait for it, and their state is in shared memory."""
-
-
-class _Handler:
-    """A forked worker, as torch's SubprocessHandler."""
-
-    def __init__(self, proc: ForkedProcess, local_rank: int) -> None:
-        self.proc = proc
-        self.local_rank_id = local_rank
-
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
 class Workers(SubprocessContext):
@@ -76,7 +64,7 @@ class Workers(SubprocessContext):
                     "stdout": self.stdouts[rank], "stderr": self.stderrs[rank],
                     "directory": str(self._preloader.directory), "records": rank == 0,
                 }  # fmt: skip
-                handlers[rank] = _Handler(server.fork(order), rank)
+                handlers[rank] = server.fork(order)
         except RefusedError as refusal:
             log_to_stderr().warning("ftckpt: workers are started as new processes: %s", refusal)
             for handler in handlers.values():
