@@ -124,12 +124,12 @@ class Preloader:
 
     Args:
         path: the first place of imports of the script; None: the working directory, as for a module.
-        extra: modules to import beside those that workers have imported.
+        extra: modules to import beside those that workers have imported; None: nothing is preloaded.
     """
 
-    def __init__(self, path: str | None, extra: Sequence[str]) -> None:
+    def __init__(self, path: str | None, extra: Sequence[str] | None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
-        self._path, self._extra = path, list(extra)
+        self._path, self._extra = path, extra
         self._env: dict[str, str] = {}
         self._ready: Server | None = None
         self._coming: Server | None = None
@@ -144,7 +144,7 @@ class Preloader:
         """The server for an attempt that begins, if there is one; ``env`` is what its workers have in common."""
         self.look()
         self._env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
-        if self._ready is None and self._size:
+        if self._ready is None and self._served_size:
             self._log.info("ftckpt: workers are started as new processes: no server has imported their modules yet")
         return self._ready
 
@@ -163,7 +163,8 @@ class Preloader:
         size = notes.size_of_imports(self.directory)
         if size != self._size:
             self._size, self._grown = size, time.monotonic()
-        if size != self._served_size and time.monotonic() - self._grown >= _QUIET_SECS:
+        is_due = self._extra is not None and self._coming is None and size != self._served_size
+        if is_due and time.monotonic() - self._grown >= _QUIET_SECS:
             self._start()
 
     def drop(self) -> None:

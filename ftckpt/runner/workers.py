@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -28,12 +27,9 @@ class Workers(SubprocessContext):
     def __init__(self, preloader: Preloader, **settings: Any) -> None:
         super().__init__(**settings)
         self._preloader = preloader
-        self._is_hurried = False
-        self._pidfds: dict[int, int] = {}
-
-    def hurry(self) -> None:
+        self.is_hurried = False
         """The attempt is lost: workers that do not end soon are killed."""
-        self._is_hurried = True
+        self._pidfds: dict[int, int] = {}
 
     def wakers(self) -> list[int]:
         """Descriptors that become readable when a worker has ended."""
@@ -56,8 +52,6 @@ class Workers(SubprocessContext):
         """Fork all workers; False where none is left of those that were."""
         handlers: dict[int, Any] = {}
         try:
-            if self.entrypoint != sys.executable or self._numa_options is not None:
-                raise RefusedError("PYTHON_EXEC or --numa-binding asks for that")
             for rank, env in self.envs.items():
                 order = {
                     "env": {**os.environ, **env}, "words": [str(word) for word in self.args[rank][1:]],
@@ -75,15 +69,14 @@ class Workers(SubprocessContext):
         return True
 
     def _poll(self) -> RunProcsResult | None:
-        # Where one has failed this ends the others.
-        self._is_hurried = True
+        self.is_hurried = True  # where one has failed this ends the others
         try:
             result: RunProcsResult | None = super()._poll()
         finally:
-            self._is_hurried = False
+            self.is_hurried = False
         return result
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        super()._close(death_sig, _GRACE_SECS if self._is_hurried else timeout)
+        super()._close(death_sig, _GRACE_SECS if self.is_hurried else timeout)
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])

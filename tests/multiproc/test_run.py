@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def comparable(report: dict[str, Any], here: Path, *leave_out: str) -> dict[str,
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    found = {name: (one[name], other[name]) for name in one if one[name] != other[name]}
+    found: dict[str, Any] = {name: (one[name], other[name]) for name in one if one[name] != other[name]}
     if "env" in found:
         envs = one["env"], other["env"]
         found["env"] = {
@@ -237,7 +238,8 @@ def test_nothing_is_left_of_an_agent_that_is_killed(tmp_path: Path) -> None:
                 job.touch("go")
             pids = {job.report(attempt, rank)["pid"] for rank in (0, 1)} | {*job.pids()}
             job.group.kill(0)
-            until(lambda pids=pids: not any(map(is_running, pids)), f"{pids}")
+            gone = partial(lambda pids: not any(map(is_running, pids)), pids)
+            until(gone, f"{pids}")
 
 
 def server_of(job: Running) -> int:
