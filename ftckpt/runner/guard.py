@@ -152,6 +152,8 @@ def harms() -> Counter[str]:
             path = os.readlink(f"/proc/self/fd/{fd}")
             if path.startswith("/dev/") and not path.startswith(_HARMLESS):
                 found[f"opens {path}"] = 1
+            if path.startswith("socket:"):
+                found["opens a socket"] += 1
     return found
 
 

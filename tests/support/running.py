@@ -31,7 +31,7 @@ def report():
     facts = {
         "env": dict(os.environ), "argv": sys.argv, "path": sys.path, "name": __name__, "cwd": os.getcwd(),
         "main": sys.modules["__main__"].__dict__ is globals(), "modules": sorted(sys.modules), "file": __file__,
-        "fds": sorted(os.readlink(f"/proc/self/fd/{n}") for n in range(3, 64) if os.path.exists(f"/proc/self/fd/{n}")),
+        "fds": sorted(os.readlink(fd) for n in range(3, 64) if os.path.exists(fd := f"/proc/self/fd/{n}")),
         "session": os.getsid(0) == os.getpid(), "random": random.random(), "pid": os.getpid(), "is_forked": is_forked,
         "signals": {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
         "unbuffered": sys.stdout.write_through, "flags": str(sys.flags),
