@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import select
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,6 @@ from ftckpt.runner.workers import Workers
 # What torch's launcher looks up in them is replaced while it runs.
 _launcher: Any = importlib.import_module("torch.distributed.launcher.api")
 _agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
-
 
 _LOOK_SECS = 1.0
 """How often the preloader is looked at, however seldom torch wants to look for nodes."""
@@ -74,17 +74,14 @@ class Agent(LocalElasticAgent):
         before, self._failures = self._failures, notes.take_failures(self._preloader.directory)
         if notes.OVER in self._failures:
             return True
-        same = sorted(before & self._failures)
-        if same:
-            log_to_stderr().error(
-                "ftckpt: the script has failed twice before it has met other ranks, by %s: it is not started again",
-                same[0],
-            )
-        return bool(same)
+        for failure in before & self._failures:
+            log_to_stderr().error("ftckpt: the script is not started again: it has failed twice by %s", failure)
+            return True
+        return False
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if isinstance(self._pcontext, Workers):
-            self._pcontext.hurry()
+            self._pcontext.is_hurried = True
         super()._stop_workers(worker_group)
 
 
@@ -99,7 +96,8 @@ def launch(words: Sequence[str]) -> None:
     parser.prog = "ftckpt run"
     parser.add_argument(
         "--preload", action=from_environment, default="", metavar="MODULE,...",
-        help="Modules to import before workers start again, beside those that the first attempt has imported.",
+        help="Modules to import before workers start again, beside those that earlier attempts have imported; off: "
+        "start all workers as new processes.",
     )  # fmt: skip
     args = parser.parse_args(words)
     # Else the attempts of a job share one store, in which restarted workers meet the addresses of dead ones.
@@ -112,7 +110,8 @@ def launch(words: Sequence[str]) -> None:
 
 def _launch_preloaded(args: Namespace) -> None:
     path = None if args.module else os.path.dirname(os.path.realpath(args.training_script))
-    preloader = Preloader(path, [name for name in args.preload.split(",") if name])
+    is_own = os.getenv("PYTHON_EXEC", sys.executable) != sys.executable or args.numa_binding is not None
+    preloader = Preloader(path, None if is_own or args.preload == "off" else args.preload.split(","))
 
     def start_processes(start_method: str, **settings: Any) -> Workers:
         workers = Workers(preloader, **settings)

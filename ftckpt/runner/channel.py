@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+from contextlib import suppress
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -25,8 +26,9 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises OSError where nobody listens any more."""
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        """Where nobody listens any more, ``receive`` finds that out."""
+        with suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_secs: float | None = 0.0) -> list[dict[str, Any]]:
         """The messages that are there, once one is; none after ``timeout_secs``, or where the other end is closed."""

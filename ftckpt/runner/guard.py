@@ -37,13 +37,12 @@ class _LeftOutError(BaseException):
 class Guard(importlib.abc.MetaPathFinder):
     """Imports modules by name, as long as a fork survives it.
 
-    ``harmful`` has the modules that must not be imported and why; ``dependent`` those that import one of them;
-    ``env`` what modules have set in the environment. ``left_out`` are modules that are not imported.
+    ``found`` has the modules that must not be imported and why, and "" of those that import one of them; ``env`` what
+    modules have set in the environment. ``left_out`` are modules that are not imported.
     """
 
     def __init__(self, left_out: Iterable[str]) -> None:
-        self.harmful: dict[str, str] = {}
-        self.dependent: set[str] = set()
+        self.found: dict[str, str] = {}
         self.env: dict[str, str] = {}
         self._origins: dict[str, str | None] = {}
         self._left_out = set(left_out)
@@ -88,7 +87,7 @@ class Guard(importlib.abc.MetaPathFinder):
         except _LeftOutError:
             pass
         except Exception as error:  # noqa: BLE001 - a module that a worker could import, of anybody
-            self.harmful.setdefault(name, f"{type(error).__name__}: {error}")
+            self.found.setdefault(name, f"raises {type(error).__name__}: {error}")
             self._left_out.add(name)
         self.env.update({name: value for name, value in os.environ.items() if env.get(name) != value})
 
@@ -98,13 +97,13 @@ class Guard(importlib.abc.MetaPathFinder):
             execute(module)
             before, self._harms = self._harms, harms()
             if new := self._harms - before:
-                self.harmful[module.__name__] = ", ".join(new)
+                self.found[module.__name__] = ", ".join(new)
                 self._leave_out()
         finally:
             self._running.pop()
 
     def _leave_out(self) -> None:
-        self.dependent.update(self._running)
+        self.found = {**dict.fromkeys(self._running, ""), **self.found}
         self._left_out.update(self._running)
         raise _LeftOutError
 
@@ -134,55 +133,40 @@ def file_state(path: str) -> tuple[int, int]:
 
 def harms() -> Counter[str]:
     """Why a fork of this process would not be as good as a new one; empty where it would."""
-    found = Counter(f"starts a thread ({name})" for name in _threads())
-    if found:
+    if threads := _threads():
         # Libraries that know of forks, such as OpenBLAS, end their threads before one, and start them when needed.
-        _fork_once()
-        found = Counter(f"starts a thread ({name})" for name in _threads())
-    if _has_cuda():
-        found["initializes CUDA"] = 1
-    found.update(f"opens {path}" for path in _devices())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it has threads: that is what this is about
+            pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        threads = _threads()
+    found = Counter(f"starts a thread ({name})" for name in threads)
+    with suppress(OSError):  # the driver is not loaded
+        driver = ctypes.CDLL("libcuda.so.1", mode=_RTLD_NOLOAD)
+        if driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_NOT_INITIALIZED:
+            found["initializes CUDA"] = 1
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if path.startswith("/dev/") and not path.startswith(_HARMLESS):
+                found[f"opens {path}"] = 1
+            if path.startswith("socket:"):
+                found["opens a socket"] += 1
     return found
-
-
-def _is_own(path: str) -> bool:
-    return path.startswith("/") and not (
-        path.startswith(_STANDARD) or "/site-packages/" in path or "/dist-packages/" in path
-    )
 
 
 def _threads() -> list[str]:
     """The names of this process's threads but the first one."""
     names = []
     for task in os.listdir("/proc/self/task"):
-        if int(task) != os.getpid():
-            with suppress(OSError):
+        with suppress(OSError):  # it has just ended
+            if int(task) != os.getpid():
                 names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
     return names
 
 
-def _fork_once() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it has threads: that is what this is about
-        pid = os.fork()
-    if not pid:
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
-def _has_cuda() -> bool:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=_RTLD_NOLOAD)
-    except OSError:  # not loaded
-        return False
-    return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_NOT_INITIALIZED)
-
-
-def _devices() -> set[str]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            path = os.readlink(f"/proc/self/fd/{fd}")
-            if path.startswith("/dev/") and not path.startswith(_HARMLESS):
-                found.add(path)
-    return found
+def _is_own(path: str) -> bool:
+    is_installed = path.startswith(_STANDARD) or "/site-packages/" in path or "/dist-packages/" in path
+    return path.startswith("/") and not is_installed

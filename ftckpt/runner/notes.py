@@ -52,10 +52,8 @@ def imports(directory: Path) -> list[Any]:
 
 def size_of_imports(directory: Path) -> int:
     """Grows with them."""
-    try:
-        return (directory / _IMPORTS).stat().st_size
-    except OSError:
-        return 0
+    path = directory / _IMPORTS
+    return path.stat().st_size if path.exists() else 0
 
 
 def leave_failure(directory: Path, text: str) -> None:
@@ -66,24 +64,16 @@ def leave_failure(directory: Path, text: str) -> None:
 def take_failures(directory: Path) -> set[str]:
     """The failures that were noted since the last call."""
     failures = set(_lines(directory / _FAILURES))
-    with suppress(OSError):
-        (directory / _FAILURES).unlink()
+    (directory / _FAILURES).unlink(missing_ok=True)
     return failures
 
 
 def _append(path: Path, lines: Sequence[str]) -> None:
     """One call of ``write``, so that lines of several processes do not mix."""
-    with suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, "".join(f"{line}\n" for line in lines).encode())
-        finally:
-            os.close(fd)
+    with suppress(OSError), open(path, "ab", buffering=0) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
 
 
 def _lines(path: Path) -> list[str]:
     """Complete lines: a worker may be killed while it writes."""
-    try:
-        return [line.rstrip("\n") for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    except OSError:
-        return []
+    return path.read_text().split("\n")[:-1] if path.exists() else []

@@ -30,30 +30,36 @@ class RefusedError(Exception):
     """The server forks no worker; the text says why."""
 
 
-class ForkedProcess:
-    """A worker that the server has forked: what torch asks of a Popen."""
+class Forked:
+    """A worker that the server has forked: what torch asks of its handler of a process, and of the process."""
 
     def __init__(self, server: Server, pid: int) -> None:
         self.pid = pid
+        self.proc = self
         self.returncode: int | None = None
         self._server = server
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            self._server.hear()
-            self.returncode = self._server.code_of(self.pid)
+        self._server.hear()
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end = time.monotonic() + timeout
         while (code := self.poll()) is None:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
-            self._server.hear(left)
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            self._server.hear(end - time.monotonic())
         return code
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to it and to what it has started."""
+        try:
+            os.killpg(self.pid, death_sig)
+        except ProcessLookupError:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, death_sig)  # it has just begun, and leads no group yet
 
 
 class Server:
@@ -61,8 +67,8 @@ class Server:
 
     def __init__(self, env: Mapping[str, str], order: dict[str, Any]) -> None:
         self.report: dict[str, Any] | None = None
-        self._codes: dict[int, int] = {}
-        self._running: set[int] = set()
+        self.workers: dict[int, Forked] = {}
+        """Those that run, by their process ids."""
         self._answers: list[dict[str, Any]] = []
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
@@ -72,44 +78,30 @@ class Server:
                 # By NVML, which does not keep a process from being forked.
                 env={**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        with suppress(OSError):  # seen as a closed channel
-            self.channel.send(order)
+        self.channel.send(order)
 
     @property
     def is_dead(self) -> bool:
         return self.channel.is_closed
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a worker of its may run."""
-        return bool(self._running)
-
-    def hear(self, timeout_secs: float | None = 0.0) -> None:
+    def hear(self, timeout_secs: float = 0.0) -> None:
         """Take in what the server says, once it says something."""
         for message in self.channel.receive(timeout_secs):
             if "ended" in message:
-                self._codes[message["ended"]] = message["code"]
-                self._running.discard(message["ended"])
-            elif "harmful" in message:
+                self.workers.pop(message["ended"]).returncode = message["code"]
+            elif "modules" in message:
                 self.report = message
             else:
                 self._answers.append(message)
-        if self.is_dead:
-            for pid in self._running:  # the kernel kills them, too
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                self._codes[pid] = -signal.SIGKILL
-            self._running.clear()
+        while self.is_dead and self.workers:  # the kernel kills them, too
+            _, worker = self.workers.popitem()
+            worker.close(signal.SIGKILL)
+            worker.returncode = -signal.SIGKILL
 
-    def code_of(self, pid: int) -> int | None:
-        """How a worker has ended; None while it runs."""
-        return self._codes.get(pid)
-
-    def fork(self, order: dict[str, Any]) -> ForkedProcess:
+    def fork(self, order: dict[str, Any]) -> Forked:
         """Start a worker. Raises RefusedError."""
         end = time.monotonic() + _ANSWER_SECS
-        with suppress(OSError):
-            self.channel.send(order)
+        self.channel.send(order)
         while not self._answers:
             if self.is_dead or time.monotonic() > end:
                 raise RefusedError("the server has ended" if self.is_dead else "the server does not answer")
@@ -117,8 +109,8 @@ class Server:
         answer = self._answers.pop()
         if "refused" in answer:
             raise RefusedError(answer["refused"])
-        self._running.add(answer["pid"])
-        return ForkedProcess(self, answer["pid"])
+        worker = self.workers[answer["pid"]] = Forked(self, answer["pid"])
+        return worker
 
     def close(self) -> None:
         """End the server and all that it has forked."""
@@ -132,12 +124,12 @@ class Preloader:
 
     Args:
         path: the first place of imports of the script; None: the working directory, as for a module.
-        extra: modules to import beside those that workers have imported.
+        extra: modules to import beside those that workers have imported; None: nothing is preloaded.
     """
 
-    def __init__(self, path: str | None, extra: Sequence[str]) -> None:
+    def __init__(self, path: str | None, extra: Sequence[str] | None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
-        self._path, self._extra = path, list(extra)
+        self._path, self._extra = path, extra
         self._env: dict[str, str] = {}
         self._ready: Server | None = None
         self._coming: Server | None = None
@@ -152,7 +144,7 @@ class Preloader:
         """The server for an attempt that begins, if there is one; ``env`` is what its workers have in common."""
         self.look()
         self._env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
-        if self._ready is None and self._size:
+        if self._ready is None and self._served_size:
             self._log.info("ftckpt: workers are started as new processes: no server has imported their modules yet")
         return self._ready
 
@@ -171,7 +163,8 @@ class Preloader:
         size = notes.size_of_imports(self.directory)
         if size != self._size:
             self._size, self._grown = size, time.monotonic()
-        if size != self._served_size and time.monotonic() - self._grown >= _QUIET_SECS:
+        is_due = self._extra is not None and self._coming is None and size != self._served_size
+        if is_due and time.monotonic() - self._grown >= _QUIET_SECS:
             self._start()
 
     def drop(self) -> None:
@@ -209,11 +202,11 @@ class Preloader:
             self._log.warning("ftckpt: preloading failed: the server has ended; its own lines above say why")
             server.close()
             return
-        harmful = server.report["harmful"]
-        for name, why in harmful.items():
-            self._log.info("ftckpt: %s is not preloaded, nor is what imports it: it %s", name, why)
-        if left_out := {*harmful, *server.report["dependent"]}:
-            self._left_out |= left_out
+        if left_out := server.report["left_out"]:
+            for name, why in left_out.items():
+                if why:
+                    self._log.info("ftckpt: %s is not preloaded, nor is what imports it: it %s", name, why)
+            self._left_out |= left_out.keys()
             server.close()
             self._start()
             return
@@ -226,6 +219,6 @@ class Preloader:
 
     def _is_over(self, server: Server) -> bool:
         server.hear()
-        if not server.is_used:
+        if not server.workers:
             server.close()
-        return not server.is_used
+        return not server.workers

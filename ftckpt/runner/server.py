@@ -14,7 +14,6 @@ import socket
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,29 +47,30 @@ def main(channel: Channel, parent: int) -> None:
                 continue
             if not (pid := os.fork()):
                 end_with_parent(server)
+                signal.set_wakeup_fd(-1)
                 for fd in (channel.fileno(), woken, wake):
                     os.close(fd)
                 _become_worker(order, handlers, imports.env)
             channel.send({"pid": pid})
         with suppress(BlockingIOError):
             os.read(woken, 4096)
-        for pid, status in _ended():
-            channel.send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                channel.send({"ended": ended[0], "code": os.waitstatus_to_exitcode(ended[1])})
 
 
 def _preload(imports: guard.Guard, order: dict[str, Any]) -> dict[str, Any]:
     """What the agent is told of it."""
     if order["path"] is not None:
         sys.path[0] = order["path"]
-    imports.preload([*notes.imports(Path(order["directory"])), *([name, ""] for name in order["extra"])])
+    imports.preload([*notes.imports(Path(order["directory"])), *([name, ""] for name in order["extra"] if name)])
     gc.collect()
     gc.freeze()  # else a collection in a worker would copy all pages that it shares with the others
     status = Path("/proc/self/status").read_text()
     return {
         "modules": len(sys.modules),
         "mib": int(status.partition("RssAnon:")[2].split()[0]) >> 10,
-        "harmful": imports.harmful,
-        "dependent": sorted(imports.dependent - set(imports.harmful)),
+        "left_out": imports.found,
     }
 
 
@@ -82,23 +82,11 @@ def _refusal(files: dict[str, tuple[int, int]], known: Counter[str]) -> str:
     return f"{changed} has changed" if changed else ""
 
 
-def _ended() -> Iterator[tuple[int, int]]:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        yield pid, status
-
-
 def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[str, str]) -> NoReturn:
     """Turn this fork of the server into what the agent would have started as a new process; ``env`` is what imports
     have set."""
     try:
         os.setsid()
-        signal.set_wakeup_fd(-1)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for path, fd in (order["stdout"], 1), (order["stderr"], 2):

@@ -30,15 +30,8 @@ from ftckpt.store.outcome import launcher_run
 _EARLY_SECS = 300.0
 """A script that ran longer before it failed has got somewhere, whatever it has done."""
 _FAILS_ALIKE = (
-    SyntaxError,
-    ImportError,
-    NameError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AssertionError,
-)
+    SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, LookupError, AssertionError,
+)  # fmt: skip
 """Errors of the script. Errors of files, networks and devices may be over at the next attempt."""
 _USAGE = "ftckpt run ... SCRIPT ARGS... [--ftckpt ...]"
 
@@ -115,17 +108,12 @@ def _noted(directory: Path, words: Sequence[str]) -> int:
         dist = sys.modules.get("torch.distributed")
         has_met = dist is not None and dist.is_available() and dist.is_initialized()
         if not has_met and time.monotonic() - begun < _EARLY_SECS:
-            notes.leave_failure(directory, _place(error))
+            trace = traceback.extract_tb(error.__traceback__)[-1]
+            notes.leave_failure(directory, f"{type(error).__name__} at {trace.filename}:{trace.lineno}")
         raise
     if code and launcher_run(os.environ).read().over:
         notes.leave_failure(directory, notes.OVER)
     return code
-
-
-def _place(error: BaseException) -> str:
-    trace = traceback.extract_tb(error.__traceback__)
-    where = f" at {trace[-1].filename}:{trace[-1].lineno}" if trace else ""
-    return f"{type(error).__name__}{where}"
 
 
 def _run(words: Sequence[str]) -> int:
@@ -148,21 +136,17 @@ def _run(words: Sequence[str]) -> int:
         connect_promptly()
     frameworks = _Frameworks(settings, arguments)
     frameworks.watch()
-    return launcher.finish(
-        lambda: _run_module(name) if is_module else _run_file(os.path.join(os.getcwd(), name)), frameworks.close
-    )
+    return launcher.finish(lambda: _execute(name, is_module), frameworks.close)
 
 
-def _run_module(name: str) -> None:
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _run_file(path: str) -> None:
-    """As the interpreter runs it: ``runpy`` would change ``sys.argv``."""
-    module = ModuleType("__main__")
-    module.__file__ = path
-    sys.modules["__main__"] = module
-    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
+def _execute(name: str, is_module: bool) -> None:
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    # As the interpreter runs a script; ``runpy`` would change ``sys.argv``.
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = os.path.join(os.getcwd(), name)
+    exec(compile(Path(name).read_bytes(), module.__file__, "exec"), vars(module))
 
 
 if __name__ == "__main__":

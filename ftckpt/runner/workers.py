@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from contextlib import suppress
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 
 from ftckpt.frameworks.launcher import log_to_stderr
-from ftckpt.runner.preload import ForkedProcess, Preloader, RefusedError, Server
+from ftckpt.runner.preload import Preloader, RefusedError, Server
 
 _GRACE_SECS: Any = 0.5  # torch has whole seconds
 """From SIGTERM to SIGKILL where a worker has failed: the others wait for it, and their state is in shared memory."""
-
-
-class _Handler:
-    """A forked worker, as torch's SubprocessHandler."""
-
-    def __init__(self, proc: ForkedProcess, local_rank: int) -> None:
-        self.proc = proc
-        self.local_rank_id = local_rank
-
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
 class Workers(SubprocessContext):
@@ -40,12 +27,9 @@ class Workers(SubprocessContext):
     def __init__(self, preloader: Preloader, **settings: Any) -> None:
         super().__init__(**settings)
         self._preloader = preloader
-        self._is_hurried = False
-        self._pidfds: dict[int, int] = {}
-
-    def hurry(self) -> None:
+        self.is_hurried = False
         """The attempt is lost: workers that do not end soon are killed."""
-        self._is_hurried = True
+        self._pidfds: dict[int, int] = {}
 
     def wakers(self) -> list[int]:
         """Descriptors that become readable when a worker has ended."""
@@ -68,15 +52,13 @@ class Workers(SubprocessContext):
         """Fork all workers; False where none is left of those that were."""
         handlers: dict[int, Any] = {}
         try:
-            if self.entrypoint != sys.executable or self._numa_options is not None:
-                raise RefusedError("PYTHON_EXEC or --numa-binding asks for that")
             for rank, env in self.envs.items():
                 order = {
                     "env": {**os.environ, **env}, "words": [str(word) for word in self.args[rank][1:]],
                     "stdout": self.stdouts[rank], "stderr": self.stderrs[rank],
                     "directory": str(self._preloader.directory), "records": rank == 0,
                 }  # fmt: skip
-                handlers[rank] = _Handler(server.fork(order), rank)
+                handlers[rank] = server.fork(order)
         except RefusedError as refusal:
             log_to_stderr().warning("ftckpt: workers are started as new processes: %s", refusal)
             for handler in handlers.values():
@@ -87,15 +69,14 @@ class Workers(SubprocessContext):
         return True
 
     def _poll(self) -> RunProcsResult | None:
-        # Where one has failed this ends the others.
-        self._is_hurried = True
+        self.is_hurried = True  # where one has failed this ends the others
         try:
             result: RunProcsResult | None = super()._poll()
         finally:
-            self._is_hurried = False
+            self.is_hurried = False
         return result
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        super()._close(death_sig, _GRACE_SECS if self._is_hurried else timeout)
+        super()._close(death_sig, _GRACE_SECS if self.is_hurried else timeout)
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])

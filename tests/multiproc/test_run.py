@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ pytestmark = pytest.mark.multiproc
 
 ONCE = "report()\n"
 TWICE = """
+import numpy
+from ftckpt.store.outcome import launcher_run
+drawn = numpy.random.random()
 report()
+(here / f"more-{attempt}-{rank}").write_text(f"{drawn} {launcher_run(os.environ).name}")
 if attempt == 0:
     wait_for("go")
     if rank == "1":
@@ -50,7 +55,7 @@ def comparable(report: dict[str, Any], here: Path, *leave_out: str) -> dict[str,
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    found = {name: (one[name], other[name]) for name in one if one[name] != other[name]}
+    found: dict[str, Any] = {name: (one[name], other[name]) for name in one if one[name] != other[name]}
     if "env" in found:
         envs = one["env"], other["env"]
         found["env"] = {
@@ -131,6 +136,17 @@ def test_a_forked_worker_sees_what_a_new_process_sees(restarted: Running, rank: 
 def test_forked_workers_draw_different_numbers(restarted: Running) -> None:
     numbers = [restarted.report(attempt, rank)["random"] for attempt in (0, 1) for rank in (0, 1)]
     assert len(set(numbers)) == 4
+    numbers = [more(restarted, attempt, rank)[0] for attempt in (0, 1) for rank in (0, 1)]
+    assert len(set(numbers)) == 4, "of numpy"
+
+
+def more(job: Running, attempt: int, rank: int) -> list[str]:
+    """A number that numpy has drawn, and the name of the launcher run."""
+    return (job.here / f"more-{attempt}-{rank}").read_text().split()
+
+
+def test_all_attempts_are_of_one_launcher_run(restarted: Running) -> None:
+    assert len({more(restarted, attempt, rank)[1] for attempt in (0, 1) for rank in (0, 1)}) == 1
 
 
 def test_a_forked_worker_writes_to_its_log(restarted: Running) -> None:
@@ -165,6 +181,7 @@ report()
 if attempt == 0:
     wait_for("go")
 if rank == "1" and attempt < 2:
+    wait_for(f"reports/{attempt}-0.json")
     os.kill(os.getpid(), signal.SIGKILL)
 while attempt < 2:
     signal.pause()
@@ -236,7 +253,8 @@ def test_nothing_is_left_of_an_agent_that_is_killed(tmp_path: Path) -> None:
                 job.touch("go")
             pids = {job.report(attempt, rank)["pid"] for rank in (0, 1)} | {*job.pids()}
             job.group.kill(0)
-            until(lambda pids=pids: not any(map(is_running, pids)), f"{pids}")
+            gone = partial(lambda pids: not any(map(is_running, pids)), pids)
+            until(gone, f"{pids}")
 
 
 def server_of(job: Running) -> int:
@@ -377,3 +395,30 @@ def test_a_script_that_reads_flags_of_ftckpt_gets_them(tmp_path: Path) -> None:
     with Running(tmp_path / "job", PLAIN, "train.py", "--lr", "1", "--ftckpt", "--ftckpt-interval", "7") as job:
         assert job.end() == 0, job.output()
         assert json.loads((job.here / "flags-0").read_text()) == [7, ["--lr", "1"], 7, ["--lr", "1"]]
+
+
+OF_TWO_NODES = """
+signal.signal(signal.SIGTERM, lambda *_: None)
+(here / f"start-{os.getpid()}").touch()
+report()
+if len(list(here.glob("start-*"))) == 1:
+    wait_for("go")
+    if here.name == "second":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        signal.pause()
+"""
+
+
+def test_a_node_whose_workers_hang_follows_another_one_at_once(tmp_path: Path) -> None:
+    words = ("--nnodes", "2", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two",
+             "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)}", "train.py")  # fmt: skip
+    with (
+        Running(tmp_path / "first", OF_TWO_NODES, *words) as first,
+        Running(tmp_path / "second", OF_TWO_NODES, *words) as second,
+    ):
+        until(lambda: len(list(tmp_path.glob("*/start-*"))) == 2, first.output)
+        begin = time.monotonic()
+        second.touch("go")
+        assert [first.end(), second.end()] == [0, 0], first.output() + second.output()
+        assert time.monotonic() - begin < 15

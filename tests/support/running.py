@@ -31,9 +31,9 @@ def report():
     facts = {
         "env": dict(os.environ), "argv": sys.argv, "path": sys.path, "name": __name__, "cwd": os.getcwd(),
         "main": sys.modules["__main__"].__dict__ is globals(), "modules": sorted(sys.modules), "file": __file__,
-        "fds": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")),
+        "fds": sorted(os.readlink(fd) for n in range(3, 64) if os.path.exists(fd := f"/proc/self/fd/{n}")),
         "session": os.getsid(0) == os.getpid(), "random": random.random(), "pid": os.getpid(), "is_forked": is_forked,
-        "signals": {int(s): str(signal.getsignal(s)) for s in signal.valid_signals() if signal.getsignal(s) is not None},
+        "signals": {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
         "unbuffered": sys.stdout.write_through, "flags": str(sys.flags),
     }
     (here / "reports").mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ def _run(_rank: int, _size: int, here: Path, words: Sequence[str], launcher: str
             torchrun.main(list(words))
         else:
             agent.launch(words)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - as the interpreter ends then
         print(f"ended by {type(error).__name__}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
