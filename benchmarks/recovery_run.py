@@ -147,6 +147,8 @@ class Run:
         self._launcher = LAUNCHERS[launcher]
         self._command = self._words(job, pause_secs)
         self._env = {**agent_environment(folder), "LOGLEVEL": "INFO"}
+        if not self._job.module:  # it trains on the CPU
+            del self._env["FTCKPT_DEVICE"]
 
     def _words(self, job: str, pause_secs: float) -> list[str]:
         stored = str(self._folder / "saved") if self._is_stored else ""

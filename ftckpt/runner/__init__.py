@@ -2,7 +2,7 @@
 
 | process | files | what it does |
 |---|---|---|
-| agent | `agent.py`, `workers.py`, `preload.py` | torch's elastic agent: starts workers, sees at once when one ends |
+| agent | `agent.py`, `workers.py`, `preload.py`, `rendezvous.py` | torch's elastic agent, which loses no time |
 | server | `server.py`, `guard.py` | imports what earlier attempts have imported, and forks later workers |
 | worker | `worker.py` | runs the script as it is, with what the frameworks that it imports need |
 

@@ -17,10 +17,11 @@ def look_often(handler: Any) -> None:
     An agent that waits reads the state of all of them, so that what the store sends in a second grows with the square
     of their number. It is never more than what it sends to ``_MANY_NODES`` once a second.
     """
-    settings, holder = getattr(handler, "_settings", None), getattr(handler, "_state_holder", None)
-    delay, nodes = getattr(dynamic_rendezvous, "_delay", None), getattr(settings, "max_nodes", None)
-    if delay is None or nodes is None or not hasattr(holder, "_cache_duration"):
+    module: Any = dynamic_rendezvous
+    holder: Any = getattr(handler, "_state_holder", None)
+    nodes, delay = getattr(getattr(handler, "_settings", None), "max_nodes", None), getattr(module, "_delay", None)
+    if nodes is None or delay is None or not hasattr(holder, "_cache_duration"):
         return  # another rendezvous, or another torch: as often as that looks
     secs = min(_MOST_SECS, max(_LEAST_SECS, (nodes / _MANY_NODES) ** 2))
     holder._cache_duration = secs
-    dynamic_rendezvous._delay = lambda seconds: delay(secs if seconds == 1 else seconds)
+    module._delay = lambda seconds: delay(secs if seconds == 1 else seconds)
