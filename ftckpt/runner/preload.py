@@ -17,7 +17,7 @@ from typing import Any
 
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
-from ftckpt.runner.channel import Channel
+from ftckpt.runner.server import Channel
 
 _QUIET_SECS = 5.0
 """The imports of an attempt are taken for complete when none has been seen for so long."""
