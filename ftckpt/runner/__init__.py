@@ -6,5 +6,5 @@
 | server | `server.py`, `guard.py` | imports what earlier attempts have imported, and forks later workers |
 | worker | `worker.py` | runs the script as it is, with what the frameworks that it imports need |
 
-`channel.py` and `notes.py` are how they talk to each other.
+`notes.py` is what workers leave for their agent.
 """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import select
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed.run as torchrun
@@ -28,7 +27,7 @@ _launcher: Any = importlib.import_module("torch.distributed.launcher.api")
 _agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
 
 _LOOK_SECS = 1.0
-"""How often the preloader is looked at, however seldom torch wants to look for nodes."""
+"""Between two looks at the preloader, at most."""
 
 
 class Agent(LocalElasticAgent):
@@ -49,6 +48,7 @@ class Agent(LocalElasticAgent):
         self._interval_secs, spec.monitor_interval = spec.monitor_interval, 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._preloader.look()
         self._wait()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and self._is_hopeless():
@@ -61,12 +61,7 @@ class Agent(LocalElasticAgent):
         workers = self._pcontext.wakers() if isinstance(self._pcontext, Workers) else ()
         for fd in (*self._preloader.wakers(), *workers):
             poll.register(fd, select.POLLIN)
-        left_secs = self._interval_secs
-        while True:
-            self._preloader.look()
-            if poll.poll(min(left_secs, _LOOK_SECS) * 1000) or left_secs <= _LOOK_SECS:
-                return
-            left_secs -= _LOOK_SECS
+        poll.poll(min(self._interval_secs, _LOOK_SECS) * 1000)
 
     def _is_hopeless(self) -> bool:
         """Whether each further attempt would fail as the last one: a worker has said so, or has failed twice in one
@@ -83,6 +78,12 @@ class Agent(LocalElasticAgent):
         if isinstance(self._pcontext, Workers):
             self._pcontext.is_hurried = True
         super()._stop_workers(worker_group)
+
+
+def _start(preloader: Preloader, start_method: str, **settings: Any) -> Workers:
+    workers = Workers(preloader, **settings)
+    workers.start()
+    return workers
 
 
 def launch(words: Sequence[str]) -> None:
@@ -104,26 +105,12 @@ def launch(words: Sequence[str]) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if args.no_python or args.run_path:
         record(torchrun.run)(args)
-    else:
-        _launch_preloaded(args)
-
-
-def _launch_preloaded(args: Namespace) -> None:
+        return
     path = None if args.module else os.path.dirname(os.path.realpath(args.training_script))
     is_own = os.getenv("PYTHON_EXEC", sys.executable) != sys.executable or args.numa_binding is not None
     preloader = Preloader(path, None if is_own or args.preload == "off" else args.preload.split(","))
-
-    def start_processes(start_method: str, **settings: Any) -> Workers:
-        workers = Workers(preloader, **settings)
-        try:
-            workers.start()
-        except BaseException:
-            workers.close()
-            raise
-        return workers
-
     before = _launcher.LocalElasticAgent, _agent.start_processes
-    _launcher.LocalElasticAgent, _agent.start_processes = functools.partial(Agent, preloader), start_processes
+    _launcher.LocalElasticAgent, _agent.start_processes = partial(Agent, preloader), partial(_start, preloader)
     try:
         record(torchrun.run)(args)
     finally:

@@ -21,11 +21,8 @@ from ftckpt.frameworks.imports import execute_with, find_behind
 _FRAMEWORKS = ("ftckpt", "megatron", "deepspeed", "transformer_engine")
 """Preloaded wherever they lie; all else of the user's own is imported by each worker."""
 _STANDARD = f"{os.path.dirname(os.__file__)}/"
-_HARMLESS = (
-    "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/shm/",
-    "/dev/console", "/dev/nvidia",
-)  # fmt: skip
-"""Devices that a process may have open when it forks. NVML opens those of CUDA, and survives a fork."""
+_HARMLESS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/shm/", "/dev/nvidia")
+"""May be open in a process that forks. NVML opens devices of CUDA, and survives a fork."""
 _CUDA_NOT_INITIALIZED = 3
 _RTLD_NOLOAD = 4
 
@@ -150,10 +147,8 @@ def harms() -> Counter[str]:
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{fd}")
-            if path.startswith("/dev/") and not path.startswith(_HARMLESS):
-                found[f"opens {path}"] = 1
-            if path.startswith("socket:"):
-                found["opens a socket"] += 1
+            if path.startswith(("/dev/", "socket:")) and not path.startswith(_HARMLESS):
+                found[f"opens {path.partition(':')[0]}"] += 1
     return found
 
 

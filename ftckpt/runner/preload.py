@@ -17,7 +17,7 @@ from typing import Any
 
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
-from ftckpt.runner.channel import Channel
+from ftckpt.runner.server import Channel
 
 _QUIET_SECS = 5.0
 """The imports of an attempt are taken for complete when none has been seen for so long."""
@@ -80,10 +80,6 @@ class Server:
             )  # fmt: skip
         self.channel.send(order)
 
-    @property
-    def is_dead(self) -> bool:
-        return self.channel.is_closed
-
     def hear(self, timeout_secs: float = 0.0) -> None:
         """Take in what the server says, once it says something."""
         for message in self.channel.receive(timeout_secs):
@@ -93,7 +89,7 @@ class Server:
                 self.report = message
             else:
                 self._answers.append(message)
-        while self.is_dead and self.workers:  # the kernel kills them, too
+        while self.channel.is_closed and self.workers:  # the kernel kills them, too
             _, worker = self.workers.popitem()
             worker.close(signal.SIGKILL)
             worker.returncode = -signal.SIGKILL
@@ -103,8 +99,8 @@ class Server:
         end = time.monotonic() + _ANSWER_SECS
         self.channel.send(order)
         while not self._answers:
-            if self.is_dead or time.monotonic() > end:
-                raise RefusedError("the server has ended" if self.is_dead else "the server does not answer")
+            if self.channel.is_closed or time.monotonic() > end:
+                raise RefusedError("the server has ended" if self.channel.is_closed else "the server does not answer")
             self.hear(end - time.monotonic())
         answer = self._answers.pop()
         if "refused" in answer:
@@ -142,6 +138,8 @@ class Preloader:
 
     def begin(self, env: Mapping[str, str]) -> Server | None:
         """The server for an attempt that begins, if there is one; ``env`` is what its workers have in common."""
+        while self._retired:  # the workers of attempts before this one have ended
+            self._retired.pop().close()
         self.look()
         self._env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
         if self._ready is None and self._served_size:
@@ -150,15 +148,14 @@ class Preloader:
 
     def look(self) -> None:
         """Do what is due: called often, and never waits."""
-        self._retired = [server for server in self._retired if not self._is_over(server)]
         if self._ready is not None:
             self._ready.hear()
-            if self._ready.is_dead:
+            if self._ready.channel.is_closed:
                 self._log.warning("ftckpt: the server that workers are forked from has ended; another one is started")
                 self.drop()
         if self._coming is not None:
             self._coming.hear()
-            if self._coming.report is not None or self._coming.is_dead:
+            if self._coming.report is not None or self._coming.channel.is_closed:
                 self._take(self._coming)
         size = notes.size_of_imports(self.directory)
         if size != self._size:
@@ -175,15 +172,16 @@ class Preloader:
 
     def wakers(self) -> list[int]:
         """Descriptors that become readable when a server has something to say, as that a worker has ended."""
-        servers = [self._ready, self._coming, *self._retired]
-        return [one.channel.fileno() for one in servers if one is not None and not one.is_dead]
+        return [server.channel.fileno() for server in self._servers() if not server.channel.is_closed]
 
     def close(self) -> None:
         """End all servers and remove the notes."""
-        for server in (self._ready, self._coming, *self._retired):
-            if server is not None:
-                server.close()
+        for server in self._servers():
+            server.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _servers(self) -> list[Server]:
+        return [one for one in (self._ready, self._coming, *self._retired) if one is not None]
 
     def _start(self) -> None:
         """Start a server, unless this attempt has had its share of them."""
@@ -210,15 +208,10 @@ class Preloader:
             server.close()
             self._start()
             return
+        served_size = self._served_size
         self.drop()
-        self._ready, self._served_size = server, self._size
+        self._ready, self._served_size = server, served_size
         self._log.info(
             "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from there",
             server.report["modules"], server.report["mib"],
         )  # fmt: skip
-
-    def _is_over(self, server: Server) -> bool:
-        server.hear()
-        if not server.workers:
-            server.close()
-        return not server.workers

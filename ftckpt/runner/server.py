@@ -6,7 +6,9 @@ that, however a process has died.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import json
 import os
 import select
 import signal
@@ -19,15 +21,56 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ftckpt.frameworks import launcher
-from ftckpt.runner import guard, notes, worker
-from ftckpt.runner.channel import Channel, end_with_parent
+from ftckpt.runner import guard, notes
 
+_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Which a launcher or a terminal sends to all processes of a job: the agent alone answers them."""
 
 
+class Channel:
+    """Messages as lines of JSON between an agent and its server."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._buffer = b""
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Where nobody listens any more, ``receive`` finds that out."""
+        with suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_secs: float | None = 0.0) -> list[dict[str, Any]]:
+        """The messages that are there, once one is; none after ``timeout_secs``, or where the other end is closed."""
+        if self.is_closed or not select.select([self._socket], [], [], timeout_secs)[0]:
+            return []
+        try:
+            data = self._socket.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        self.is_closed = not data
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def end_with_parent(parent: int = 0) -> None:
+    """Have the kernel kill this process when its parent ends, which was ``parent``, where that is known."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:  # it has ended before that
+        os._exit(1)
+
+
 def main(channel: Channel, parent: int) -> None:
     """Import what the agent's first message names, then fork workers until the agent closes the channel."""
+    import ftckpt.runner.worker  # noqa: F401 - before any fork; the agent needs nothing of it
+
     end_with_parent(parent)
     server, known = os.getpid(), guard.harms()
     handlers: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
@@ -85,6 +128,8 @@ def _refusal(files: dict[str, tuple[int, int]], known: Counter[str]) -> str:
 def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[str, str]) -> NoReturn:
     """Turn this fork of the server into what the agent would have started as a new process; ``env`` is what imports
     have set."""
+    from ftckpt.runner import worker
+
     try:
         os.setsid()
         for number, handler in handlers.items():

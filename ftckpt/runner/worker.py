@@ -24,7 +24,7 @@ from ftckpt.deepspeed import initialize, section
 from ftckpt.frameworks import doors, launcher
 from ftckpt.frameworks.imports import ImportWatch
 from ftckpt.runner import notes
-from ftckpt.runner.channel import end_with_parent
+from ftckpt.runner.server import end_with_parent
 from ftckpt.store.outcome import launcher_run
 
 _EARLY_SECS = 300.0

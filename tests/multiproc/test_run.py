@@ -422,3 +422,28 @@ def test_a_node_whose_workers_hang_follows_another_one_at_once(tmp_path: Path) -
         second.touch("go")
         assert [first.end(), second.end()] == [0, 0], first.output() + second.output()
         assert time.monotonic() - begin < 15
+
+
+def test_a_module_that_the_script_finds_elsewhere_is_not_preloaded_from_here(tmp_path: Path) -> None:
+    """A finder of the script's own, of which the server knows nothing."""
+    here = tmp_path / "job"
+    site_packages(here, moved="value = 1")
+    site_packages(here / "other", moved="value = 2")
+    script = (
+        f"""
+from importlib.machinery import PathFinder
+class Elsewhere(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        place = {str(here / "other" / "site-packages")!r}
+        return PathFinder.find_spec(name, [place], target) if name == "moved" else None
+sys.meta_path.insert(1, Elsewhere)
+import moved, colorsys
+(here / f"moved-{{attempt}}").write_text(str(moved.value))
+"""
+        + TWICE
+    )
+    with Running(here, script, *TWO, "train.py") as job:
+        restart(job)
+        assert [(here / f"moved-{attempt}").read_text() for attempt in (0, 1)] == ["2", "2"]
+        assert job.report(1, 0)["is_forked"]
