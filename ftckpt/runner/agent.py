@@ -7,10 +7,12 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch.distributed.run as torchrun
+from torch.distributed import DistError
 from torch.distributed.argparse_util import env as from_environment
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -26,6 +28,8 @@ from ftckpt.runner.workers import Workers
 _launcher: Any = importlib.import_module("torch.distributed.launcher.api")
 _agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
 
+_IMPORTS = "ftckpt.imports"
+"""Key in the store of the rendezvous."""
 _LOOK_SECS = 1.0
 """Between two looks at the preloader, at most."""
 
@@ -41,19 +45,36 @@ class Agent(LocalElasticAgent):
     def __init__(self, preloader: Preloader, **settings: Any) -> None:
         super().__init__(**settings)
         self._preloader = preloader
-        look_often(self._worker_group.spec.rdzv_handler)
+        handler: Any = self._worker_group.spec.rdzv_handler
+        look_often(handler, self._look)
+        self._shared = getattr(getattr(getattr(handler, "_state_holder", None), "_backend", None), "_store", None)
+        self._shared_size = 0
         self._failures: set[str] = set()
         # Torch sleeps for so long before each look at the workers; here it ends when a worker does.
         spec = self._worker_group.spec
         self._interval_secs, spec.monitor_interval = spec.monitor_interval, 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._preloader.look()
+        self._look()
         self._wait()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and self._is_hopeless():
             self._remaining_restarts = 0
         return result
+
+    def _look(self) -> None:
+        """Look after the server. A standby has one of what others have imported, whom the first node tells it."""
+        preloader, store = self._preloader, self._shared
+        preloader.look()
+        size = notes.size_of_imports(preloader.directory)
+        if store is None or size != preloader.served_size:
+            return
+        with suppress(DistError):  # the rendezvous itself says what is wrong with its store
+            if not size and self._pcontext is None and store.check([_IMPORTS]):
+                notes.adopt_imports(preloader.directory, store.get(_IMPORTS))
+            elif size != self._shared_size and self._worker_group.group_rank == 0:
+                store.set(_IMPORTS, notes.imports_as_text(preloader.directory))
+                self._shared_size = size
 
     def _wait(self) -> None:
         """Until a worker has ended, or it is time to look for nodes that want to join."""

@@ -50,6 +50,16 @@ def imports(directory: Path) -> list[Any]:
     return [json.loads(line) for line in _lines(directory / _IMPORTS)]
 
 
+def imports_as_text(directory: Path) -> bytes:
+    """All of it, for another node."""
+    return (directory / _IMPORTS).read_bytes()
+
+
+def adopt_imports(directory: Path, text: bytes) -> None:
+    """Take what another node has noted for this one's."""
+    (directory / _IMPORTS).write_bytes(text)
+
+
 def size_of_imports(directory: Path) -> int:
     """Grows with them."""
     path = directory / _IMPORTS

@@ -126,13 +126,13 @@ class Preloader:
     def __init__(self, path: str | None, extra: Sequence[str] | None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
         self._path, self._extra = path, extra
-        self._env: dict[str, str] = {}
+        self._env: dict[str, str] = dict(os.environ)
         self._ready: Server | None = None
         self._coming: Server | None = None
         self._retired: list[Server] = []
         self._left_out: set[str] = set()
         self._passes_left = _MOST_PASSES
-        self._size = self._served_size = 0
+        self._size = self.served_size = 0
         self._grown = 0.0
         self._log = log_to_stderr()
 
@@ -142,7 +142,7 @@ class Preloader:
             self._retired.pop().close()
         self.look()
         self._env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
-        if self._ready is None and self._served_size:
+        if self._ready is None and self.served_size:
             self._log.info("ftckpt: workers are started as new processes: no server has imported their modules yet")
         return self._ready
 
@@ -160,7 +160,7 @@ class Preloader:
         size = notes.size_of_imports(self.directory)
         if size != self._size:
             self._size, self._grown = size, time.monotonic()
-        is_due = self._extra is not None and self._coming is None and size != self._served_size
+        is_due = self._extra is not None and self._coming is None and size != self.served_size
         if is_due and time.monotonic() - self._grown >= _QUIET_SECS:
             self._start()
 
@@ -168,7 +168,7 @@ class Preloader:
         """Fork no further worker from the server that is ready, and start another one."""
         if self._ready is not None:
             self._retired.append(self._ready)
-        self._ready, self._served_size = None, 0
+        self._ready, self.served_size = None, 0
 
     def wakers(self) -> list[int]:
         """Descriptors that become readable when a server has something to say, as that a worker has ended."""
@@ -185,7 +185,7 @@ class Preloader:
 
     def _start(self) -> None:
         """Start a server, unless this attempt has had its share of them."""
-        self._served_size = self._size
+        self.served_size = self._size
         if self._passes_left:
             self._passes_left -= 1
             self._coming = Server(self._env, {
@@ -208,9 +208,9 @@ class Preloader:
             server.close()
             self._start()
             return
-        served_size = self._served_size
+        served_size = self.served_size
         self.drop()
-        self._ready, self._served_size = server, served_size
+        self._ready, self.served_size = server, served_size
         self._log.info(
             "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from there",
             server.report["modules"], server.report["mib"],
