@@ -437,7 +437,7 @@ class Elsewhere(PathFinder):
     def find_spec(cls, name, path=None, target=None):
         place = {str(here / "other" / "site-packages")!r}
         return PathFinder.find_spec(name, [place], target) if name == "moved" else None
-sys.meta_path.insert(1, Elsewhere)
+sys.meta_path.insert(sys.meta_path.index(PathFinder), Elsewhere)
 import moved, colorsys
 (here / f"moved-{{attempt}}").write_text(str(moved.value))
 """
