@@ -113,6 +113,18 @@ def test_a_worker_sees_what_it_sees_under_torchrun(name: str, tmp_path: Path) ->
         assert differences(one, other) == {}
 
 
+def test_an_error_is_shown_as_torchrun_shows_it(tmp_path: Path) -> None:
+    shown = []
+    for launcher in ("torchrun", "ftckpt"):
+        here = tmp_path / launcher
+        with Running(here, "def fail():\n    return 1 / 0\n\nfail()\n", "train.py", launcher=launcher) as job:
+            assert job.end() == 1
+        trace = re.search(r"Traceback.*?ZeroDivisionError[^\n]*", job.output(), re.S)
+        assert trace is not None, job.output()
+        shown.append(trace[0].replace(str(here), "HERE"))
+    assert shown[0] == shown[1]
+
+
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A job whose second attempt was forked from the server."""
@@ -467,7 +479,7 @@ class Elsewhere(PathFinder):
     def find_spec(cls, name, path=None, target=None):
         place = {str(here / "other" / "site-packages")!r}
         return PathFinder.find_spec(name, [place], target) if name == "moved" else None
-sys.meta_path.insert(1, Elsewhere)
+sys.meta_path.insert(sys.meta_path.index(PathFinder), Elsewhere)
 import moved, colorsys
 (here / f"moved-{{attempt}}").write_text(str(moved.value))
 """
