@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,6 +113,54 @@ def synchronous(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
         return time.perf_counter() - begin
 
     return copy
+
+
+class Quartiles(NamedTuple):
+    """Of the repeats of a measurement; a single one is all three."""
+
+    first: float
+    median: float
+    third: float
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    return Quartiles(*(statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3))
+
+
+class Blocks:
+    """The blocks of a result file: those that are there already, and those that are to be measured.
+
+    A plan is a named tuple that prints as what it measures; the block has its fields beside what was found.
+    """
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self._path, self.content = path, {**content, "blocks": []}
+        if path.exists():
+            before = json.loads(path.read_text())
+            if self._conditions(before) != self._conditions(self.content):
+                raise SystemExit(f"{path}: was measured with another size, revision or machine; name another file")
+            self.content = {**before, "blocks": [block for block in before["blocks"] if "error" not in block]}
+
+    @staticmethod
+    def _conditions(content: Mapping[str, Any]) -> list[Any]:
+        about = content["environment"]
+        return [content["sizes"], about["revision"], about["hardware"]["cpu"], about["hardware"]["cores"]]
+
+    def measure(
+        self, plans: Sequence[Any], run: Callable[[Any], dict[str, Any]], text: Callable[[dict[str, Any]], str]
+    ) -> None:
+        """The blocks of ``plans`` that are not there yet; the file has each as it ends. ``text`` is of a good one."""
+        done = [block.items() for block in self.content["blocks"]]
+        left = [plan for plan in plans if not any(plan._asdict().items() <= block for block in done)]
+        begin = time.monotonic()
+        for number, plan in enumerate(left):
+            block = run(plan)
+            self.content["blocks"].append({**plan._asdict(), **block})
+            write_json(self._path, self.content)
+            end_secs = (time.monotonic() - begin) / (number + 1) * (len(left) - number - 1)
+            place = f"{len(plans) - len(left) + number + 1} of {len(plans)}"
+            words = f"{place}, {plan}: {text(block) if 'error' not in block else 'failed'}"
+            print(f"{words}; about {end_secs / 60:.0f} min left", file=sys.stderr, flush=True)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

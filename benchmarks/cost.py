@@ -11,12 +11,10 @@ each. Nothing else may run.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import cost_jobs
-from benchmarks.common import conclude, environment, parser_of, print_table, scratch, write_json
+from benchmarks.common import Blocks, conclude, environment, parser_of, print_table, quartiles, scratch
 from benchmarks.cost_jobs import JOBS, SYSTEMS, Block
 from benchmarks.systems import remove
 from ftckpt.store.directory import clean_job
@@ -106,6 +104,9 @@ class Plan(NamedTuple):
     load: str
     repeat: int
     row: str
+
+    def __str__(self) -> str:
+        return f"{self.job}, {self.load}, repeat {self.repeat + 1}, {self.row}"
 
 
 def rows_of(job: str, rows: Sequence[str]) -> list[str]:
@@ -203,12 +204,12 @@ def figures_of(blocks: Sequence[Mapping[str, Any]], job: str, load: str, row: st
     if not pairs:
         return {}
     ratios = [block["iteration_secs"] / off["iteration_secs"] for block, off in pairs]
-    quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    quarters = quartiles(ratios)
     snapshots = sum(block["snapshots"] for block in mine)
     blocked_secs = sum(sum(block["blocked"]) for block in mine)
     stored = [secs for block in mine for secs in block["stored_secs"]]
     return {
-        "ratio": quarters[1], "ratio_quarter": quarters[0], "ratio_three_quarters": quarters[2],
+        "ratio": quarters.median, "ratio_quarter": quarters.first, "ratio_three_quarters": quarters.third,
         "iteration_ms": statistics.median(block["iteration_secs"] for block in mine) * 1e3,
         "blocked_ms": blocked_secs / snapshots * 1e3 if snapshots else None,
         "cpu_ms": statistics.median(block["cpu_secs"] for block in mine) * 1e3,
@@ -269,38 +270,6 @@ def show(place: str, table: Mapping[str, Mapping[str, Any]], reasons: Mapping[st
     print()
 
 
-class Run:
-    """The blocks of a result file: those that are there already, and those that are to be measured."""
-
-    def __init__(self, path: Path, content: dict[str, Any]) -> None:
-        self._path, self.content = path, {**content, "blocks": []}
-        if path.exists():
-            before = json.loads(path.read_text())
-            if self._conditions(before) != self._conditions(self.content):
-                raise SystemExit(f"{path}: was measured with another size, revision or machine; name another file")
-            self.content = {**before, "blocks": [block for block in before["blocks"] if "error" not in block]}
-
-    @staticmethod
-    def _conditions(content: Mapping[str, Any]) -> list[Any]:
-        about = content["environment"]
-        return [content["sizes"], about["revision"], about["hardware"]["cpu"], about["hardware"]["cores"]]
-
-    def measure(self, plans: Sequence[Plan], sizes: Sizes, arena: Path, disk: Path) -> None:
-        """The blocks of ``plans`` that are not there yet; the file has each as it ends."""
-        done = {Plan(block["job"], block["load"], block["repeat"], block["row"]) for block in self.content["blocks"]}
-        left = [plan for plan in plans if plan not in done]
-        begin = time.monotonic()
-        for number, plan in enumerate(left):
-            block = run_block(plan, sizes, arena, disk)
-            self.content["blocks"].append({**plan._asdict(), **block})
-            write_json(self._path, self.content)
-            end_secs = (time.monotonic() - begin) / (number + 1) * (len(left) - number - 1)
-            text = f"iteration {block['iteration_secs'] * 1e3:.1f} ms" if "error" not in block else "failed"
-            place = f"{len(plans) - len(left) + number + 1} of {len(plans)}"
-            words = f"{place}, {plan.job}, {plan.load}, repeat {plan.repeat + 1}, {plan.row}: {text}"
-            print(f"{words}; about {end_secs / 60:.0f} min left", file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run, print the tables, write the file; returns the exit code."""
     parser = parser_of(__doc__)
@@ -317,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
     reasons = {row: f"{package} is not installed" for row in rows if (package := missing_package(row))}
     peers = {system.package for system in SYSTEMS.values() if system.package}
     about = environment(argv, "benchmarks/cost.py", peers)
-    run = Run(
+    run = Blocks(
         args.json,
         {
             "benchmark": "cost",
@@ -327,7 +296,11 @@ def main(argv: Sequence[str]) -> int:
         },
     )
     plans = plans_of(jobs, args.repeats or (2 if args.quick else 5), [row for row in rows if row not in reasons])
-    run.measure(plans, sizes, args.arena.absolute(), args.disk.absolute())
+    arena, disk = args.arena.absolute(), args.disk.absolute()
+    run.measure(
+        plans, lambda plan: run_block(plan, sizes, arena, disk),
+        lambda block: f"iteration {block['iteration_secs'] * 1e3:.1f} ms",
+    )  # fmt: skip
     tables: dict[str, dict[str, dict[str, Any]]] = {}
     for job in jobs:
         for load in MAX_RATIO:

@@ -305,7 +305,8 @@ class Config:
         settings_are_written(Writing.FLAG)
         settings: dict[str, Any] = {}
         rest: list[str] = []
-        arguments = iter(argv)
+        has_flags = any(argument.startswith("--ftckpt") for argument in argv)
+        arguments = iter(argv if has_flags else [*taken, *argv])
         for argument in arguments:
             flag, has_value, value = argument.partition("=")
             if not flag.startswith("--ftckpt"):
@@ -348,6 +349,10 @@ class Config:
         return words
 
 
+taken: list[str] = []
+"""Flags that ``ftckpt run`` has taken off the command line of a script."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add every ``--ftckpt*`` flag to a parser, so that its ``--help`` and its checks know them."""
     group = parser.add_argument_group("ftckpt")
@@ -361,6 +366,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group.add_argument(
             flag_of(setting.name), type=reader_of(setting), default=setting.default, choices=choices, help=text
         )
+    given = Config.from_flags(())[0] if taken else Config()
+    parser.set_defaults(**{flag_of(s.name)[2:].replace("-", "_"): getattr(given, s.name) for s in fields(given)})
     return parser
 
 

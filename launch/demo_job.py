@@ -268,10 +268,10 @@ def execute(run: Run, job: str) -> None:
         if (ARENA / f"ftckpt-{job}").exists():
             raise RunError(f"{run.name}: {ARENA / f'ftckpt-{job}'} is left")
     finally:
-        _clean(job)
+        clean(job)
 
 
-def _clean(job: str) -> None:
+def clean(job: str) -> None:
     """Delete what a failed run left. Threads of a killed process may hold its locks a moment longer than it lives."""
     deadline = time.monotonic() + STOP_SECS
     while True:
@@ -284,6 +284,24 @@ def _clean(job: str) -> None:
             time.sleep(_POLL_SECS)
 
 
+def agent_environment(folder: Path) -> dict[str, str]:
+    """Variables of the agents of a run that writes to ``folder``."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
+    env.setdefault("FTCKPT_DEVICE", "tests.support.standin:cpu")
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    # Warnings of these faults are none of the user's.
+    env["XDG_STATE_HOME"] = str((folder / "state").resolve())
+    # Agents would keep the address of the first store when its node is lost: each attempt opens one of its own.
+    return {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def free_endpoint() -> str:
+    """An address of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 class Start(Protocol):
     """Starts the agent of ``node``; ``alone``: no other node is to join it."""
 
@@ -292,16 +310,8 @@ class Start(Protocol):
 
 def _starter(run: Run, processes: Processes, plan: Path) -> Start:
     """What starts the agent of a node; the first node hosts the rendezvous and is never lost."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
-    env.setdefault("FTCKPT_DEVICE", "tests.support.standin:cpu")
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    # Warnings of these faults are none of the user's.
-    env["XDG_STATE_HOME"] = str((run.folder / "state").resolve())
-    # Agents would keep the address of the first store when its node is lost: each attempt opens one of its own.
-    env |= {faults.PLAN_VAR: str(plan.resolve()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    env = {**agent_environment(run.folder), faults.PLAN_VAR: str(plan.resolve())}
+    endpoint = free_endpoint()
     outputs = ["--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())]
     if run.digested is not None:
         outputs += ["--log-digest", str(run.digests.resolve()), "--digest-until", str(run.digested)]

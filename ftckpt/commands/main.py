@@ -24,6 +24,7 @@ from ftckpt.commands.init import add_init
 from ftckpt.commands.inspect import add_inspect
 from ftckpt.commands.plan import add_plan
 from ftckpt.commands.report import add_report
+from ftckpt.commands.run import add_run
 from ftckpt.commands.save import add_save
 from ftckpt.commands.smp import add_smp
 from ftckpt.commands.status import add_ls, add_status
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add in (
         add_init, add_check, add_status, add_ls, add_inspect, add_clean, add_report, add_plan, add_smp,
         add_convert, add_save, add_list, add_verify, add_pin, add_unpin, add_ended,
+        add_run,
     ):  # fmt: skip
         add(commands)
     settings_are_written(Writing.FLAG)

@@ -8,19 +8,15 @@ time nobody knows the JSON. So are functions of Megatron-DeepSpeed's train loop,
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks import doors
+from ftckpt.frameworks.imports import ImportWatch
 
 if TYPE_CHECKING:
     from ftckpt.deepspeed.session import EngineSession
@@ -35,41 +31,6 @@ _is_attached_later = False
 _others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Engines with an optimizer that are not followed, though nothing says that they are not to be saved, and the steps
 that they had taken when another one was."""
-
-
-class _ImportWatch(importlib.abc.MetaPathFinder):
-    """Lets the other finders find what is replaced here, and ``install`` be called once it has been imported."""
-
-    def __init__(self) -> None:
-        self._searching = False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in _REPLACED or self._searching:
-            return None
-        self._searching = True  # the search below asks every finder, this one too
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching = False
-        if spec is not None and spec.loader is not None:
-            _call_after(spec.loader, install)
-        return spec
-
-
-_watch = _ImportWatch()
-
-
-def _call_after(loader: Any, done: Callable[[], None]) -> None:
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # the instance's attribute; the class's method shows again
-        execute(module)
-        done()
-
-    loader.exec_module = exec_module
 
 
 def _replace_in_deepspeed(deepspeed: Any) -> None:
@@ -89,17 +50,13 @@ _REPLACED: dict[str, Callable[[Any], None]] = {
     "megatron.training": _replace_in_megatron,
 }
 """By name of a module what puts ftckpt before its functions; a second call does nothing."""
+_watch = ImportWatch(_REPLACED)
 
 
 def install() -> None:
     """Wrap ``deepspeed.initialize`` and the train loop of Megatron-DeepSpeed, now or when they are imported, and when
     they are reloaded; a second call does nothing."""
-    for name, replace in _REPLACED.items():
-        if name in sys.modules:
-            replace(sys.modules[name])
-    if _watch not in sys.meta_path:
-        # First of all finders: those behind it would find a module before it is seen.
-        sys.meta_path.insert(0, _watch)
+    _watch.install()
 
 
 def begin_iteration() -> None:
@@ -134,8 +91,7 @@ def remove() -> None:
 
     Snapshots stay where they are.
     """
-    if _watch in sys.meta_path:
-        sys.meta_path.remove(_watch)
+    _watch.remove()
     try:
         leave()
     finally:  # a checkpointer that cannot be closed must not leave ``deepspeed.initialize`` replaced

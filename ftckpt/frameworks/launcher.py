@@ -45,6 +45,8 @@ _FLUSH_SECS = 60.0
 """How long a process waits at most for its files to be written out: shared storage may be slow."""
 _INTERRUPTED = 130
 """As shells have it: 128 and SIGINT."""
+is_forked = False
+"""Whether this process was forked from a server that had imported, and frozen, what the script imports."""
 
 
 def job_name(configured: str | None, env: Mapping[str, str]) -> str:
@@ -336,6 +338,7 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - a script's own error, shown as the interpreter shows it
         sys.last_value = error  # as the interpreter does
         _go_on_after(error)  # here, too: the script may have put a hook of its own in the place of ftckpt's
+        error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     # In this order, as the interpreter does: pools of threads and processes end, then what was registered.
@@ -348,6 +351,14 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     os._exit(code)
 
 
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames before the script's first one, which the interpreter would not have."""
+    found = trace
+    while found is not None and found.tb_frame.f_globals is not vars(sys.modules["__main__"]):
+        found = found.tb_next
+    return found or trace
+
+
 def _is_of_argparse(ended: SystemExit) -> bool:
     """Each attempt has the same arguments, and a script ends by this before any of them matters."""
     trace = ended.__traceback__
@@ -358,8 +369,12 @@ def _is_of_argparse(ended: SystemExit) -> bool:
 
 def _flush() -> None:
     """Write out what scripts and libraries have not, in files that they have left open."""
-    gc.unfreeze()  # such a file may be frozen, as stdout is under a runner
-    files = [found for found in gc.get_objects() if isinstance(found, io.TextIOBase | io.BufferedIOBase)]
+    # A look at an object writes to its page: a fork would copy its server, which is half a second of a restart.
+    if not is_forked:
+        gc.unfreeze()  # such a file may be frozen, as stdout is under a runner
+    # By its type alone: an object may warn when it is asked for its class.
+    found = [one for one in gc.get_objects() if issubclass(type(one), io.TextIOBase | io.BufferedIOBase)]
+    files = [*found, sys.__stdout__, sys.__stderr__]
     for file in sorted(files, key=lambda file: isinstance(file, io.BufferedIOBase)):  # a text is on top of its buffer
         # One that is detached, in use by a thread or of a class of the script's own: that of the others counts.
         with suppress(Exception):
@@ -422,8 +437,13 @@ def prepare(script: Path, arguments: Sequence[str]) -> None:
 
 def run(script: Path, ended_well: Callable[[], None]) -> int:
     """Run ``script`` as ``__main__``, then call ``ended_well``; what the script raises goes on to the caller."""
+    return finish(lambda: runpy.run_path(str(script), run_name="__main__"), ended_well)
+
+
+def finish(script: Callable[[], object], ended_well: Callable[[], None]) -> int:
+    """Call ``script``, then ``ended_well``; what the script raises goes on to the caller."""
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        script()
     except SystemExit as ended:
         # A script that failed, or was told to stop, keeps its snapshots for the next start.
         if ended.code not in (None, 0):

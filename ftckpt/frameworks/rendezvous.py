@@ -22,10 +22,12 @@ its death, so that a worker that meets a stale ``leader`` waits until rank 0 of 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ REMEDY = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchru
 
 _HOOK = "_create_c10d_store"  # the one function through which env:// and tcp:// open a store
 _POLL_SECS, _LOOK_SECS = 0.1, 0.01
+_LISTEN_SECS = 10.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
         return _isolation
     where = shared_store(os.environ)
     if where is None:
+        connect_promptly()
         return "torchrun shares no store among attempts: nothing to isolate"
     module = _checked_module()
     name = _agree_through(where, timeout_secs)
@@ -181,6 +185,37 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
     setattr(module, _HOOK, _isolated(original, where.port, f"ftckpt.attempt.{name}"))
     _isolation = description
     return description
+
+
+def connect_promptly() -> None:
+    """Have ranks connect to the store of rank 0 as soon as it listens. A second call does nothing.
+
+    Torch waits for half a second and more where the first try came too early, as it does where ranks are forked.
+    """
+    module = importlib.import_module("torch.distributed.rendezvous")
+    original: Callable[..., Store] | None = getattr(module, _HOOK, None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create_store(hostname: str, port: int, rank: int, *args: Any, **kwargs: Any) -> Store:
+        if rank:
+            _await_listener(hostname, port)
+        return original(hostname, port, rank, *args, **kwargs)
+
+    setattr(module, _HOOK, create_store)
+
+
+def _await_listener(host: str, port: int) -> None:
+    """Until something listens there, or torch may find out itself why nothing does."""
+    begin = time.monotonic()
+    while (waited_secs := time.monotonic() - begin) < _LISTEN_SECS:
+        try:
+            socket.create_connection((host, port), _LISTEN_SECS).close()
+            return
+        except OSError:
+            # Less and less often: thousands of ranks may wait for one that imports.
+            time.sleep(0.005 + waited_secs / 20)
 
 
 def _keeps_new_nodes_out(env: Mapping[str, str]) -> bool:

@@ -256,6 +256,24 @@ def test_nothing_is_done_where_no_store_is_shared(value: str | None, monkeypatch
     assert "nothing" in rendezvous.isolate_attempts()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_asks_for_a_store_once_it_listens(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own wait after a refusal is half a second and more."""
+    asked = threading.Event()
+    monkeypatch.setattr(TORCH, rendezvous._HOOK, lambda *_: asked.set())
+    rendezvous.connect_promptly()
+    hook = getattr(TORCH, rendezvous._HOOK)
+    rendezvous.connect_promptly()
+    assert getattr(TORCH, rendezvous._HOOK) is hook
+    with socket.socket() as server, ThreadPoolExecutor(1) as pool:
+        server.bind(("127.0.0.1", 0))
+        asking = pool.submit(hook, *server.getsockname(), rank, 2)
+        assert asked.wait(0.3) == (rank == 0)  # the first one is the store
+        server.listen()
+        asking.result(10)
+        assert asked.is_set()
+
+
 @pytest.mark.usefixtures("agent_store")
 def test_an_unknown_torch_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_HOOK", "no_such_name")

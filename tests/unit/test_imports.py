@@ -66,9 +66,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
     "deepspeed": {"job", "frameworks", "windows.schedule", "model", "group"},
     "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
+    "runner": {"frameworks", "megatron", "deepspeed", "store.outcome"},
     "commands": {
         "group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job",
-        "convert", "frameworks",
+        "convert", "frameworks", "runner",
     },
     "__main__": {"commands.main"},
 }  # fmt: skip
@@ -270,7 +271,7 @@ def test_what_manages_snapshots_starts_without_torch(names: list[str]) -> None:
 SIDE_EFFECTS = """
 import importlib, os, random, signal, sys, threading, warnings
 warnings.simplefilter("ignore")
-import numpy as np, torch, torch.distributed as dist
+import numpy as np, torch, torch.distributed as dist, torch.distributed.run
 {frameworks}
 def world():
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -499,6 +500,18 @@ def test_a_process_leaves_as_the_interpreter_does(end: str, code: int, error: st
     assert (ended.returncode, ended.stdout) == (code, "thread\nregistered\n")
     assert error in ended.stderr and bool(error) == bool(ended.stderr)
     assert (tmp_path / "text").read_text() == "not flushed\n" and (tmp_path / "raw").read_bytes() == b"nor this"
+
+
+def test_a_fork_leaves_alone_what_its_server_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at it would copy all of its pages, in each rank of a restart."""
+    monkeypatch.setattr(launcher, "is_forked", True)
+    gc.freeze()
+    try:
+        num = gc.get_freeze_count()
+        launcher._flush()
+        assert gc.get_freeze_count() > num // 2 > 0  # some of them may have ended
+    finally:
+        gc.unfreeze()
 
 
 ASKING = """

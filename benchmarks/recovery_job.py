@@ -1,0 +1,187 @@
+"""A rank of the jobs of ``benchmarks/recovery.py``: an example script that notes what it reaches when.
+
+    torchrun ... -m ftckpt.megatron benchmarks/recovery_job.py JOB STAMPS PAUSE DISK EVERY [arguments of the script]
+
+Each process writes JSON lines to ``STAMPS/<rank>.<pid>.jsonl``. With a folder ``DISK`` it saves there every ``EVERY``
+iterations by what is usual for its framework, and begins with the newest of these. ``PAUSE`` seconds between
+iterations a device would compute.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LATEST = "latest"
+
+
+def process_began_at() -> float:
+    """When this process was started, or forked from another one."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Stamps:
+    """Notes of one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{os.environ['RANK']}.{os.getpid()}.jsonl"
+        self._file = self._path.open("a", buffering=1)
+        self.new_group_secs = 0.0
+
+    def note(self, what: str, when: float = 0.0, **fields: Any) -> None:
+        self._file.write(json.dumps({"what": what, "time": when or time.time(), **fields}) + "\n")
+
+    def built(self) -> None:
+        """The job is built, and looks for what to load."""
+        self.note("built", groups_secs=self.new_group_secs)
+
+    def around_group(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.new_group_secs += time.perf_counter() - begin
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put ``around(original, ...)`` in the place of a function."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+class Disk:
+    """Checkpoints of a job on storage, the newest of which a start loads. Collective."""
+
+    def __init__(self, framework: str, folder: Path) -> None:
+        self._peer, self._folder = _peer(framework), folder
+
+    def save(self, job: Any, iteration: int) -> None:
+        """Save, and remove the one before the last."""
+        import torch.distributed as dist
+
+        self._peer.save(job, str(self._folder / f"step{iteration}"))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            new = self._folder / f"{LATEST}.new"
+            new.write_text(str(iteration))
+            new.rename(self._folder / LATEST)
+            saved = sorted(self._folder.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
+            for path in saved[:-2]:
+                shutil.rmtree(path)
+
+    def load(self, job: Any) -> int:
+        """The iteration that was loaded; 0: there is none."""
+        try:
+            iteration = int((self._folder / LATEST).read_text())
+        except FileNotFoundError:
+            return 0
+        self._peer.load(job, str(self._folder / f"step{iteration}"))
+        _advance(job, iteration)
+        return iteration
+
+
+def _advance(job: Any, iteration: int) -> None:
+    """Let counters and data of the job be those behind an iteration."""
+    if hasattr(job, "engine"):  # which has its own counters
+        job.data.load_state_dict({"consumed_samples": job.engine.global_samples})
+        return
+    samples = iteration * job.args.global_batch
+    job.data.load_state_dict({"consumed_samples": samples})
+    job.progress.load_state_dict({"iteration": iteration, "consumed_samples": samples})
+
+
+class _Fsdp2:
+    """DCP, as torch's documentation has it."""
+
+    def save(self, job: Any, path: str) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._state(job), checkpoint_id=path)
+
+    def load(self, job: Any, path: str) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state(job)
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )  # fmt: skip
+
+    def _state(self, job: Any) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(job.model, job.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def _peer(framework: str) -> Any:
+    """What saves and loads a job as is usual for its framework."""
+    from benchmarks.load_frameworks import FRAMEWORKS
+
+    return _Fsdp2() if framework == "fsdp2" else FRAMEWORKS[framework]
+
+
+SCRIPTS = {"megatron": "train_gpt", "deepspeed": "train_deepspeed", "fsdp2": "train_plain"}
+
+
+def follow(script: Any, stamps: Stamps, pause_secs: float, disk: Disk | None, every: int) -> None:
+    """Have a script note what it reaches, and save and load by ``disk``."""
+    import torch.distributed as dist
+
+    from ftckpt.frameworks import doors
+
+    def init_process_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        stamps.note("rendezvous")
+
+    def start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stamps.built()
+        return original(*args, **kwargs)
+
+    def train_step(original: Callable[..., Any], job: Any) -> Any:
+        metrics = original(job)
+        stamps.note("step", iteration=metrics["iteration"])
+        if disk is not None and metrics["iteration"] % every == 0:
+            disk.save(job, metrics["iteration"])
+            stamps.note("saved", iteration=metrics["iteration"])
+        time.sleep(pause_secs)
+        return metrics
+
+    def train(original: Callable[..., Any], job: Any) -> Any:
+        if disk is not None:
+            stamps.built()
+            stamps.note("decided")
+            stamps.note("loaded", iteration=disk.load(job))
+        return original(job)
+
+    wrap(dist, "init_process_group", init_process_group)
+    wrap(dist, "new_group", stamps.around_group)
+    wrap(doors, "start", start)
+    wrap(script, "train_step", train_step)
+    wrap(script, "train", train)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the script of a job."""
+    job, folder, pause, saved, every, *arguments = argv
+    sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
+    script = importlib.import_module(SCRIPTS[job])
+    stamps = Stamps(Path(folder))
+    stamps.note("process", process_began_at())
+    stamps.note("imported")
+    follow(script, stamps, float(pause), Disk(job, Path(saved)) if saved else None, int(every))
+    script.main(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,345 @@
+"""One run of a job of ``benchmarks/recovery.py`` on two simulated nodes, which is killed and comes back, again and
+again: the time of each part of the way back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ftckpt.store.directory import job_node_path
+from launch.demo_job import FRAMEWORKS, LOST_NODE, NODES, REPLACEMENT, SMALL, agent_environment, clean, free_endpoint
+from tests.support.processes import ARENA, Processes, RunError, is_running
+
+PARTS = (
+    "detect", "teardown", "regroup", "start", "import", "rendezvous", "groups", "build", "decide", "load", "step",
+)  # fmt: skip
+"""Of the time from the kill to the first step that all ranks have finished, in their order."""
+FAULTS = ("rank", "all", "node")
+MIN_STEPS = 4
+"""Of an attempt, before its fault."""
+SAVE_EVERY = 5
+TIMEOUT_SECS = 120.0
+"""Of a start, of a wait for the next fault, and of a way back."""
+_RENDEZVOUS = "join_timeout=600,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""Heartbeats of torch's agents come up to two seconds apart."""
+_LOOK_SECS = 0.01
+_NOTICED = re.compile(rb"Worker group (FAILED|UNHEALTHY)|Detected \d+ new nodes")
+JOINS = b"Rendezvous'ing worker group"
+"""In the log of an agent."""
+WARM_SECS = 60.0
+"""After which an agent counts as prepared for a restart, whatever it says."""
+STANDBY_SECS = 3.0
+"""In which an agent that is there joins its rendezvous."""
+_JOB_SCRIPT = str(Path(__file__).with_name("recovery_job.py"))
+
+
+class Launcher(NamedTuple):
+    """A command that takes torchrun's arguments: a module, and arguments of its own.
+
+    ``needs``: the module that it is made of; ``package``: the distribution that has it, where that is not torch or
+    ftckpt. ``warm``: what the log of an agent has once it is prepared for a restart. ``takes_script``: it does for a
+    script what the runner of its framework does.
+    """
+
+    module: tuple[str, ...]
+    needs: str
+    package: str = ""
+    warm: bytes = JOINS
+    takes_script: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        try:
+            return importlib.util.find_spec(self.needs) is not None
+        except ModuleNotFoundError:  # not even the package that it is in
+            return False
+
+
+LAUNCHERS = {
+    "torchrun": Launcher(("torch.distributed.run",), "torch.distributed.run"),
+    "ftckpt run": Launcher(
+        ("ftckpt.commands.main", "run"), "ftckpt.commands.run", warm=b"are preloaded", takes_script=True
+    ),
+    "ft_launcher": Launcher(
+        ("nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg"),
+        "nvidia_resiliency_ext.fault_tolerance", "nvidia-resiliency-ext",
+    ),
+}  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A script of ``launch/`` under the runner ``module``, "" for none, on ``per_node`` ranks of each node."""
+
+    module: str
+    arguments: tuple[str, ...]
+    configure: Callable[[Path, Mapping[str, Any]], list[str]]
+    per_node: int
+
+
+_MODEL = ("--layers", "4", "--hidden", "64", "--seq", "64")
+JOBS = {
+    "megatron": Job("ftckpt.megatron", FRAMEWORKS["megatron"].arguments, FRAMEWORKS["megatron"].configure, 4),
+    "deepspeed": Job("ftckpt.deepspeed", (*_MODEL, "--pp", "2"), FRAMEWORKS["deepspeed"].configure, 2),
+    "fsdp2": Job("", (*_MODEL, "--wrap", "fsdp2"), FRAMEWORKS["megatron"].configure, 2),
+}
+
+
+@dataclass
+class Rank:
+    """One process of a rank, and what it has noted: the newest time by name, and how many steps."""
+
+    pid: int
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: int = 0
+
+    def at(self, *names: str) -> float | None:
+        """The time of the first of these that it has noted."""
+        return next((self.notes[name]["time"] for name in names if name in self.notes), None)
+
+
+class Lines:
+    """New whole lines of files that others append to."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[Path, int] = {}
+
+    def of(self, path: Path) -> list[bytes]:
+        offset = self._offsets.get(path, 0)
+        try:
+            if path.stat().st_size == offset:
+                return []
+        except FileNotFoundError:
+            return []
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]  # a killed writer may leave half a line
+        self._offsets[path] = offset + len(whole)
+        return whole.splitlines()
+
+
+class Run:
+    """The agents of one run and their ranks. ``is_stored``: state comes from storage, not from ftckpt's memory."""
+
+    def __init__(self, job: str, launcher: str, is_stored: bool, pause_secs: float, folder: Path) -> None:
+        self._job, self._is_stored, self._name = JOBS[job], is_stored, f"bench-{uuid.uuid4().hex[:8]}"
+        self._folder, self._stamps, self._events = folder, folder / "stamps", folder / "events"
+        self._stamps.mkdir()
+        self._lines, self._processes = Lines(), Processes()
+        self._pids: set[int] = set()
+        self._ranks: dict[int, Rank] = {}
+        self._protected: set[int] = set()
+        """Process ids of first ranks that have told of a protected snapshot."""
+        self._noticed = 0.0
+        self._secs_of_step = 0.0
+        self._launcher = LAUNCHERS[launcher]
+        self._command = self._words(job, pause_secs)
+        self._env = {**agent_environment(folder), "LOGLEVEL": "INFO"}
+        if not self._job.module:  # it trains on the CPU
+            del self._env["FTCKPT_DEVICE"]
+
+    def _words(self, job: str, pause_secs: float) -> list[str]:
+        stored = str(self._folder / "saved") if self._is_stored else ""
+        settings = {**SMALL, "job": self._name, "interval": 1, "events": str(self._events)}
+        script = [_JOB_SCRIPT, job, str(self._stamps), str(pause_secs), stored, str(SAVE_EVERY)]
+        flags = self._job.configure(self._folder, {} if self._is_stored else settings)
+        if self._is_stored:
+            (self._folder / "saved").mkdir()
+        module = "" if self._launcher.takes_script else self._job.module
+        return [
+            *(sys.executable, "-m", *self._launcher.module, "--nnodes", str(len(NODES))),
+            *("--nproc-per-node", str(self._job.per_node), "--local-addr", "127.0.0.1", "--rdzv-backend", "c10d"),
+            *("--rdzv-id", self._name, "--rdzv-endpoint", free_endpoint(), "--max-restarts", "9"),
+            *("--monitor-interval", "0.1"),
+            *(["-m", "--", module] if module else ["--"]), *script, *self._job.arguments,
+            *("--iterations", "1000000", "--log-file", str(self._folder / "log.jsonl")), *flags,
+        ]  # fmt: skip
+
+    def _start(self, node: str) -> None:
+        """Start the agent of a node; it is a standby where two others train."""
+        at = self._command.index("--rdzv-id")
+        conf = ["--rdzv-conf", f"{_RENDEZVOUS},is_host={int(node == NODES[0])}"]
+        self._processes.start(node, [*self._command[:at], *conf, *self._command[at:]], self._env, self._log(node))
+
+    def _log(self, node: str) -> Path:
+        return self._folder / f"{node}.log"
+
+    def _said(self, node: str) -> bytes:
+        return self._log(node).read_bytes()
+
+    def _wait_until_warm(self, *nodes: str) -> None:
+        """Wait until agents are prepared for a restart."""
+        end = time.monotonic() + WARM_SECS
+        self._until(
+            lambda: time.monotonic() > end or all(self._launcher.warm in self._said(node) for node in nodes),
+            "agents were prepared for a restart",
+        )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.stop()
+        clean(self._name)
+
+    def measure(self, faults: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Each fault, in turn, and the way back from it.
+
+        Raises:
+            RunError: training did not begin, or did not come back in time.
+        """
+        for node in NODES:
+            self._start(node)
+        self._until(self._trains, "training began")
+        self._wait_until_warm(*NODES)
+        return {fault: self._way_back(fault) for fault in faults}
+
+    def _way_back(self, fault: str) -> dict[str, Any]:
+        if fault == "node":
+            # Not before: where a rank is lost torch's rendezvous takes the standby for a node of the job, and each
+            # node in turn for a new one, for which the others start again, without end.
+            self._start(REPLACEMENT)
+            self._until(lambda: JOINS in self._said(REPLACEMENT), "the standby was there")
+            time.sleep(STANDBY_SECS)
+            self._wait_until_warm(REPLACEMENT)
+        self._until(lambda: self._is_ready(fault), f"a state to go back to was there before fault {fault}")
+        time.sleep(random.uniform(0.0, self._secs_of_step))
+        self._look()
+        old, before = dict(self._ranks), len(self._pids)
+        last = max(rank.notes["step"]["iteration"] for rank in old.values())
+        self._noticed, struck = 0.0, time.time()
+        self._strike(fault)
+        ended = 0.0
+
+        def is_back() -> bool:
+            nonlocal ended
+            if not ended and not any(is_running(rank.pid) for rank in old.values()):
+                ended = time.time()
+            return self._trains()
+
+        self._ranks = {}
+        self._until(is_back, f"training came back from fault {fault}")
+        begun = min(rank.notes["process"]["time"] for rank in self._ranks.values())
+        told = {} if self._is_stored else {rank: self._told(rank) for rank in self._ranks}
+        for rank, notes in told.items():
+            self._ranks[rank].notes.update(notes)
+        parts = parts_of(struck, self._noticed, min(ended or begun, begun), self._ranks.values())
+        loaded = self._ranks[0].notes["loaded"]
+        return {
+            "secs": sum(parts.values()), "parts": parts, "lost": last - (loaded["iteration"] or 0),
+            "source": loaded.get("source", "storage"), "starts": (len(self._pids) - before) / len(old),
+        }  # fmt: skip
+
+    def _strike(self, fault: str) -> None:
+        if fault == "node":
+            self._processes.lose(LOST_NODE)
+            if not self._is_stored:
+                shutil.rmtree(job_node_path(ARENA, self._name, LOST_NODE))
+            return
+        ranks = list(self._ranks) if fault == "all" else [max(self._ranks) // 2 + 1]
+        for rank in ranks:
+            os.kill(self._ranks[rank].pid, signal.SIGKILL)
+
+    def _is_ready(self, fault: str) -> bool:
+        """Whether a fault may strike: there is a state of this attempt to go back to."""
+        if not self._trains() or any(rank.steps < MIN_STEPS for rank in self._ranks.values()):
+            return False
+        return "saved" in self._ranks[0].notes if self._is_stored else self._ranks[0].pid in self._protected
+
+    def _trains(self) -> bool:
+        """Whether all ranks have finished a step."""
+        ranks = self._ranks.values()
+        return len(ranks) == len(NODES) * self._job.per_node and all(rank.steps for rank in ranks)
+
+    def _told(self, rank: int) -> dict[str, dict[str, Any]]:
+        """What ftckpt's events say of a start, as notes."""
+        found: dict[str, dict[str, Any]] = {}
+        lines = (self._events / f"rank{rank}.jsonl").read_bytes().splitlines()
+        for event in map(json.loads, lines):
+            if event["pid"] != self._ranks[rank].pid:
+                continue
+            if event["event"] == "loaded":
+                found["decided"] = {"time": event["time"] - event["secs"]}
+            elif event["event"] == "restored":
+                found["loaded"] = {key: event[key] for key in ("time", "iteration", "source")}
+        return found
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while True:
+            self._look()
+            if condition():
+                return
+            ended = [agent.returncode for agent in self._processes.agents if agent.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                why = f"an agent ended with code {ended[0]}" if ended else f"{TIMEOUT_SECS:.0f} s are over"
+                raise RunError(f"{why} before {what}\n{self._ends_of_logs()}")
+            time.sleep(_LOOK_SECS)
+
+    def _look(self) -> None:
+        """Take in what is new."""
+        for path in self._stamps.iterdir():
+            rank, pid, _ = path.name.split(".")
+            for line in self._lines.of(path):
+                self._on_note(int(rank), int(pid), json.loads(line))
+        for line in self._lines.of(self._events / "rank0.jsonl"):
+            if b'"protected"' in line and (event := json.loads(line))["event"] == "protected":
+                self._protected.add(event["pid"])
+        for path in self._folder.glob("*.log"):
+            if any(_NOTICED.search(line) for line in self._lines.of(path)):
+                self._noticed = self._noticed or time.time()
+
+    def _on_note(self, rank: int, pid: int, note: dict[str, Any]) -> None:
+        if pid not in self._pids:  # a later attempt
+            self._pids.add(pid)
+            self._ranks[rank] = Rank(pid)
+        if (mine := self._ranks.get(rank)) is None or mine.pid != pid:
+            return
+        if note["what"] == "step":
+            mine.steps += 1
+            if before := mine.at("step"):
+                self._secs_of_step = note["time"] - before
+            if mine.steps == 1:
+                mine.notes["first step"] = note
+        mine.notes[note["what"]] = note
+
+    def _ends_of_logs(self) -> str:
+        logs = sorted(self._folder.glob("node*.log"))
+        return "\n".join(f"--- {log.stem}:\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
+
+
+def parts_of(struck: float, noticed: float, ended: float, ranks: Any) -> dict[str, float]:
+    """Seconds of each part, which ends when the last rank has come to its end: their sum is the whole way.
+
+    Args:
+        noticed: when a launcher told that a rank is gone; 0: it did not.
+        ended: when the last process of the attempt before was gone.
+        ranks: what each rank of the attempt that trained has noted.
+    """
+    ranks = list(ranks)
+    begun = [rank.notes["process"]["time"] for rank in ranks]
+
+    def last(*names: str) -> float:
+        return max(rank.at(*names) or 0.0 for rank in ranks)
+
+    ends = [noticed, ended, min(begun), max(begun), last("imported"), last("rendezvous"), last("built")]
+    ends += [last("decided", "loaded"), last("loaded"), last("first step")]
+    parts, before = {}, struck
+    for name, end in zip((part for part in PARTS if part != "groups"), ends, strict=True):
+        parts[name] = max(0.0, end - before)
+        before = max(before, end)
+    groups_secs = min(parts["build"], max(rank.notes["built"]["groups_secs"] for rank in ranks))
+    parts |= {"groups": groups_secs, "build": parts["build"] - groups_secs}
+    return {name: round(parts[name], 4) for name in PARTS}

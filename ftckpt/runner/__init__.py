@@ -1,0 +1,10 @@
+"""``ftckpt run``: torchrun's agent, whose workers are forked from a server that has imported what they import.
+
+| process | files | what it does |
+|---|---|---|
+| agent | `agent.py`, `workers.py`, `preload.py`, `rendezvous.py` | torch's elastic agent, which loses no time |
+| server | `server.py`, `guard.py` | imports what earlier attempts have imported, and forks later workers |
+| worker | `worker.py` | runs the script as it is, with what the frameworks that it imports need |
+
+`notes.py` is what workers leave for their agent.
+"""

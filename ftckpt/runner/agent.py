@@ -1,0 +1,139 @@
+"""torch's elastic agent, which sees at once when a worker has ended and starts the next ones from the server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch.distributed.run as torchrun
+from torch.distributed import DistError
+from torch.distributed.argparse_util import env as from_environment
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ftckpt.frameworks.launcher import log_to_stderr
+from ftckpt.runner import notes
+from ftckpt.runner.preload import Preloader
+from ftckpt.runner.rendezvous import look_often
+from ftckpt.runner.workers import Workers
+
+# What torch's launcher looks up in them is replaced while it runs.
+_launcher: Any = importlib.import_module("torch.distributed.launcher.api")
+_agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
+
+_IMPORTS = "ftckpt.imports"
+"""Key in the store of the rendezvous."""
+_LOOK_SECS = 1.0
+"""Between two looks at the preloader, at most."""
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent of this node, with a server at hand.
+
+    Args:
+        preloader: has the server.
+        settings: of torch's agent.
+    """
+
+    def __init__(self, preloader: Preloader, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._preloader = preloader
+        handler: Any = self._worker_group.spec.rdzv_handler
+        look_often(handler, self._look)
+        self._shared = getattr(getattr(getattr(handler, "_state_holder", None), "_backend", None), "_store", None)
+        self._shared_size = 0
+        self._failures: set[str] = set()
+        # Torch sleeps for so long before each look at the workers; here it ends when a worker does.
+        spec = self._worker_group.spec
+        self._interval_secs, spec.monitor_interval = spec.monitor_interval, 0.0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._look()
+        self._wait()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED and self._is_hopeless():
+            self._remaining_restarts = 0
+        return result
+
+    def _look(self) -> None:
+        """Look after the server. A standby has one of what others have imported, whom the first node tells it."""
+        preloader, store = self._preloader, self._shared
+        preloader.look()
+        size = notes.size_of_imports(preloader.directory)
+        if store is None or size != preloader.served_size:
+            return
+        with suppress(DistError):  # the rendezvous itself says what is wrong with its store
+            if not size and self._pcontext is None and store.check([_IMPORTS]):
+                notes.adopt_imports(preloader.directory, store.get(_IMPORTS))
+            elif size != self._shared_size and self._worker_group.group_rank == 0:
+                store.set(_IMPORTS, notes.imports_as_text(preloader.directory))
+                self._shared_size = size
+
+    def _wait(self) -> None:
+        """Until a worker has ended, or it is time to look for nodes that want to join."""
+        poll = select.poll()
+        workers = self._pcontext.wakers() if isinstance(self._pcontext, Workers) else ()
+        for fd in (*self._preloader.wakers(), *workers):
+            poll.register(fd, select.POLLIN)
+        poll.poll(min(self._interval_secs, _LOOK_SECS) * 1000)
+
+    def _is_hopeless(self) -> bool:
+        """Whether each further attempt would fail as the last one: a worker has said so, or has failed twice in one
+        place before it has met the others."""
+        before, self._failures = self._failures, notes.take_failures(self._preloader.directory)
+        if notes.OVER in self._failures:
+            return True
+        for failure in before & self._failures:
+            log_to_stderr().error("ftckpt: the script is not started again: it has failed twice by %s", failure)
+            return True
+        return False
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if isinstance(self._pcontext, Workers):
+            self._pcontext.is_hurried = True
+        super()._stop_workers(worker_group)
+
+
+def _start(preloader: Preloader, start_method: str, **settings: Any) -> Workers:
+    workers = Workers(preloader, **settings)
+    workers.start()
+    return workers
+
+
+def launch(words: Sequence[str]) -> None:
+    """Run a job as ``torchrun`` does with these arguments, until it ends.
+
+    Raises:
+        ChildFailedError: it has failed.
+        SignalException: this process was told to end.
+    """
+    parser = torchrun.get_args_parser()
+    parser.prog = "ftckpt run"
+    parser.add_argument(
+        "--preload", action=from_environment, default="", metavar="MODULE,...",
+        help="Modules to import before workers start again, beside those that earlier attempts have imported; off: "
+        "start all workers as new processes.",
+    )  # fmt: skip
+    args = parser.parse_args(words)
+    # Else the attempts of a job share one store, in which restarted workers meet the addresses of dead ones.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if args.no_python or args.run_path:
+        record(torchrun.run)(args)
+        return
+    path = None if args.module else os.path.dirname(os.path.realpath(args.training_script))
+    is_own = os.getenv("PYTHON_EXEC", sys.executable) != sys.executable or args.numa_binding is not None
+    preloader = Preloader(path, None if is_own or args.preload == "off" else args.preload.split(","))
+    before = _launcher.LocalElasticAgent, _agent.start_processes
+    _launcher.LocalElasticAgent, _agent.start_processes = partial(Agent, preloader), partial(_start, preloader)
+    try:
+        record(torchrun.run)(args)
+    finally:
+        _launcher.LocalElasticAgent, _agent.start_processes = before
+        preloader.close()

@@ -1,0 +1,162 @@
+"""Imports of a process that workers are forked from: what a fork would not survive is left out."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.abc
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ftckpt.frameworks.imports import execute_with, find_behind
+
+_FRAMEWORKS = ("ftckpt", "megatron", "deepspeed", "transformer_engine")
+"""Preloaded wherever they lie; all else of the user's own is imported by each worker."""
+_STANDARD = f"{os.path.dirname(os.__file__)}/"
+_HARMLESS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/shm/", "/dev/nvidia")
+"""May be open in a process that forks. NVML opens devices of CUDA, and survives a fork."""
+_CUDA_NOT_INITIALIZED = 3
+_RTLD_NOLOAD = 4
+
+
+class Guard(importlib.abc.MetaPathFinder):
+    """Imports modules by name, as long as a fork survives it.
+
+    ``found`` has the modules that must not be imported and why, and "" of those that import one of them; ``env`` what
+    modules have set in the environment. ``left_out`` are modules that are not imported.
+    """
+
+    def __init__(self, left_out: Iterable[str]) -> None:
+        self.found: dict[str, str] = {}
+        self.env: dict[str, str] = {}
+        self._origins: dict[str, str | None] = {}
+        self._left_out = set(left_out)
+        self._running: list[str] = []
+        self._harms = harms()
+
+    def preload(self, noted: Iterable[Any]) -> None:
+        """Import what was noted in a worker, as it was there: see ``notes.imports``."""
+        places, env = list(sys.path), dict(os.environ)
+        sys.meta_path.insert(0, self)
+        try:
+            for one in noted:
+                if isinstance(one, list):
+                    self._origins[one[0]] = one[1]
+            for one in noted:
+                if isinstance(one, dict):
+                    os.environ.update(one.get("env", {}))
+                    sys.path[:] = one.get("path", sys.path)
+                elif one[0] not in sys.modules and one[0] not in self._left_out and is_preloaded(*one):
+                    self._import(one[0])
+        finally:
+            sys.meta_path.remove(self)
+            sys.path[:] = places
+            os.environ.clear()
+            os.environ.update(env)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = find_behind(self, fullname, path, target)
+        if spec is None:
+            return None
+        if fullname in self._left_out or (self._origins.get(fullname) or spec.origin) != spec.origin:
+            self._leave_out()
+        execute_with(spec, self._execute)
+        return spec
+
+    def _import(self, name: str) -> None:
+        env = dict(os.environ)
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - a module that a worker could import, of anybody
+            self.found.setdefault(name, f"raises {type(error).__name__}: {error}")
+            self._left_out.add(name)
+        self.env.update({name: value for name, value in os.environ.items() if env.get(name) != value})
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        self._running.append(module.__name__)
+        try:
+            execute(module)
+            before, self._harms = self._harms, harms()
+            if new := self._harms - before:
+                self.found[module.__name__] = ", ".join(new)
+                self._leave_out()
+        finally:
+            self._running.pop()
+
+    def _leave_out(self) -> None:
+        self.found = {**dict.fromkeys(self._running, ""), **self.found}
+        self._left_out.update(self._running)
+        # What imports it is left out, too, whatever it makes of this.
+        raise ImportError("it, or what it imports, is left out or comes from another file in the workers")
+
+
+def is_preloaded(name: str, origin: str | None) -> bool:
+    """Whether a module that a worker has imported is imported before the next ones start.
+
+    Not where it is of the user's own: such a module may read what differs among workers, and change between attempts.
+    """
+    return name.partition(".")[0] in _FRAMEWORKS or (origin is not None and not _is_own(origin))
+
+
+def own_files() -> dict[str, tuple[int, int]]:
+    """The state of each file that was imported and that no package manager has installed."""
+    paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return {path: file_state(path) for path in paths if isinstance(path, str) and _is_own(path)}
+
+
+def file_state(path: str) -> tuple[int, int]:
+    """When a file was changed, and its size; zeros where it is gone."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
+
+
+def harms() -> Counter[str]:
+    """Why a fork of this process would not be as good as a new one; empty where it would."""
+    if threads := _threads():
+        # Libraries that know of forks, such as OpenBLAS, end their threads before one, and start them when needed.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it has threads: that is what this is about
+            pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        threads = _threads()
+    found = Counter(f"starts a thread ({name})" for name in threads)
+    with suppress(OSError):  # the driver is not loaded
+        driver = ctypes.CDLL("libcuda.so.1", mode=_RTLD_NOLOAD)
+        if driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_NOT_INITIALIZED:
+            found["initializes CUDA"] = 1
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if path.startswith(("/dev/", "socket:")) and not path.startswith(_HARMLESS):
+                found[f"opens {path.partition(':')[0]}"] += 1
+    return found
+
+
+def _threads() -> list[str]:
+    """The names of this process's threads but the first one."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has just ended
+            if int(task) != os.getpid():
+                names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return names
+
+
+def _is_own(path: str) -> bool:
+    is_installed = path.startswith(_STANDARD) or "/site-packages/" in path or "/dist-packages/" in path
+    return path.startswith("/") and not is_installed

@@ -1,0 +1,217 @@
+"""The agent's side of its server: when one is started, what it imports, and the workers that it forks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ftckpt.frameworks.launcher import log_to_stderr
+from ftckpt.runner import notes
+from ftckpt.runner.server import Channel
+
+_QUIET_SECS = 5.0
+"""The imports of an attempt are taken for complete when none has been seen for so long."""
+_ANSWER_SECS = 30.0
+_MOST_PASSES = 4
+"""Servers that are started in turn, each without what the ones before it have found to be harmful."""
+
+
+class RefusedError(Exception):
+    """The server forks no worker; the text says why."""
+
+
+class Forked:
+    """A worker that the server has forked: what torch asks of its handler of a process, and of the process."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self.pid = pid
+        self.proc = self
+        self.returncode: int | None = None
+        self._server = server
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        self._server.hear()
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            self._server.hear(end - time.monotonic())
+        return code
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to it and to what it has started."""
+        try:
+            os.killpg(self.pid, death_sig)
+        except ProcessLookupError:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, death_sig)  # it has just begun, and leads no group yet
+
+
+class Server:
+    """One server process. ``report`` says what it has imported, once it has."""
+
+    def __init__(self, env: Mapping[str, str], order: dict[str, Any]) -> None:
+        self.report: dict[str, Any] | None = None
+        self.workers: dict[int, Forked] = {}
+        """Those that run, by their process ids."""
+        self._answers: list[dict[str, Any]] = []
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "ftckpt.runner.server", str(theirs.fileno()), str(os.getpid())],
+                # By NVML, which does not keep a process from being forked.
+                env={**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        self.channel.send(order)
+
+    def hear(self, timeout_secs: float = 0.0) -> None:
+        """Take in what the server says, once it says something."""
+        for message in self.channel.receive(timeout_secs):
+            if "ended" in message:
+                self.workers.pop(message["ended"]).returncode = message["code"]
+            elif "modules" in message:
+                self.report = message
+            else:
+                self._answers.append(message)
+        while self.channel.is_closed and self.workers:  # the kernel kills them, too
+            _, worker = self.workers.popitem()
+            worker.close(signal.SIGKILL)
+            worker.returncode = -signal.SIGKILL
+
+    def fork(self, order: dict[str, Any]) -> Forked:
+        """Start a worker. Raises RefusedError."""
+        end = time.monotonic() + _ANSWER_SECS
+        self.channel.send(order)
+        while not self._answers:
+            if self.channel.is_closed or time.monotonic() > end:
+                raise RefusedError("the server has ended" if self.channel.is_closed else "the server does not answer")
+            self.hear(end - time.monotonic())
+        answer = self._answers.pop()
+        if "refused" in answer:
+            raise RefusedError(answer["refused"])
+        worker = self.workers[answer["pid"]] = Forked(self, answer["pid"])
+        return worker
+
+    def close(self) -> None:
+        """End the server and all that it has forked."""
+        self.channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Preloader:
+    """Has a server at hand for the next attempt.
+
+    Args:
+        path: the first place of imports of the script; None: the working directory, as for a module.
+        extra: modules to import beside those that workers have imported; None: nothing is preloaded.
+    """
+
+    def __init__(self, path: str | None, extra: Sequence[str] | None) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
+        self._path, self._extra = path, extra
+        self._env: dict[str, str] = dict(os.environ)
+        self._ready: Server | None = None
+        self._coming: Server | None = None
+        self._retired: list[Server] = []
+        self._left_out: set[str] = set()
+        self._passes_left = _MOST_PASSES
+        self._size = self.served_size = 0
+        self._grown = 0.0
+        self._log = log_to_stderr()
+
+    def begin(self, env: Mapping[str, str]) -> Server | None:
+        """The server for an attempt that begins, if there is one; ``env`` is what its workers have in common."""
+        while self._retired:  # the workers of attempts before this one have ended
+            self._retired.pop().close()
+        self.look()
+        self._env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
+        if self._ready is None and self.served_size:
+            self._log.info("ftckpt: workers are started as new processes: no server has imported their modules yet")
+        return self._ready
+
+    def look(self) -> None:
+        """Do what is due: called often, and never waits."""
+        if self._ready is not None:
+            self._ready.hear()
+            if self._ready.channel.is_closed:
+                self._log.warning("ftckpt: the server that workers are forked from has ended; another one is started")
+                self.drop()
+        if self._coming is not None:
+            self._coming.hear()
+            if self._coming.report is not None or self._coming.channel.is_closed:
+                self._take(self._coming)
+        size = notes.size_of_imports(self.directory)
+        if size != self._size:
+            self._size, self._grown = size, time.monotonic()
+        is_due = self._extra is not None and self._coming is None and size != self.served_size
+        if is_due and time.monotonic() - self._grown >= _QUIET_SECS:
+            self._start()
+
+    def drop(self) -> None:
+        """Fork no further worker from the server that is ready, and start another one."""
+        if self._ready is not None:
+            self._retired.append(self._ready)
+        self._ready, self.served_size = None, 0
+
+    def wakers(self) -> list[int]:
+        """Descriptors that become readable when a server has something to say, as that a worker has ended."""
+        return [server.channel.fileno() for server in self._servers() if not server.channel.is_closed]
+
+    def close(self) -> None:
+        """End all servers and remove the notes."""
+        for server in self._servers():
+            server.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _servers(self) -> list[Server]:
+        return [one for one in (self._ready, self._coming, *self._retired) if one is not None]
+
+    def _start(self) -> None:
+        """Start a server, unless this attempt has had its share of them."""
+        self.served_size = self._size
+        if self._passes_left:
+            self._passes_left -= 1
+            self._coming = Server(self._env, {
+                "path": self._path, "directory": str(self.directory), "extra": self._extra,
+                "left_out": sorted(self._left_out),
+            })  # fmt: skip
+
+    def _take(self, server: Server) -> None:
+        """Use a server that has imported all, or start one that leaves out what it has found to be harmful."""
+        self._coming = None
+        if server.report is None:
+            self._log.warning("ftckpt: preloading failed: the server has ended; its own lines above say why")
+            server.close()
+            return
+        if left_out := server.report["left_out"]:
+            for name, why in left_out.items():
+                if why:
+                    self._log.info("ftckpt: %s is not preloaded, nor is what imports it: it %s", name, why)
+            self._left_out |= left_out.keys()
+            server.close()
+            self._start()
+            return
+        served_size = self.served_size
+        self.drop()
+        self._ready, self.served_size = server, served_size
+        self._log.info(
+            "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from there",
+            server.report["modules"], server.report["mib"],
+        )  # fmt: skip

@@ -1,0 +1,71 @@
+"""Torch's rendezvous of agents, made to meet as soon as all are there, and to let a standby wait.
+
+The names that it needs are torch's own: where one is missing all stays as torch has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+_LEAST_SECS, _MOST_SECS = 0.05, 1.0
+_MANY_NODES = 1000
+"""With so many an agent looks once a second, as torch's do with any number."""
+_STANDBY_SECS = 0.3
+"""For which a node must be missing before a standby takes its place: one that starts again leaves for a moment."""
+_NAMES = ("_delay", "_RendezvousJoinOp", "_Action", "_should_keep_alive")
+
+
+def look_often(handler: Any, meanwhile: Callable[[], None]) -> None:
+    """Have ``handler`` see within a fraction of a second that other agents have come, and call ``meanwhile`` while it
+    waits for them.
+
+    An agent that waits reads the state of all of them, so that what the store sends in a second grows with the square
+    of their number. It is never more than what it sends to ``_MANY_NODES`` once a second.
+    """
+    module: Any = dynamic_rendezvous
+    holder: Any = getattr(handler, "_state_holder", None)
+    nodes = getattr(getattr(handler, "_settings", None), "max_nodes", None)
+    if nodes is None or not hasattr(holder, "_cache_duration") or not all(hasattr(module, name) for name in _NAMES):
+        return
+    secs, delay = min(_MOST_SECS, max(_LEAST_SECS, (nodes / _MANY_NODES) ** 2)), module._delay
+
+    def look_and_delay(seconds: Any) -> None:
+        meanwhile()
+        delay(secs if seconds == 1 else seconds)
+
+    holder._cache_duration, module._delay = secs, look_and_delay
+    module._RendezvousJoinOp = _with_standby(module._RendezvousJoinOp)
+    num_waiting = handler.num_nodes_waiting
+    # Else training starts again for a standby, for which there is no place, and again for the one that it replaces.
+    handler.num_nodes_waiting = lambda: 0 if _num_missing(holder.state, nodes) <= 0 else num_waiting()
+
+
+def _num_missing(state: Any, nodes: int) -> int:
+    return nodes - len(state.participants)
+
+
+def _with_standby(join: Any) -> Any:
+    """How an agent joins: a standby leaves the places of nodes that start again to them."""
+    module: Any = dynamic_rendezvous
+
+    class Join(join):  # type: ignore[misc]
+        _full_at = 0.0
+
+        def __call__(self, ctx: Any, deadline: float) -> Any:
+            state, nodes = ctx.state, ctx.settings.max_nodes
+            if state.complete and not _num_missing(state, nodes) and ctx.node in state.wait_list:
+                state.wait_list.remove(ctx.node)
+                return module._Action.ADD_TO_REDUNDANCY_LIST
+            if ctx.node not in state.redundancy_list or state.closed:
+                return super().__call__(ctx, deadline)
+            if len({*state.participants, *state.wait_list}) >= nodes:
+                self._full_at = time.monotonic()
+            if time.monotonic() - self._full_at >= _STANDBY_SECS:
+                return super().__call__(ctx, deadline)
+            return module._Action.KEEP_ALIVE if module._should_keep_alive(ctx) else module._Action.SYNC
+
+    return Join

@@ -1,0 +1,154 @@
+"""A worker of ``ftckpt run``: runs the script as it is, and switches ftckpt on for the framework that it imports.
+
+The ``--ftckpt*`` flags are taken off the script's command line. Megatron's or DeepSpeed's integration gets them when
+the script imports that framework; any other script asks for them by ``Config.from_flags`` or ``add_flags``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ftckpt.deepspeed
+from ftckpt import config
+from ftckpt.config import Config
+from ftckpt.deepspeed import initialize, section
+from ftckpt.frameworks import doors, launcher
+from ftckpt.frameworks.imports import ImportWatch
+from ftckpt.runner import notes
+from ftckpt.runner.server import end_with_parent
+from ftckpt.store.outcome import launcher_run
+
+_EARLY_SECS = 300.0
+"""A script that ran longer before it failed has got somewhere, whatever it has done."""
+_FAILS_ALIKE = (
+    SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, LookupError, AssertionError,
+)  # fmt: skip
+"""Errors of the script. Errors of files, networks and devices may be over at the next attempt."""
+_USAGE = "ftckpt run ... SCRIPT ARGS... [--ftckpt ...]"
+
+
+class _Frameworks:
+    """What the script's framework needs; the first one that the script imports and ftckpt is switched on for acts."""
+
+    def __init__(self, settings: dict[str, Any], arguments: Sequence[str]) -> None:
+        self._settings = settings
+        self._arguments = arguments
+        self._active = ""
+
+    def watch(self) -> None:
+        """Act now for what is imported already, and else when the script imports it."""
+        ImportWatch({
+            "megatron.core": self._megatron, "megatron.training": self._train_loop, "deepspeed": self._deepspeed,
+        }).install()  # fmt: skip
+
+    def close(self) -> None:
+        """The script has ended well."""
+        if self._active == "megatron":
+            from ftckpt.megatron import callbacks
+
+            callbacks.close()
+        elif self._active == "deepspeed":
+            ftckpt.deepspeed.close()
+
+    def _megatron(self, _: ModuleType) -> None:
+        # Megatron-DeepSpeed has a part of megatron.core.
+        if self._active or not self._settings or importlib.util.find_spec("megatron.core.optimizer") is None:
+            return
+        self._active = "megatron"
+        from ftckpt.megatron import callbacks, hooks
+
+        callbacks.switch_on(Config.from_flags(())[0])
+        hooks.install()
+
+    def _train_loop(self, _: ModuleType) -> None:
+        if self._active == "megatron":
+            from ftckpt.megatron import hooks
+
+            hooks.install_in_train_loop()
+
+    def _deepspeed(self, _: ModuleType) -> None:
+        if self._active:
+            return
+        self._active = "deepspeed"
+        section.configure(self._settings)
+        # An engine is destroyed after an error too; how the script ends is known here alone.
+        initialize.leave_the_end_to_the_runner()
+        doors.prepare_storage(section.foreseen(self._arguments))
+        launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+
+
+def start(directory: Path, words: Sequence[str], records: bool) -> None:
+    """Run ``[-m] SCRIPT ARGS...`` as torchrun's worker does, and end the process.
+
+    Args:
+        directory: where notes for the agent go.
+        words: the command line behind the interpreter.
+        records: modules that the script imports are noted there.
+    """
+    if records:
+        sys.meta_path.insert(0, notes.Recorder(directory))
+    sys.argv = ["", *words]
+    launcher.leave(lambda argv: _noted(directory, argv))
+
+
+def _noted(directory: Path, words: Sequence[str]) -> int:
+    begun = time.monotonic()
+    try:
+        code = launcher.main(words, "ftckpt run", _USAGE, _run, lambda words: section.foreseen(words).job)
+    except _FAILS_ALIKE as error:
+        dist = sys.modules.get("torch.distributed")
+        has_met = dist is not None and dist.is_available() and dist.is_initialized()
+        if not has_met and time.monotonic() - begun < _EARLY_SECS:
+            trace = traceback.extract_tb(error.__traceback__)[-1]
+            notes.leave_failure(directory, f"{type(error).__name__} at {trace.filename}:{trace.lineno}")
+        raise
+    if code and launcher_run(os.environ).read().over:
+        notes.leave_failure(directory, notes.OVER)
+    return code
+
+
+def _run(words: Sequence[str]) -> int:
+    is_module = words[0] == "-m"
+    name = words[is_module]
+    settings, arguments = section.from_flags(words[1 + is_module :])
+    if settings:
+        config.taken[:] = Config.of_flags(settings).flags()
+    if not is_module:
+        path = launcher.script_path(name, _USAGE)
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
+    sys.argv = [name, *arguments]
+    launcher.stand_in("deepspeed" if any(word.startswith("--deepspeed") for word in arguments) else "megatron")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        launcher.isolate()
+    elif "torch.distributed" in sys.modules:  # it was forked, with what the script imports
+        from ftckpt.frameworks.rendezvous import connect_promptly
+
+        connect_promptly()
+    frameworks = _Frameworks(settings, arguments)
+    frameworks.watch()
+    return launcher.finish(lambda: _execute(name, is_module), frameworks.close)
+
+
+def _execute(name: str, is_module: bool) -> None:
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    # As the interpreter runs a script; ``runpy`` would change ``sys.argv``.
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = os.path.join(os.getcwd(), name)
+    exec(compile(Path(name).read_bytes(), module.__file__, "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    start(Path(sys.argv[1]), sys.argv[2:], os.environ.get("LOCAL_RANK") == "0")

@@ -1,0 +1,82 @@
+"""The workers of one attempt, as torch's agent holds them: forked from the server, or new processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
+
+from ftckpt.frameworks.launcher import log_to_stderr
+from ftckpt.runner.preload import Preloader, RefusedError, Server
+
+_GRACE_SECS: Any = 0.5  # torch has whole seconds
+"""From SIGTERM to SIGKILL where a worker has failed: the others wait for it, and their state is in shared memory."""
+
+
+class Workers(SubprocessContext):
+    """A worker for each local rank, with the settings, logs and arguments that torch has for it.
+
+    Args:
+        preloader: has the server.
+        settings: of SubprocessContext.
+    """
+
+    def __init__(self, preloader: Preloader, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._preloader = preloader
+        self.is_hurried = False
+        """The attempt is lost: workers that do not end soon are killed."""
+        self._pidfds: dict[int, int] = {}
+
+    def wakers(self) -> list[int]:
+        """Descriptors that become readable when a worker has ended."""
+        running = [rank for rank, handler in self.subprocess_handlers.items() if handler.proc.returncode is None]
+        return [self._pidfds[rank] for rank in running if rank in self._pidfds]
+
+    def _start(self) -> None:
+        first = self.envs[0]
+        same = {name: first[name] for name in first if len({env.get(name) for env in self.envs.values()}) == 1}
+        server = self._preloader.begin({**os.environ, **same})
+        if server is None or not self._fork(server):
+            runner = ("-u", "-m", "ftckpt.runner.worker", str(self._preloader.directory))
+            self.args = {rank: (*runner, *args[1:]) for rank, args in self.args.items()}  # "-u" is its first word
+            super()._start()  # type: ignore[no-untyped-call]
+            with suppress(OSError):  # a kernel without it: torch's agent looks now and then
+                for rank, handler in self.subprocess_handlers.items():
+                    self._pidfds[rank] = os.pidfd_open(handler.proc.pid)
+
+    def _fork(self, server: Server) -> bool:
+        """Fork all workers; False where none is left of those that were."""
+        handlers: dict[int, Any] = {}
+        try:
+            for rank, env in self.envs.items():
+                order = {
+                    "env": {**os.environ, **env}, "words": [str(word) for word in self.args[rank][1:]],
+                    "stdout": self.stdouts[rank], "stderr": self.stderrs[rank],
+                    "directory": str(self._preloader.directory), "records": rank == 0,
+                }  # fmt: skip
+                handlers[rank] = server.fork(order)
+        except RefusedError as refusal:
+            log_to_stderr().warning("ftckpt: workers are started as new processes: %s", refusal)
+            for handler in handlers.values():
+                handler.close(signal.SIGKILL)
+            self._preloader.drop()
+            return False
+        self.subprocess_handlers = handlers
+        return True
+
+    def _poll(self) -> RunProcsResult | None:
+        self.is_hurried = True  # where one has failed this ends the others
+        try:
+            result: RunProcsResult | None = super()._poll()
+        finally:
+            self.is_hurried = False
+        return result
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        super()._close(death_sig, _GRACE_SECS if self.is_hurried else timeout)
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])

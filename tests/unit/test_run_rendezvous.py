@@ -1,0 +1,121 @@
+"""Agents of ``ftckpt run`` meet as soon as all are there, ask their store as often as it can bear, and let a standby
+wait for a place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from ftckpt.runner.rendezvous import look_often
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """How long torch's rendezvous wanted to sleep; when the test ends torch is as it was."""
+    found: list[Any] = []
+
+    def delay(seconds: Any) -> None:
+        found.append(seconds)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", delay)
+    monkeypatch.setattr(dynamic_rendezvous, "_RendezvousJoinOp", dynamic_rendezvous._RendezvousJoinOp)
+    return found
+
+
+class Agents:
+    """Three of them for two places, each in a thread of its own while it waits."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        store, self._pool, self.looks = HashStore(), pool, [0, 0, 0]
+        self._handlers: list[Any] = [
+            dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
+                "job", store, C10dRendezvousBackend(store, "job"), min_nodes=2, max_nodes=2, local_addr="127.0.0.1",
+                timeout=dynamic_rendezvous.RendezvousTimeout(), keep_alive_interval=1, keep_alive_max_attempt=3,
+            )
+            for _ in self.looks
+        ]  # fmt: skip
+        for at, handler in enumerate(self._handlers):
+            look_often(handler, lambda at=at: self._look(at))
+
+    def _look(self, at: int) -> None:
+        self.looks[at] += 1
+
+    def join(self, at: int) -> Future[int]:
+        """The rank that an agent gets."""
+        return self._pool.submit(lambda: int(self._handlers[at].next_rendezvous().rank))
+
+    def waiting(self, at: int) -> int:
+        """Agents for which this one is to start again."""
+        return int(self._handlers[at].num_nodes_waiting())
+
+    def stands_by(self, at: int) -> bool:
+        holder = self._handlers[0]._state_holder
+        holder.sync()
+        return self._handlers[at]._this_node in holder.state.redundancy_list
+
+    def lose(self, at: int) -> None:
+        """No more heartbeats of an agent."""
+        self._handlers[at]._stop_heartbeats()
+
+    def close(self) -> None:
+        for handler in self._handlers:
+            handler._stop_heartbeats()
+        self._handlers[0].set_closed()
+
+
+@pytest.fixture
+def agents(delays: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with ThreadPoolExecutor(3) as pool:
+        found = Agents(pool)
+        yield found
+        found.close()
+
+
+def test_an_agent_that_waits_does_not_sleep_for_a_second(agents: Agents, delays: list[Any]) -> None:
+    first = agents.join(0)
+    until(lambda: 0.05 in delays and agents.looks[0], "a look", 15)
+    assert not first.done()
+    assert {agents.join(1).result(30), first.result(30)} == {0, 1}
+    assert 1 not in delays
+
+
+def test_a_standby_takes_the_place_of_a_lost_node_and_no_other(agents: Agents) -> None:
+    """With torch's own each of three in turn makes the other two start again."""
+    for future in [agents.join(0), agents.join(1)]:
+        future.result(30)
+    standby = agents.join(2)
+    until(lambda: agents.stands_by(2), "the standby", 15)
+    for _ in range(2):
+        again = agents.join(0)  # one that starts again, and one that follows it
+        until(lambda: agents.waiting(1) == 1, "the other one is told", 15)
+        assert {agents.join(1).result(30), again.result(30)} == {0, 1}
+        assert not standby.done() and agents.waiting(0) == agents.waiting(1) == 0
+    agents.lose(1)
+    assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
+
+
+@pytest.mark.parametrize(("nodes", "secs"), [(1, 0.05), (200, 0.05), (500, 0.25), (1000, 1.0), (9000, 1.0)])
+def test_a_store_of_many_agents_is_asked_less_often(nodes: int, secs: float, delays: list[Any]) -> None:
+    holder = SimpleNamespace(_cache_duration=1)
+    settings = SimpleNamespace(max_nodes=nodes)
+    look_often(SimpleNamespace(_settings=settings, _state_holder=holder, num_nodes_waiting=int), lambda: None)
+    dynamic_rendezvous._delay(seconds=1)
+    dynamic_rendezvous._delay(seconds=(0, 0.3))
+    assert holder._cache_duration == secs and delays == [secs, (0, 0.3)]
+
+
+def test_another_rendezvous_is_left_as_it_is(delays: list[Any]) -> None:
+    before = dynamic_rendezvous._delay, dynamic_rendezvous._RendezvousJoinOp
+    look_often(SimpleNamespace(), lambda: None)
+    assert (dynamic_rendezvous._delay, dynamic_rendezvous._RendezvousJoinOp) == before
