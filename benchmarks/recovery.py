@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import Blocks, conclude, environment, parser_of, print_table, quartiles
+from benchmarks.common import Blocks, conclude, environment, parser_of, print_table, quartiles, scratch
 from benchmarks.recovery_run import FAULTS, JOBS, LAUNCHERS, PARTS, Run
-from benchmarks.systems import remove
 from ftckpt.errors import FtckptError
 from tests.support.processes import RunError
 
@@ -80,14 +78,12 @@ def plans_of(jobs: Sequence[str], repeats: int, rows: Sequence[str]) -> list[Pla
 
 def run_block(plan: Plan, faults: Sequence[str], disk: Path) -> dict[str, Any]:
     """The ways back from all faults of one start, or the error."""
-    row, folder = ROWS[plan.row], Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=disk))
+    row = ROWS[plan.row]
     try:
-        with Run(plan.job, row.launcher, row.is_stored, PAUSE_SECS, folder) as run:
+        with scratch(disk) as [folder], Run(plan.job, row.launcher, row.is_stored, PAUSE_SECS, folder) as run:
             return {"faults": run.measure(faults)}
     except (RunError, FtckptError, KeyError) as error:
         return {"error": f"{type(error).__name__}: {error}"[-4000:]}
-    finally:
-        remove(folder)
 
 
 def why_not(row: str) -> str:
