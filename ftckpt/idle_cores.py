@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
+from pathlib import Path
+
+_LOAD = Path("/proc/loadavg")
 
 
 def has_idle_core() -> bool:
     """Whether fewer threads than the machine has cores run or wait for one, the caller aside; True where the system
-    does not tell."""
+    does not tell, and where this process may run on some of the cores alone, of which nobody knows."""
+    num_cores = os.cpu_count() or 1
     try:
-        with open("/proc/loadavg") as file:
-            runnable = int(file.read().split()[3].partition("/")[0])
+        runnable = int(_LOAD.read_text().split()[3].partition("/")[0])
     except (OSError, ValueError, IndexError):
         return True
-    return runnable - 1 < (os.cpu_count() or 1)
-
-
-def waits(thread: threading.Thread) -> bool:
-    """Whether a thread of this process sleeps, for a device, other ranks or a timer."""
-    try:
-        with open(f"/proc/self/task/{thread.native_id}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "R"
-    except (OSError, IndexError):
-        return True
+    return runnable - 1 < num_cores or len(os.sched_getaffinity(0)) < num_cores

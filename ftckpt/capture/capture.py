@@ -247,6 +247,7 @@ class Capture:
         """
         if self._flight is None or self._flying is None:
             return
+        self._flight.hurry.set()  # whoever calls this stands still for it
         # The fence let the host go on once all copies were submitted; a slot is sealed only when they have arrived.
         if not self._flight.ended and not self._flight.wait(timeout_secs):
             self._drop(f"copies not there after {timeout_secs} s")

@@ -18,15 +18,15 @@ from ftckpt.capture.chunks import ChunkCopy, combine, xor_parts
 from ftckpt.capture.registration import FarPages, Registrar, touch
 from ftckpt.errors import CaptureError
 from ftckpt.host_memory import host_memory
-from ftckpt.idle_cores import has_idle_core, waits
+from ftckpt.idle_cores import has_idle_core
 from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import Clock, DeviceClock, DeviceEvent, HostClock, Moment
 
 _POLL_SECS = 0.005
-"""Between two looks for a core that training does not compute on."""
+"""Between two looks for a core that nobody computes on."""
 
 _PATIENCE = 10
-"""Of these looks, all in one snapshot, where others than this rank's training compute."""
+"""Of these looks, all in one snapshot: who waited for the fence would have training wait for all of the copies."""
 
 _JOIN_SECS = 10.0
 """For a thread that ends."""
@@ -267,7 +267,6 @@ class HostCopier:
         self._clock = HostClock()
         self._tell_copying = tell_copying
         self._worker = Worker("ftckpt-copy", cores, yields=True)
-        self._trainer = threading.current_thread()
         self._at_once: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def prepare(self, slots: Sequence[Slot]) -> None:
@@ -329,13 +328,13 @@ class HostCopier:
         flight.submitted.set()  # before the end: the fence needs no seal
         flight.end()
 
-    def _wait_for_core(self, hurry: threading.Event, patience: int) -> int:
-        """Until one is idle. A rank that waits itself may have others beside it that compute: only they are waited
-        for no longer than ``patience`` looks, of which this returns those that it took."""
+    @staticmethod
+    def _wait_for_core(hurry: threading.Event, patience: int) -> int:
+        """Until one is idle, or so many looks have found none; returns how many have."""
         looks = 0
-        while not (hurry.is_set() or has_idle_core() or looks >= patience):
+        while looks < patience and not (hurry.is_set() or has_idle_core()):
             hurry.wait(_POLL_SECS)
-            looks += waits(self._trainer)
+            looks += 1
         return looks
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:

@@ -173,7 +173,7 @@ def _write(root: Path, to: Path, names: Sequence[str]) -> None:
             with suppress(OSError):
                 path.rmdir()
         raise ConfigError(
-            f"{error.filename or to} cannot be written: {error.strerror}; no file was changed; name another directory"
+            f"{error.filename or to} cannot be written: {error.strerror}; name another directory"
         ) from None
 
 

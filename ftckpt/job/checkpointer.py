@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import index
@@ -29,7 +30,7 @@ from ftckpt.model.lineage import LoadedCheckpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
-from ftckpt.restore.staging import free_pinned
+from ftckpt.restore.staging import PINNED_SECS, free_pinned
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import PulseCount
@@ -223,9 +224,11 @@ class Checkpointer:
         if self.topology.rank == 0:  # which speaks for all
             self._open_job.begin(self.node_dir, self._boundary)
         shard.supply()
-        freed.join()
+        freed.join(PINNED_SECS)
         self.events.end_part("begin")
-        parts = {name: end - start for (_, start), (name, end) in pairwise([("", begin), *self.events.parts])}
+        parts: defaultdict[str, float] = defaultdict(float)  # of a load that is repeated some come twice
+        for (_, start), (name, end) in pairwise([("", begin), *self.events.parts]):
+            parts[name] += end - start
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()
         self.events.emit(
             "restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs,

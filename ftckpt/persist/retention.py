@@ -79,7 +79,8 @@ def pin(storage: Storage, name: CheckpointName) -> bool:
         is_there = not error.lasting or name in checkpoints(storage)
         if not (is_there and was_pinned):
             unpin(storage, name)
-        text = f"{name} is not pinned: {error}" if is_there else f"{storage.where}: there is no checkpoint {name}"
+        state = "stays pinned, but" if was_pinned else "is not pinned"
+        text = f"{name} {state}: {error}" if is_there else f"{storage.where}: there is no checkpoint {name}"
         raise StorageError(text, lasting=error.lasting) from None
 
 

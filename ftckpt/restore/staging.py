@@ -22,6 +22,9 @@ from ftckpt.store.landings import scratch
 _MOST = 2
 """Memories of a thread: one is read into while the other is taken."""
 
+PINNED_SECS = 30.0
+"""For a thread that allocates or frees pinned memory: a device that hangs must not hang a restore."""
+
 _pinning = threading.Lock()
 """Held while pinned memory is allocated or freed."""
 
@@ -48,8 +51,8 @@ class Staging:
             # The driver accepts batches on no default stream.
             self._stream, self._copy_all = separate_stream(current.device), batch_copy()
             self._stream.wait_stream(current)
-            with _pinning:
-                pass
+            if _pinning.acquire(timeout=PINNED_SECS):  # else it allocates beside that
+                _pinning.release()
         # By thread, which may end before its copies: torch, which knows of none in a call, would lend what is freed.
         self._memories: dict[int, list[_Memory]] = {}
 

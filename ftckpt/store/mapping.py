@@ -140,7 +140,8 @@ def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool
 def join_pages(fd: int, begin: int, nbytes: int) -> bool:
     """Make huge pages of a part of a file on a tmpfs; whether the kernel does: it can since Linux 6.1, whatever the
     mount says. They are read three times as fast, and one fault maps, or pins, what 512 small ones do."""
-    if begin % _HUGE_BYTES:
+    nbytes -= nbytes % _HUGE_BYTES  # a kernel rounds lengths up on file systems of huge pages
+    if begin % _HUGE_BYTES or not nbytes:
         return False
     # Python's mmap gives no address of such a page. To close ``room`` unmaps the file as well.
     with suppress(OSError), closing(mmap.mmap(-1, nbytes + _HUGE_BYTES, mmap.MAP_PRIVATE)) as room:

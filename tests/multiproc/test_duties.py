@@ -54,6 +54,15 @@ def smp(node: Node) -> Iterator[Smp]:
         yield made
 
 
+def test_work_waits_for_an_idle_core_but_not_for_ever(smp: Smp, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.smp.duties.has_idle_core", lambda: False)
+    assert next(smp.duties._checker.pace.memory(1)) > 0
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.settle()
+    assert node.covered(7)
+
+
 def iterations_of(smp: Smp, event: str) -> list[int]:
     return [fields["iteration"] for fields in smp.events.of(event)]
 

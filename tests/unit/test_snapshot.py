@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.capture import copier
 from ftckpt.capture.boundary import Counts
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.chunks import CopyPart
@@ -106,6 +107,18 @@ def test_an_arena_finds_its_snapshots_newest_first(tmp_path: Path) -> None:
         assert arena.find(third) == 1
         arena.free(1)
         assert arena.find(third) is None
+
+
+def test_who_stands_still_for_copies_does_not_wait_for_an_idle_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier, "_PATIENCE", 10**9)
+    monkeypatch.setattr(copier, "has_idle_core", lambda: False)
+    arena = arena_of(tmp_path, FRAGMENT)
+    with captured(arena, HostCopier(), torch.ones(10)) as capture:
+        capture.begin(SnapshotId(NEW, 5), [], {})
+        capture.settle(10.0)
+        assert capture.newest == SnapshotId(NEW, 5)
 
 
 def test_a_rank_knows_what_its_slots_hold(tmp_path: Path) -> None:
