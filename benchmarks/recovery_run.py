@@ -38,7 +38,7 @@ _LOOK_SECS = 0.01
 _NOTICED = re.compile(rb"Worker group (FAILED|UNHEALTHY)|Detected \d+ new nodes")
 JOINS = b"Rendezvous'ing worker group"
 """In the log of an agent."""
-WARM_SECS = 30.0
+WARM_SECS = 60.0
 """After which an agent counts as prepared for a restart, whatever it says."""
 STANDBY_SECS = 3.0
 """In which an agent that is there joins its rendezvous."""

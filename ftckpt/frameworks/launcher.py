@@ -338,6 +338,7 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - a script's own error, shown as the interpreter shows it
         sys.last_value = error  # as the interpreter does
         _go_on_after(error)  # here, too: the script may have put a hook of its own in the place of ftckpt's
+        error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     # In this order, as the interpreter does: pools of threads and processes end, then what was registered.
@@ -348,6 +349,14 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     flushing.start()
     flushing.join(_FLUSH_SECS)
     os._exit(code)
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames before the script's first one, which the interpreter would not have."""
+    found = trace
+    while found is not None and found.tb_frame.f_globals is not vars(sys.modules["__main__"]):
+        found = found.tb_next
+    return found or trace
 
 
 def _is_of_argparse(ended: SystemExit) -> bool:

@@ -27,10 +27,6 @@ _CUDA_NOT_INITIALIZED = 3
 _RTLD_NOLOAD = 4
 
 
-class _LeftOutError(BaseException):
-    """An import of a module that is left out. No ``except`` of a module that imports it may hide that."""
-
-
 class Guard(importlib.abc.MetaPathFinder):
     """Imports modules by name, as long as a fork survives it.
 
@@ -81,8 +77,6 @@ class Guard(importlib.abc.MetaPathFinder):
         env = dict(os.environ)
         try:
             importlib.import_module(name)
-        except _LeftOutError:
-            pass
         except Exception as error:  # noqa: BLE001 - a module that a worker could import, of anybody
             self.found.setdefault(name, f"raises {type(error).__name__}: {error}")
             self._left_out.add(name)
@@ -102,7 +96,8 @@ class Guard(importlib.abc.MetaPathFinder):
     def _leave_out(self) -> None:
         self.found = {**dict.fromkeys(self._running, ""), **self.found}
         self._left_out.update(self._running)
-        raise _LeftOutError
+        # What imports it is left out, too, whatever it makes of this.
+        raise ImportError("it, or what it imports, is left out or comes from another file in the workers")
 
 
 def is_preloaded(name: str, origin: str | None) -> bool:

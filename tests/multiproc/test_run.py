@@ -113,6 +113,18 @@ def test_a_worker_sees_what_it_sees_under_torchrun(name: str, tmp_path: Path) ->
         assert differences(one, other) == {}
 
 
+def test_an_error_is_shown_as_torchrun_shows_it(tmp_path: Path) -> None:
+    shown = []
+    for launcher in ("torchrun", "ftckpt"):
+        here = tmp_path / launcher
+        with Running(here, "def fail():\n    return 1 / 0\n\nfail()\n", "train.py", launcher=launcher) as job:
+            assert job.end() == 1
+        trace = re.search(r"Traceback.*?ZeroDivisionError[^\n]*", job.output(), re.S)
+        assert trace is not None, job.output()
+        shown.append(trace[0].replace(str(here), "HERE"))
+    assert shown[0] == shown[1]
+
+
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A job whose second attempt was forked from the server."""
@@ -424,6 +436,36 @@ def test_a_node_whose_workers_hang_follows_another_one_at_once(tmp_path: Path) -
         assert time.monotonic() - begin < 15
 
 
+STANDS_BY = """
+(here / f"start-{os.getpid()}").touch()
+if here.name != "standby" and len(list(here.glob("start-*"))) == 1:
+    wait_for("never")
+report()
+"""
+
+
+@pytest.mark.slow
+def test_a_standby_is_forked_from_what_the_others_have_imported(tmp_path: Path) -> None:
+    port = free_ports(1)
+
+    def start(name: str) -> Running:
+        conf = f"keep_alive_interval=1,keep_alive_max_attempt=3,is_host={int(name == 'first')}"
+        words = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "three", "--rdzv-conf", conf,
+                 "--rdzv-endpoint", f"127.0.0.1:{port}", "train.py")  # fmt: skip
+        return Running(tmp_path / name, STANDS_BY, *words)
+
+    with start("first") as first, start("second") as second:
+        first.until(READY)
+        second.until(READY)
+        with start("standby") as standby:
+            standby.until(READY)
+            assert not list(standby.here.glob("start-*"))
+            os.kill(second.agent, signal.SIGKILL)
+            assert [first.end(), standby.end()] == [0, 0], first.output() + standby.output()
+            (told,) = standby.reports.iterdir()
+            assert json.loads(told.read_text())["is_forked"]
+
+
 def test_a_module_that_the_script_finds_elsewhere_is_not_preloaded_from_here(tmp_path: Path) -> None:
     """A finder of the script's own, of which the server knows nothing."""
     here = tmp_path / "job"
@@ -437,7 +479,7 @@ class Elsewhere(PathFinder):
     def find_spec(cls, name, path=None, target=None):
         place = {str(here / "other" / "site-packages")!r}
         return PathFinder.find_spec(name, [place], target) if name == "moved" else None
-sys.meta_path.insert(1, Elsewhere)
+sys.meta_path.insert(sys.meta_path.index(PathFinder), Elsewhere)
 import moved, colorsys
 (here / f"moved-{{attempt}}").write_text(str(moved.value))
 """

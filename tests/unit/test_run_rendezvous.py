@@ -84,7 +84,7 @@ def agents(delays: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent
 
 def test_an_agent_that_waits_does_not_sleep_for_a_second(agents: Agents, delays: list[Any]) -> None:
     first = agents.join(0)
-    until(lambda: 0.05 in delays and agents.looks[0], "a look")
+    until(lambda: 0.05 in delays and agents.looks[0], "a look", 15)
     assert not first.done()
     assert {agents.join(1).result(30), first.result(30)} == {0, 1}
     assert 1 not in delays
@@ -95,10 +95,10 @@ def test_a_standby_takes_the_place_of_a_lost_node_and_no_other(agents: Agents) -
     for future in [agents.join(0), agents.join(1)]:
         future.result(30)
     standby = agents.join(2)
-    until(lambda: agents.stands_by(2), "the standby")
+    until(lambda: agents.stands_by(2), "the standby", 15)
     for _ in range(2):
         again = agents.join(0)  # one that starts again, and one that follows it
-        until(lambda: agents.waiting(1) == 1, "the other one is told")
+        until(lambda: agents.waiting(1) == 1, "the other one is told", 15)
         assert {agents.join(1).result(30), again.result(30)} == {0, 1}
         assert not standby.done() and agents.waiting(0) == agents.waiting(1) == 0
     agents.lose(1)
