@@ -1,4 +1,4 @@
-"""The demo's jobs: eight ranks under two agents of ``ftckpt run``, two simulated nodes, with faults, watched until they end.
+"""The demo's jobs: eight ranks under two agents of ``ftckpt run``, two simulated nodes, with faults, and watched.
 
 Run as a script it is a rank of such a job: the example script that is named first, with the faults of the plan that
 FTCKPT_TEST_FAULTS names.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, FtckptError
@@ -44,8 +44,6 @@ SMALL: Mapping[str, Any] = {"enabled": True, "chunk_size": "128KiB", "objects_si
 _RENDEZVOUS = "join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 _PRELOADED = "modules are preloaded"
 """In the log of an agent whose next workers import nothing."""
-_PRELOAD_SECS = 60.0
-"""After which faults strike all the same."""
 _POLL_SECS = 0.02
 _STALL_SECS = 180.0
 """Without any progress, after which a run has failed. It may take as long as it likes."""
@@ -242,10 +240,10 @@ class Run:
         return RANKS_PER_NODE if any(strike.name in RESHAPING for strike in self.strikes) else WORLD_SIZE
 
     def gate(self) -> list[faults.Fault]:
-        """Where training waits until each agent can restart its ranks without imports; a new launch has them anyway."""
-        if any(strike.name != LIMIT for strike in self.strikes):
-            return [faults.Fault(0, 2, "forward", self.folder.resolve() / "gate", "wait", secs=2 * _STALL_SECS)]
-        return []
+        """Where training waits until restarts need no imports; a new launch has them all the same."""
+        is_restarted = any(strike.name != LIMIT for strike in self.strikes)
+        gate = faults.Fault(0, 2, "forward", self.folder.resolve() / "gate", "wait", secs=2 * _STALL_SECS)
+        return [gate] if is_restarted else []
 
     def log_of(self, node: str) -> Path:
         return self.folder / f"{node}.log"
@@ -309,13 +307,7 @@ def free_endpoint() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-class Start(Protocol):
-    """Starts the agent of ``node``; ``alone``: no other node is to join it."""
-
-    def __call__(self, node: str, alone: bool = False) -> None: ...
-
-
-def _starter(run: Run, processes: Processes, plan: Path) -> Start:
+def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None]:
     """What starts the agent of a node; the first node hosts the rendezvous and is never lost."""
     env = {**agent_environment(run.folder), faults.PLAN_VAR: str(plan.resolve())}
     endpoint = free_endpoint()
@@ -325,13 +317,12 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Start:
     settings = run.ftckpt and {**run.ftckpt, "events": str(run.event_dir.resolve()), "metrics_port": "auto"}
     script = run.framework.command(run.folder, [*run.training, *outputs], settings)
 
-    def start(node: str, alone: bool = False) -> None:
-        # Where one node is all that there is, it waits for no other.
-        nodes = "1" if alone else f"{run.least_nodes}:{len(NODES)}"
+    def start(node: str) -> None:
+        # A node that starts again after all have ended is the only one.
+        nodes = "1" if run.log_of(node).exists() else f"{run.least_nodes}:{len(NODES)}"
         command = [
             *(sys.executable, "-m", "ftckpt", "run"),
-            *("--nnodes", nodes, "--nproc-per-node", str(RANKS_PER_NODE)),
-            *("--local-addr", "127.0.0.1"),
+            *("--nnodes", nodes, "--nproc-per-node", str(RANKS_PER_NODE), "--local-addr", "127.0.0.1"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
             *("--rdzv-conf", f"{_RENDEZVOUS},is_host={int(node == NODES[0])}", "--max-restarts", "9"),
             *script,
@@ -344,12 +335,12 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Start:
 class Watch:
     """Follows a run's files and processes, prints what happens, notes it beside the events, and loses nodes."""
 
-    def __init__(self, run: Run, job: str, processes: Processes, start: Start) -> None:
+    def __init__(self, run: Run, job: str, processes: Processes, start: Callable[[str], None]) -> None:
         self._run, self._processes, self._start = run, processes, start
         self._job, self._node_dir = job, job_node_path(ARENA, job, LOST_NODE)
         self._offsets: dict[Path, int] = {}
         self._waiting = list(run.strikes)
-        self._gate, self._gate_ends = run.gate(), 0.0
+        self._gate = run.gate()
         self._struck_at: float | None = None
         self._alive: set[int] = set()
         self._ended: set[int] = set()
@@ -460,14 +451,12 @@ class Watch:
 
     def _open_gate(self) -> None:
         """Start the standby once the others train, and let them go on when all agents have preloaded modules."""
-        nodes = [*NODES, *(strike.scene.replacement for strike in self._waiting if strike.scene.replacement)]
         if not self._gate or not self._gate[0].fired(0):
             return
-        if not self._gate_ends:
-            self._gate_ends = time.monotonic() + _PRELOAD_SECS
-            for standby in nodes[len(NODES) :]:
+        for standby in (strike.scene.replacement for strike in self._waiting):
+            if standby and not self._run.log_of(standby).exists():
                 self._start(standby)
-        if time.monotonic() > self._gate_ends or all(_PRELOADED in self._run.log_of(node).read_text() for node in nodes):
+        if all(_PRELOADED in log.read_text() for log in self._run.folder.glob("node*.log")):
             self._gate.pop().go_on()
 
     def _take_nodes_when_due(self) -> None:
@@ -490,7 +479,7 @@ class Watch:
             wait.go_on()
         if not strike.scene.node:
             self._end_all(strike, iteration)
-            self._start(NODES[0], alone=True)
+            self._start(NODES[0])
             return
         self._lose_node(strike, iteration)
 

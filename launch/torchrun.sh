@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Starts a job under ftckpt run, or under torchrun with ftckpt's runner. Call it on each node of the job; it ends when the
-# job does.
+# Starts a job under torchrun, with ftckpt's runner. Call it on each node of the job; it ends when the job does.
 #
 #   bash launch/torchrun.sh [options] SCRIPT [arguments of the script]
 #
@@ -21,7 +20,7 @@
 #   --torchrun-arg WORD      one more word for torchrun, such as --local-addr=ADDRESS; can be given again
 #   --dry-run                print what would run, and do not run it
 #
-# FTCKPT_LAUNCHER is torchrun (default), or ftckpt, whose restarts import nothing (ftckpt run; not with --cores).
+# FTCKPT_LAUNCHER="ftckpt run" starts the job by ftckpt run, whose restarts import nothing (with --cores they do).
 # FTCKPT_PYTHON names the interpreter (default: python3). An option wins over its variable.
 #
 # With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when torchrun has given up, the newest whole snapshot goes to
@@ -46,7 +45,7 @@ MONITOR_INTERVAL=${FTCKPT_MONITOR_INTERVAL:-0.1}
 RDZV_CONF=${FTCKPT_RDZV_CONF:-}
 CORES=${FTCKPT_CORES:-}
 RUNNER=${FTCKPT_RUNNER:-ftckpt.megatron}
-LAUNCHER=${FTCKPT_LAUNCHER:-torchrun}
+read -ra LAUNCHER <<<"${FTCKPT_LAUNCHER:-torch.distributed.run}" # a module, and words of its own
 SAVE_SECS=${FTCKPT_SAVE_SECS:-90}
 GRACE_SECS=${FTCKPT_GRACE_SECS:-40}
 EXTRA=()
@@ -86,11 +85,6 @@ whole FTCKPT_SAVE_SECS "$SAVE_SECS" 0
 whole FTCKPT_GRACE_SECS "$GRACE_SECS" 1
 [[ $MONITOR_INTERVAL =~ ^[0-9]*\.?[0-9]+$ ]] || fail "--monitor-interval: '$MONITOR_INTERVAL' is not a number of seconds"
 checked_module "$RUNNER"
-case $LAUNCHER in
-torchrun) LAUNCH=(torch.distributed.run) ;;
-ftckpt) LAUNCH=(ftckpt run) ;;
-*) fail "FTCKPT_LAUNCHER: '$LAUNCHER' is neither torchrun nor ftckpt" ;;
-esac
 [ $# -gt 0 ] || fail "no script: $0 [options] SCRIPT [arguments] (see --help)"
 [ -f "$1" ] || fail "script '$1' does not exist"
 SCRIPT=$1
@@ -138,7 +132,7 @@ find_storage "${PROGRAM[@]}"
     fail "name the job with --job: the save at the end needs it too"
 ((SAVE_SECS)) || PERSISTS=
 case $LAUNCHER$CORES:$RUNNER in
-*:none | ftckpt:ftckpt.*) ;; # with --cores ftckpt run starts a shell, as torchrun does
+*:none | ftckpt:ftckpt.*) ;; # ftckpt run needs no runner, but where a shell binds processes to cores
 *) PROGRAM=(-m "$RUNNER" "${PROGRAM[@]}") ;;
 esac
 if [ -n "$CORES" ]; then
@@ -152,7 +146,7 @@ if [ -n "$CORES" ]; then
 fi
 
 COMMAND=(
-    "$PYTHON" -m "${LAUNCH[@]}" --nnodes "$NODES" --nproc-per-node "$NPROC" --max-restarts "$RESTARTS"
+    "$PYTHON" -m "${LAUNCHER[@]}" --nnodes "$NODES" --nproc-per-node "$NPROC" --max-restarts "$RESTARTS"
     --monitor-interval "$MONITOR_INTERVAL" --rdzv-backend c10d --rdzv-id "$JOB" --rdzv-endpoint "$ENDPOINT"
     --rdzv-conf "$CONF" "${EXTRA[@]}" "${PROGRAM[@]}"
 )

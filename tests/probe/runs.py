@@ -23,7 +23,6 @@ from tests.support.processes import ARENA, Processes, RunError
 
 LAUNCHERS = {"torchrun": ("torch.distributed.run",), "ftckpt": ("ftckpt", "run")}
 """Modules with their words. ``ftckpt run`` is killed once the next workers import nothing."""
-_SCRIPT = "pretrain_gpt.py"
 _POLL_SECS = 0.02
 _LAUNCH_SECS = 300.0
 _LAYOUT = re.compile(
@@ -85,9 +84,9 @@ def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts
     program, scene = run.program, run.scene
     command = [
         *(sys.executable, "-m", *LAUNCHERS[run.launcher], "--standalone", "--nproc-per-node", str(run.launches[-1])),
-        "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects", "3",
+        "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects", "3", "-m",
         # As a module under ftckpt run: the stand-in is in this checkout's folder of tests, and not in that one's.
-        *(["-m", program.runner, str(checkout / _SCRIPT)] if run.launcher == "torchrun" else ["-m", Path(_SCRIPT).stem]),
+        *(("pretrain_gpt",) if run.launcher == "ftckpt" else (program.runner, f"{checkout}/pretrain_gpt.py")),
         *program.common.split(), *scene.schedule.split(),
         *scene.flags.format(storage=run.storage).split(), *program.data(cache),
         *program.switched_on(run.folder, scene, run.flags),
