@@ -233,17 +233,14 @@ class Run:
     def __post_init__(self) -> None:
         self.log, self.final = self.folder / "log.jsonl", self.folder / "final"
         self.event_dir, self.digests = self.folder / "events", self.folder / "digests.jsonl"
+        # Training waits there until restarts need no imports. A new launch, of the scene limit, has them anyway.
+        gate = faults.Fault(0, 2, "forward", self.folder.resolve() / "gate", "wait", secs=2 * _STALL_SECS)
+        self.gate = [gate] if any(strike.name != LIMIT for strike in self.strikes) else []
 
     @property
     def num_ranks_after(self) -> int:
         """How many ranks go on after its faults."""
         return RANKS_PER_NODE if any(strike.name in RESHAPING for strike in self.strikes) else WORLD_SIZE
-
-    def gate(self) -> list[faults.Fault]:
-        """Where training waits until restarts need no imports; a new launch has them all the same."""
-        is_restarted = any(strike.name != LIMIT for strike in self.strikes)
-        gate = faults.Fault(0, 2, "forward", self.folder.resolve() / "gate", "wait", secs=2 * _STALL_SECS)
-        return [gate] if is_restarted else []
 
     def log_of(self, node: str) -> Path:
         return self.folder / f"{node}.log"
@@ -261,7 +258,7 @@ def execute(run: Run, job: str) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     plan = run.folder / "faults.json"
-    plan.write_text(faults.dumps([*run.gate(), *(fault for strike in run.strikes for fault in strike.plan())]))
+    plan.write_text(faults.dumps([*run.gate, *(fault for strike in run.strikes for fault in strike.plan())]))
     try:
         with Processes() as processes:
             start = _starter(run, processes, plan)
@@ -340,7 +337,7 @@ class Watch:
         self._job, self._node_dir = job, job_node_path(ARENA, job, LOST_NODE)
         self._offsets: dict[Path, int] = {}
         self._waiting = list(run.strikes)
-        self._gate = run.gate()
+        self._gate = list(run.gate)
         self._struck_at: float | None = None
         self._alive: set[int] = set()
         self._ended: set[int] = set()

@@ -131,7 +131,7 @@ find_storage "${PROGRAM[@]}"
 [ -z "$PERSISTS" ] || [[ " ${PROGRAM[*]}" != *" --ftckpt-job"* ]] ||
     fail "name the job with --job: the save at the end needs it too"
 ((SAVE_SECS)) || PERSISTS=
-case $LAUNCHER$CORES:$RUNNER in
+case ${LAUNCHER[0]}$CORES:$RUNNER in
 *:none | ftckpt:ftckpt.*) ;; # ftckpt run needs no runner, but where a shell binds processes to cores
 *) PROGRAM=(-m "$RUNNER" "${PROGRAM[@]}") ;;
 esac

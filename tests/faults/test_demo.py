@@ -178,7 +178,7 @@ def test_a_node_is_lost_once_a_snapshot_of_this_attempt_is_protected(
 
 def test_faults_wait_until_agents_restart_without_imports_the_standby_too(tmp_path: Path) -> None:
     run, lost = made_up("faulted", tmp_path, [], strikes=[Strike("node", 3, tmp_path / "marker")]), Lost()
-    (gate,) = run.gate()
+    (gate,) = run.gate
 
     def start(node: str) -> None:
         lost.start(node)

@@ -83,8 +83,8 @@ def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts
     logs.mkdir(parents=True)
     program, scene = run.program, run.scene
     command = [
-        *(sys.executable, "-m", *LAUNCHERS[run.launcher], "--standalone", "--nproc-per-node", str(run.launches[-1])),
-        "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects", "3", "-m",
+        sys.executable, "-m", *LAUNCHERS[run.launcher], "--standalone", "--nproc-per-node", str(run.launches[-1]),
+        "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects=3", "-m",
         # As a module under ftckpt run: the stand-in is in this checkout's folder of tests, and not in that one's.
         *(("pretrain_gpt",) if run.launcher == "ftckpt" else (program.runner, f"{checkout}/pretrain_gpt.py")),
         *program.common.split(), *scene.schedule.split(),
