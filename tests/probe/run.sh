@@ -4,7 +4,7 @@
 #
 #   bash tests/probe/run.sh megatron-lm DIR [--scene NAME|all] [--ranks N] [--keep FOLDER] [pretrain_gpt.py flags...]
 #   bash tests/probe/run.sh megatron-deepspeed DIR [the same]
-#   bash tests/probe/run.sh megatron-lm DIR --launcher ftckpt --scene gpt --train-iters 60
+#   bash tests/probe/run.sh megatron-lm DIR --launcher ftckpt --scene gpt --train-iters 100
 #   bash tests/probe/run.sh patches DIR [pretrain_gpt.py flags...]
 #   bash tests/probe/run.sh fused-adam|grouped-experts DIR [pytest's arguments...]
 #
