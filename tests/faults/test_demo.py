@@ -454,6 +454,8 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
     assert found["bit_exact"] is True
     assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all", "node"]
     assert (tmp_path / "trace.json").exists()
+    logs = [path.read_text() for path in (tmp_path / "faulted").glob("node*.log")]
+    assert len(logs) == 3 and not any("workers are started as new processes" in log for log in logs)
     *killed, lost = found["faults"]
     for fault in killed:
         assert (fault["source"], fault["rebuilt_shards"]) == ("memory", [])
