@@ -104,11 +104,13 @@ def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
     """Run to the end, through all kills of the scene if there is a job's name."""
     kills = run.scene.kills if job else ()
     run.launches.append(run.scene.ranks)
+    killed_at = 0.0
     with Processes() as processes:
         launch(run, checkout, processes, cache, len(kills))
         for number, kill in enumerate(kills, 1):
-            _await(run, processes, kill)
+            _await(run, processes, kill, killed_at)
             _kill(run, processes, kill)
+            killed_at = time.time()
             if kill.who == "job":
                 _lose(job, kill.lose)
                 if not kill.again:
@@ -129,30 +131,26 @@ def _only_fell_over_at_exit(run: Run) -> bool:
     return ended and "Signal 6 (SIGABRT)" in agent
 
 
-def _await(run: Run, processes: Processes, kill: Kill) -> None:
+def _await(run: Run, processes: Processes, kill: Kill, killed_at: float) -> None:
     deadline = time.monotonic() + _LAUNCH_SECS
     while time.monotonic() < deadline:
         code = processes.agents[-1].poll()
         if code is not None:
             raise RunError(f"ended with exit code {code} before it was to be killed: {_reason(run)}")
         is_ready = run.launcher == "torchrun" or "modules are preloaded" in run.agent_log.read_text()
-        if is_ready and _reached(run, kill) >= kill.after:
+        if is_ready and _reached(run, kill, killed_at) >= kill.after:
             return
         time.sleep(_POLL_SECS)
     raise RunError(f"no {kill.on} of iteration {kill.after} within {_LAUNCH_SECS:.0f} s: {_reason(run)}")
 
 
-def _reached(run: Run, kill: Kill) -> int:
-    """The newest iteration that this life of the job has a snapshot or storage a checkpoint of."""
+def _reached(run: Run, kill: Kill, killed_at: float) -> int:
+    """The newest iteration that the job has a snapshot of since it was killed, or storage a checkpoint of."""
     if kill.on == "checkpoint":
         return int(run.tracker.read_text() or -1) if run.tracker.is_file() else -1
-    newest = -1
-    for event in read_events(run, run.last):
-        if event["event"] == "joined":
-            newest = -1
-        elif event["event"] == "snapshot":
-            newest = event["iteration"]
-    return newest
+    events = read_events(run, run.last)
+    snapshots = [event for event in events if event["event"] == "snapshot" and event["time"] > killed_at]
+    return snapshots[-1]["iteration"] if snapshots else -1
 
 
 def read_events(run: Run, rank: int) -> list[dict[str, Any]]:
