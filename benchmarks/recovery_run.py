@@ -146,7 +146,8 @@ class Run:
         self._secs_of_step = 0.0
         self._launcher = LAUNCHERS[launcher]
         self._command = self._words(job, pause_secs)
-        self._env = {**agent_environment(folder), "LOGLEVEL": "INFO"}
+        # Agents of torchrun would keep the address of the first store when its node is lost.
+        self._env = {**agent_environment(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOGLEVEL": "INFO"}
         if not self._job.module:  # it trains on the CPU
             del self._env["FTCKPT_DEVICE"]
 

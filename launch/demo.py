@@ -1,8 +1,7 @@
 """Kills ranks of a training job and shows that it comes back from memory, bit for bit.
 
-Trains a small language model on text with 8 ranks as two torchrun agents, two simulated nodes; with
-Megatron-core or with DeepSpeed. Once undisturbed and without ftckpt: the reference. Then with ftckpt and
-with faults:
+Trains a small language model with 8 ranks under two agents of ftckpt run, two simulated nodes, with Megatron-core or
+DeepSpeed. Once undisturbed and without ftckpt: the reference. Then with ftckpt and with faults:
 
   rank     one rank is killed by SIGKILL in the middle of an iteration
   writing  one rank is killed while it writes a slot of its arena

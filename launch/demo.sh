@@ -4,7 +4,7 @@
 #
 #   --framework NAME  megatron (default) or deepspeed
 #   --scene NAME      one fault alone: rank, writing, all, node or, with megatron, shrink or limit
-#   --iterations N    default: 40, with --scene 16
+#   --iterations N    default: 28, with --scene 16
 #   --out DIR         where the report goes; default: runs/demo or runs/demo-deepspeed
 #
 # Other arguments, --hidden 256 for example, go to launch/train_gpt.py or launch/train_deepspeed.py.

@@ -1,4 +1,4 @@
-"""The demo's jobs: eight ranks as two torchrun agents, two simulated nodes, with faults, watched until they end.
+"""The demo's jobs: eight ranks under two agents of ``ftckpt run``, two simulated nodes, with faults, and watched.
 
 Run as a script it is a rank of such a job: the example script that is named first, with the faults of the plan that
 FTCKPT_TEST_FAULTS names.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, FtckptError
@@ -39,10 +39,11 @@ LAYOUTS = ("tp2pp2dp2", "tp2pp1dp2")
 # of both nodes are to fit the 64 MB of /dev/shm that containers often have. Between two faults are few iterations.
 SMALL: Mapping[str, Any] = {"enabled": True, "chunk_size": "128KiB", "objects_size": "1MiB"}
 
-# An agent that is silent for six seconds is gone: the others wait that long before its replacement may join. Where
-# fewer nodes are enough they go on without one after the last call, in which all agents must have come at first.
-_RENDEZVOUS = "join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=6"
-_LAST_CALL_SECS = 10
+# An agent that is silent for three seconds is lost: the others wait that long before a standby takes its place. Where
+# fewer nodes are enough they go on without one after the last call.
+_RENDEZVOUS = "join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+_PRELOADED = "modules are preloaded"
+"""In the log of an agent whose next workers import nothing."""
 _POLL_SECS = 0.02
 _STALL_SECS = 180.0
 """Without any progress, after which a run has failed. It may take as long as it likes."""
@@ -59,8 +60,8 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Framework:
-    """What trains: ``module`` runs the script ``launch/<script>.py`` with ``arguments``, and with those that
-    ``configure`` makes of ftckpt's settings; it may write files into the run's folder.
+    """What trains: the script ``launch/<script>.py`` with ``arguments``, and with those that ``configure`` makes of
+    ftckpt's settings; it may write files into the run's folder.
 
     ``reshapes``: the job can go on with fewer ranks, and its script logs what all ranks together hold.
     """
@@ -68,16 +69,15 @@ class Framework:
     title: str
     job: str
     out: Path
-    module: str
     script: str
     arguments: Sequence[str]
     configure: Callable[[Path, Settings], list[str]]
     reshapes: bool = False
 
     def command(self, folder: Path, training: Sequence[str], settings: Settings) -> list[str]:
-        """The module for torchrun to start, and its arguments."""
-        worker = [self.module, str(Path(__file__).resolve()), self.script]
-        return [*worker, *self.arguments, *training, *self.configure(folder, settings)]
+        """The script for the launcher, and its arguments."""
+        script = [str(Path(__file__).resolve()), self.script]
+        return [*script, *self.arguments, *training, *self.configure(folder, settings)]
 
 
 def _deepspeed_json(folder: Path, settings: Settings) -> list[str]:
@@ -102,7 +102,6 @@ FRAMEWORKS = {
         title="Megatron-core",
         job="GPT as tensor 2 x pipeline 2 x data 2, bf16, distributed optimizer, dropout",
         out=Path("runs/demo"),
-        module="ftckpt.megatron",
         script="train_gpt",
         arguments=(*_MODEL, "--global-batch", "16", "--micro-batch", "2"),
         configure=lambda _, settings: Config(**settings).flags(),
@@ -112,7 +111,6 @@ FRAMEWORKS = {
         title="DeepSpeed",
         job="PipelineModule as pipeline 2 x tensor 2 x data 2, bf16, ZeRO-1, tied embeddings, dropout",
         out=Path("runs/demo-deepspeed"),
-        module="ftckpt.deepspeed",
         script="train_deepspeed",
         arguments=(*_MODEL, "--tie"),
         configure=_deepspeed_json,
@@ -235,11 +233,17 @@ class Run:
     def __post_init__(self) -> None:
         self.log, self.final = self.folder / "log.jsonl", self.folder / "final"
         self.event_dir, self.digests = self.folder / "events", self.folder / "digests.jsonl"
+        # Training waits there until restarts need no imports. A new launch, of the scene limit, has them anyway.
+        gate = faults.Fault(0, 2, "forward", self.folder.resolve() / "gate", "wait", secs=2 * _STALL_SECS)
+        self.gate = [gate] if any(strike.name != LIMIT for strike in self.strikes) else []
 
     @property
     def num_ranks_after(self) -> int:
         """How many ranks go on after its faults."""
         return RANKS_PER_NODE if any(strike.name in RESHAPING for strike in self.strikes) else WORLD_SIZE
+
+    def log_of(self, node: str) -> Path:
+        return self.folder / f"{node}.log"
 
     def say(self, text: str) -> None:
         print(f"{self.name:9s}  {text}", flush=True)
@@ -254,7 +258,7 @@ def execute(run: Run, job: str) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     plan = run.folder / "faults.json"
-    plan.write_text(faults.dumps(fault for strike in run.strikes for fault in strike.plan()))
+    plan.write_text(faults.dumps([*run.gate, *(fault for strike in run.strikes for fault in strike.plan())]))
     try:
         with Processes() as processes:
             start = _starter(run, processes, plan)
@@ -290,9 +294,7 @@ def agent_environment(folder: Path) -> dict[str, str]:
     env.setdefault("FTCKPT_DEVICE", "tests.support.standin:cpu")
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     # Warnings of these faults are none of the user's.
-    env["XDG_STATE_HOME"] = str((folder / "state").resolve())
-    # Agents would keep the address of the first store when its node is lost: each attempt opens one of its own.
-    return {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {**env, "XDG_STATE_HOME": str((folder / "state").resolve())}
 
 
 def free_endpoint() -> str:
@@ -302,13 +304,7 @@ def free_endpoint() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-class Start(Protocol):
-    """Starts the agent of ``node``; ``alone``: no other node is to join it."""
-
-    def __call__(self, node: str, alone: bool = False) -> None: ...
-
-
-def _starter(run: Run, processes: Processes, plan: Path) -> Start:
+def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None]:
     """What starts the agent of a node; the first node hosts the rendezvous and is never lost."""
     env = {**agent_environment(run.folder), faults.PLAN_VAR: str(plan.resolve())}
     endpoint = free_endpoint()
@@ -316,23 +312,19 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Start:
     if run.digested is not None:
         outputs += ["--log-digest", str(run.digests.resolve()), "--digest-until", str(run.digested)]
     settings = run.ftckpt and {**run.ftckpt, "events": str(run.event_dir.resolve()), "metrics_port": "auto"}
-    module = run.framework.command(run.folder, [*run.training, *outputs], settings)
-    last_call = 1 if run.least_nodes == len(NODES) else _LAST_CALL_SECS
+    script = run.framework.command(run.folder, [*run.training, *outputs], settings)
 
-    def start(node: str, alone: bool = False) -> None:
-        # Where one node is all that there is, it waits for no other.
-        nodes = "1" if alone else f"{run.least_nodes}:{len(NODES)}"
+    def start(node: str) -> None:
+        # A node that starts again after all have ended is the only one.
+        nodes = "1" if run.log_of(node).exists() else f"{run.least_nodes}:{len(NODES)}"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", nodes, "--nproc-per-node", str(RANKS_PER_NODE)),
-            *("--local-addr", "127.0.0.1"),
+            *(sys.executable, "-m", "ftckpt", "run"),
+            *("--nnodes", nodes, "--nproc-per-node", str(RANKS_PER_NODE), "--local-addr", "127.0.0.1"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
-            *("--rdzv-conf", f"{_RENDEZVOUS},last_call_timeout={last_call},is_host={int(node == NODES[0])}"),
-            # The two dashes end torchrun's own options.
-            *("--max-restarts", "9", "--monitor-interval", "0.1", "-m", "--"),
-            *module,
+            *("--rdzv-conf", f"{_RENDEZVOUS},is_host={int(node == NODES[0])}", "--max-restarts", "9"),
+            *script,
         ]
-        processes.start(node, command, env, run.folder / f"{node}.log")
+        processes.start(node, command, env, run.log_of(node))
 
     return start
 
@@ -340,11 +332,12 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Start:
 class Watch:
     """Follows a run's files and processes, prints what happens, notes it beside the events, and loses nodes."""
 
-    def __init__(self, run: Run, job: str, processes: Processes, start: Start) -> None:
+    def __init__(self, run: Run, job: str, processes: Processes, start: Callable[[str], None]) -> None:
         self._run, self._processes, self._start = run, processes, start
         self._job, self._node_dir = job, job_node_path(ARENA, job, LOST_NODE)
         self._offsets: dict[Path, int] = {}
         self._waiting = list(run.strikes)
+        self._gate = list(run.gate)
         self._struck_at: float | None = None
         self._alive: set[int] = set()
         self._ended: set[int] = set()
@@ -365,7 +358,7 @@ class Watch:
             ended = all(agent.poll() is not None for agent in self._processes.agents)
             moved = time.monotonic() if self.look() else moved
             if any(agent.returncode for agent in self._processes.agents):
-                raise RunError(f"{self._run.name}: torchrun failed\n{self._ends_of_logs()}")
+                raise RunError(f"{self._run.name}: ftckpt run failed\n{self._ends_of_logs()}")
             now = time.monotonic()
             if ended:
                 self._run.secs = now - begin
@@ -393,6 +386,7 @@ class Watch:
             self._alive.remove(pid)
             self._ended.add(pid)
             self._note("ended", time.time(), pid=pid)
+        self._open_gate()
         self._take_nodes_when_due()
         self._end_waits()
         return new
@@ -452,6 +446,16 @@ class Watch:
                 snapshot = f"snapshot of iteration {event['iteration']} from {event['source']}"
                 self._run.say(f"BACK: {snapshot}, {secs:.1f} s after the kill")
 
+    def _open_gate(self) -> None:
+        """Start the standby once the others train, and let them go on when all agents have preloaded modules."""
+        if not self._gate or not self._gate[0].fired(0):
+            return
+        for standby in (strike.scene.replacement for strike in self._waiting):
+            if standby and not self._run.log_of(standby).exists():
+                self._start(standby)
+        if all(_PRELOADED in log.read_text() for log in self._run.folder.glob("node*.log")):
+            self._gate.pop().go_on()
+
     def _take_nodes_when_due(self) -> None:
         """At a random instant inside the iteration, once a snapshot of this attempt is protected.
 
@@ -472,11 +476,9 @@ class Watch:
             wait.go_on()
         if not strike.scene.node:
             self._end_all(strike, iteration)
-            self._start(NODES[0], alone=True)
+            self._start(NODES[0])
             return
         self._lose_node(strike, iteration)
-        if strike.scene.replacement:
-            self._start(strike.scene.replacement)
 
     def _end_waits(self) -> None:
         """Let training go on where no SMP protects a snapshot: ranks learn that one is protected, and choose the next

@@ -20,6 +20,7 @@
 #   --torchrun-arg WORD      one more word for torchrun, such as --local-addr=ADDRESS; can be given again
 #   --dry-run                print what would run, and do not run it
 #
+# FTCKPT_LAUNCHER="ftckpt run" starts the job by ftckpt run, whose restarts import nothing (with --cores they do).
 # FTCKPT_PYTHON names the interpreter (default: python3). An option wins over its variable.
 #
 # With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when torchrun has given up, the newest whole snapshot goes to
@@ -44,6 +45,7 @@ MONITOR_INTERVAL=${FTCKPT_MONITOR_INTERVAL:-0.1}
 RDZV_CONF=${FTCKPT_RDZV_CONF:-}
 CORES=${FTCKPT_CORES:-}
 RUNNER=${FTCKPT_RUNNER:-ftckpt.megatron}
+read -ra LAUNCHER <<<"${FTCKPT_LAUNCHER:-torch.distributed.run}" # a module, and words of its own
 SAVE_SECS=${FTCKPT_SAVE_SECS:-90}
 GRACE_SECS=${FTCKPT_GRACE_SECS:-40}
 EXTRA=()
@@ -129,7 +131,10 @@ find_storage "${PROGRAM[@]}"
 [ -z "$PERSISTS" ] || [[ " ${PROGRAM[*]}" != *" --ftckpt-job"* ]] ||
     fail "name the job with --job: the save at the end needs it too"
 ((SAVE_SECS)) || PERSISTS=
-[ "$RUNNER" = none ] || PROGRAM=(-m "$RUNNER" "${PROGRAM[@]}")
+case ${LAUNCHER[0]}$CORES:$RUNNER in
+*:none | ftckpt:ftckpt.*) ;; # ftckpt run needs no runner, but where a shell binds processes to cores
+*) PROGRAM=(-m "$RUNNER" "${PROGRAM[@]}") ;;
+esac
 if [ -n "$CORES" ]; then
     read -ra LISTS <<<"$CORES"
     [ "$NPROC" = gpu ] || ((${#LISTS[@]} == NPROC)) || fail "--cores: ${#LISTS[@]} lists for $NPROC processes"
@@ -141,7 +146,7 @@ if [ -n "$CORES" ]; then
 fi
 
 COMMAND=(
-    "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$NPROC" --max-restarts "$RESTARTS"
+    "$PYTHON" -m "${LAUNCHER[@]}" --nnodes "$NODES" --nproc-per-node "$NPROC" --max-restarts "$RESTARTS"
     --monitor-interval "$MONITOR_INTERVAL" --rdzv-backend c10d --rdzv-id "$JOB" --rdzv-endpoint "$ENDPOINT"
     --rdzv-conf "$CONF" "${EXTRA[@]}" "${PROGRAM[@]}"
 )

@@ -2,7 +2,7 @@
 
 What DeepSpeed does (precision, ZeRO, micro-batches, offload) is in the JSON file, ftckpt too:
 
-    torchrun --nproc-per-node 4 -m ftckpt.deepspeed launch/train_deepspeed.py \
+    ftckpt run --nproc-per-node 4 launch/train_deepspeed.py \
         --deepspeed_config configs/deepspeed_zero1_pp.json --pp 2 --iterations 100
 
 Without a GPU it trains on CPU cores.

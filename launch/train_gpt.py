@@ -4,7 +4,7 @@ A training script of one's own, as small as hybrid parallelism allows: it builds
 optimizer and the data, and loops. Everything ftckpt needs from it is in `choose_layout` and
 `attach_checkpointer`, and in the lines of `main` and `train` that use what they return.
 
-    torchrun --nproc-per-node 8 launch/train_gpt.py --tp 2 --pp 2 --iterations 100
+    ftckpt run --nproc-per-node 8 launch/train_gpt.py --tp 2 --pp 2 --iterations 100
 """
 
 from __future__ import annotations

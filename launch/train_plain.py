@@ -2,7 +2,7 @@
 
 A script of one's own, under DDP, FSDP2 or neither. What ftckpt needs from it are six lines, marked below.
 
-    torchrun --nproc-per-node 4 --rdzv-id plain launch/train_plain.py --wrap fsdp2 --iterations 100 --ftckpt
+    ftckpt run --nproc-per-node 4 --rdzv-id plain launch/train_plain.py --wrap fsdp2 --iterations 100 --ftckpt
 
 Without a GPU it trains on CPU cores, over gloo.
 """

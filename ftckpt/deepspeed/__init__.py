@@ -1,5 +1,6 @@
-"""ftckpt for DeepSpeed: ``import ftckpt.deepspeed`` in a script of your own, or the runner for a script as it is.
+"""ftckpt for DeepSpeed: ``import ftckpt.deepspeed`` in a script of your own, or one of these for a script as it is.
 
+ftckpt run ... SCRIPT ARGS...
 torchrun ... -m ftckpt.deepspeed SCRIPT ARGS...
 
 Either way ``"ftckpt": {"enabled": true}`` in DeepSpeed's JSON switches it on. ``deepspeed.initialize`` then returns

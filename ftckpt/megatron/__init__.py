@@ -1,6 +1,7 @@
-"""ftckpt for Megatron-core: ``attach`` in a script of your own, or one of two doors for a script as it is.
+"""ftckpt for Megatron-core: ``attach`` in a script of your own, or one of these for a script as it is.
 
-torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt    the runner, which hooks Megatron at run time
+ftckpt run ... SCRIPT ARGS... --ftckpt                     the launcher, which hooks Megatron at run time
+torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt    the runner, which does so under another launcher
 torchrun ... SCRIPT ARGS... --ftckpt                       with a Megatron-LM that patches/apply.sh has patched
 
 In: model chunks, optimizer, scheduler and objects of a Megatron rank. Out: a checkpointer that follows its schedules.

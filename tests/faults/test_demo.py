@@ -151,6 +151,7 @@ def test_a_node_is_lost_once_a_snapshot_of_this_attempt_is_protected(
     run, lost = made_up("faulted", tmp_path, [], strikes=[strike]), Lost()
     run.event_dir.mkdir()
     watch = Watch(run, "j", lost, lost.start)  # type: ignore[arg-type]
+    assert lost.calls == []
     who = {"rank": 4, "pid": os.getpid()}
     join, protected = ({"event": event, "node": "node1", "iteration": 1, **who} for event in ("joined", "protected"))
     # The second start has protected nothing yet.
@@ -166,13 +167,35 @@ def test_a_node_is_lost_once_a_snapshot_of_this_attempt_is_protected(
     while not strike.marks() and time.monotonic() < deadline:
         watch.look()
     watch.look()
-    assert lost.calls == (["lost node1", "started node2"] if name == "node" else ["lost node1"])
+    assert lost.calls == ["lost node1"]
     assert not node_dir.exists()
     (mark,) = strike.marks()
     assert (mark["iteration"], mark["protected"], mark["ranks"], mark["pids"]) == (3, 1, [4], [71, 72])
     assert mark["shards"] == ["tp0-pp1"]
     (note,) = map(json.loads, (run.event_dir / "demo.jsonl").read_text().splitlines())
     assert (note["event"], note["name"], note["iteration"], note["ranks"]) == ("fault", name, 3, [4])
+
+
+def test_faults_wait_until_agents_restart_without_imports_the_standby_too(tmp_path: Path) -> None:
+    run, lost = made_up("faulted", tmp_path, [], strikes=[Strike("node", 3, tmp_path / "marker")]), Lost()
+    (gate,) = run.gate
+
+    def start(node: str) -> None:
+        lost.start(node)
+        run.log_of(node).touch()
+
+    watch = Watch(run, "j", lost, start)  # type: ignore[arg-type]
+    for node in demo_job.NODES:
+        run.log_of(node).write_text("ftckpt: 9 modules are preloaded")
+    watch.look()
+    assert lost.calls == [] and gate.action == "wait", "before all train a standby could take a place"
+    gate.marker_of(0).touch()
+    watch.look()
+    watch.look()
+    assert lost.calls == ["started node2"] and not gate.over.exists()
+    run.log_of("node2").write_text("ftckpt: 9 modules are preloaded")
+    watch.look()
+    assert gate.over.exists()
 
 
 def test_a_marker_that_is_being_written_does_not_count(tmp_path: Path) -> None:
@@ -332,7 +355,7 @@ def test_deepspeed_has_no_such_scene(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_flags_are_all_that_the_run_with_faults_has_more(tmp_path: Path) -> None:
     plain, saved = (FRAMEWORKS["megatron"].command(tmp_path, ["--seed", "5"], chosen) for chosen in ({}, SETTINGS))
-    assert plain[0] == "ftckpt.megatron" and plain[-2:] == ["--seed", "5"]
+    assert plain[1] == "train_gpt" and plain[-2:] == ["--seed", "5"]
     assert saved[: len(plain)] == plain
     assert Config.from_flags(saved[len(plain) :]) == (Config(**SETTINGS), [])
 
@@ -342,7 +365,7 @@ def test_a_section_is_all_that_the_run_with_faults_has_more(tmp_path: Path) -> N
     configs = []
     for chosen in ({}, SETTINGS):
         *words, path = FRAMEWORKS["deepspeed"].command(tmp_path, ["--seed", "5"], chosen)
-        assert words[0] == "ftckpt.deepspeed" and words[-3:] == ["--seed", "5", "--deepspeed_config"]
+        assert words[1] == "train_deepspeed" and words[-3:] == ["--seed", "5", "--deepspeed_config"]
         configs.append(json.loads(Path(path).read_text()))
     plain, saved = configs
     assert saved.pop("ftckpt") == {**shipped.pop("ftckpt"), **SETTINGS}
@@ -431,6 +454,8 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
     assert found["bit_exact"] is True
     assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all", "node"]
     assert (tmp_path / "trace.json").exists()
+    logs = [path.read_text() for path in (tmp_path / "faulted").glob("node*.log")]
+    assert len(logs) == 3 and not any("workers are started as new processes" in log for log in logs)
     *killed, lost = found["faults"]
     for fault in killed:
         assert (fault["source"], fault["rebuilt_shards"]) == ("memory", [])

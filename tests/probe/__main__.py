@@ -1,4 +1,4 @@
-"""``python -m tests.probe PROGRAM CHECKOUT [--scene NAME|all] [--ranks N] [--keep FOLDER] [flags...]``."""
+"""``python -m tests.probe PROGRAM CHECKOUT [--scene NAME|all] [--launcher NAME] [--ranks N] [--keep FOLDER] ...``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.probe import megatron_deepspeed, megatron_lm
 from tests.probe.check import Check, print_table, say
+from tests.probe.runs import LAUNCHERS
 
 PROGRAMS = {program.name: program for program in (megatron_lm.PROGRAM, megatron_deepspeed.PROGRAM)}
 
@@ -25,12 +26,13 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("checkout", type=Path, help=program.checkout)
     parser.add_argument("--scene", action="append", choices=[*scenes, "all"], help="may be given more than once")
+    parser.add_argument("--launcher", choices=list(LAUNCHERS), default="torchrun", help="default: torchrun")
     parser.add_argument("--ranks", type=int, help="default: the scene's own")
     parser.add_argument("--keep", type=Path, help="a folder that keeps all logs")
     args, flags = parser.parse_known_args(argv[1:])
     names = list(scenes) if "all" in (args.scene or ()) else args.scene or [next(iter(scenes))]
     work = (args.keep or Path(tempfile.mkdtemp(prefix=f"probe-{program.name}-"))).resolve()
-    check = Check(program, args.checkout.resolve(), work, flags)
+    check = Check(program, args.checkout.resolve(), work, flags, args.launcher)
     outcomes = []
     try:
         program.make_data(args.checkout.resolve(), check.cache)

@@ -38,8 +38,10 @@ class Outcome:
 class Check:
     """Runs scenes; undisturbed runs of equal flags are made once."""
 
-    def __init__(self, program: Program, checkout: Path, work: Path, flags: Sequence[str]) -> None:
-        self._program, self._checkout, self._work = program, checkout, work
+    def __init__(
+        self, program: Program, checkout: Path, work: Path, flags: Sequence[str], launcher: str = "torchrun"
+    ) -> None:
+        self._program, self._checkout, self._work, self._launcher = program, checkout, work, launcher
         self.cache = work / "cache"
         self._training = [flag for flag in flags if not flag.startswith("--ftckpt")]
         self._ftckpt = [flag for flag in flags if flag.startswith("--ftckpt")]
@@ -137,7 +139,7 @@ class Check:
         return self._timed(self._run(folder, scene, self._training), what)
 
     def _run(self, folder: str, scene: Scene, flags: Sequence[str]) -> Run:
-        return Run(self._work / folder, self._program, scene, flags)
+        return Run(self._work / folder, self._program, scene, flags, self._launcher)
 
     def _timed(self, run: Run, what: str, job: str = "") -> Run:
         begin = time.monotonic()

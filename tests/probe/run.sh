@@ -4,12 +4,14 @@
 #
 #   bash tests/probe/run.sh megatron-lm DIR [--scene NAME|all] [--ranks N] [--keep FOLDER] [pretrain_gpt.py flags...]
 #   bash tests/probe/run.sh megatron-deepspeed DIR [the same]
+#   bash tests/probe/run.sh megatron-lm DIR --launcher ftckpt --scene gpt --train-iters 100
 #   bash tests/probe/run.sh patches DIR [pretrain_gpt.py flags...]
 #   bash tests/probe/run.sh fused-adam|grouped-experts DIR [pytest's arguments...]
 #
 # DIR is a checkout: for megatron-lm core_v0.16.1 of Megatron-LM, whose scenes are in tests/probe/scenes.py; for
 # megatron-deepspeed 4efb479d of Megatron-DeepSpeed, with those in tests/probe/megatron_deepspeed.py (try --help in
-# place of DIR); for patches any release of Megatron-LM that has one (patches/apply.sh --list), see
+# place of DIR). --launcher ftckpt starts runs by ftckpt run: kills wait until it can restart ranks without imports, which
+# takes iterations. For patches any release of Megatron-LM that has one (patches/apply.sh --list), see
 # tests/probe/patches.sh. The last two run tests of tests/multiproc with the real Python of a library, over kernels in
 # torch: for fused-adam of Transformer Engine from 2.1 on or of Apex from 23.05 on, for grouped-experts of the former.
 

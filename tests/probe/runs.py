@@ -1,4 +1,4 @@
-"""One training run of a probe: torchrun, a program's pretrain_gpt.py, and a hand that kills it."""
+"""One training run of a probe: a launcher, a program's pretrain_gpt.py, and a hand that kills it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from tests.probe.program import Program, in_front
 from tests.probe.scenes import Kill, Scene
 from tests.support.processes import ARENA, Processes, RunError
 
+LAUNCHERS = {"torchrun": ("torch.distributed.run",), "ftckpt": ("ftckpt", "run")}
+"""Modules with their words. ``ftckpt run`` is killed once the next workers import nothing."""
 _POLL_SECS = 0.02
 _LAUNCH_SECS = 300.0
 _LAYOUT = re.compile(
@@ -38,7 +40,13 @@ class Run:
     program: Program
     scene: Scene
     flags: Sequence[str]
+    launcher: str = "torchrun"
     launches: list[int] = field(default_factory=list)
+
+    @property
+    def agent_log(self) -> Path:
+        """Of the latest launch."""
+        return self.folder / f"launch{len(self.launches) - 1}" / "agent.log"
 
     @property
     def last(self) -> int:
@@ -70,14 +78,16 @@ class Run:
 
 
 def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts: int) -> None:
-    """Start torchrun with the run's flags, on the ranks that ``run.launches`` has last."""
-    logs = run.folder / f"launch{len(run.launches) - 1}"
+    """Start the launcher with the run's flags, on the ranks that ``run.launches`` has last."""
+    logs = run.agent_log.parent
     logs.mkdir(parents=True)
     program, scene = run.program, run.scene
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.launches[-1]),
-        "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects", "3",
-        "-m", program.runner, str(checkout / "pretrain_gpt.py"), *program.common.split(), *scene.schedule.split(),
+        sys.executable, "-m", *LAUNCHERS[run.launcher], "--standalone", "--nproc-per-node", str(run.launches[-1]),
+        "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects=3", "-m",
+        # As a module under ftckpt run: the stand-in is in this checkout's folder of tests, and not in that one's.
+        *(("pretrain_gpt",) if run.launcher == "ftckpt" else (program.runner, f"{checkout}/pretrain_gpt.py")),
+        *program.common.split(), *scene.schedule.split(),
         *scene.flags.format(storage=run.storage).split(), *program.data(cache),
         *program.switched_on(run.folder, scene, run.flags),
     ]  # fmt: skip
@@ -87,18 +97,20 @@ def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts
         "PYTHONWARNINGS": "ignore", "LOCAL_SIZE": str(run.launches[-1]),
         **in_front(checkout, program.path), **program.env,
     }  # fmt: skip
-    processes.start("node", command, env, logs / "agent.log")
+    processes.start("node", command, env, run.agent_log)
 
 
 def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
     """Run to the end, through all kills of the scene if there is a job's name."""
     kills = run.scene.kills if job else ()
     run.launches.append(run.scene.ranks)
+    killed_at = 0.0
     with Processes() as processes:
         launch(run, checkout, processes, cache, len(kills))
         for number, kill in enumerate(kills, 1):
-            _await(run, processes, kill)
+            _await(run, processes, kill, killed_at)
             _kill(run, processes, kill)
+            killed_at = time.time()
             if kill.who == "job":
                 _lose(job, kill.lose)
                 if not kill.again:
@@ -106,40 +118,39 @@ def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
                 run.launches.append(kill.ranks or run.scene.ranks)
                 launch(run, checkout, processes, cache, len(kills) - number)
         code = processes.agents[-1].wait(_LAUNCH_SECS)
+    if "workers are started as new processes" in run.agent_log.read_text():
+        raise RunError(f"{run.agent_log}: a restart was not forked")
     if code and not _only_fell_over_at_exit(run):
         raise RunError(f"exit code {code}: {_reason(run)}")
 
 
 def _only_fell_over_at_exit(run: Run) -> bool:
     """A program may end without taking its groups down, and threads of gloo may abort an interpreter that exits."""
-    agent = (run.folder / f"launch{len(run.launches) - 1}" / "agent.log").read_text(errors="replace")
+    agent = run.agent_log.read_text(errors="replace")
     ended = run.program.end in run.logs(-1, "stdout")[-1].read_text(errors="replace")
     return ended and "Signal 6 (SIGABRT)" in agent
 
 
-def _await(run: Run, processes: Processes, kill: Kill) -> None:
+def _await(run: Run, processes: Processes, kill: Kill, killed_at: float) -> None:
     deadline = time.monotonic() + _LAUNCH_SECS
     while time.monotonic() < deadline:
         code = processes.agents[-1].poll()
         if code is not None:
             raise RunError(f"ended with exit code {code} before it was to be killed: {_reason(run)}")
-        if _reached(run, kill) >= kill.after:
+        is_ready = run.launcher == "torchrun" or "modules are preloaded" in run.agent_log.read_text()
+        if is_ready and _reached(run, kill, killed_at) >= kill.after:
             return
         time.sleep(_POLL_SECS)
     raise RunError(f"no {kill.on} of iteration {kill.after} within {_LAUNCH_SECS:.0f} s: {_reason(run)}")
 
 
-def _reached(run: Run, kill: Kill) -> int:
-    """The newest iteration that this life of the job has a snapshot or storage a checkpoint of."""
+def _reached(run: Run, kill: Kill, killed_at: float) -> int:
+    """The newest iteration that the job has a snapshot of since it was killed, or storage a checkpoint of."""
     if kill.on == "checkpoint":
         return int(run.tracker.read_text() or -1) if run.tracker.is_file() else -1
-    newest = -1
-    for event in read_events(run, run.last):
-        if event["event"] == "joined":
-            newest = -1
-        elif event["event"] == "snapshot":
-            newest = event["iteration"]
-    return newest
+    events = read_events(run, run.last)
+    snapshots = [event for event in events if event["event"] == "snapshot" and event["time"] > killed_at]
+    return snapshots[-1]["iteration"] if snapshots else -1
 
 
 def read_events(run: Run, rank: int) -> list[dict[str, Any]]:

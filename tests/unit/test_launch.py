@@ -130,6 +130,23 @@ def test_a_store_for_each_attempt_where_nobody_divides_it(standins: Standins, ru
     )
 
 
+@pytest.mark.parametrize(
+    ("runner", "program"),
+    [("ftckpt.megatron", []), ("ftckpt.deepspeed", []), ("none", []), ("my.run", ["-m", "my.run"])],
+)
+def test_ftckpt_run_is_launcher_and_runner(standins: Standins, runner: str, program: list[str]) -> None:
+    env = standins.environment(FTCKPT_LAUNCHER="ftckpt run")
+    words = ["--job", "a", "--nproc", "1", "--runner", runner]
+    standins.launch("torchrun.sh", *words, str(standins.script), "x", env=env)
+    standins.launch("torchrun.sh", *words, "--cores", "0", str(standins.script), "x", env=env)
+    call, bound = standins.calls("python3")
+    assert call.argv[:2] == bound.argv[:2] == ["-m", "ftckpt"] and call.argv[2] == "run"
+    assert call.argv[call.argv.index("--rdzv-conf") + 2 :] == [*program, str(standins.script), "x"]
+    runs_itself = [] if runner == "none" else ["-m", runner]
+    assert bound.argv[bound.argv.index("-u") + 1 :] == [*runs_itself, str(standins.script), "x"]
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in call.env) == (runner == "ftckpt.megatron")
+
+
 def test_variables_stand_in_for_options_and_options_win(standins: Standins) -> None:
     env = standins.environment(
         FTCKPT_JOB="old", FTCKPT_NODES="2", FTCKPT_ENDPOINT="h:1", FTCKPT_NPROC="4", FTCKPT_RESTARTS="7",
