@@ -8,11 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ftckpt.frameworks.launcher import log_to_stderr
@@ -124,7 +122,7 @@ class Preloader:
     """
 
     def __init__(self, path: str | None, extra: Sequence[str] | None) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
+        self.directory, self._lock = notes.make_directory()
         self._path, self._extra = path, extra
         self._env: dict[str, str] = {}
         self._ready: Server | None = None
@@ -179,6 +177,7 @@ class Preloader:
         for server in self._servers():
             server.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._lock.close()
 
     def _servers(self) -> list[Server]:
         return [one for one in (self._ready, self._coming, *self._retired) if one is not None]

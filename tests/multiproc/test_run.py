@@ -267,6 +267,10 @@ def test_nothing_is_left_of_an_agent_that_is_killed(tmp_path: Path) -> None:
             job.group.kill(0)
             gone = partial(lambda pids: not any(map(is_running, pids)), pids)
             until(gone, f"{pids}")
+    with Running(tmp_path / "1", ONCE, "train.py") as job:
+        assert len(list(job.here.glob("ftckpt-run-*"))) <= 1, "of the agent that was killed"
+        assert job.end() == 0, job.output()
+        assert not list(job.here.glob("ftckpt-run-*"))
 
 
 def server_of(job: Running) -> int:
