@@ -56,6 +56,7 @@ class Channel:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
+        self.is_closed = True
         self._socket.close()
 
 

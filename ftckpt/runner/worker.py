@@ -12,12 +12,13 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ftckpt.deepspeed
+import ftckpt.megatron
 from ftckpt import config
 from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, section
@@ -37,12 +38,12 @@ _USAGE = "ftckpt run ... SCRIPT ARGS... [--ftckpt ...]"
 
 
 class _Frameworks:
-    """What the script's framework needs; the first one that the script imports and ftckpt is switched on for acts."""
+    """Does what the frameworks need that the script imports: Megatron where flags switch ftckpt on, or DeepSpeed."""
 
     def __init__(self, settings: dict[str, Any], arguments: Sequence[str]) -> None:
         self._settings = settings
         self._arguments = arguments
-        self._active = ""
+        self._closers: list[Callable[[], None]] = []
 
     def watch(self) -> None:
         """Act now for what is imported already, and else when the script imports it."""
@@ -52,38 +53,33 @@ class _Frameworks:
 
     def close(self) -> None:
         """The script has ended well."""
-        if self._active == "megatron":
-            from ftckpt.megatron import callbacks
-
-            callbacks.close()
-        elif self._active == "deepspeed":
-            ftckpt.deepspeed.close()
+        for closer in self._closers:
+            closer()
 
     def _megatron(self, _: ModuleType) -> None:
         # Megatron-DeepSpeed has a part of megatron.core.
-        if self._active or not self._settings or importlib.util.find_spec("megatron.core.optimizer") is None:
-            return
-        self._active = "megatron"
-        from ftckpt.megatron import callbacks, hooks
+        if self._settings and importlib.util.find_spec("megatron.core.optimizer") is not None:
+            from ftckpt.megatron import callbacks, hooks
 
-        callbacks.switch_on(Config.from_flags(())[0])
-        hooks.install()
+            callbacks.switch_on(Config.from_flags(())[0])
+            hooks.install()
+            self._closers.append(callbacks.close)
 
     def _train_loop(self, _: ModuleType) -> None:
-        if self._active == "megatron":
+        if ftckpt.megatron.door.config.enabled:
             from ftckpt.megatron import hooks
 
             hooks.install_in_train_loop()
 
     def _deepspeed(self, _: ModuleType) -> None:
-        if self._active:
+        if self._closers:  # Megatron trains, and something has imported DeepSpeed
             return
-        self._active = "deepspeed"
         section.configure(self._settings)
         # An engine is destroyed after an error too; how the script ends is known here alone.
         initialize.leave_the_end_to_the_runner()
         doors.prepare_storage(section.foreseen(self._arguments))
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+        self._closers.append(ftckpt.deepspeed.close)
 
 
 def start(directory: Path, words: Sequence[str], records: bool) -> None:
