@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -136,9 +137,10 @@ def _execute(name: str, is_module: bool) -> None:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
     # As the interpreter runs a script; ``runpy`` would change ``sys.argv``.
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    module.__file__ = os.path.join(os.getcwd(), name)
-    exec(compile(Path(name).read_bytes(), module.__file__, "exec"), vars(module))
+    module, path = ModuleType("__main__"), os.path.join(os.getcwd(), name)
+    vars(module).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    sys.modules["__main__"] = module
+    exec(compile(Path(name).read_bytes(), path, "exec", dont_inherit=True), vars(module))
 
 
 if __name__ == "__main__":
