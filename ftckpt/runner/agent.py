@@ -104,11 +104,10 @@ def launch(words: Sequence[str]) -> None:
     if args.no_python or args.run_path:
         record(torchrun.run)(args)
         return
-    path = None if args.module else os.path.dirname(os.path.realpath(args.training_script))
     is_own = (
         os.getenv("PYTHON_EXEC", sys.executable) != sys.executable or getattr(args, "numa_binding", None) is not None
     )
-    preloader = Preloader(path, None if is_own or args.preload == "off" else args.preload.split(","))
+    preloader = Preloader(None if is_own or args.preload == "off" else args.preload.split(","))
     before = _launcher.LocalElasticAgent, _agent.start_processes
     _launcher.LocalElasticAgent, _agent.start_processes = partial(Agent, preloader), partial(_start, preloader)
     try:

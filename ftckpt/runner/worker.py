@@ -119,12 +119,12 @@ def _run(words: Sequence[str]) -> int:
     settings, arguments = section.from_flags(words[1 + is_module :])
     if settings:
         config.taken[:] = Config.of_flags(settings).flags()
+    launcher.stand_in("deepspeed" if any(word.startswith("--deepspeed") for word in arguments) else "megatron")
     if not is_module:
         path = launcher.script_path(name, _USAGE)
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
     sys.argv = [name, *arguments]
-    launcher.stand_in("deepspeed" if any(word.startswith("--deepspeed") for word in arguments) else "megatron")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         launcher.isolate()
     frameworks = _Frameworks(settings, arguments)
