@@ -17,6 +17,7 @@ import pytest
 from tests.support.launching import free_ports
 from tests.support.processes import command_line, is_running
 from tests.support.running import READY, Running
+from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -98,7 +99,7 @@ def logs(here: Path) -> dict[str, str]:
 USUAL = ("standalone", "a module", "static", "virtual local ranks", "logs")
 
 
-@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in OPTIONS])
+@pytest.mark.parametrize("name", by_default(OPTIONS, USUAL))
 def test_a_worker_sees_what_it_sees_under_torchrun(name: str, tmp_path: Path) -> None:
     script = ONCE + r"sys.stdout.write(f'out {rank}\n'); sys.stderr.write(f'err {rank}\n')"
     found = []
