@@ -67,35 +67,38 @@ class Guard(importlib.abc.MetaPathFinder):
         if spec is None:
             return None
         if fullname in self._left_out or (self._origins.get(fullname) or spec.origin) != spec.origin:
-            self._leave_out()
+            self._leave_out(fullname, "")
+            raise ImportError(f"{fullname} is left out")
         execute_with(spec, self._execute)
         return spec
 
     def _import(self, name: str) -> None:
         env = dict(os.environ)
-        try:
+        with suppress(Exception, SystemExit):  # of a module that the server does not find, or leaves out by now
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - a module that a worker could import, of anybody
-            self.found.setdefault(name, f"raises {type(error).__name__}: {error}")
-            self._left_out.add(name)
         self.env.update({name: value for name, value in os.environ.items() if env.get(name) != value})
 
     def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        self._running.append(module.__name__)
+        name = module.__name__
+        self._running.append(name)
         try:
             execute(module)
             before, self._harms = self._harms, harms()
             if new := self._harms - before:
-                self.found[module.__name__] = ", ".join(new)
-                self._leave_out()
+                self._leave_out(name, ", ".join(new))
+                raise ImportError(f"{name} is left out")
+        except (Exception, SystemExit) as error:
+            if name in self._origins and name not in self.found:  # a worker could import it
+                self._leave_out(name, f"raises {type(error).__name__}: {error}")
+            raise
         finally:
             self._running.pop()
 
-    def _leave_out(self) -> None:
+    def _leave_out(self, name: str, why: str) -> None:
+        """Import it no more, nor what is importing it, whatever that makes of the error."""
         self.found = {**dict.fromkeys(self._running, ""), **self.found}
-        self._left_out.update(self._running)
-        # What imports it is left out, too, whatever it makes of this.
-        raise ImportError("it, or what it imports, is left out or comes from another file in the workers")
+        self.found[name] = self.found.get(name) or why
+        self._left_out.update(self._running, (name,))
 
 
 def is_preloaded(name: str, origin: str | None) -> bool:

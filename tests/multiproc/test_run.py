@@ -497,3 +497,26 @@ import moved, colorsys
         restart(job)
         assert [(here / f"moved-{attempt}").read_text() for attempt in (0, 1)] == ["2", "2"]
         assert job.report(1, 0)["is_forked"]
+
+
+def test_a_module_that_fails_in_the_server_alone_is_left_out_with_what_imports_it(tmp_path: Path) -> None:
+    here = tmp_path / "job"
+    site_packages(
+        here,
+        never="raise RuntimeError('in no process')",
+        in_ranks="import os\nif 'ROLE_RANK' not in os.environ: raise RuntimeError('no rank')",
+        uses_never="try:\n    import never\nexcept RuntimeError:\n    pass",
+        uses_both="import uses_never\ntry:\n    import in_ranks\nexcept Exception:\n    pass",
+    )
+    script = (
+        """
+before = {"in_ranks", "uses_both", "uses_never"} & {*sys.modules}
+import uses_both, uses_never, colorsys
+(here / f"before-{attempt}").write_text(" ".join(sorted(before)))
+"""
+        + TWICE
+    )
+    with Running(here, script, *TWO, "train.py") as job:
+        restart(job)
+        assert re.findall("(\\w+) is not preloaded", job.output()) == ["in_ranks"]
+        assert (job.here / "before-1").read_text() == "uses_never"
