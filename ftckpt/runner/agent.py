@@ -95,10 +95,10 @@ class Agent(LocalElasticAgent):
             return True
         return False
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, *more: Any, **options: Any) -> None:
         if isinstance(self._pcontext, Workers):
             self._pcontext.is_hurried = True
-        super()._stop_workers(worker_group)
+        super()._stop_workers(worker_group, *more, **options)
 
 
 def _start(preloader: Preloader, start_method: str, **settings: Any) -> Workers:
@@ -127,9 +127,10 @@ def launch(words: Sequence[str]) -> None:
     if args.no_python or args.run_path:
         record(torchrun.run)(args)
         return
-    path = None if args.module else os.path.dirname(os.path.realpath(args.training_script))
-    is_own = os.getenv("PYTHON_EXEC", sys.executable) != sys.executable or args.numa_binding is not None
-    preloader = Preloader(path, None if is_own or args.preload == "off" else args.preload.split(","))
+    is_own = (
+        os.getenv("PYTHON_EXEC", sys.executable) != sys.executable or getattr(args, "numa_binding", None) is not None
+    )
+    preloader = Preloader(None if is_own or args.preload == "off" else args.preload.split(","))
     before = _launcher.LocalElasticAgent, _agent.start_processes
     _launcher.LocalElasticAgent, _agent.start_processes = partial(Agent, preloader), partial(_start, preloader)
     try:

@@ -44,7 +44,7 @@ class Guard(importlib.abc.MetaPathFinder):
 
     def preload(self, noted: Iterable[Any]) -> None:
         """Import what was noted in a worker, as it was there: see ``notes.imports``."""
-        places, env = list(sys.path), dict(os.environ)
+        places = list(sys.path)
         sys.meta_path.insert(0, self)
         try:
             for one in noted:
@@ -59,8 +59,6 @@ class Guard(importlib.abc.MetaPathFinder):
         finally:
             sys.meta_path.remove(self)
             sys.path[:] = places
-            os.environ.clear()
-            os.environ.update(env)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.abc
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 _IMPORTS, _FAILURES = "imports", "failures"
 OVER = "over"
 """A failure after which no further attempt is of use."""
+
+
+def make_directory() -> tuple[Path, IO[bytes]]:
+    """A directory for notes, and the open file that keeps it; those of agents that have died are removed."""
+    for path in Path(tempfile.gettempdir()).glob("ftckpt-run-*/lock"):
+        with suppress(OSError), open(path, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
+    kept = open(directory / "lock", "wb")
+    fcntl.flock(kept, fcntl.LOCK_EX)
+    return directory, kept
 
 
 class Recorder(importlib.abc.MetaPathFinder):

@@ -8,11 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ftckpt.frameworks.launcher import log_to_stderr
@@ -118,14 +116,12 @@ class Server:
 class Preloader:
     """Has a server at hand for the next attempt.
 
-    Args:
-        path: the first place of imports of the script; None: the working directory, as for a module.
-        extra: modules to import beside those that workers have imported; None: nothing is preloaded.
+    ``extra`` are modules to import beside those that workers have imported; None: nothing is preloaded.
     """
 
-    def __init__(self, path: str | None, extra: Sequence[str] | None) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
-        self._path, self._extra = path, extra
+    def __init__(self, extra: Sequence[str] | None) -> None:
+        self.directory, self._lock = notes.make_directory()
+        self._extra = extra
         self._env: dict[str, str] = dict(os.environ)
         self._ready: Server | None = None
         self._coming: Server | None = None
@@ -179,6 +175,7 @@ class Preloader:
         for server in self._servers():
             server.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._lock.close()
 
     def _servers(self) -> list[Server]:
         return [one for one in (self._ready, self._coming, *self._retired) if one is not None]
@@ -189,8 +186,7 @@ class Preloader:
         if self._passes_left:
             self._passes_left -= 1
             self._coming = Server(self._env, {
-                "path": self._path, "directory": str(self.directory), "extra": self._extra,
-                "left_out": sorted(self._left_out),
+                "directory": str(self.directory), "extra": self._extra, "left_out": sorted(self._left_out),
             })  # fmt: skip
 
     def _take(self, server: Server) -> None:

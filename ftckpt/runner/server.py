@@ -57,6 +57,7 @@ class Channel:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
+        self.is_closed = True
         self._socket.close()
 
 
@@ -104,8 +105,6 @@ def main(channel: Channel, parent: int) -> None:
 
 def _preload(imports: guard.Guard, order: dict[str, Any]) -> dict[str, Any]:
     """What the agent is told of it."""
-    if order["path"] is not None:
-        sys.path[0] = order["path"]
     imports.preload([*notes.imports(Path(order["directory"])), *([name, ""] for name in order["extra"] if name)])
     gc.collect()
     gc.freeze()  # else a collection in a worker would copy all pages that it shares with the others

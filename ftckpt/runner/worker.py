@@ -12,12 +12,14 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ftckpt.deepspeed
+import ftckpt.megatron
 from ftckpt import config
 from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, section
@@ -37,12 +39,12 @@ _USAGE = "ftckpt run ... SCRIPT ARGS... [--ftckpt ...]"
 
 
 class _Frameworks:
-    """What the script's framework needs; the first one that the script imports and ftckpt is switched on for acts."""
+    """Does what the frameworks need that the script imports: Megatron where flags switch ftckpt on, or DeepSpeed."""
 
     def __init__(self, settings: dict[str, Any], arguments: Sequence[str]) -> None:
         self._settings = settings
         self._arguments = arguments
-        self._active = ""
+        self._closers: list[Callable[[], None]] = []
 
     def watch(self) -> None:
         """Act now for what is imported already, and else when the script imports it."""
@@ -52,38 +54,33 @@ class _Frameworks:
 
     def close(self) -> None:
         """The script has ended well."""
-        if self._active == "megatron":
-            from ftckpt.megatron import callbacks
-
-            callbacks.close()
-        elif self._active == "deepspeed":
-            ftckpt.deepspeed.close()
+        for closer in self._closers:
+            closer()
 
     def _megatron(self, _: ModuleType) -> None:
         # Megatron-DeepSpeed has a part of megatron.core.
-        if self._active or not self._settings or importlib.util.find_spec("megatron.core.optimizer") is None:
-            return
-        self._active = "megatron"
-        from ftckpt.megatron import callbacks, hooks
+        if self._settings and importlib.util.find_spec("megatron.core.optimizer") is not None:
+            from ftckpt.megatron import callbacks, hooks
 
-        callbacks.switch_on(Config.from_flags(())[0])
-        hooks.install()
+            callbacks.switch_on(Config.from_flags(())[0])
+            hooks.install()
+            self._closers.append(callbacks.close)
 
     def _train_loop(self, _: ModuleType) -> None:
-        if self._active == "megatron":
+        if ftckpt.megatron.door.config.enabled:
             from ftckpt.megatron import hooks
 
             hooks.install_in_train_loop()
 
     def _deepspeed(self, _: ModuleType) -> None:
-        if self._active:
+        if self._closers:  # Megatron trains, and something has imported DeepSpeed
             return
-        self._active = "deepspeed"
         section.configure(self._settings)
         # An engine is destroyed after an error too; how the script ends is known here alone.
         initialize.leave_the_end_to_the_runner()
         doors.prepare_storage(section.foreseen(self._arguments))
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+        self._closers.append(ftckpt.deepspeed.close)
 
 
 def start(directory: Path, words: Sequence[str], records: bool) -> None:
@@ -122,12 +119,12 @@ def _run(words: Sequence[str]) -> int:
     settings, arguments = section.from_flags(words[1 + is_module :])
     if settings:
         config.taken[:] = Config.of_flags(settings).flags()
+    launcher.stand_in("deepspeed" if any(word.startswith("--deepspeed") for word in arguments) else "megatron")
     if not is_module:
         path = launcher.script_path(name, _USAGE)
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
     sys.argv = [name, *arguments]
-    launcher.stand_in("deepspeed" if any(word.startswith("--deepspeed") for word in arguments) else "megatron")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         launcher.isolate()
     elif "torch.distributed" in sys.modules:  # it was forked, with what the script imports
@@ -144,9 +141,10 @@ def _execute(name: str, is_module: bool) -> None:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
     # As the interpreter runs a script; ``runpy`` would change ``sys.argv``.
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    module.__file__ = os.path.join(os.getcwd(), name)
-    exec(compile(Path(name).read_bytes(), module.__file__, "exec"), vars(module))
+    module, path = ModuleType("__main__"), os.path.join(os.getcwd(), name)
+    vars(module).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    sys.modules["__main__"] = module
+    exec(compile(Path(name).read_bytes(), path, "exec", dont_inherit=True), vars(module))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ SECS = 60.0
 
 REPORT = """
 import json, os, pathlib, random, signal, sys
-is_forked = "wave" in sys.modules
+is_forked: bool = "wave" in sys.modules
 import wave, csv  # the last one is not noted before another one is sought
 here = pathlib.Path(os.environ["FTCKPT_TEST_OWNER"])
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
@@ -35,6 +35,7 @@ def report():
         "session": os.getsid(0) == os.getpid(), "random": random.random(), "pid": os.getpid(), "is_forked": is_forked,
         "signals": {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
         "unbuffered": sys.stdout.write_through, "flags": str(sys.flags),
+        "annotations": str(__annotations__), "doc": __doc__, "globals": sorted(globals()),
     }
     (here / "reports").mkdir(exist_ok=True)
     fresh = here / f"{attempt}-{rank}"
