@@ -42,8 +42,6 @@ SMALL: Mapping[str, Any] = {"enabled": True, "chunk_size": "128KiB", "objects_si
 # An agent that is silent for three seconds is lost: the others wait that long before a standby takes its place. Where
 # fewer nodes are enough they go on without one after the last call.
 _RENDEZVOUS = "join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-_PRELOADED = "modules are preloaded"
-"""In the log of an agent whose next workers import nothing."""
 _POLL_SECS = 0.02
 _STALL_SECS = 180.0
 """Without any progress, after which a run has failed. It may take as long as it likes."""
@@ -453,7 +451,7 @@ class Watch:
         for standby in (strike.scene.replacement for strike in self._waiting):
             if standby and not self._run.log_of(standby).exists():
                 self._start(standby)
-        if all(_PRELOADED in log.read_text() for log in self._run.folder.glob("node*.log")):
+        if all("modules are preloaded" in log.read_text() for log in self._run.folder.glob("node*.log")):
             self._gate.pop().go_on()
 
     def _take_nodes_when_due(self) -> None:

@@ -20,8 +20,8 @@
 #   --torchrun-arg WORD      one more word for torchrun, such as --local-addr=ADDRESS; can be given again
 #   --dry-run                print what would run, and do not run it
 #
-# FTCKPT_LAUNCHER="ftckpt run" starts the job by ftckpt run, whose restarts import nothing (with --cores they do).
-# FTCKPT_PYTHON names the interpreter (default: python3). An option wins over its variable.
+# FTCKPT_LAUNCHER="ftckpt run" takes that in place of torchrun: without --cores its restarts import nothing. FTCKPT_PYTHON
+# names the interpreter (default: python3). An option wins over its variable.
 #
 # With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when torchrun has given up, the newest whole snapshot goes to
 # storage, within FTCKPT_SAVE_SECS (90; 0: somebody else saves, as the SMP's container of a pod does); the last line says
