@@ -47,6 +47,7 @@ class Agent(LocalElasticAgent):
         self._preloader = preloader
         handler: Any = self._worker_group.spec.rdzv_handler
         look_often(handler, self._look)
+        preloader.env["TORCHELASTIC_RUN_ID"] = handler.get_run_id()  # by which a standby's server is of this launcher
         self._shared = getattr(getattr(getattr(handler, "_state_holder", None), "_backend", None), "_store", None)
         self._shared_size = 0
         self._failures: set[str] = set()

@@ -122,7 +122,7 @@ class Preloader:
     def __init__(self, extra: Sequence[str] | None) -> None:
         self.directory, self._lock = notes.make_directory()
         self._extra = extra
-        self._env: dict[str, str] = dict(os.environ)
+        self.env: dict[str, str] = dict(os.environ)
         self._ready: Server | None = None
         self._coming: Server | None = None
         self._retired: list[Server] = []
@@ -137,7 +137,7 @@ class Preloader:
         while self._retired:  # the workers of attempts before this one have ended
             self._retired.pop().close()
         self.look()
-        self._env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
+        self.env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
         if self._ready is None and self.served_size:
             self._log.info("ftckpt: workers are started as new processes: no server has imported their modules yet")
         return self._ready
@@ -185,7 +185,7 @@ class Preloader:
         self.served_size = self._size
         if self._passes_left:
             self._passes_left -= 1
-            self._coming = Server(self._env, {
+            self._coming = Server(self.env, {
                 "directory": str(self.directory), "extra": self._extra, "left_out": sorted(self._left_out),
             })  # fmt: skip
 
