@@ -139,8 +139,8 @@ def _make_data(checkout: Path, cache: Path) -> None:
     if (cache / "data.idx").is_file():
         return
     cache.mkdir(parents=True, exist_ok=True)
-    # A rank's number: only ranks have the stand-in.
-    env = {**os.environ, **_ENV, **in_front(checkout, [_STANDIN]), "LOCAL_RANK": "0"}
+    # As a rank has it: only ranks have the stand-in.
+    env = {**os.environ, **_ENV, **in_front(checkout, [_STANDIN]), "LOCAL_WORLD_SIZE": "1"}
     command = [sys.executable, "-c", _MAKE_DATA, str(cache / "data")]
     made = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if made.returncode:

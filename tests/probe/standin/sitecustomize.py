@@ -96,7 +96,7 @@ def _end_groups() -> None:
         distributed.destroy_process_group()
 
 
-if "LOCAL_RANK" in os.environ:
+if "LOCAL_WORLD_SIZE" in os.environ:  # of ranks, and of the server that they are forked from
     for name, functions in _EMPTY.items():
         sys.modules[name] = empty = ModuleType(name)
         vars(empty).update(dict.fromkeys(functions))
