@@ -36,8 +36,6 @@ TIMEOUT_SECS = 280.0
 MAX_RATIO = {"idle": 1.01, "busy": 1.05}
 """Of an iteration with the default configuration to one without ftckpt."""
 STORED_EVERY = 10
-PROBE = 300
-"""Iterations in which ``interval auto`` finds its interval."""
 OFF, NOISE, DEFAULT = "off", "off again", "ftckpt"
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(100_000):\n        pass"
 
@@ -82,8 +80,9 @@ QUICK_ROWS = (OFF, NOISE, DEFAULT, "torch.save", "DLRover", "lm-resiliency", "ft
 
 
 class Sizes(NamedTuple):
-    """State of a rank of the plain job; arguments of the Megatron job; the wait in which a device would
-    compute; iterations of a block."""
+    """State of a rank of the plain job; arguments of the Megatron job; the wait in which a device would compute;
+    iterations of a block. It warms up until ``interval auto`` has found its interval, in all rows: memory gets faster
+    with the age of a process."""
 
     mib: int
     script: tuple[str, ...]
@@ -93,7 +92,7 @@ class Sizes(NamedTuple):
 
 
 _BATCH = ("--micro-batch", "1", "--global-batch", str(RANKS), "--seq", "32")
-FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 12, 60)
+FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 300, 60)
 QUICK = Sizes(6, ("--layers", "1", "--hidden", "64", *_BATCH), 0.01, 10, 10)
 
 
@@ -141,10 +140,9 @@ def load_of(kind: str) -> Iterator[None]:
 def run_block(plan: Plan, sizes: Sizes, arena: Path, disk: Path) -> dict[str, Any]:
     """One start of the ranks; what the slowest of them has seen, or the error."""
     row, name = ROWS[plan.row], f"bench-{uuid.uuid4().hex[:8]}"
-    warm_up = PROBE if row.system == "ftckpt" and "interval" not in row.options else sizes.warm_up
     with scratch(arena, disk) as (tmpfs, stored), cleaned(tmpfs, name):
         block = Block(
-            plan.job, row.system, row.options, row.every, warm_up, sizes.iterations, sizes.mib, sizes.script,
+            plan.job, row.system, row.options, row.every, sizes.warm_up, sizes.iterations, sizes.mib, sizes.script,
             sizes.device_secs, name, str(tmpfs), str(stored if row.is_stored else tmpfs / "saved"),
         )  # fmt: skip
         try:

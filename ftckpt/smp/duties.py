@@ -370,7 +370,7 @@ class Duties:
             self._flush.stop()
         orders = self._flush_orders
         if wanted is not None and orders.where:
-            pace = Pace(self._others_need_cores, self._network_in_use, orders.bytes_per_sec, has_room=self._has_room)
+            pace = Pace(self._pulse.ranks_copy, self._network_in_use, orders.bytes_per_sec, has_room=self._has_room)
             before = self._last_at.get(orders.where)
             self._flush = self._last_at[orders.where] = Flush(
                 orders, self._arenas, pace, self._events, wanted, before=before
