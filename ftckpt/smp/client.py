@@ -290,6 +290,8 @@ def environment() -> dict[str, str]:
     variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     if package_root.name not in ("site-packages", "dist-packages"):  # they shall not come before the standard library
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(package_root))))
+    # It meets no ranks. Launchers kill, before an attempt, what is nobody's child and has all that a worker has.
+    variables.pop("MASTER_PORT", None)
     return variables
 
 

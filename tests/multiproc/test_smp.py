@@ -137,6 +137,15 @@ def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp
         starter.communicate(timeout=10)
 
 
+def test_it_is_no_worker_to_launchers_that_kill_workers_without_a_parent(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "run1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    pid = site.start().hello()["pid"]
+    assert "\0MASTER_PORT=" not in "\0" + proc(pid, "environ")
+
+
 def test_one_that_a_shell_started_outlives_it(site: Site) -> None:
     code = "import subprocess, sys, time\nsubprocess.run(sys.argv[1:], check=True)\n"
     code += "print('up', flush=True)\ntime.sleep(100)"
