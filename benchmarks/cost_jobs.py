@@ -87,8 +87,8 @@ class PlainJob:
 
     def train(self, fence: Callable[[], object]) -> None:
         """One iteration; ``fence`` comes before the optimizer."""
-        # Gradients stay where they are: given back to the kernel, and mapped again, they would take more of some rows,
-        # by what lies behind them on the heap, than a snapshot does.
+        # Gradients stay where they are: given back to the kernel and mapped again they would take more of some rows
+        # than a snapshot does, by what lies behind them on the heap.
         self._optimizer.zero_grad(set_to_none=False)
         loss = self._net(torch.randn(_BATCH_ROWS, self._net.width))
         loss.backward()
