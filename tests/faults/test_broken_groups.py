@@ -100,7 +100,7 @@ def test_a_rank_that_stands_still_for_longer_than_all_deadlines_ends_nothing(
     """In a proof the others wait for it in a collective."""
     # Other ranks wait for its round for a moment alone, and then in the proof.
     proofs = {"replica_check_interval": 1000, "vote_secs": 0.5}
-    # Four slots: of three a snapshot is left out while protection takes longer than an iteration, which here is short.
+    # Of three slots a snapshot is left out while protection takes longer than an iteration, which here is short.
     settings = {**settings, "slots": 4}
     settings = deadlines(settings, **proofs if where == "stop in a proof" else {"replica_check_interval": 0})
     results = run_ranks(train, RANKS, settings, where, "close")
