@@ -6,7 +6,7 @@ import fcntl
 import importlib.abc
 import json
 import os
-import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,21 +15,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-_IMPORTS, _FAILURES = "imports", "failures"
+_IMPORTS, _FAILURES, _LOCK = "imports", "failures", "lock"
 OVER = "over"
 """A failure after which no further attempt is of use."""
 
 
 def make_directory() -> tuple[Path, IO[bytes]]:
-    """A directory for notes, and the open file that keeps it; those of agents that have died are removed."""
-    for path in Path(tempfile.gettempdir()).glob("ftckpt-run-*/lock"):
-        with suppress(OSError), open(path, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix="ftckpt-run-"))
-    kept = open(directory / "lock", "wb")
+    """A directory for notes, and the open file that keeps it; those of this user's agents that have died go."""
+    root = Path(tempfile.gettempdir())
+    for path in root.glob("ftckpt-run-*"):
+        with suppress(OSError):
+            about = path.lstat()
+            if about.st_uid == os.geteuid() and stat.S_ISDIR(about.st_mode):
+                with open(path / _LOCK, "rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(path)
+    hidden = Path(tempfile.mkdtemp(prefix=".ftckpt-run-"))
+    kept = open(hidden / _LOCK, "wb")
     fcntl.flock(kept, fcntl.LOCK_EX)
-    return directory, kept
+    # Only now: another agent that starts would take what nobody has locked for one that has died.
+    return hidden.rename(root / hidden.name[1:]), kept
+
+
+def remove(directory: Path) -> None:
+    """Remove notes, and the directory if nothing else lies there."""
+    for name in (_IMPORTS, _FAILURES, _LOCK):
+        (directory / name).unlink(missing_ok=True)
+    directory.rmdir()
 
 
 class Recorder(importlib.abc.MetaPathFinder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -174,7 +173,8 @@ class Preloader:
         """End all servers and remove the notes."""
         for server in self._servers():
             server.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        with suppress(OSError):
+            notes.remove(self.directory)
         self._lock.close()
 
     def _servers(self) -> list[Server]:

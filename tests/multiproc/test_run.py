@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.runner import notes
 from tests.support.launching import free_ports
 from tests.support.processes import command_line, is_running
 from tests.support.running import READY, Running
@@ -275,6 +277,24 @@ def test_nothing_is_left_of_an_agent_that_is_killed(tmp_path: Path) -> None:
         assert len(list(job.here.glob("ftckpt-run-*"))) <= 1, "of the agent that was killed"
         assert job.end() == 0, job.output()
         assert not list(job.here.glob("ftckpt-run-*"))
+
+
+def test_only_notes_of_agents_that_have_died_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own, elsewhere = tmp_path / "ftckpt-run-own", tmp_path / "elsewhere"
+    for folder in (own, elsewhere):
+        folder.mkdir()
+        (folder / "lock").touch()
+        (folder / "results").touch()
+    (tmp_path / "ftckpt-run-link").symlink_to(elsewhere)
+    died, lock = notes.make_directory()
+    lock.close()
+    lives, kept = notes.make_directory()
+    newest, other = notes.make_directory()
+    with kept, other:
+        assert not died.exists() and lives.exists() and newest.exists()
+    assert {path.name for path in elsewhere.iterdir()} == {"lock", "results"} and (own / "results").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def server_of(job: Running) -> int:
