@@ -27,7 +27,7 @@ class RefusedError(Exception):
     """The server forks no worker; the text says why."""
 
 
-class Forked:
+class ForkedProcess:
     """A worker that the server has forked: what torch asks of its handler of a process, and of the process."""
 
     def __init__(self, server: Server, pid: int) -> None:
@@ -64,7 +64,7 @@ class Server:
 
     def __init__(self, env: Mapping[str, str], order: dict[str, Any]) -> None:
         self.report: dict[str, Any] | None = None
-        self.workers: dict[int, Forked] = {}
+        self.workers: dict[int, ForkedProcess] = {}
         """Those that run, by their process ids."""
         self._answers: list[dict[str, Any]] = []
         ours, theirs = socket.socketpair()
@@ -91,7 +91,7 @@ class Server:
             worker.close(signal.SIGKILL)
             worker.returncode = -signal.SIGKILL
 
-    def fork(self, order: dict[str, Any]) -> Forked:
+    def fork(self, order: dict[str, Any]) -> ForkedProcess:
         """Start a worker. Raises RefusedError."""
         end = time.monotonic() + _ANSWER_SECS
         self.channel.send(order)
@@ -102,7 +102,7 @@ class Server:
         answer = self._answers.pop()
         if "refused" in answer:
             raise RefusedError(answer["refused"])
-        worker = self.workers[answer["pid"]] = Forked(self, answer["pid"])
+        worker = self.workers[answer["pid"]] = ForkedProcess(self, answer["pid"])
         return worker
 
     def close(self) -> None:
