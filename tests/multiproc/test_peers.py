@@ -271,7 +271,7 @@ def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: py
 
 
 def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way: list[Any] = []
+    under_way: dict[str, int] = {}
     most = 0
     request, take = sources.Sources.request, sources.Sources.take
 
@@ -279,16 +279,15 @@ def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pyt
         nonlocal most
         fetch = yield from request(self, node, wanted, at_most)
         if isinstance(wanted, PackageRequest) and self.node == "n1":
-            under_way.append(fetch)
-            # One that was given up is requested anew.
-            most = max(most, sum(one.at_most for one in under_way if not one.cancelled))
+            under_way[wanted.shard] = at_most  # by shard: what its node did not have yet is requested anew
+            most = max(most, sum(under_way.values()))
         return fetch
 
     def taken(self: Any, node: str, fetch: Any, problem: Any) -> Any:
         data = yield from take(self, node, fetch, problem)
         if isinstance(fetch.request, PackageRequest):
             assert len(data) <= fetch.at_most < len(data) + (64 << 10), "what may come is known beforehand"
-            under_way[:] = [one for one in under_way if one is not fetch]
+            del under_way[fetch.request.shard]
         return data
 
     monkeypatch.setattr(sources.Sources, "request", requested)
