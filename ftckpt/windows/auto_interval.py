@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 from ftckpt.windows.cost import CYCLE, Cost, CostMeter, shortest_interval
 
-_EARLY, _APART = 16, 1024
-"""Snapshots before the first measurement, which are as frequent as can be, and between two measurements."""
+_SNAPSHOTS_APART = 1024
+"""Snapshots between two measurements."""
+
+_MIN_SNAPSHOTS = 24
+"""Snapshots that a conclusion needs, however little their costs differ."""
 
 _SURE, _SURE_AT_FIRST = 3.0, 2.0
 """Standard errors by which the cost must differ from what an interval allows before that changes; the second, where
@@ -20,8 +23,8 @@ _PRECISE = 1 / 12
 class AutoInterval:
     """Of one rank, which speaks for all: they train in step, and the wish of the noisiest of many would count.
 
-    Snapshots are one iteration apart at first. Those are too close to show what one costs, so that they are ``CYCLE``
-    apart while that is measured. An interval stays while the cost, with its error, allows it.
+    Snapshots in each iteration are too close to show what one costs: while that is measured they are ``CYCLE`` apart, or
+    as far as what is known of the cost by then asks for. An interval stays while the cost, with its error, allows it.
 
     Args:
         most: iterations between snapshots.
@@ -35,27 +38,29 @@ class AutoInterval:
         """As it was concluded last."""
         self.cost: Cost | None = None
         """Of a snapshot, when it was; None: this attempt has concluded nothing."""
-        self._knows = self._measures = False
-        self._left = _EARLY  # snapshots to the next measurement
-        self._has_told = False
+        self._knows, self._has_told = False, False
+        self._spacing = CYCLE
+        """While the cost is measured; 0: it is not."""
+        self._left = 0
+        """Snapshots to the next measurement."""
 
     def resume(self, interval: int) -> None:
         """Begin with what an earlier attempt has concluded."""
-        self.interval, self._left, self._knows = interval, _APART, True
+        self.interval, self._left, self._knows, self._spacing = interval, _SNAPSHOTS_APART, True, 0
 
     @property
     def wish(self) -> tuple[int, float]:
         """Iterations between snapshots for now, and what one costs over the length of an iteration; the latter is
         negative while the former is no conclusion."""
-        if self._measures:
-            return max(self.interval, CYCLE), -1.0
+        if self._spacing:
+            return max(self.interval, self._spacing), -1.0
         return self.interval, -1.0 if self.cost is None else max(0.0, self.cost.share)
 
     def took(self) -> None:
         """A snapshot was taken."""
         self._left -= 1
-        if self._left <= 0 and not self._measures and self.interval < CYCLE:
-            self._measures = True
+        if self._left <= 0 and not self._spacing and self.interval < CYCLE:
+            self._spacing = CYCLE
 
     def judge(self) -> None:
         """The meter knows the cost better than before."""
@@ -69,11 +74,13 @@ class AutoInterval:
             for share in (cost.share - doubt, cost.share, cost.share + doubt)
         )
         is_precise = cost.error <= _PRECISE * cost.share or longest == 1
-        if not (is_precise or self._meter.is_full):
+        if self._meter.num_snapshots < _MIN_SNAPSHOTS or not (is_precise or self._meter.is_full):
+            if 4 * abs(needed - self._spacing) > self._spacing > 0:  # less is noise, and all ranks follow each change
+                self._spacing = max(CYCLE, needed)
             return
         if not shortest <= self.interval <= longest:
             self.interval, self.cost = needed, cost
-        elif self._measures or self.cost is None:
+        elif self._spacing or self.cost is None:
             self.cost = cost
         if self.interval == 1 < longest and not self._has_told:
             self._has_told = True
@@ -81,6 +88,6 @@ class AutoInterval:
                 f"a snapshot each iteration: its cost, {cost.share:.2%} of one give or take {cost.error:.2%}, is too "
                 f"little to be told from the budget of {self._budget:.2%}"
             )
-        self._knows, self._measures, self._left = True, False, _APART
+        self._knows, self._spacing, self._left = True, 0, _SNAPSHOTS_APART
         # Judged again by others alone: of many looks at much the same one would find a difference.
         self._meter.forget_cost()

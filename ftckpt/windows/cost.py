@@ -28,7 +28,7 @@ _SKIPPED = 5
 _JUDGED = 64
 """Snapshots over which the cost is a median; fewer do, from ``_FEWEST`` on, with the doubt that this leaves."""
 
-_FEWEST = 24
+_FEWEST = 8
 
 _LEAST = 5
 """Iterations that a median of their length needs."""
@@ -104,6 +104,11 @@ class CostMeter:
         spread = statistics.median(abs(other - share) for other in self._shares)
         # Of a median of n normal values: 1.25 standard deviations over the root of n; one is 1.48 spreads.
         return Cost(share, 1.25 * 1.48 * spread / len(self._shares) ** 0.5)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Those over which ``cost`` is the median."""
+        return len(self._shares)
 
     @property
     def is_full(self) -> bool:

@@ -38,10 +38,10 @@ def test_spacings_without_an_iteration_far_from_snapshots_show_nothing() -> None
     assert lived(1, 50).cost is None
 
 
-def test_a_cost_is_known_from_the_24th_snapshot_on_and_can_be_forgotten() -> None:
-    assert lived(CYCLE, 23).cost is None
-    meter = lived(CYCLE, 24)
-    assert meter.cost is not None and not meter.is_full
+def test_a_cost_is_known_from_the_8th_snapshot_on_and_can_be_forgotten() -> None:
+    assert lived(CYCLE, 7).cost is None
+    meter = lived(CYCLE, 8)
+    assert meter.cost is not None and meter.num_snapshots == 8 and not meter.is_full
     meter.forget_cost()
     assert meter.cost is None
     assert lived(CYCLE, 64).is_full

@@ -277,6 +277,7 @@ def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
 def test_a_dear_fence_alone_does_not_stretch_auto(tmp_path: Path) -> None:
     """It is a part of the whole cost, and windows are measured anew for it."""
     rank = Auto(tmp_path, overhead_budget=0.1)
+    rank.pacer.resume(1)
     for _ in range(15):
         rank.iterate(((0.5, 8.0, 10 * MB),), fence=2.0)
     assert rank.pacer.stretch == 1 and len(rank.told("replanned")) == 1
