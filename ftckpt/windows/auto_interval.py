@@ -23,8 +23,8 @@ _PRECISE = 1 / 12
 class AutoInterval:
     """Of one rank, which speaks for all: they train in step, and the wish of the noisiest of many would count.
 
-    Snapshots in each iteration are too close to show what one costs: while that is measured they are ``CYCLE`` apart, or
-    as far as what is known of the cost by then asks for. An interval stays while the cost, with its error, allows it.
+    Snapshots in each iteration are too close to show what one costs. While it is measured they are ``CYCLE`` apart,
+    or further where the cost known by then asks for it. An interval stays while the cost, with its error, allows it.
 
     Args:
         most: iterations between snapshots.
