@@ -81,8 +81,8 @@ QUICK_ROWS = (OFF, NOISE, DEFAULT, "torch.save", "DLRover", "lm-resiliency", "ft
 
 class Sizes(NamedTuple):
     """State of a rank of the plain job; arguments of the Megatron job; the wait in which a device would compute;
-    iterations of a block. It warms up until ``interval auto`` has found its interval, in all rows: memory gets faster
-    with the age of a process."""
+    iterations of a block. It warms up until ``interval auto`` keeps its budget, in all rows: memory gets faster with
+    the age of a process."""
 
     mib: int
     script: tuple[str, ...]
@@ -92,7 +92,7 @@ class Sizes(NamedTuple):
 
 
 _BATCH = ("--micro-batch", "1", "--global-batch", str(RANKS), "--seq", "32")
-FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 300, 60)
+FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 100, 60)
 QUICK = Sizes(6, ("--layers", "1", "--hidden", "64", *_BATCH), 0.01, 10, 10)
 
 
@@ -295,6 +295,7 @@ def main(argv: Sequence[str]) -> int:
     )
     plans = plans_of(jobs, args.repeats or (2 if args.quick else 5), [row for row in rows if row not in reasons])
     arena, disk = args.arena.absolute(), args.disk.absolute()
+    run_block(plans[0], sizes, arena, disk)  # not counted: after a pause of the machine one is up to 4 % faster
     run.measure(
         plans, lambda plan: run_block(plan, sizes, arena, disk),
         lambda block: f"iteration {block['iteration_secs'] * 1e3:.1f} ms",
