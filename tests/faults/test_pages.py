@@ -83,6 +83,20 @@ def test_the_first_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
+def test_each_benchmark_has_its_command_and_each_figure_a_program_that_is_there() -> None:
+    folder = ROOT / "benchmarks"
+    page = (folder / "README.md").read_text()
+    sections = {head: body for head, body in re.findall(r"^## (\w+): .*\n((?:(?!^## ).*\n)+)", page, re.M)}
+    assert len(sections) > 10
+    for name, body in sections.items():
+        assert f"    python benchmarks/{name}.py" in body and (folder / f"{name}.py").exists(), name
+    for result in re.findall(r"\]\((results/\S+\.json)\)", page):
+        made = json.loads((folder / result).read_text())
+        command = made.get("command") or made["environment"].get("command", "")
+        for program in re.findall(r"benchmarks/\w+\.py", command):
+            assert (ROOT / program).exists(), f"{result}: {program}"
+
+
 def test_the_way_of_a_byte_is_short_and_there() -> None:
     page = (ROOT / "ftckpt" / "README.md").read_text()
     way = page[page.index("## The way of a byte") : page.index("## Who imports whom")]
