@@ -92,4 +92,5 @@ def test_each_alert_names_a_severity_and_a_page_that_says_what_to_do() -> None:
     for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")
-            assert "RUNBOOK" in rule["annotations"]["runbook"] and rule["annotations"]["summary"]
+            page, _, heading = rule["annotations"]["runbook"].partition(": ")
+            assert f"\n## {heading}\n" in (ROOT / page).read_text() and rule["annotations"]["summary"]
