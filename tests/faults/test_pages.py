@@ -242,7 +242,7 @@ def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
     """As it stands, on one rank, with a script in the place of Megatron-LM's."""
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("import sys, ftckpt.megatron as m; print('RUNS', sys.argv[1:], m.door.config.interval)")
-    text = block("bash", "pretrain_gpt.py").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
+    text = block("bash", "$YOUR_MEGATRON_FLAGS --ftckpt\n").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
     result = run(f"cd {tmp_path}; YOUR_MEGATRON_FLAGS='--lr 1e-3'; export PYTHONPATH={ROOT}; {text}")
     assert "RUNS ['--lr', '1e-3'] auto" in result.stdout, result.stderr
 
@@ -253,7 +253,7 @@ def test_the_section_and_the_line_for_deepspeed(tmp_path: Path) -> None:
     section = json.loads(block("json", "ftckpt"))["ftckpt"]
     assert Config.from_mapping(section) == Config(enabled=True)
     (tmp_path / "train.py").write_text("import sys, ftckpt.deepspeed, deepspeed; print('RUNS', sys.argv[1:])")
-    text = block("bash", "ftckpt.deepspeed").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
+    text = block("bash", "--deepspeed_config").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
     result = run(f"cd {tmp_path}; export PYTHONPATH={ROOT}; {text}")
     assert "RUNS ['--deepspeed_config', 'ds.json']" in result.stdout, result.stderr
 
