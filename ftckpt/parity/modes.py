@@ -43,7 +43,7 @@ TRAITS = {
     "copy": ModeTraits(in_slots=True, cost=1, source="copy"),
     "peer": ModeTraits(in_slots=False, cost=2, source="peer_parity"),
 }
-"""The traits of each mode in ``config.MODES``."""
+"""The traits of each mode in ``setting_checks.MODES``."""
 
 PARITY_FILES = 2
 """Parity files of an arena for each mode: one of the protected snapshot, one of the target."""
