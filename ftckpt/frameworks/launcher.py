@@ -17,7 +17,6 @@ import io
 import logging
 import os
 import re
-import runpy
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -427,17 +426,6 @@ def option(flag: str, words: Sequence[str]) -> str:
         if name == flag:
             found = value if equals else after
     return found
-
-
-def prepare(script: Path, arguments: Sequence[str]) -> None:
-    """Make ``sys.argv`` and the place of imports those of a script that was started by itself."""
-    sys.path[0] = str(script.parent)  # where ``python -m`` has put the current directory
-    sys.argv = [str(script), *arguments]
-
-
-def run(script: Path, ended_well: Callable[[], None]) -> int:
-    """Run ``script`` as ``__main__``, then call ``ended_well``; what the script raises goes on to the caller."""
-    return finish(lambda: runpy.run_path(str(script), run_name="__main__"), ended_well)
 
 
 def finish(script: Callable[[], object], ended_well: Callable[[], None]) -> int:

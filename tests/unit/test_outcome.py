@@ -376,15 +376,15 @@ def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(
 
 
 def test_the_runner_of_deepspeed_knows_a_job_by_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftckpt.deepspeed import __main__ as runner
+    from ftckpt.runner import worker
 
     monkeypatch.setenv("FTCKPT_RUN", "a")
-    monkeypatch.setattr(runner, "_run", lambda argv: 7)
+    monkeypatch.setattr(worker, "_run", lambda *given: 7)
     launched().end(0, "done", job="one")
     for job, code in (("one", 0), ("two", 7)):
         launched()
         (tmp_path / "ds.json").write_text(json.dumps({"ftckpt": {"enabled": True, "job": job}}))
-        assert runner.main(["script", "--deepspeed_config", str(tmp_path / "ds.json")]) == code
+        assert worker.main(["script", "--deepspeed_config", str(tmp_path / "ds.json")], "deepspeed") == code
 
 
 @pytest.mark.parametrize(
