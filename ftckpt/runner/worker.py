@@ -7,6 +7,7 @@ before the script runs. Any other script reads them by ``Config.from_flags`` or 
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import runpy
@@ -24,6 +25,7 @@ import ftckpt.megatron
 from ftckpt import config
 from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, section
+from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.frameworks import doors, launcher
 from ftckpt.frameworks.imports import ImportWatch
 from ftckpt.job.garbage import imports_that_stay
@@ -105,12 +107,23 @@ def start(directory: Path, words: Sequence[str], records: bool) -> None:
 
 
 def main(words: Sequence[str], framework: str = "") -> int:
-    """Run ``[-m] SCRIPT ARGS...`` for ``framework``, where the command line names one; the exit code."""
+    """Run ``[-m] SCRIPT ARGS...`` for ``framework``, where the command line names one; the exit code.
+
+    An error of ftckpt is one line on stderr and exit code 2; anything else is the script's own. Nothing is run where
+    an earlier attempt of the same launcher run ended the job, successfully or not.
+    """
     launch = f"torchrun ... -m ftckpt.{framework}" if framework else "ftckpt run ..."
     usage = f"{launch} [-m] SCRIPT ARGS... [--ftckpt ...]"
-    return launcher.main(
-        words, launch, usage, lambda words: _run(words, framework, usage), lambda words: section.foreseen(words).job
-    )
+    if not words or words[0] in ("-h", "--help"):
+        config.add_flags(argparse.ArgumentParser(usage=usage, add_help=False)).print_help()
+        return 0 if words else 2
+    job = launcher.option("--ftckpt-job", words) or section.foreseen(words).job
+    if (code := launcher.code_if_over(job)) is not None:
+        return code
+    try:
+        return _run(words, framework, usage)
+    except FtckptError as error:
+        return launcher.refuse(error)
 
 
 def _noted(directory: Path, words: Sequence[str]) -> int:
@@ -139,22 +152,28 @@ def _run(words: Sequence[str], framework: str, usage: str) -> int:
     if settings:
         config.taken[:] = Config.of_flags(settings).flags()
     if not is_module:
-        path = launcher.script_path(name, usage)
+        if name.startswith("-") or not Path(name).is_file():
+            raise ConfigError(f"script {name!r} does not exist; usage: {usage}")
         if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
+            sys.path[0] = str(Path(name).resolve().parent)  # where ``python -m`` has put the current directory
     sys.argv = [name, *rank, *arguments]
     frameworks = _Frameworks(settings, arguments)
     with imports_that_stay():
         is_deepspeed = any(word.startswith("--deepspeed") for word in arguments)
         launcher.stand_in(framework or ("deepspeed" if is_deepspeed else "megatron"))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not framework:
-            launcher.isolate()
-        elif "torch.distributed" in sys.modules:  # it was forked, with what the script imports
+        if "torch.distributed" in sys.modules:  # it was forked, with what the script imports
             from ftckpt.frameworks.rendezvous import connect_promptly
 
             connect_promptly()
         frameworks.install(framework)
-    return launcher.finish(lambda: _execute(name, is_module), frameworks.close)
+    try:
+        _execute(name, is_module)
+    except SystemExit as ended:
+        # A script that failed, or was told to stop, keeps its snapshots for the next start.
+        if ended.code not in (None, 0):
+            raise
+    frameworks.close()
+    return 0
 
 
 def _execute(name: str, is_module: bool) -> None:

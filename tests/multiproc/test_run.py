@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from ftckpt.runner import notes
+from ftckpt.runner.preload import RefusedError, Server
 from tests.support.launching import free_ports
 from tests.support.processes import command_line, is_running
 from tests.support.running import READY, Running
@@ -347,8 +349,11 @@ import quiet_one, uses_it, colorsys
         + TWICE
     )
     with Running(tmp_path / "job", script, *TWO, "train.py") as job:
+        job.until(READY)
+        (found,) = re.findall(r"(\d+) modules are not preloaded \((.*)\): (.*) says", job.output())
+        assert found[:2] == ("2", "threads_one, ...")
+        assert {line.partition(":")[0] for line in Path(found[2]).open()} == {"threads_one", "uses_it"}
         restart(job)
-        assert job.output().count("threads_one is not preloaded") == 1
         assert (job.here / "before-1").read_text() == "quiet_one"
 
 
@@ -519,6 +524,20 @@ import moved, colorsys
         assert job.report(1, 0)["is_forked"]
 
 
+@pytest.mark.parametrize("name", ["PYTHONSAFEPATH", "PYTHONWARNINGS"])
+def test_a_worker_with_another_interpreter_is_not_forked(name: str, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env.pop(name, None)
+    order = {"directory": str(tmp_path), "words": ["train.py"], "stdout": "", "stderr": "", "records": False}
+    server = Server(env, {**order, "extra": [], "left_out": []})
+    try:
+        with pytest.raises(RefusedError, match=name):
+            server.fork({**order, "env": {**env, name: "1"}})
+        assert server.fork({**order, "env": {**env, "OTHER": "1"}}).pid
+    finally:
+        server.close()
+
+
 def test_a_module_that_fails_in_the_server_alone_is_left_out_with_what_imports_it(tmp_path: Path) -> None:
     here = tmp_path / "job"
     site_packages(
@@ -538,5 +557,5 @@ import uses_both, uses_never, colorsys
     )
     with Running(here, script, *TWO, "train.py") as job:
         restart(job)
-        assert re.findall("(\\w+) is not preloaded", job.output()) == ["in_ranks"]
+        assert re.findall("modules are not preloaded \\((.*)\\)", job.output()) == ["in_ranks, ..."]
         assert (job.here / "before-1").read_text() == "uses_never"
