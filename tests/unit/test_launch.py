@@ -460,7 +460,7 @@ def test_each_task_of_a_frontier_step_is_a_rank(standins: Standins) -> None:
         os.rmdir(call.env["MIOPEN_USER_DB_PATH"])
 
 
-def test_an_a100_step_is_one_torchrun_on_each_node(standins: Standins) -> None:
+def test_an_a100_step_is_one_agent_on_each_node(standins: Standins) -> None:
     standins.run_tasks()
     env = standins.slurm("n1", "n2", SLURM_CPUS_ON_NODE="128", FTCKPT_RESTARTS="4")
     ran = standins.launch("a100.sbatch", "--port", "6000", str(standins.script), "--x", env=env)
@@ -473,7 +473,7 @@ def test_an_a100_step_is_one_torchrun_on_each_node(standins: Standins) -> None:
         assert (agent.after("--nnodes"), agent.after("--nproc-per-node")) == ("2", "8")
         assert (agent.after("--rdzv-endpoint"), agent.after("--max-restarts")) == ("n1:6000", "4")
         assert ("is_host=1" in agent.after("--rdzv-conf")) == (node == "n1")
-        assert agent.argv[-4:] == ["-m", "ftckpt.megatron", str(standins.script), "--x"]
+        assert agent.argv[:3] == ["-m", "ftckpt", "run"] and agent.argv[-2:] == [str(standins.script), "--x"]
         worker = {**agent.env, "TORCHELASTIC_RUN_ID": agent.after("--rdzv-id"), "RANK": "0"}
         assert (job_name(None, worker), node_name(None, worker)) == ("slurm-4711", node)
     assert set(agents) == {"n1", "n2"}
