@@ -96,7 +96,8 @@ def size_of_imports(directory: Path) -> int:
 def write_left_out(directory: Path, modules: Mapping[str, str]) -> Path:
     """List modules that are not preloaded, with the reasons; the file is there as long as the agent."""
     path = directory / _LEFT_OUT
-    path.write_text("".join(f"{name}: {why or 'imports one of the others'}\n" for name, why in modules.items()))
+    with suppress(OSError):  # a full disk must not end the job
+        path.write_text("".join(f"{name}: {why or 'imports one of the others'}\n" for name, why in modules.items()))
     return path
 
 

@@ -208,7 +208,7 @@ class Preloader:
             server.close()
             return
         if left_out := server.report["left_out"]:
-            self._left_out |= left_out
+            self._left_out |= {name: self._left_out.get(name) or why for name, why in left_out.items()}
             server.close()
             self._start()
             if self._coming is None:
