@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Starts a job under torchrun, with ftckpt's runner. Call it on each node of the job; it ends when the job does.
+# Starts a job under 'ftckpt run', which is torchrun with fast restarts. Call it on each node of the job; it ends when the
+# job does.
 #
 #   bash launch/torchrun.sh [options] SCRIPT [arguments of the script]
 #
@@ -10,23 +11,23 @@
 #   --node-rank N            0: this node is HOST, another number: it is not (FTCKPT_NODE_RANK; default: HOST is the node
 #                            of that name, or the one that has this name or address)
 #   --nproc N                processes on this node (FTCKPT_NPROC; default: one for each GPU)
-#   --restarts N             restarts before torchrun gives up (FTCKPT_RESTARTS; default: 20)
-#   --monitor-interval SECS  how often torchrun looks at its processes (FTCKPT_MONITOR_INTERVAL; default: 0.1)
-#   --rdzv-conf K=V,...      more settings of torchrun's rendezvous (FTCKPT_RDZV_CONF)
-#   --cores "LIST LIST ..."  the cores of each process, such as "0-7 8-15" (FTCKPT_CORES; default: not bound)
+#   --restarts N             restarts before it gives up (FTCKPT_RESTARTS; default: 20)
+#   --rdzv-conf K=V,...      more settings of the rendezvous (FTCKPT_RDZV_CONF)
+#   --cores "LIST LIST ..."  the cores of each process, such as "0-7 8-15" (FTCKPT_CORES; default: not bound); restarts
+#                            import everything again
 #   --runner MODULE          ftckpt.megatron (default), ftckpt.deepspeed, another module that takes a script, or none to
 #                            run the script itself (FTCKPT_RUNNER)
 #   --flags FILE             put the flags of FILE before the arguments of the script; can be given again
-#   --torchrun-arg WORD      one more word for torchrun, such as --local-addr=ADDRESS; can be given again
+#   --torchrun-arg WORD      one more word for the launcher, such as --local-addr=ADDRESS; can be given again
 #   --dry-run                print what would run, and do not run it
 #
-# FTCKPT_LAUNCHER="ftckpt run" takes that in place of torchrun: without --cores its restarts import nothing. FTCKPT_PYTHON
-# names the interpreter (default: python3). An option wins over its variable.
+# FTCKPT_LAUNCHER=torch.distributed.run takes torchrun in its place. FTCKPT_PYTHON names the interpreter (default: python3).
+# An option wins over its variable.
 #
-# With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when torchrun has given up, the newest whole snapshot goes to
+# With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when the restarts are used up, the newest whole snapshot goes to
 # storage, within FTCKPT_SAVE_SECS (90; 0: somebody else saves, as the SMP's container of a pod does); the last line says
 # what came there. The ranks have FTCKPT_GRACE_SECS (40) before
-# that to end: torchrun itself waits 30 s for one that does not. A second SIGINT leaves at once.
+# that to end: the launcher itself waits 30 s for one that does not. A second SIGINT leaves at once.
 
 set -euo pipefail
 NAME=torchrun.sh
@@ -41,11 +42,10 @@ ENDPOINT=${FTCKPT_ENDPOINT:-}
 NODE_RANK=${FTCKPT_NODE_RANK:-}
 NPROC=${FTCKPT_NPROC:-gpu}
 RESTARTS=${FTCKPT_RESTARTS:-20}
-MONITOR_INTERVAL=${FTCKPT_MONITOR_INTERVAL:-0.1}
 RDZV_CONF=${FTCKPT_RDZV_CONF:-}
 CORES=${FTCKPT_CORES:-}
 RUNNER=${FTCKPT_RUNNER:-ftckpt.megatron}
-read -ra LAUNCHER <<<"${FTCKPT_LAUNCHER:-torch.distributed.run}" # a module, and words of its own
+read -ra LAUNCHER <<<"${FTCKPT_LAUNCHER:-ftckpt run}" # a module, and words of its own
 SAVE_SECS=${FTCKPT_SAVE_SECS:-90}
 GRACE_SECS=${FTCKPT_GRACE_SECS:-40}
 EXTRA=()
@@ -59,7 +59,6 @@ while [ $# -gt 0 ]; do
     --node-rank) value "$@" && NODE_RANK=$VALUE ;;
     --nproc) value "$@" && NPROC=$VALUE ;;
     --restarts) value "$@" && RESTARTS=$VALUE ;;
-    --monitor-interval) value "$@" && MONITOR_INTERVAL=$VALUE ;;
     --rdzv-conf) value "$@" && RDZV_CONF=$VALUE ;;
     --cores) value "$@" && CORES=$VALUE ;;
     --runner) value "$@" && RUNNER=$VALUE ;;
@@ -83,7 +82,6 @@ whole --nodes "${NODES#*:}" "${NODES%:*}"
 whole --restarts "$RESTARTS" 0
 whole FTCKPT_SAVE_SECS "$SAVE_SECS" 0
 whole FTCKPT_GRACE_SECS "$GRACE_SECS" 1
-[[ $MONITOR_INTERVAL =~ ^[0-9]*\.?[0-9]+$ ]] || fail "--monitor-interval: '$MONITOR_INTERVAL' is not a number of seconds"
 checked_module "$RUNNER"
 [ $# -gt 0 ] || fail "no script: $0 [options] SCRIPT [arguments] (see --help)"
 [ -f "$1" ] || fail "script '$1' does not exist"
@@ -115,14 +113,8 @@ else
 fi
 CONF+=${RDZV_CONF:+,$RDZV_CONF}
 
-SETTINGS=("FTCKPT_JOB=$JOB")
-# Since torch 2.5 the attempts of a job share one store, in which restarted workers read the addresses of dead ones
-# (https://github.com/pytorch/pytorch/issues/135712). ftckpt's runner gives each attempt its own keys there, which is all
-# that one node needs. Without the runner nobody does; and with several nodes the agents keep the address of the first
-# store when its node is lost. Then each attempt must open a store of its own.
-if ((MAX_NODES > 1)) || [[ $RUNNER != ftckpt.megatron && $RUNNER != ftckpt.deepspeed ]]; then
-    SETTINGS+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
-fi
+# torchrun's attempts share a store unless it is told: restarted workers read there the addresses of dead ones.
+SETTINGS=("FTCKPT_JOB=$JOB" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 # Megatron demands it for tensor parallelism, where kernels and communication are to start in the order of the program.
 [ "$RUNNER" != ftckpt.megatron ] || SETTINGS+=("CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
 
@@ -147,7 +139,7 @@ fi
 
 COMMAND=(
     "$PYTHON" -m "${LAUNCHER[@]}" --nnodes "$NODES" --nproc-per-node "$NPROC" --max-restarts "$RESTARTS"
-    --monitor-interval "$MONITOR_INTERVAL" --rdzv-backend c10d --rdzv-id "$JOB" --rdzv-endpoint "$ENDPOINT"
+    --rdzv-backend c10d --rdzv-id "$JOB" --rdzv-endpoint "$ENDPOINT"
     --rdzv-conf "$CONF" "${EXTRA[@]}" "${PROGRAM[@]}"
 )
 if [ -n "$DRY_RUN" ]; then
@@ -174,5 +166,5 @@ env "${SETTINGS[@]}" "${COMMAND[@]}" </dev/null &
 set +m
 code=0
 wait "$!" || code=$?
-save_here # torchrun has given up, or storage did not take the last snapshot; and a container ends with this
+save_here # the launcher has given up, or storage did not take the last snapshot; and a container ends with this
 exit "$code"

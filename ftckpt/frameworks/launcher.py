@@ -17,18 +17,16 @@ import io
 import logging
 import os
 import re
-import runpy
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from ftckpt import forks
-from ftckpt.config import add_flags, node_here
+from ftckpt.config import node_here
 from ftckpt.errors import ConfigError, FtckptError, written
 from ftckpt.setting_checks import NAME_RULE, is_name
 from ftckpt.store import ends
@@ -188,26 +186,6 @@ def isolate() -> None:
 
     log_to_stderr()  # before the wait for the other ranks, which may fail
     log_once("rendezvous: %s", isolate_attempts())
-
-
-def main(
-    argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence[str]], int],
-    named: Callable[[Sequence[str]], str | None] = lambda argv: None,
-) -> int:  # fmt: skip
-    """The runner of a framework: the exit code of ``body``. ``named``: the job's name where no flag gives it.
-
-    Errors of ftckpt end in one line on stderr and exit code 2; anything else is the script's own. Nothing is run
-    where an earlier attempt of the same launcher run ended the job, for well or for ill.
-    """
-    if not argv or argv[0] in ("-h", "--help"):
-        add_flags(argparse.ArgumentParser(prog=program, usage=usage, add_help=False)).print_help()
-        return 0 if argv else 2
-    if (code := code_if_over(option("--ftckpt-job", argv) or named(argv))) is not None:
-        return code
-    try:
-        return body(argv)
-    except FtckptError as error:
-        return refuse(error)
 
 
 def code_if_over(job: str | None = None) -> int | None:
@@ -390,18 +368,6 @@ def _exit_code(code: int | str | None) -> int:
     return 1
 
 
-def script_path(name: str, usage: str) -> Path:
-    """The script that is to run.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    path = Path(name)
-    if name.startswith("-") or not path.is_file():
-        raise ConfigError(f"script {name!r} does not exist; usage: {usage}")
-    return path.resolve()
-
-
 def stand_in(framework: str) -> None:
     """Call what ``FTCKPT_DEVICE=MODULE:NAME`` names, with the framework: it replaces CUDA in this process.
 
@@ -427,29 +393,6 @@ def option(flag: str, words: Sequence[str]) -> str:
         if name == flag:
             found = value if equals else after
     return found
-
-
-def prepare(script: Path, arguments: Sequence[str]) -> None:
-    """Make ``sys.argv`` and the place of imports those of a script that was started by itself."""
-    sys.path[0] = str(script.parent)  # where ``python -m`` has put the current directory
-    sys.argv = [str(script), *arguments]
-
-
-def run(script: Path, ended_well: Callable[[], None]) -> int:
-    """Run ``script`` as ``__main__``, then call ``ended_well``; what the script raises goes on to the caller."""
-    return finish(lambda: runpy.run_path(str(script), run_name="__main__"), ended_well)
-
-
-def finish(script: Callable[[], object], ended_well: Callable[[], None]) -> int:
-    """Call ``script``, then ``ended_well``; what the script raises goes on to the caller."""
-    try:
-        script()
-    except SystemExit as ended:
-        # A script that failed, or was told to stop, keeps its snapshots for the next start.
-        if ended.code not in (None, 0):
-            raise
-    ended_well()
-    return 0
 
 
 _COMMUNICATE = frozenset({

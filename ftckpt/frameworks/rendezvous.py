@@ -29,8 +29,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -39,8 +38,6 @@ import torch
 import torch.distributed as dist
 
 from ftckpt.errors import LaunchError
-from ftckpt.frameworks import launcher
-from ftckpt.store.outcome import agent_of
 
 if TYPE_CHECKING:  # torch.distributed has them too, but not for a type checker
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -54,36 +51,13 @@ _POLL_SECS, _LOOK_SECS = 0.1, 0.01
 _LISTEN_SECS = 10.0
 
 
-@dataclass(frozen=True)
-class SharedStore:
-    """The agent's store, and who this worker is in it."""
-
-    host: str
-    port: int
-    rank: int
-    world_size: int
-
-
 _isolation = ""
 """How this attempt is kept apart, in words; empty before it is."""
 
 
-def shared_store(env: Mapping[str, str]) -> SharedStore | None:
-    """The store that torchrun shares among attempts, or None if each attempt opens a fresh one.
-
-    :raises LaunchError: the store is shared but its address or this worker's rank is missing.
-    """
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # what torch itself compares with
-        return None
-    try:
-        return SharedStore(
-            host=env["MASTER_ADDR"],
-            port=int(env["MASTER_PORT"]),
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-        )
-    except (KeyError, ValueError) as exc:
-        raise LaunchError(f"torchrun's shared store has no address in the environment ({exc}): {REMEDY}") from exc
+def _is_shared() -> bool:
+    """Whether torchrun shares one store among attempts; else each attempt opens a fresh one."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # what torch itself compares with
 
 
 def agree(store: Store, rank: int, world_size: int, timeout_secs: float) -> str:
@@ -169,22 +143,24 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
     global _isolation
     if _isolation:
         return _isolation
-    where = shared_store(os.environ)
-    if where is None:
+    if not _is_shared():
         connect_promptly()
         return "torchrun shares no store among attempts: nothing to isolate"
     module = _checked_module()
-    name = _agree_through(where, timeout_secs)
-    description = f"attempt {name}: own keys in the store torchrun shares at {where.host}:{where.port}"
-    if where.rank == 0 and _keeps_new_nodes_out(os.environ):
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    name = _agree_through(host, port, rank, world_size, timeout_secs)
+    # Agents keep the address of the first store. Where another node becomes the first of the rendezvous it opens a
+    # new one, and the agents that were there before give their ranks the old address.
+    if rank == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         logging.getLogger("ftckpt").warning(
             "ftckpt: torchrun shares one store among all attempts: a node that replaces another one cannot join the "
-            "job; %s on each node", REMEDY,
+            "job; start it by ftckpt run, or %s on each node", REMEDY,
         )  # fmt: skip
     original: Callable[..., Store] = getattr(module, _HOOK)
-    setattr(module, _HOOK, _isolated(original, where.port, f"ftckpt.attempt.{name}"))
-    _isolation = description
-    return description
+    setattr(module, _HOOK, _isolated(original, port, f"ftckpt.attempt.{name}"))
+    _isolation = f"attempt {name}: own keys in the store torchrun shares at {host}:{port}"
+    return _isolation
 
 
 def connect_promptly() -> None:
@@ -218,30 +194,12 @@ def _await_listener(host: str, port: int) -> None:
             time.sleep(0.005 + waited_secs / 20)
 
 
-def _keeps_new_nodes_out(env: Mapping[str, str]) -> bool:
-    """Whether torchrun lets nodes join later, and its shared store would hinder them.
-
-    Agents keep the address of the first store. Where another node becomes the first of the rendezvous it opens a new
-    one, and the agents that were there before give their ranks the old address.
-    """
-    agent = agent_of(env)
-    if agent is None:
-        return env.get("GROUP_WORLD_SIZE", "1") != "1"
-    nodes, backend = (
-        launcher.option(f"--{name}", agent.command)
-        or launcher.option(f"--{name.replace('-', '_')}", agent.command)
-        or agent.env.get(f"PET_{name.replace('-', '_').upper()}", default)
-        for name, default in (("nnodes", "1"), ("rdzv-backend", "static"))
-    )
-    return nodes not in ("1", "1:1") and backend != "static"  # with which no node joins later
-
-
 def check_isolated(remedy: str = "start the script with ftckpt's runner") -> None:
     """Refuse process groups that a restarted attempt could not make.
 
     :raises LaunchError: torchrun shares its store among attempts, and process groups were made through it as it is.
     """
-    if not _isolation and shared_store(os.environ) is not None:
+    if not _isolation and _is_shared():
         raise LaunchError(
             "torch.distributed was initialised before ftckpt could keep the attempts of torchrun apart, so that a "
             f"restart would wait for dead processes: {remedy}, or {REMEDY}"
@@ -253,23 +211,21 @@ def _isolated(original: Callable[..., Store], port: int, prefix: str) -> Callabl
         store = original(hostname, store_port, *args, **kwargs)
         # Asked again at each call: torch's own helper processes switch to a private store by this variable.
         # The host is not compared, because one machine has many names and all ranks must decide alike.
-        shared = shared_store(os.environ) is not None and store_port == port
+        shared = _is_shared() and store_port == port
         return PrefixStore(prefix, store) if shared else store
 
     return create_store
 
 
-def _agree_through(where: SharedStore, timeout_secs: float) -> str:
+def _agree_through(host: str, port: int, rank: int, world_size: int, timeout_secs: float) -> str:
     start = time.monotonic()
     try:
-        client = TCPStore(where.host, where.port, is_master=False, timeout=timedelta(seconds=timeout_secs))
+        client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_secs))
         store = PrefixStore("ftckpt.attempts", client)
-        return agree(store, where.rank, where.world_size, timeout_secs - (time.monotonic() - start))
+        return agree(store, rank, world_size, timeout_secs - (time.monotonic() - start))
     except dist.DistError as exc:
         reason = str(exc).splitlines()[0]
-        raise LaunchError(
-            f"torchrun's shared store at {where.host}:{where.port} does not answer ({reason}): {REMEDY}"
-        ) from exc
+        raise LaunchError(f"torchrun's shared store at {host}:{port} does not answer ({reason}): {REMEDY}") from exc
 
 
 def _checked_module() -> ModuleType:

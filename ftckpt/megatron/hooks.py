@@ -28,6 +28,7 @@ from megatron.core.utils import get_model_config
 
 from ftckpt.frameworks import versions
 from ftckpt.frameworks.hooks import Hook
+from ftckpt.frameworks.launcher import log_once
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.megatron import callbacks, door, phases
 from ftckpt.megatron.optimizers import leaf_optimizers
@@ -76,11 +77,8 @@ def install() -> None:
         _wrap_once(schedules, name, _run_schedule)
 
 
-def install_in_train_loop() -> list[str]:
+def install_in_train_loop() -> None:
     """Wrap the train loop where it is not patched, if there is one: the wheel of megatron-core has none.
-
-    Returns:
-        The modules of Megatron that have lines of ours, by name.
 
     Raises:
         UnsupportedError: a name to wrap is missing or takes other arguments.
@@ -96,7 +94,8 @@ def install_in_train_loop() -> list[str]:
             ("training", "checkpoint_and_decide_exit", _boundary),
         ):
             _wrap_once(importlib.import_module(f"megatron.training.{module}"), function, around)
-    return [name for name in names if callbacks.is_patched(importlib.import_module(name))]
+    if patched := [name for name in names if callbacks.is_patched(importlib.import_module(name))]:
+        log_once("patched, so that their own lines act and no run-time hooks: %s", ", ".join(patched))
 
 
 def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> None:

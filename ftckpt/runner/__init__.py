@@ -4,7 +4,7 @@
 |---|---|---|
 | agent | `agent.py`, `workers.py`, `preload.py`, `rendezvous.py` | torch's elastic agent, which loses no time |
 | server | `server.py`, `guard.py` | imports what earlier attempts have imported, and forks later workers |
-| worker | `worker.py` | runs the script as it is, with what the frameworks that it imports need |
+| worker | `worker.py` | runs the script as it is, with what its frameworks need; also under `-m ftckpt.megatron` |
 
 `notes.py` is what workers leave for their agent.
 """

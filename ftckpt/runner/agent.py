@@ -124,7 +124,7 @@ def launch(words: Sequence[str]) -> None:
     )  # fmt: skip
     args = parser.parse_args(words)
     # Else the attempts of a job share one store, in which restarted workers meet the addresses of dead ones.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if args.no_python or args.run_path:
         record(torchrun.run)(args)
         return

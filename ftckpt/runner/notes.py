@@ -9,13 +9,13 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-_IMPORTS, _FAILURES, _LOCK = "imports", "failures", "lock"
+_IMPORTS, _FAILURES, _LEFT_OUT, _LOCK = "imports", "failures", "left-out", "lock"
 OVER = "over"
 """A failure after which no further attempt is of use."""
 
@@ -39,7 +39,7 @@ def make_directory() -> tuple[Path, IO[bytes]]:
 
 def remove(directory: Path) -> None:
     """Remove notes, and the directory if nothing else lies there."""
-    for name in (_IMPORTS, _FAILURES, _LOCK):
+    for name in (_IMPORTS, _FAILURES, _LEFT_OUT, _LOCK):
         (directory / name).unlink(missing_ok=True)
     directory.rmdir()
 
@@ -91,6 +91,14 @@ def size_of_imports(directory: Path) -> int:
     """Grows with them."""
     path = directory / _IMPORTS
     return path.stat().st_size if path.exists() else 0
+
+
+def write_left_out(directory: Path, modules: Mapping[str, str]) -> Path:
+    """List modules that are not preloaded, with the reasons; the file is there as long as the agent."""
+    path = directory / _LEFT_OUT
+    with suppress(OSError):  # a full disk must not end the job
+        path.write_text("".join(f"{name}: {why or 'imports one of the others'}\n" for name, why in modules.items()))
+    return path
 
 
 def leave_failure(directory: Path, text: str) -> None:

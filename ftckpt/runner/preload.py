@@ -21,6 +21,8 @@ _QUIET_SECS = 5.0
 _ANSWER_SECS = 30.0
 _MOST_PASSES = 4
 """Servers that are started in turn, each without what the ones before it have found to be harmful."""
+_MOST_NAMES = 3
+"""Of modules that are not preloaded, in the log."""
 
 
 class RefusedError(Exception):
@@ -67,6 +69,7 @@ class Server:
         self.workers: dict[int, ForkedProcess] = {}
         """Those that run, by their process ids."""
         self._answers: list[dict[str, Any]] = []
+        self._options = _options(env)
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         with theirs:
@@ -93,6 +96,8 @@ class Server:
 
     def fork(self, order: dict[str, Any]) -> ForkedProcess:
         """Start a worker. Raises RefusedError."""
+        if differ := {name for name, _ in self._options ^ _options(order["env"])}:
+            raise RefusedError(f"only a new interpreter reads what has changed: {', '.join(sorted(differ))}")
         end = time.monotonic() + _ANSWER_SECS
         self.channel.send(order)
         while not self._answers:
@@ -112,6 +117,11 @@ class Server:
         self._process.wait()
 
 
+def _options(env: Mapping[str, str]) -> set[tuple[str, str]]:
+    """Variables that the interpreter reads when it starts."""
+    return {(name, value) for name, value in env.items() if name.startswith("PYTHON")}
+
+
 class Preloader:
     """Has a server at hand for the next attempt.
 
@@ -125,7 +135,8 @@ class Preloader:
         self._ready: Server | None = None
         self._coming: Server | None = None
         self._retired: list[Server] = []
-        self._left_out: set[str] = set()
+        self._left_out: dict[str, str] = {}
+        self._num_logged = 0
         self._passes_left = _MOST_PASSES
         self._size = self.served_size = 0
         self._grown = 0.0
@@ -197,13 +208,13 @@ class Preloader:
             server.close()
             return
         if left_out := server.report["left_out"]:
-            for name, why in left_out.items():
-                if why:
-                    self._log.info("ftckpt: %s is not preloaded, nor is what imports it: it %s", name, why)
-            self._left_out |= left_out.keys()
+            self._left_out |= {name: self._left_out.get(name) or why for name, why in left_out.items()}
             server.close()
             self._start()
+            if self._coming is None:
+                self._log_left_out()
             return
+        self._log_left_out()
         served_size = self.served_size
         self.drop()
         self._ready, self.served_size = server, served_size
@@ -211,3 +222,12 @@ class Preloader:
             "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from there",
             server.report["modules"], server.report["mib"],
         )  # fmt: skip
+
+    def _log_left_out(self) -> None:
+        if len(self._left_out) == self._num_logged:
+            return
+        self._num_logged = len(self._left_out)
+        first = [name for name, why in self._left_out.items() if why][:_MOST_NAMES]
+        names = ", ".join([*first, "..."] if len(first) < self._num_logged else first)
+        path = notes.write_left_out(self.directory, self._left_out)
+        self._log.info("ftckpt: %d modules are not preloaded (%s): %s says why", self._num_logged, names, path)

@@ -1,11 +1,13 @@
-"""A worker of ``ftckpt run``: runs the script as it is, and switches ftckpt on for the framework that it imports.
+"""Runs a script as it is, as a worker of ``ftckpt run`` or under another launcher, with ftckpt switched on.
 
-The ``--ftckpt*`` flags are taken off the script's command line. Megatron's or DeepSpeed's integration gets them when
-the script imports that framework; any other script asks for them by ``Config.from_flags`` or ``add_flags``.
+The ``--ftckpt*`` flags are taken off the script's command line. Under ``ftckpt run`` Megatron's or DeepSpeed's
+integration gets them when the script imports that framework, under ``-m ftckpt.megatron`` and ``-m ftckpt.deepspeed``
+before the script runs. Any other script reads them by ``Config.from_flags`` or ``add_flags``.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import runpy
@@ -23,8 +25,10 @@ import ftckpt.megatron
 from ftckpt import config
 from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, section
+from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.frameworks import doors, launcher
 from ftckpt.frameworks.imports import ImportWatch
+from ftckpt.job.garbage import imports_that_stay
 from ftckpt.runner import notes
 from ftckpt.runner.server import end_with_parent
 from ftckpt.store.outcome import launcher_run
@@ -35,29 +39,34 @@ _FAILS_ALIKE = (
     SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, LookupError, AssertionError,
 )  # fmt: skip
 """Errors of the script. Errors of files, networks and devices may be over at the next attempt."""
-_USAGE = "ftckpt run ... SCRIPT ARGS... [--ftckpt ...]"
 
 
 class _Frameworks:
-    """Does what the frameworks need that the script imports: Megatron where flags switch ftckpt on, or DeepSpeed."""
+    """Switches ftckpt on for the frameworks of the script: Megatron where flags ask for it, or DeepSpeed."""
 
     def __init__(self, settings: dict[str, Any], arguments: Sequence[str]) -> None:
         self._settings = settings
         self._arguments = arguments
         self._closers: list[Callable[[], None]] = []
 
-    def watch(self) -> None:
-        """Act now for what is imported already, and else when the script imports it."""
-        ImportWatch({
-            "megatron.core": self._megatron, "megatron.training": self._train_loop, "deepspeed": self._deepspeed,
-        }).install()  # fmt: skip
+    def install(self, framework: str) -> None:
+        """Act now for ``framework``; where it is empty, for each framework as soon as it is imported."""
+        if framework == "deepspeed":
+            self._deepspeed()
+        elif framework and Config.from_flags(())[0].enabled:
+            self._megatron()
+            self._train_loop()
+        elif not framework:
+            ImportWatch({
+                "megatron.core": self._megatron, "megatron.training": self._train_loop, "deepspeed": self._deepspeed,
+            }).install()  # fmt: skip
 
     def close(self) -> None:
         """The script has ended well."""
         for closer in self._closers:
             closer()
 
-    def _megatron(self, _: ModuleType) -> None:
+    def _megatron(self, _: ModuleType | None = None) -> None:
         # Megatron-DeepSpeed has a part of megatron.core.
         if self._settings and importlib.util.find_spec("megatron.core.optimizer") is not None:
             from ftckpt.megatron import callbacks, hooks
@@ -66,13 +75,13 @@ class _Frameworks:
             hooks.install()
             self._closers.append(callbacks.close)
 
-    def _train_loop(self, _: ModuleType) -> None:
+    def _train_loop(self, _: ModuleType | None = None) -> None:
         if ftckpt.megatron.door.config.enabled:
             from ftckpt.megatron import hooks
 
             hooks.install_in_train_loop()
 
-    def _deepspeed(self, _: ModuleType) -> None:
+    def _deepspeed(self, _: ModuleType | None = None) -> None:
         if self._closers:  # Megatron trains, and something has imported DeepSpeed
             return
         section.configure(self._settings)
@@ -97,10 +106,30 @@ def start(directory: Path, words: Sequence[str], records: bool) -> None:
     launcher.leave(lambda argv: _noted(directory, argv))
 
 
+def main(words: Sequence[str], framework: str = "") -> int:
+    """Run ``[-m] SCRIPT ARGS...`` for ``framework``, where the command line names one; the exit code.
+
+    An error of ftckpt is one line on stderr and exit code 2; anything else is the script's own. Nothing is run where
+    an earlier attempt of the same launcher run ended the job, successfully or not.
+    """
+    launch = f"torchrun ... -m ftckpt.{framework}" if framework else "ftckpt run ..."
+    usage = f"{launch} [-m] SCRIPT ARGS... [--ftckpt ...]"
+    if not words or words[0] in ("-h", "--help"):
+        config.add_flags(argparse.ArgumentParser(usage=usage, add_help=False)).print_help()
+        return 0 if words else 2
+    job = launcher.option("--ftckpt-job", words) or section.foreseen(words).job
+    if (code := launcher.code_if_over(job)) is not None:
+        return code
+    try:
+        return _run(words, framework, usage)
+    except FtckptError as error:
+        return launcher.refuse(error)
+
+
 def _noted(directory: Path, words: Sequence[str]) -> int:
     begun = time.monotonic()
     try:
-        code = launcher.main(words, "ftckpt run", _USAGE, _run, lambda words: section.foreseen(words).job)
+        code = main(words)
     except _FAILS_ALIKE as error:
         dist = sys.modules.get("torch.distributed")
         has_met = dist is not None and dist.is_available() and dist.is_initialized()
@@ -113,27 +142,38 @@ def _noted(directory: Path, words: Sequence[str]) -> int:
     return code
 
 
-def _run(words: Sequence[str]) -> int:
+def _run(words: Sequence[str], framework: str, usage: str) -> int:
+    # DeepSpeed's launcher puts this before the script, which reads it.
+    rank = list(words[:1]) if words[0].startswith(("--local_rank", "--local-rank")) else []
+    words = [*words[len(rank) :], ""]
     is_module = words[0] == "-m"
     name = words[is_module]
-    settings, arguments = section.from_flags(words[1 + is_module :])
+    settings, arguments = section.from_flags(words[1 + is_module : -1])
     if settings:
         config.taken[:] = Config.of_flags(settings).flags()
-    launcher.stand_in("deepspeed" if any(word.startswith("--deepspeed") for word in arguments) else "megatron")
     if not is_module:
-        path = launcher.script_path(name, _USAGE)
+        if name.startswith("-") or not Path(name).is_file():
+            raise ConfigError(f"script {name!r} does not exist; usage: {usage}")
         if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
-    sys.argv = [name, *arguments]
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        launcher.isolate()
-    elif "torch.distributed" in sys.modules:  # it was forked, with what the script imports
-        from ftckpt.frameworks.rendezvous import connect_promptly
-
-        connect_promptly()
+            sys.path[0] = str(Path(name).resolve().parent)  # where ``python -m`` has put the current directory
+    sys.argv = [name, *rank, *arguments]
     frameworks = _Frameworks(settings, arguments)
-    frameworks.watch()
-    return launcher.finish(lambda: _execute(name, is_module), frameworks.close)
+    with imports_that_stay():
+        is_deepspeed = any(word.startswith("--deepspeed") for word in arguments)
+        launcher.stand_in(framework or ("deepspeed" if is_deepspeed else "megatron"))
+        if "torch.distributed" in sys.modules:  # it was forked, with what the script imports
+            from ftckpt.frameworks.rendezvous import connect_promptly
+
+            connect_promptly()
+        frameworks.install(framework)
+    try:
+        _execute(name, is_module)
+    except SystemExit as ended:
+        # A script that failed, or was told to stop, keeps its snapshots for the next start.
+        if ended.code not in (None, 0):
+            raise
+    frameworks.close()
+    return 0
 
 
 def _execute(name: str, is_module: bool) -> None:

@@ -253,7 +253,7 @@ def test_an_object_that_cannot_be_saved(failing: Failing) -> None:
     assert not list(failing.arena.iterdir())
 
 
-LONG = ("--monitor-interval", "600")
+LONG = ("--torchrun-arg", "--monitor-interval=600")
 """So that the launcher does not end the others: they must by themselves."""
 
 COLLECTIVE = ("save", "describe", "choose", "lay out", "proof", "close")

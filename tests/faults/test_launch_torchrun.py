@@ -25,6 +25,7 @@ TRAINING = [
 @pytest.fixture
 def launched(tmp_path: Path, arena_root: Path) -> Iterator[Launched]:
     job = Launched(tmp_path, arena_root, TRAINING)
+    del job.env["FTCKPT_LAUNCHER"]
     yield job
     job.stop()
 

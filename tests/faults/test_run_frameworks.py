@@ -30,10 +30,7 @@ def launched(request: pytest.FixtureRequest, tmp_path: Path, arena_root: Path) -
         pytest.skip(f"{name} is not installed")
     script, *arguments = SCRIPTS[request.param]
     if request.param == "deepspeed":
-        config = deepspeed_config(tmp_path)
-        section = {**json.loads(config.read_text()), "ftckpt": {"enabled": True}}
-        config.write_text(json.dumps(section))
-        arguments += ["--deepspeed_config", str(config)]
+        arguments += ["--deepspeed_config", str(deepspeed_config(tmp_path))]
     job = Launched(tmp_path, arena_root, [str(ROOT / "launch" / script), *arguments])
     job.env |= {"DS_ACCELERATOR": "cpu", "TMPDIR": str(tmp_path)}
     if request.param == "plain":

@@ -32,9 +32,9 @@ def test_a_whole_life(lab: SlurmLab) -> None:
     job.trains_beyond(10)
     assert "the SMP is in step" not in lab.out()  # each has a step of its own
 
-    # A rank is killed: torchrun starts all again, from memory.
+    # A rank is killed: its agent starts all again, from memory.
     before = job.iteration
-    os.kill(lab.pids("node1", "-u -m ftckpt.megatron")[-1], signal.SIGKILL)
+    os.kill(lab.pids("node1", "-m ftckpt.runner.worker")[-1], signal.SIGKILL)
     assert int(job.says(r"4 ranks: iteration (\d+) from memory")[1]) >= before - 2
     job.trains_beyond(before + 100)
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from ftckpt.runner import notes
+from ftckpt.runner.preload import RefusedError, Server
 from tests.support.launching import free_ports
 from tests.support.processes import command_line, is_running
 from tests.support.running import READY, Running
@@ -347,8 +349,12 @@ import quiet_one, uses_it, colorsys
         + TWICE
     )
     with Running(tmp_path / "job", script, *TWO, "train.py") as job:
+        job.until(READY)
+        (found,) = re.findall(r"(\d+) modules are not preloaded \((.*)\): (.*) says", job.output())
+        assert found[:2] == ("2", "threads_one, ...")
+        why = dict(line.split(": ", 1) for line in Path(found[2]).read_text().splitlines())
+        assert why.keys() == {"threads_one", "uses_it"} and "thread" in why["threads_one"]
         restart(job)
-        assert job.output().count("threads_one is not preloaded") == 1
         assert (job.here / "before-1").read_text() == "quiet_one"
 
 
@@ -519,6 +525,23 @@ import moved, colorsys
         assert job.report(1, 0)["is_forked"]
 
 
+def test_a_worker_with_another_interpreter_is_not_forked(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    order = {"directory": str(tmp_path), "words": ["train.py"], "stdout": "", "stderr": "", "records": False}
+    server = Server(env, {**order, "extra": [], "left_out": []})
+    try:
+        until(lambda: server.hear() or server.report, str(server.channel.is_closed))
+        for name in ("PYTHONSAFEPATH", "PYTHONWARNINGS"):
+            with pytest.raises(RefusedError, match=name):
+                server.fork({**order, "env": {**env, name: "1"}})
+        with pytest.raises(RefusedError, match="PYTHONPATH"):
+            server.fork({**order, "env": {}})
+        assert server.fork({**order, "env": {**env, "OTHER": "1"}}).pid
+    finally:
+        server.close()
+
+
 def test_a_module_that_fails_in_the_server_alone_is_left_out_with_what_imports_it(tmp_path: Path) -> None:
     here = tmp_path / "job"
     site_packages(
@@ -538,5 +561,5 @@ import uses_both, uses_never, colorsys
     )
     with Running(here, script, *TWO, "train.py") as job:
         restart(job)
-        assert re.findall("(\\w+) is not preloaded", job.output()) == ["in_ranks"]
+        assert re.findall("modules are not preloaded \\((.*)\\)", job.output()) == ["in_ranks, ..."]
         assert (job.here / "before-1").read_text() == "uses_never"

@@ -100,7 +100,7 @@ elif name == "scontrol":
     print(argv[-1].replace(",", "\n"))
 elif name == "srun":
     sys.exit(srun())
-elif name == "python3" and "torch.distributed.run" not in argv:
+elif name == "python3" and "--nnodes" not in argv:
     say_verdict(argv)
 elif "save" not in argv:
     code = next_code()
@@ -250,6 +250,7 @@ class Launched:
             "PYTHONPATH": str(ROOT),
             "FTCKPT_PYTHON": sys.executable,
             "FTCKPT_DEVICE": "tests.support.standin:cpu",
+            "FTCKPT_LAUNCHER": "torch.distributed.run",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             OWNER_VAR: str(here),
@@ -417,6 +418,7 @@ def deepspeed_config(folder: Path) -> Path:
     section = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
     section["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled first, which takes minutes
     section["gradient_accumulation_steps"] = 2
+    section["ftckpt"] = {"enabled": True}  # flags of the tests give the rest
     config = folder / "deepspeed.json"
     config.write_text(json.dumps(section))
     return config

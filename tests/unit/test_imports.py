@@ -66,7 +66,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
     "deepspeed": {"job", "frameworks", "windows.schedule", "model", "group"},
     "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
-    "runner": {"frameworks", "megatron", "deepspeed", "store.outcome"},
+    "runner": {"frameworks", "job.garbage", "megatron", "deepspeed", "store.outcome"},
+    "megatron.__main__": {"frameworks", "runner"},
+    "deepspeed.__main__": {"frameworks", "runner"},
     "commands": {
         "group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job",
         "convert", "frameworks", "runner",

@@ -88,14 +88,12 @@ def test_one_node_needs_nothing_but_a_name(standins: Standins) -> None:
     ran = standins.launch("torchrun.sh", "--job", "a", str(standins.script), "--lr", "1 e")
     assert ran.returncode == 0, ran.stderr
     (call,) = standins.calls("python3")
-    assert call.argv[:2] == ["-m", "torch.distributed.run"]
-    assert call.argv[-5:] == ["-m", "ftckpt.megatron", str(standins.script), "--lr", "1 e"]
+    assert call.argv[:3] == ["-m", "ftckpt", "run"]
+    assert call.argv[-5:] == ["--rdzv-conf", "join_timeout=600", str(standins.script), "--lr", "1 e"]
     told = {word: call.after(word) for word in ("--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-id")}
     assert told == {"--nnodes": "1", "--nproc-per-node": "gpu", "--max-restarts": "20", "--rdzv-id": "a"}
     assert call.after("--rdzv-backend") == "c10d" and call.after("--rdzv-endpoint") == "localhost:0"
-    assert call.after("--monitor-interval") == "0.1" and "is_host" not in call.after("--rdzv-conf")
     assert call.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and call.env["FTCKPT_JOB"] == "a"
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in call.env
     is_seen = any(glob.glob(f"/dev/{name}") for name in ("nvidia[0-9]*", "kfd", "dxg"))
     assert ("no GPU is seen here: give --nproc N" in ran.stderr) is not is_seen
 
@@ -110,19 +108,17 @@ def test_several_nodes(standins: Standins) -> None:
     for call in (first, fourth):
         assert (call.after("--nnodes"), call.after("--rdzv-endpoint")) == ("2:4", "head:29400")
         assert (call.after("--nproc-per-node"), call.after("--max-restarts")) == ("8", "3")
-        assert call.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert "is_host=1" in first.after("--rdzv-conf") and first.after("--rdzv-conf").endswith(",timeout=9")
     assert "is_host=0" in fourth.after("--rdzv-conf") and "--local-addr=x" in fourth.argv
 
 
-@pytest.mark.parametrize(
-    ("runner", "own_store"),
-    [("ftckpt.megatron", False), ("ftckpt.deepspeed", False), ("none", True), ("my.run", True)],
-)
-def test_a_store_for_each_attempt_where_nobody_divides_it(standins: Standins, runner: str, own_store: bool) -> None:
-    standins.launch("torchrun.sh", "--job", "a", "--runner", runner, str(standins.script), "x")
+@pytest.mark.parametrize("runner", ["ftckpt.megatron", "ftckpt.deepspeed", "none", "my.run"])
+def test_torchrun_takes_the_place_of_ftckpt_run(standins: Standins, runner: str) -> None:
+    env = standins.environment(FTCKPT_LAUNCHER="torch.distributed.run")
+    standins.launch("torchrun.sh", "--job", "a", "--runner", runner, str(standins.script), "x", env=env)
     (call,) = standins.calls("python3")
-    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in call.env) == own_store
+    assert call.argv[:3] == ["-m", "torch.distributed.run", "--nnodes"]
+    assert call.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in call.env) == (runner == "ftckpt.megatron")
     program = [str(standins.script), "x"]
     assert call.argv[call.argv.index("--rdzv-conf") + 2 :] == (
@@ -135,10 +131,9 @@ def test_a_store_for_each_attempt_where_nobody_divides_it(standins: Standins, ru
     [("ftckpt.megatron", []), ("ftckpt.deepspeed", []), ("none", []), ("my.run", ["-m", "my.run"])],
 )
 def test_ftckpt_run_is_launcher_and_runner(standins: Standins, runner: str, program: list[str]) -> None:
-    env = standins.environment(FTCKPT_LAUNCHER="ftckpt run")
     words = ["--job", "a", "--nproc", "1", "--runner", runner]
-    standins.launch("torchrun.sh", *words, str(standins.script), "x", env=env)
-    standins.launch("torchrun.sh", *words, "--cores", "0", str(standins.script), "x", env=env)
+    standins.launch("torchrun.sh", *words, str(standins.script), "x")
+    standins.launch("torchrun.sh", *words, "--cores", "0", str(standins.script), "x")
     call, bound = standins.calls("python3")
     assert call.argv[:2] == bound.argv[:2] == ["-m", "ftckpt"] and call.argv[2] == "run"
     assert call.argv[call.argv.index("--rdzv-conf") + 2 :] == [*program, str(standins.script), "x"]
@@ -150,12 +145,12 @@ def test_ftckpt_run_is_launcher_and_runner(standins: Standins, runner: str, prog
 def test_variables_stand_in_for_options_and_options_win(standins: Standins) -> None:
     env = standins.environment(
         FTCKPT_JOB="old", FTCKPT_NODES="2", FTCKPT_ENDPOINT="h:1", FTCKPT_NPROC="4", FTCKPT_RESTARTS="7",
-        FTCKPT_MONITOR_INTERVAL="2", FTCKPT_NODE_RANK="1", FTCKPT_RUNNER="none", CUDA_DEVICE_MAX_CONNECTIONS="8",
+        FTCKPT_NODE_RANK="1", FTCKPT_RUNNER="none", CUDA_DEVICE_MAX_CONNECTIONS="8",
     )  # fmt: skip
     standins.launch("torchrun.sh", "--job", "new", "--nproc", "2", str(standins.script), env=env)
     (call,) = standins.calls("python3")
-    words = ("--nnodes", "--rdzv-endpoint", "--nproc-per-node", "--max-restarts", "--monitor-interval", "--rdzv-id")
-    assert [call.after(word) for word in words] == ["2", "h:1", "2", "7", "2", "new"]
+    words = ("--nnodes", "--rdzv-endpoint", "--nproc-per-node", "--max-restarts", "--rdzv-id")
+    assert [call.after(word) for word in words] == ["2", "h:1", "2", "7", "new"]
     assert job_name(None, call.env) == "new" and call.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
@@ -202,7 +197,6 @@ def test_processes_are_bound_to_their_cores(standins: Standins) -> None:
         (["--job", "a", "--nodes", "2", "S"], "2 nodes need a place to meet: --endpoint"),
         (["--job", "a", "--nproc", "all", "S"], "--nproc: 'all' is not a whole number"),
         (["--job", "a", "--restarts", "-1", "S"], "--restarts: '-1' is not a whole number"),
-        (["--job", "a", "--monitor-interval", "soon", "S"], "--monitor-interval: 'soon' is not a number of seconds"),
         (["--job", "a", "--runner", "a b", "S"], "--runner: 'a b' is not a module"),
         (["--job", "a", "--nproc", "3", "--cores", "0 1", "S"], "--cores: 2 lists for 3 processes"),
         (["--job", "a", "--flags", "none.flags", "S"], "--flags: none.flags is not a file"),
@@ -466,7 +460,7 @@ def test_each_task_of_a_frontier_step_is_a_rank(standins: Standins) -> None:
         os.rmdir(call.env["MIOPEN_USER_DB_PATH"])
 
 
-def test_an_a100_step_is_one_torchrun_on_each_node(standins: Standins) -> None:
+def test_an_a100_step_is_one_agent_on_each_node(standins: Standins) -> None:
     standins.run_tasks()
     env = standins.slurm("n1", "n2", SLURM_CPUS_ON_NODE="128", FTCKPT_RESTARTS="4")
     ran = standins.launch("a100.sbatch", "--port", "6000", str(standins.script), "--x", env=env)
@@ -479,7 +473,7 @@ def test_an_a100_step_is_one_torchrun_on_each_node(standins: Standins) -> None:
         assert (agent.after("--nnodes"), agent.after("--nproc-per-node")) == ("2", "8")
         assert (agent.after("--rdzv-endpoint"), agent.after("--max-restarts")) == ("n1:6000", "4")
         assert ("is_host=1" in agent.after("--rdzv-conf")) == (node == "n1")
-        assert agent.argv[-4:] == ["-m", "ftckpt.megatron", str(standins.script), "--x"]
+        assert agent.argv[:3] == ["-m", "ftckpt", "run"] and agent.argv[-2:] == [str(standins.script), "--x"]
         worker = {**agent.env, "TORCHELASTIC_RUN_ID": agent.after("--rdzv-id"), "RANK": "0"}
         assert (job_name(None, worker), node_name(None, worker)) == ("slurm-4711", node)
     assert set(agents) == {"n1", "n2"}

@@ -18,6 +18,7 @@ from torch.distributed import DistNetworkError
 
 from ftckpt.errors import ConfigError, FtckptError, LostError
 from ftckpt.frameworks import launcher
+from ftckpt.runner import worker
 from ftckpt.store import outcome
 from ftckpt.store.outcome import LauncherRun, RunOutcome, agent_of, launcher_run
 from ftckpt.store.page import owner_word, pid_namespace
@@ -129,11 +130,12 @@ def test_what_another_job_came_to_ends_none(
     """A shell that runs one after the other with ``FTCKPT_RUN`` set. The runner sees no more than flags and
     environment; whoever is named by neither is taken for the only one."""
     monkeypatch.setenv("FTCKPT_RUN", "a")
+    monkeypatch.setattr(worker, "_run", lambda *given: 7)
     launched().begin("one")
     launched().end(code, "one has ended")
     for words, ended in ((["--ftckpt-job", "two"], 7), (["--ftckpt-job=one"], code), ([], code)):
         launched()
-        assert launcher.main(["script", *words], "p", "u", lambda argv: 7) == ended
+        assert worker.main(["script", *words]) == ended
     for job, over in (("two", None), ("one", code)):
         monkeypatch.setenv("FTCKPT_JOB", job)
         launched()
@@ -310,17 +312,18 @@ def test_an_error_is_said_once(
 
 def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FTCKPT_RUN", "a")
+    monkeypatch.setattr(worker, "_run", lambda *given: pytest.fail("it runs"))
     launcher_run(os.environ).end(2, "no such layout")
     launched()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "20")
     for count, text in (("1", ""), ("20", "ftckpt: no such layout\n")):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        assert launcher.main(["script"], "p", "u", lambda _: pytest.fail("it runs")) == 2
+        assert worker.main(["script"]) == 2
         assert capfd.readouterr().err == text
     launched().begin("j")
     launcher_run(os.environ).end(0, "finished at iteration 7")
     launched()
-    assert launcher.main(["script"], "p", "u", lambda _: pytest.fail("it runs")) == 0
+    assert worker.main(["script"]) == 0
     assert capfd.readouterr().err == "ftckpt: finished at iteration 7\n"
     with pytest.raises(SystemExit) as ended:
         launcher.leave_if_over()
@@ -376,15 +379,13 @@ def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(
 
 
 def test_the_runner_of_deepspeed_knows_a_job_by_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftckpt.deepspeed import __main__ as runner
-
     monkeypatch.setenv("FTCKPT_RUN", "a")
-    monkeypatch.setattr(runner, "_run", lambda argv: 7)
+    monkeypatch.setattr(worker, "_run", lambda *given: 7)
     launched().end(0, "done", job="one")
     for job, code in (("one", 0), ("two", 7)):
         launched()
         (tmp_path / "ds.json").write_text(json.dumps({"ftckpt": {"enabled": True, "job": job}}))
-        assert runner.main(["script", "--deepspeed_config", str(tmp_path / "ds.json")]) == code
+        assert worker.main(["script", "--deepspeed_config", str(tmp_path / "ds.json")], "deepspeed") == code
 
 
 @pytest.mark.parametrize(

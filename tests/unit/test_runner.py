@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-USAGE = "torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt [--ftckpt-interval N ...]"
+USAGE = "torchrun ... -m ftckpt.megatron [-m] SCRIPT ARGS... [--ftckpt ...]"
 SCRIPT = """
 import json, sys
 heavy = [name for name in ("torch", "megatron.core", "tests.support") if name in sys.modules]
