@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
 from ftckpt.runner.preload import Preloader
-from ftckpt.runner.rendezvous import look_often
+from ftckpt.runner.rendezvous import drop_ended, look_often
 from ftckpt.runner.workers import Workers
 
 # What torch's launcher looks up in them is replaced while it runs.
@@ -49,6 +49,7 @@ class Agent(LocalElasticAgent):
         look_often(handler, self._look)
         preloader.env["TORCHELASTIC_RUN_ID"] = handler.get_run_id()  # by which a standby's server is of this launcher
         self._shared = getattr(getattr(getattr(handler, "_state_holder", None), "_backend", None), "_store", None)
+        drop_ended(handler, self._shared)
         self._shared_size = 0
         self._failures: set[str] = set()
         # Torch sleeps for so long before each look at the workers; here it ends when a worker does.

@@ -1,4 +1,5 @@
-"""Torch's rendezvous of agents, made to meet as soon as all are there, and to let a standby wait.
+"""Torch's rendezvous of agents, made to meet as soon as all are there, to let a standby wait, and to drop an agent as
+soon as its process has ended.
 
 The names that it needs are torch's own: where one is missing all stays as torch has it.
 """
@@ -7,15 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timezone
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from ftckpt.runner.liveness import Liveness
 
 _LEAST_SECS, _MOST_SECS = 0.05, 1.0
 _MANY_NODES = 1000
 """With so many an agent looks once a second, as torch's do with any number."""
 _STANDBY_SECS = 0.3
 """For which a node must be missing before a standby takes its place: one that starts again leaves for a moment."""
+_LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 _NAMES = ("_delay", "_RendezvousJoinOp", "_Action", "_should_keep_alive")
 
 
@@ -42,6 +48,26 @@ def look_often(handler: Any, meanwhile: Callable[[], None]) -> None:
     num_waiting = handler.num_nodes_waiting
     # Else training starts again for a standby, for which there is no place, and again for the one that it replaces.
     handler.num_nodes_waiting = lambda: 0 if _num_missing(holder.state, nodes) <= 0 else num_waiting()
+
+
+def drop_ended(handler: Any, store: Any) -> None:
+    """Have ``handler`` take an agent whose process has ended for one whose heartbeats are overdue."""
+    holder: Any = getattr(handler, "_state_holder", None)
+    sanitize = getattr(holder, "_sanitize", None)
+    if store is None or sanitize is None or not hasattr(handler, "_this_node"):
+        return
+    with suppress(
+        OSError, RuntimeError
+    ):  # no port is free, or the rendezvous itself reports what is wrong with its store
+        liveness = Liveness(store, handler._this_node)
+
+        def drop_and_sanitize() -> None:
+            heartbeats = holder.state.last_heartbeats
+            liveness.look(heartbeats)
+            heartbeats.update(dict.fromkeys(heartbeats.keys() & liveness.ended, _LONG_AGO))
+            sanitize()
+
+        holder._sanitize = drop_and_sanitize
 
 
 def _num_missing(state: Any, nodes: int) -> int:
