@@ -76,8 +76,3 @@ class Liveness:
         if self._attempt is not None:
             self._attempt.close()
         self._attempt = None
-
-    def close(self) -> None:
-        """Refuse connections, as a process that has ended."""
-        self._listener.close()
-        self._close_attempt()

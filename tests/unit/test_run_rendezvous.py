@@ -68,6 +68,9 @@ class Agents:
         holder.sync()
         return self._handlers[at]._this_node in holder.state.redundancy_list
 
+    def leave(self, at: int) -> None:
+        rendezvous.leave(self._handlers[at])
+
     def lose(self, at: int) -> None:
         """No more heartbeats of an agent."""
         self._handlers[at]._stop_heartbeats()
@@ -126,6 +129,16 @@ def test_a_standby_takes_the_place_of_a_lost_node_and_no_other(agents: Agents) -
 
 
 @pytest.mark.parametrize("agents", [100], indirect=True)
+def test_an_agent_that_leaves_is_followed_before_it_joins_again(agents: Agents) -> None:
+    for future in [agents.join(0), agents.join(1)]:
+        future.result(30)
+    agents.leave(0)
+    until(lambda: agents.waiting(1) == 1, "the other one is told", 15)
+    again = agents.join(1)
+    assert {agents.join(0).result(30), again.result(30)} == {0, 1}
+
+
+@pytest.mark.parametrize("agents", [100], indirect=True)
 def test_a_standby_takes_the_place_of_an_agent_that_has_ended_at_once(
     agents: Agents, livenesses: list[Liveness]
 ) -> None:  # fmt: skip
@@ -134,15 +147,18 @@ def test_a_standby_takes_the_place_of_an_agent_that_has_ended_at_once(
     standby = agents.join(2)
     until(lambda: agents.stands_by(2) and agents.waiting(0) == 0 and livenesses[0]._has_accepted, "the standby", 15)
     livenesses[1]._listener.close()
+    until(lambda: agents.waiting(0) == 1, "the other one is told", 15)
     assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
 
 
 @pytest.mark.parametrize(("nodes", "secs"), [(1, 0.05), (200, 0.05), (500, 0.25), (1000, 1.0), (9000, 1.0)])
 def test_a_store_of_many_agents_is_asked_less_often(nodes: int, secs: float, delays: list[Any]) -> None:
-    holder = SimpleNamespace(_cache_duration=1)
+    holder = SimpleNamespace(_cache_duration=1, state=SimpleNamespace(complete=False))
     settings = SimpleNamespace(max_nodes=nodes)
     look_often(SimpleNamespace(_settings=settings, _state_holder=holder, num_nodes_waiting=int), lambda: None)
     dynamic_rendezvous._delay(seconds=1)
+    dynamic_rendezvous._delay(seconds=(0, 0.3))
+    holder.state.complete = True  # the next join is a restart
     dynamic_rendezvous._delay(seconds=(0, 0.3))
     assert holder._cache_duration == secs and delays == [secs, (0, 0.3)]
 
@@ -174,7 +190,7 @@ class Ring:
         self._store.set(f"ftckpt.port/{self.nodes[at]}", str(port))
 
     def ended_for(self, at: int) -> list[int]:
-        return [self.nodes.index(node) for node in self._agents[at].ended]
+        return sorted(self.nodes.index(node) for node in self._agents[at].ended)
 
 
 def test_an_agent_sees_that_the_next_one_has_ended_and_follows_the_one_after_it() -> None:
