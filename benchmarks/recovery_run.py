@@ -148,6 +148,7 @@ class Run:
         self._command = self._words(job, pause_secs)
         # Agents of torchrun would keep the address of the first store when its node is lost.
         self._env = {**agent_environment(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOGLEVEL": "INFO"}
+        self._env.pop("PYTHONDONTWRITEBYTECODE", None)  # else each rank of each attempt compiles the script's modules
         if not self._job.module:  # it trains on the CPU
             del self._env["FTCKPT_DEVICE"]
 

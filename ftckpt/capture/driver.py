@@ -92,7 +92,8 @@ def loaded(name: str) -> ctypes.CDLL:
     Raises:
         OSError: there is none.
     """
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    maps = Path("/proc/self/maps").read_text()
+    for line in maps.splitlines() if f"/{name}" in maps else ():  # each restart asks, of some thousand lines
         path = line.split(maxsplit=5)[5] if line.count("/") else ""
         if path.rpartition("/")[2].startswith(name):
             return ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)

@@ -351,7 +351,10 @@ def _flush() -> None:
     if not is_forked:
         gc.unfreeze()  # such a file may be frozen, as stdout is under a runner
     # By its type alone: an object may warn when it is asked for its class.
-    found = [one for one in gc.get_objects() if issubclass(type(one), io.TextIOBase | io.BufferedIOBase)]
+    objects = gc.get_objects()
+    # In two passes: a process that has imported a framework has a million of them, of some thousand types.
+    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, io.TextIOBase | io.BufferedIOBase)}
+    found = [one for one in objects if type(one) in kinds]
     files = [*found, sys.__stdout__, sys.__stderr__]
     for file in sorted(files, key=lambda file: isinstance(file, io.BufferedIOBase)):  # a text is on top of its buffer
         # One that is detached, in use by a thread or of a class of the script's own: that of the others counts.

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
 from ftckpt.runner.preload import Preloader
-from ftckpt.runner.rendezvous import look_often
+from ftckpt.runner.rendezvous import drop_ended, leave, look_often
 from ftckpt.runner.workers import Workers
 
 # What torch's launcher looks up in them is replaced while it runs.
@@ -49,11 +49,22 @@ class Agent(LocalElasticAgent):
         look_often(handler, self._look)
         preloader.env["TORCHELASTIC_RUN_ID"] = handler.get_run_id()  # by which a standby's server is of this launcher
         self._shared = getattr(getattr(getattr(handler, "_state_holder", None), "_backend", None), "_store", None)
+        drop_ended(handler, self._shared)
         self._shared_size = 0
         self._failures: set[str] = set()
         # Torch sleeps for so long before each look at the workers; here it ends when a worker does.
         spec = self._worker_group.spec
         self._interval_secs, spec.monitor_interval = spec.monitor_interval, 0.0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if isinstance(self._pcontext, Workers):
+            self._pcontext.on_failure = self._leave
+        return started
+
+    def _leave(self) -> None:
+        if self._remaining_restarts > 0:
+            leave(self._worker_group.spec.rdzv_handler)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._look()

@@ -1,4 +1,5 @@
-"""Torch's rendezvous of agents, made to meet as soon as all are there, and to let a standby wait.
+"""Torch's rendezvous of agents, made to meet as soon as all are there, to let a standby wait, to drop an agent as
+soon as its process has ended, and to start again as soon as one agent does.
 
 The names that it needs are torch's own: where one is missing all stays as torch has it.
 """
@@ -7,15 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timezone
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousError, dynamic_rendezvous
+
+from ftckpt.runner.liveness import Liveness
 
 _LEAST_SECS, _MOST_SECS = 0.05, 1.0
 _MANY_NODES = 1000
 """With so many an agent looks once a second, as torch's do with any number."""
 _STANDBY_SECS = 0.3
 """For which a node must be missing before a standby takes its place: one that starts again leaves for a moment."""
+_LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 _NAMES = ("_delay", "_RendezvousJoinOp", "_Action", "_should_keep_alive")
 
 
@@ -35,13 +41,60 @@ def look_often(handler: Any, meanwhile: Callable[[], None]) -> None:
 
     def look_and_delay(seconds: Any) -> None:
         meanwhile()
-        delay(secs if seconds == 1 else seconds)
+        if seconds == 1:
+            delay(secs)
+        elif not holder.state.complete:  # torch spreads the first joins of agents, and takes the second one for it
+            delay(seconds)
 
     holder._cache_duration, module._delay = secs, look_and_delay
     module._RendezvousJoinOp = _with_standby(module._RendezvousJoinOp)
     num_waiting = handler.num_nodes_waiting
+
     # Else training starts again for a standby, for which there is no place, and again for the one that it replaces.
-    handler.num_nodes_waiting = lambda: 0 if _num_missing(holder.state, nodes) <= 0 else num_waiting()
+    def num_nodes_waiting() -> int:
+        waiting: int = num_waiting()  # reads the state
+        return waiting if _num_missing(holder.state, nodes) > 0 else 0
+
+    handler.num_nodes_waiting = num_nodes_waiting
+
+
+def leave(handler: Any) -> None:
+    """Leave this round and wait for the next one, so that the other agents start again at once.
+
+    Otherwise they would do so when workers of their own have failed, or when this agent has ended all of its workers.
+    """
+    module: Any = dynamic_rendezvous
+
+    def next_action(ctx: Any, _: float) -> Any:
+        if ctx.node in ctx.state.participants:
+            return module._Action.REMOVE_FROM_PARTICIPANTS
+        waits = ctx.node in ctx.state.wait_list or not ctx.state.complete
+        return module._Action.FINISH if waits else module._Action.ADD_TO_WAIT_LIST
+
+    if hasattr(handler, "_op_executor") and hasattr(handler, "_heartbeat_lock"):
+        # What fails here fails in the next round, too, which reports it.
+        with suppress(RendezvousError), handler._heartbeat_lock:
+            handler._op_executor.run(next_action, 0.0)
+
+
+def drop_ended(handler: Any, store: Any) -> None:
+    """Have ``handler`` take an agent whose process has ended for one whose heartbeats are overdue."""
+    holder: Any = getattr(handler, "_state_holder", None)
+    sanitize = getattr(holder, "_sanitize", None)
+    if store is None or sanitize is None or not hasattr(handler, "_this_node"):
+        return
+    with suppress(OSError, RuntimeError):  # without a port, or with a broken store, heartbeats decide
+        liveness = Liveness(store, handler._this_node)
+
+        def drop_and_sanitize() -> None:
+            heartbeats = holder.state.last_heartbeats
+            liveness.look(heartbeats)
+            if ended := heartbeats.keys() & liveness.ended:
+                heartbeats.update(dict.fromkeys(ended, _LONG_AGO))
+                holder.mark_dirty()  # only this agent knows
+            sanitize()
+
+        holder._sanitize = drop_and_sanitize
 
 
 def _num_missing(state: Any, nodes: int) -> int:

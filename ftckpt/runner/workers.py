@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +30,8 @@ class Workers(SubprocessContext):
         self._preloader = preloader
         self.is_hurried = False
         """The attempt is lost: workers that do not end soon are killed."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when a worker has failed, before the others are ended."""
         self._pidfds: dict[int, int] = {}
 
     def wakers(self) -> list[int]:
@@ -77,6 +80,8 @@ class Workers(SubprocessContext):
         return result
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        if self.is_hurried and self._failures:
+            self.on_failure()
         super()._close(death_sig, _GRACE_SECS if self.is_hurried else timeout)
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])

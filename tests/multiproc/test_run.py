@@ -479,11 +479,11 @@ report()
 
 
 @pytest.mark.slow
-def test_a_standby_is_forked_from_what_the_others_have_imported(tmp_path: Path) -> None:
+def test_a_standby_is_forked_from_what_the_others_have_imported_before_heartbeats_are_overdue(tmp_path: Path) -> None:
     port = free_ports(1)
 
     def start(name: str) -> Running:
-        conf = f"keep_alive_interval=1,keep_alive_max_attempt=3,is_host={int(name == 'first')}"
+        conf = f"keep_alive_interval=100,is_host={int(name == 'first')}"
         words = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "three", "--rdzv-conf", conf,
                  "--rdzv-endpoint", f"127.0.0.1:{port}", "train.py")  # fmt: skip
         return Running(tmp_path / name, STANDS_BY, *words)

@@ -1,5 +1,5 @@
-"""Agents of ``ftckpt run`` meet as soon as all are there, ask their store as often as it can bear, and let a standby
-wait for a place."""
+"""Agents of ``ftckpt run`` meet as soon as all are there, ask their store as often as it can bear, let a standby wait
+for a place, and drop an agent whose process has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from ftckpt.runner.rendezvous import look_often
+from ftckpt.runner import rendezvous
+from ftckpt.runner.liveness import Liveness
+from ftckpt.runner.rendezvous import drop_ended, look_often
+from tests.support.launching import free_ports
 from tests.support.waiting import until
 
 
@@ -35,17 +38,19 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 class Agents:
     """Three of them for two places, each in a thread of its own while it waits."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, keep_alive_secs: int) -> None:
         store, self._pool, self.looks = HashStore(), pool, [0, 0, 0]
         self._handlers: list[Any] = [
             dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
                 "job", store, C10dRendezvousBackend(store, "job"), min_nodes=2, max_nodes=2, local_addr="127.0.0.1",
-                timeout=dynamic_rendezvous.RendezvousTimeout(), keep_alive_interval=1, keep_alive_max_attempt=3,
+                timeout=dynamic_rendezvous.RendezvousTimeout(), keep_alive_interval=keep_alive_secs,
+                keep_alive_max_attempt=3,
             )
             for _ in self.looks
         ]  # fmt: skip
         for at, handler in enumerate(self._handlers):
             look_often(handler, lambda at=at: self._look(at))
+            drop_ended(handler, store)
 
     def _look(self, at: int) -> None:
         self.looks[at] += 1
@@ -63,6 +68,9 @@ class Agents:
         holder.sync()
         return self._handlers[at]._this_node in holder.state.redundancy_list
 
+    def leave(self, at: int) -> None:
+        rendezvous.leave(self._handlers[at])
+
     def lose(self, at: int) -> None:
         """No more heartbeats of an agent."""
         self._handlers[at]._stop_heartbeats()
@@ -74,10 +82,25 @@ class Agents:
 
 
 @pytest.fixture
-def agents(delays: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
+def livenesses(monkeypatch: pytest.MonkeyPatch) -> list[Liveness]:
+    """Of the agents, in their order."""
+    found: list[Liveness] = []
+
+    def make(store: Any, me: Any) -> Liveness:
+        found.append(Liveness(store, me))
+        return found[-1]
+
+    monkeypatch.setattr(rendezvous, "Liveness", make)
+    return found
+
+
+@pytest.fixture
+def agents(
+    delays: list[Any], livenesses: list[Liveness], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Agents]:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with ThreadPoolExecutor(3) as pool:
-        found = Agents(pool)
+        found = Agents(pool, keep_alive_secs=getattr(request, "param", 1))
         yield found
         found.close()
 
@@ -105,12 +128,37 @@ def test_a_standby_takes_the_place_of_a_lost_node_and_no_other(agents: Agents) -
     assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
 
 
+@pytest.mark.parametrize("agents", [100], indirect=True)
+def test_an_agent_that_leaves_is_followed_before_it_joins_again(agents: Agents) -> None:
+    for future in [agents.join(0), agents.join(1)]:
+        future.result(30)
+    agents.leave(0)
+    until(lambda: agents.waiting(1) == 1, "the other one is told", 15)
+    again = agents.join(1)
+    assert {agents.join(0).result(30), again.result(30)} == {0, 1}
+
+
+@pytest.mark.parametrize("agents", [100], indirect=True)
+def test_a_standby_takes_the_place_of_an_agent_that_has_ended_at_once(
+    agents: Agents, livenesses: list[Liveness]
+) -> None:  # fmt: skip
+    for future in [agents.join(0), agents.join(1)]:
+        future.result(30)
+    standby = agents.join(2)
+    until(lambda: agents.stands_by(2) and agents.waiting(0) == 0 and livenesses[0]._has_accepted, "the standby", 15)
+    livenesses[1]._listener.close()
+    until(lambda: agents.waiting(0) == 1, "the other one is told", 15)
+    assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
+
+
 @pytest.mark.parametrize(("nodes", "secs"), [(1, 0.05), (200, 0.05), (500, 0.25), (1000, 1.0), (9000, 1.0)])
 def test_a_store_of_many_agents_is_asked_less_often(nodes: int, secs: float, delays: list[Any]) -> None:
-    holder = SimpleNamespace(_cache_duration=1)
+    holder = SimpleNamespace(_cache_duration=1, state=SimpleNamespace(complete=False))
     settings = SimpleNamespace(max_nodes=nodes)
     look_often(SimpleNamespace(_settings=settings, _state_holder=holder, num_nodes_waiting=int), lambda: None)
     dynamic_rendezvous._delay(seconds=1)
+    dynamic_rendezvous._delay(seconds=(0, 0.3))
+    holder.state.complete = True  # the next join is a restart
     dynamic_rendezvous._delay(seconds=(0, 0.3))
     assert holder._cache_duration == secs and delays == [secs, (0, 0.3)]
 
@@ -119,3 +167,46 @@ def test_another_rendezvous_is_left_as_it_is(delays: list[Any]) -> None:
     before = dynamic_rendezvous._delay, dynamic_rendezvous._RendezvousJoinOp
     look_often(SimpleNamespace(), lambda: None)
     assert (dynamic_rendezvous._delay, dynamic_rendezvous._RendezvousJoinOp) == before
+
+
+class Ring:
+    """Agents in one process, in the order of their names."""
+
+    def __init__(self, num: int) -> None:
+        self._store = HashStore()
+        self.nodes = [dynamic_rendezvous._NodeDesc("127.0.0.1", at, 0) for at in range(num)]
+        self._agents = [Liveness(self._store, node) for node in self.nodes]
+
+    def look(self, times: int = 20) -> None:
+        for _ in range(times):
+            for agent in self._agents:
+                agent.look(self.nodes)
+            time.sleep(0.002)
+
+    def end(self, at: int) -> None:
+        self._agents[at]._listener.close()
+
+    def move(self, at: int, port: int) -> None:
+        self._store.set(f"ftckpt.port/{self.nodes[at]}", str(port))
+
+    def ended_for(self, at: int) -> list[int]:
+        return sorted(self.nodes.index(node) for node in self._agents[at].ended)
+
+
+def test_an_agent_sees_that_the_next_one_has_ended_and_follows_the_one_after_it() -> None:
+    ring = Ring(4)
+    ring.look()
+    assert not any(ring.ended_for(at) for at in range(4))
+    ring.end(1)
+    ring.look()
+    assert ring.ended_for(0) == [1] and not ring.ended_for(2) and not ring.ended_for(3)
+    ring.end(2)
+    ring.look()
+    assert ring.ended_for(0) == [1, 2]
+
+
+def test_an_agent_that_has_never_accepted_a_connection_is_left_to_its_heartbeats() -> None:
+    ring = Ring(2)
+    ring.move(1, free_ports(1))
+    ring.look()
+    assert not ring.ended_for(0)
