@@ -60,12 +60,8 @@ class FtckptError(Exception):
         return written(super().__str__())
 
     def to_json(self) -> dict[str, Any]:
-        """For another process, which makes the error of it with ``error_from_json``; as text, never as a pickle.
-
-        ``kind`` is the nearest class of this module, as that says what an operator does next.
-        """
-        kind = next(one for one in type(self).__mro__ if globals().get(one.__name__) is one)
-        return {"kind": kind.__name__, "error": super().__str__()}
+        """For another process, which makes the error of it with ``error_from_json``; as text, never as a pickle."""
+        return {"kind": type(self).__name__, "error": super().__str__()}
 
 
 class ConfigError(FtckptError):
@@ -129,6 +125,26 @@ class SmpError(FtckptError):
     """The snapshot management process of a node cannot be started or reached: protection is degraded."""
 
 
+class PeerError(SmpError):
+    """An SMP cannot be reached, is too slow, refuses, or answers nonsense: look at its node."""
+
+
+class PeerTimeoutError(PeerError):
+    """The SMP took the connection, and sent no hello in time."""
+
+
+class VersionError(PeerError):
+    """The other side is no SMP, or one of another version of ftckpt."""
+
+
+class PeerAuthError(PeerError):
+    """One side of a connection does not know the job's secret, or refuses the proof of the other."""
+
+
+class ProtectionUnavailableError(FtckptError):
+    """A snapshot cannot be protected: a node does not answer, no room, corrupt bytes. The text names it."""
+
+
 class LayoutError(ConfigError):
     """No parallel layout fits: the text says of each one why not."""
 
@@ -159,6 +175,14 @@ class ConvertError(FtckptError):
 
 class SpecError(ConvertError):
     """A specification of parameter names is wrong, or does not match each tensor exactly once."""
+
+
+class EventLogError(FtckptError):
+    """Events are missing; the text says which, and how to get them."""
+
+
+class ReportError(FtckptError):
+    """A report cannot be made; the text says what to do."""
 
 
 def error_from_json(value: Mapping[str, Any], prefix: str = "") -> FtckptError:

@@ -35,11 +35,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftckpt.commands.event_log import EventLogError, count
+from ftckpt.commands.event_log import count
 from ftckpt.commands.history import read_history
 from ftckpt.commands.recovery import PARTS, Recovery
 from ftckpt.commands.report import write_report
 from ftckpt.commands.sections import Additions, Section, restart_table
+from ftckpt.errors import EventLogError
 from ftckpt.model.text import aligned, human
 from launch.demo_job import (
     FRAMEWORKS,

@@ -15,21 +15,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ftckpt.commands.event_log import EventLogError, count
+from ftckpt.commands.event_log import count
 from ftckpt.commands.history import RunHistory, read_history
 from ftckpt.commands.recovery import Recovery
 from ftckpt.commands.sections import Additions, sections_of
 from ftckpt.commands.timeline import Timeline, read_timeline, trace_of
-from ftckpt.errors import FtckptError
+from ftckpt.errors import EventLogError, ReportError
 from ftckpt.model.text import aligned
 
 REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
 _TEMPLATE = "report.html.j2"
 _PACKAGES = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
-
-
-class ReportError(FtckptError):
-    """The page cannot be made; the text says what to do."""
 
 
 def add_report(commands: Any) -> None:

@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftckpt.commands.event_log import (
-    EventLog,
-    EventLogError,
-    LinePlace,
-    event_logs,
-    note_of_choice,
-    parse_line,
-    whole_number,
-)
+from ftckpt.commands.event_log import EventLog, LinePlace, event_logs, note_of_choice, parse_line, whole_number
+from ftckpt.errors import EventLogError
 from ftckpt.model.text import human, listed
 
 IDLE = ("start", "window", "tail")

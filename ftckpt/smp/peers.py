@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from ftckpt.smp.channel import Channel, Deadlines, PeerError, Trust, connect
+from ftckpt.errors import PeerError
+from ftckpt.smp.channel import Channel, Deadlines, Trust, connect
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, exchange
 
 _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)

@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftckpt.commands.attempts import Age
-from ftckpt.commands.event_log import MOST_LINE_BYTES, EventLogError, event_logs
+from ftckpt.commands.event_log import MOST_LINE_BYTES, event_logs
 from ftckpt.commands.history import read_history
 from ftckpt.commands.main import main
 from ftckpt.commands.recovery import PARTS, ascending_runs
 from ftckpt.commands.report import render, write_report
 from ftckpt.commands.sections import Additions, Section
 from ftckpt.commands.timeline import read_timeline
+from ftckpt.errors import EventLogError
 from ftckpt.events import EVENTS
 from ftckpt.job.start import conditions
 from tests.support.run_logs import EPOCH, LINE, PROTECTION, Logs, RunLogs, check_page
