@@ -25,14 +25,11 @@ from ftckpt.config import Config
 from ftckpt.deepspeed import initialize
 from ftckpt.deepspeed.section import configure
 from ftckpt.errors import ConfigError
-from ftckpt.frameworks.launcher import follow_uncaught
 from ftckpt.model.text import with_article
 
 if TYPE_CHECKING:
     from ftckpt.frameworks.torch_state import Stateful
     from ftckpt.job.checkpointer import Checkpointer
-
-follow_uncaught()  # what is wrong in a configuration is said before anything is started
 
 __all__ = ["active", "attach", "begin_iteration", "close", "configure", "register", "remove"]
 

@@ -17,6 +17,7 @@ from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks import doors
 from ftckpt.frameworks.imports import ImportWatch
+from ftckpt.frameworks.launcher import follow_uncaught, leave_if_over
 
 if TYPE_CHECKING:
     from ftckpt.deepspeed.session import EngineSession
@@ -155,11 +156,11 @@ def has_runner() -> bool:
 def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch.distributed as dist
 
-    from ftckpt.frameworks.launcher import leave_if_over
     from ftckpt.frameworks.rendezvous import isolate_attempts
 
     # A script that has started torch.distributed itself meets in a store that is in use: too late to divide it.
     if not dist.is_initialized():
+        follow_uncaught()
         leave_if_over()  # where ftckpt was on in an earlier attempt it is so in this one
         isolate_attempts()
     return original(*args, **kwargs)

@@ -31,6 +31,8 @@ def configure(settings: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an unknown name or an impossible value.
     """
+    if settings:
+        launcher.follow_uncaught()
     settings_are_written(Writing.JSON)
     Config.from_mapping(settings)
     _given.clear()
@@ -61,6 +63,8 @@ def merged(section: Any) -> Config:
     """
     if section is None:
         section = {}
+    if section or _given:
+        launcher.follow_uncaught()
     settings_are_written(Writing.JSON)
     # As they are read: 4GiB and 4 are one value, and so are a path and its whole name.
     in_section, outside = Config.from_mapping(section), Config.from_mapping(_given)

@@ -317,3 +317,9 @@ def test_the_registrys_apex_is_no_dependency() -> None:
     lists += [file.read_text().splitlines() for file in files_in("", ".txt") if "requirements" in file.name]
     for wanted in (line for lines in lists for line in lines):
         assert not wanted.strip().lower().replace("_", "-").startswith(("apex", "nvidia-apex")), wanted
+
+
+@pytest.mark.parametrize("door", ["ftckpt.plain", "ftckpt.deepspeed", "ftckpt.megatron"])
+def test_an_import_leaves_the_hook_for_uncaught_errors(door: str) -> None:
+    code = f"import sys; hook = sys.excepthook; import {door}; assert sys.excepthook is hook"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
