@@ -237,9 +237,8 @@ class EngineSession:
 
         Under the runner the end of the script says that.
         """
-        # Two frames up: this one and the wrapper around it were called by ``destroy``'s caller.
-        is_collected = sys._getframe(2).f_code is getattr(type(self._engine).__del__, "__code__", None)
-        if not is_collected and sys.exc_info()[0] is None and not initialize.has_runner():
+        # This session refers to the engine, which is collected with the interpreter alone.
+        if not sys.is_finalizing() and sys.exc_info()[0] is None and not initialize.has_runner():
             initialize.close()
         return original()
 
