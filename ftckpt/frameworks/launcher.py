@@ -10,6 +10,7 @@ import argparse
 import atexit
 import ctypes
 import dis
+import functools
 import gc
 import hashlib
 import importlib
@@ -316,6 +317,16 @@ def _print(text: str) -> None:
     print(f"ftckpt: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
+_code: int | None = None
+"""Of ``leave``, which has not come so far while it is None."""
+
+
+@functools.cache
+def register_exit() -> None:
+    """Exit functions that are registered after this run before ``leave`` ends the process."""
+    atexit.register(_end_process)
+
+
 def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """End the process with the code that ``main`` of its arguments returns, or by what it raises.
 
@@ -323,6 +334,8 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     interpreter after that has begun is ended by an unwinding that C++ answers with abort. A job that was done would
     be taken for one that failed.
     """
+    global _code
+    register_exit()
     try:
         code = _exit_code(main(sys.argv[1:]))
     except SystemExit as ended:
@@ -341,14 +354,20 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    # In this order, as the interpreter does: pools of threads and processes end, then what was registered.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    _code = code
+    sys.exit(code)
+
+
+def _end_process() -> None:
+    """Runs as the last exit function: the interpreter calls them when pools of threads have ended."""
+    if _code is None:
+        return
+    logging.shutdown()  # registered before
     # Beside: a pipe that nobody reads, or a file that another thread waits for, must not keep the process.
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_SECS)
-    os._exit(code)
+    os._exit(_code)
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

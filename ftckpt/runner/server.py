@@ -73,6 +73,7 @@ def main(channel: Channel, parent: int) -> None:
     import ftckpt.runner.worker  # noqa: F401 - before any fork; the agent needs nothing of it
 
     end_with_parent(parent)
+    launcher.register_exit()  # before any import that registers what a worker must do at its end
     server, known = os.getpid(), guard.harms()
     handlers: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     while not channel.is_closed and not (orders := channel.receive(None)):
@@ -92,7 +93,8 @@ def main(channel: Channel, parent: int) -> None:
             if not (pid := os.fork()):
                 end_with_parent(server)
                 signal.set_wakeup_fd(-1)
-                for fd in (channel.fileno(), woken, wake):
+                channel.close()
+                for fd in (woken, wake):
                     os.close(fd)
                 _become_worker(order, handlers, imports.env)
             channel.send({"pid": pid})
@@ -144,6 +146,8 @@ def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[st
         if numbers := sys.modules.get("numpy.random"):
             numbers.seed()  # as a new process draws it; Python's own does so by itself, torch's is a constant
         worker.start(Path(order["directory"]), order["words"], order["records"])
+    except SystemExit:  # the interpreter runs the exit functions
+        raise
     except BaseException:  # noqa: BLE001 - no frame of the server may go on here
         traceback.print_exc()
     os._exit(1)
