@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from ftckpt.array_types import Integers
 from ftckpt.capture.assignment import Assignment, as_bytes
 from ftckpt.model.replicas import CUT_BYTES
 from ftckpt.model.sampled import Comparison, position_of
 from ftckpt.model.training_state import cast_master
 
-Words: TypeAlias = npt.NDArray[np.int64]
 Ends: TypeAlias = list[int]
 
 SAMPLE_BYTES = 1 << 20
@@ -85,7 +85,7 @@ class _Pending(NamedTuple):
     behind ``done``."""
 
     number: int
-    host: Words
+    host: Integers
     device: torch.Tensor | None
     done: torch.cuda.Event | None
 
@@ -137,7 +137,7 @@ class Sampler:
             host[word], on_device[word] = self._digest(indices, ends, position)
         self._pending = _Pending(number, host, *self._fetch(on_device))
 
-    def words(self, number: int) -> Words | None:
+    def words(self, number: int) -> Integers | None:
         """This rank's words for snapshot ``number``, which it may not have sampled; None: nothing is compared."""
         if not self.positions:
             return None

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import torch
 
+from ftckpt.array_types import Integers
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.copier import TellCopying, make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
-from ftckpt.capture.sample import Sampler, Words
+from ftckpt.capture.sample import Sampler
 from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, UnsupportedError
 from ftckpt.events import Events
@@ -196,7 +197,7 @@ class Shard:
         if self._sampler is not None:
             self._sampler.take(number)
 
-    def sampled(self, number: int) -> tuple[Words | None, Comparison | None]:
+    def sampled(self, number: int) -> tuple[Integers | None, Comparison | None]:
         """This rank's words for snapshot ``number``, and how those of all ranks are compared."""
         if self._sampler is None:
             return None, None

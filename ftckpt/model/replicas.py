@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import xxhash
 
+from ftckpt.array_types import Array
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.replica_groups import DIFFERING, PRIVATE, WHOLE, Groups, distinct, find_groups, pack
-from ftckpt.model.shares import Array, Run
+from ftckpt.model.shares import Run
 
 CUT_BYTES = 64
 """Shares are cut at multiples of this many bytes inside a fragment, so that no cache line has two copiers."""

@@ -21,13 +21,11 @@ from enum import Enum
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, LostError
 from ftckpt.parity.modes import CODES
-
-Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 1 << 20
 """What XOR works on at a time."""

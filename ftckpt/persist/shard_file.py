@@ -7,10 +7,10 @@ from itertools import accumulate, pairwise
 
 import xxhash
 
+from ftckpt.array_types import BytesLike
 from ftckpt.errors import CorruptError, DamagedError, MismatchError, StorageError
 from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
-from ftckpt.persist.storage import Bytes
 from ftckpt.store.image import Span, header_bytes, parse_image
 from ftckpt.store.landings import Landing, cover, scratch
 
@@ -33,7 +33,7 @@ class ShardFile:
     """
 
     def __init__(
-        self, where: str, shard: str, entry: StoredShard, read: Callable[[int, int], Bytes],
+        self, where: str, shard: str, entry: StoredShard, read: Callable[[int, int], BytesLike],
         read_into: Callable[[int, Sequence[memoryview]], None] | None = None,
     ) -> None:  # fmt: skip
         self.entry = entry
@@ -57,7 +57,7 @@ class ShardFile:
             self._spans = [Span(*ends) for ends in pairwise(accumulate(entry.frames.tolist()))]
             self._runs = runs_of(image, entry.objects_used)
 
-    def chunk(self, number: int) -> Bytes:
+    def chunk(self, number: int) -> BytesLike:
         """A chunk of the image.
 
         Raises:
@@ -93,18 +93,18 @@ class ShardFile:
         """What of the file a chunk takes."""
         return self._spans[number].nbytes
 
-    def objects(self) -> Bytes:
+    def objects(self) -> BytesLike:
         """The objects in use; raises as ``chunk`` does."""
         return self._proven(-1)
 
-    def _proven(self, part: int) -> Bytes:
+    def _proven(self, part: int) -> BytesLike:
         return self._prove(part, lambda: [self._unpacked(part)])[0]
 
-    def _unpacked(self, part: int) -> Bytes:
+    def _unpacked(self, part: int) -> BytesLike:
         data = self._read(self._spans[part].begin, self._spans[part].nbytes)
         return data if self._runs is None else decompress(data, self._runs[part])
 
-    def _prove(self, part: int, bring: Callable[[], Sequence[Bytes]]) -> Sequence[Bytes]:
+    def _prove(self, part: int, bring: Callable[[], Sequence[BytesLike]]) -> Sequence[BytesLike]:
         """What ``bring`` gives, which one after the other must be the part; it is tried again where it is not."""
         span, problem = self._spans[part], "do not match their checksum"
         for _ in range(_TRIES):

@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from ftckpt.array_types import BytesLike, Hashes
 from ftckpt.events import Events
-from ftckpt.group import Bytes, Group, gather_bytes, together
+from ftckpt.group import Group, gather_bytes, together
 from ftckpt.host_memory import host_memory
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology, first_of_each_stage
@@ -19,7 +20,6 @@ from ftckpt.restore.load import Transfer, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import (
     LOCAL,
-    Hashes,
     Index,
     SlotContents,
     check_copies,
@@ -195,7 +195,7 @@ class ChosenSlots:
         begin, used = slot.objects
         return bytes(self._bytes(slot, begin, begin + used))
 
-    def _bytes(self, slot: SlotContents, begin: int, end: int) -> Bytes:
+    def _bytes(self, slot: SlotContents, begin: int, end: int) -> BytesLike:
         if self._coming is not None:
             return self._coming.straight.read(slot.shard, begin, end)
         return self._arenas.view(slot.at)[begin:end]

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from ftckpt.array_types import BytesLike
 from ftckpt.errors import DamagedError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all
 from ftckpt.persist.commit import CheckpointName, folder_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import Bytes, Storage
+from ftckpt.persist.storage import Storage
 from ftckpt.restore.shelf import ask
 from ftckpt.restore.threads import in_order
 from ftckpt.store.image import SlotImage
@@ -90,7 +91,7 @@ class Source(Protocol):
         """Fill ``landings``, ascending and apart from each other, from a chunk; raises unless it is proven, and they
         may have what it is then."""
 
-    def objects(self) -> Bytes:
+    def objects(self) -> BytesLike:
         """The encoded objects, proven."""
 
 

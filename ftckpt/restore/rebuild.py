@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
 from ftckpt.parity.codecs import MISSING, Missing, decode, encode
 from ftckpt.parity.groups import ParityGroup
@@ -18,7 +18,6 @@ from ftckpt.restore.inventory import Candidate, Shield, SoundPackage
 from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.store.damage import OBJECTS, Damage
 
-Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 NEW_SLOT = -1

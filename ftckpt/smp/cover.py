@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from ftckpt.array_types import Bytes
 from ftckpt.errors import CorruptError, MismatchError, ProtectionUnavailableError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
@@ -24,7 +25,7 @@ from ftckpt.parity.table import MAX_SETS
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
 from ftckpt.smp.peers import Fetch
 from ftckpt.smp.requests import PackageRequest
-from ftckpt.smp.sources import Bytes, Feed, LocalChunk, Sources
+from ftckpt.smp.sources import Feed, LocalChunk, Sources
 from ftckpt.smp.work import Work, in_thread
 from ftckpt.store import package
 from ftckpt.store.checks import CheckState

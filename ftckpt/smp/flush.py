@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ftckpt.array_types import BytesLike
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
 from ftckpt.model.lineage import Lineage, is_doubtful
@@ -28,7 +29,7 @@ from ftckpt.persist.commit import CheckpointName, DoneMark, PendingCheckpoint
 from ftckpt.persist.compression import packed
 from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
-from ftckpt.persist.storage import Bytes, Storage, open_storage
+from ftckpt.persist.storage import Storage, open_storage
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
 from ftckpt.smp.export import export
 from ftckpt.smp.footprint import yield_disks
@@ -290,7 +291,7 @@ class Flush:
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
         )  # fmt: skip
 
-    def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Bytes]:
+    def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[BytesLike]:
         for piece in pieces:
             for wait_secs in self._before(len(piece)):
                 self._pause(wait_secs)

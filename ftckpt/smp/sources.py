@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from ftckpt.array_types import Bytes
 from ftckpt.errors import ArenaError, CorruptError, ProtectionUnavailableError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
@@ -22,8 +22,6 @@ from ftckpt.smp.peers import Fetch, Peers
 from ftckpt.smp.requests import BytesRequest, ChunkRequest
 from ftckpt.smp.work import Pace, Work
 from ftckpt.store.package import mapped_package
-
-Bytes = npt.NDArray[np.uint8]
 
 AHEAD = 4
 AHEAD_BYTES = 64 << 20

@@ -9,10 +9,9 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from ftckpt.array_types import Hashes
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MismatchError
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
@@ -47,8 +46,6 @@ from ftckpt.store.slots import (
 Progress = Callable[[int, int], None]
 HashesOf = Callable[[Iterable[int]], Iterable[int]]
 """Called with bytes done and bytes in all."""
-
-Hashes = npt.NDArray[np.uint64]
 
 
 CONTROL_NAME = "control"

@@ -27,12 +27,13 @@ MODULES = {
 }
 
 BASE = {
-    "ftckpt", "errors", "event_file", "events", "forks", "units", "setting", "persist_setting", "setting_checks",
-    "config",
+    "ftckpt", "array_types", "errors", "event_file", "events", "forks", "units", "setting", "persist_setting",
+    "setting_checks", "config",
 }  # fmt: skip
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
+    "array_types": set(),
     "errors": set(),
     "event_file": {"forks"},
     "forks": set(),

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ftckpt.convert.catalog import DTYPE_NAMES, Bytes
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import DTYPE_NAMES
 from ftckpt.convert.foreign import archives, pickles
 from ftckpt.convert.storage import CheckedOnce, explained, map_file
 from ftckpt.errors import ConvertError

@@ -23,7 +23,7 @@ from typing import IO, Any, BinaryIO, cast
 import numpy as np
 import torch
 
-from ftckpt.convert.catalog import Bytes
+from ftckpt.array_types import Bytes
 from ftckpt.convert.foreign import archives
 from ftckpt.convert.foreign.archives import View
 from ftckpt.convert.storage import map_file

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ftckpt.convert.catalog import Bytes, Catalog, Reader
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Reader
 from ftckpt.convert.foreign import pickles
 from ftckpt.convert.foreign.distributed import METADATA, CheckpointDirectory, Chunk, StoredTensor
 from ftckpt.convert.megatron import names
