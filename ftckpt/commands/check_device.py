@@ -18,8 +18,8 @@ import torch
 
 from ftckpt.capture.affinity import cores_of_node, format_cores, num_nodes, numa_node_of
 from ftckpt.capture.chunks import ChunkCopy, Segment, divided
-from ftckpt.capture.copier import Copier, Flight, make_copier
-from ftckpt.capture.device_copier import DeviceCopier
+from ftckpt.capture.copier import Copier, Flight
+from ftckpt.capture.device_copier import DeviceCopier, make_copier
 from ftckpt.commands.findings import FAILED, PASSED, Finding, Result, attempt, failed, passed, skipped, warned
 from ftckpt.errors import in_words
 from ftckpt.model.text import human

@@ -34,7 +34,9 @@ def _run(argv: Sequence[str]) -> int:
         launcher.prepare(script, [*first, *arguments])
         config = section.foreseen(arguments)
         doors.prepare_storage(config)
-        launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+        from ftckpt.frameworks.rendezvous import isolate
+
+        isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
     # An engine is destroyed after an error too; how the script ends is known here alone.
     initialize.leave_the_end_to_the_runner()
     return launcher.run(script, ftckpt.deepspeed.close)

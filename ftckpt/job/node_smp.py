@@ -23,9 +23,9 @@ from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import claim
 from ftckpt.persist.place import Place
-from ftckpt.persist.storage import open_storage
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.footprint import store_description

@@ -14,7 +14,8 @@ from ftckpt.array_types import Integers
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
-from ftckpt.capture.copier import TellCopying, make_copier
+from ftckpt.capture.copier import TellCopying
+from ftckpt.capture.device_copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.capture.sample import Sampler
 from ftckpt.config import Config

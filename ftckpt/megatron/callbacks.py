@@ -107,7 +107,9 @@ def switch_on(config: Config) -> None:
     door.config = config
     if config.enabled:
         doors.prepare_storage(config)
-        launcher.isolate()
+        from ftckpt.frameworks.rendezvous import isolate
+
+        isolate()
 
 
 @_ends_in_one_line

@@ -103,28 +103,6 @@ class Storage(ABC):
         return name
 
 
-def open_storage(where: str, setting: str = "") -> Storage:
-    """The storage at a path, or at a URL such as ``s3://bucket/folder``.
-
-    Args:
-        setting: names it in errors, by its flag.
-
-    Raises:
-        StorageError: an unknown kind of URL, a directory that is not there or cannot be written, a bucket that is
-            not there or refuses the credentials.
-    """
-    try:
-        if "://" not in where:
-            from ftckpt.persist.files import FileStorage
-
-            return FileStorage(where)
-        from ftckpt.persist.objects import ObjectStorage
-
-        return ObjectStorage(where)
-    except StorageError as error:
-        raise StorageError(f"{setting}: {error}" if setting else str(error), lasting=error.lasting) from None
-
-
 def patiently(action: Callable[[], T], within_secs: float) -> T:
     """``action``, again and again where storage fails in a way that may pass; raises its error after the time."""
     deadline, pause_secs = time.monotonic() + within_secs, 0.5

@@ -14,8 +14,9 @@ from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage, Request, Selection, is_doubtful, is_past, newest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import Storage, open_storage, patiently
+from ftckpt.persist.storage import Storage, patiently
 
 _NEWEST = 10
 """Snapshots on storage that a restart reads about: should all of them be bad, older ones are for people to choose."""

@@ -6,7 +6,6 @@ that, however a process has died.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -20,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ftckpt.forks import end_with_parent
 from ftckpt.frameworks import launcher
 from ftckpt.runner import guard, notes
 
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Which a launcher or a terminal sends to all processes of a job: the agent alone answers them."""
 
@@ -59,13 +58,6 @@ class Channel:
     def close(self) -> None:
         self.is_closed = True
         self._socket.close()
-
-
-def end_with_parent(parent: int = 0) -> None:
-    """Have the kernel kill this process when its parent ends, which was ``parent``, where that is known."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent and os.getppid() != parent:  # it has ended before that
-        os._exit(1)
 
 
 def main(channel: Channel, parent: int) -> None:

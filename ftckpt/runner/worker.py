@@ -23,10 +23,10 @@ import ftckpt.megatron
 from ftckpt import config
 from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, section
+from ftckpt.forks import end_with_parent
 from ftckpt.frameworks import doors, launcher
 from ftckpt.frameworks.imports import ImportWatch
 from ftckpt.runner import notes
-from ftckpt.runner.server import end_with_parent
 from ftckpt.store.outcome import launcher_run
 
 _EARLY_SECS = 300.0
@@ -79,7 +79,9 @@ class _Frameworks:
         # An engine is destroyed after an error too; how the script ends is known here alone.
         initialize.leave_the_end_to_the_runner()
         doors.prepare_storage(section.foreseen(self._arguments))
-        launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+        from ftckpt.frameworks.rendezvous import isolate
+
+        isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
         self._closers.append(ftckpt.deepspeed.close)
 
 
@@ -126,7 +128,9 @@ def _run(words: Sequence[str]) -> int:
             sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
     sys.argv = [name, *arguments]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        launcher.isolate()
+        from ftckpt.frameworks.rendezvous import isolate
+
+        isolate()
     elif "torch.distributed" in sys.modules:  # it was forked, with what the script imports
         from ftckpt.frameworks.rendezvous import connect_promptly
 

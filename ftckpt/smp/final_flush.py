@@ -19,7 +19,8 @@ from ftckpt.events import Events
 from ftckpt.model.lineage import Selection, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
-from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.persist.backend import open_storage
+from ftckpt.persist.storage import Storage
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.work import Pace

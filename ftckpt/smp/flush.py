@@ -25,11 +25,12 @@ from ftckpt.model.lineage import Lineage, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import CheckpointName, DoneMark, PendingCheckpoint
 from ftckpt.persist.compression import packed
 from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
-from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.persist.storage import Storage
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
 from ftckpt.smp.export import export
 from ftckpt.smp.footprint import yield_disks

@@ -23,11 +23,11 @@ from ftckpt.events import Events
 from ftckpt.job import node_smp
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.persist import retention
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, iteration_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import open_storage
 from ftckpt.restore import shelf, straight
 from ftckpt.restore import stored as stored_shards
 from ftckpt.restore.straight import StraightFetch

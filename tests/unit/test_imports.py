@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "units": set(),
     "setting": {"errors", "units"},
     "persist_setting": {"errors"},
-    "setting_checks": {"errors", "setting", "persist_setting", "config"},
+    "setting_checks": {"errors"},
     "config": {"errors", "units", "setting", "persist_setting", "setting_checks"},
     "notice": set(),
     "connections": {"errors"},
