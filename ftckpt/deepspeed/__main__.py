@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import ftckpt.deepspeed
-from ftckpt.deepspeed import initialize, section
+from ftckpt.deepspeed import active_engine, section
 from ftckpt.frameworks import doors, launcher
 from ftckpt.job.garbage import imports_that_stay
 
@@ -38,7 +38,7 @@ def _run(argv: Sequence[str]) -> int:
 
         isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
     # An engine is destroyed after an error too; how the script ends is known here alone.
-    initialize.leave_the_end_to_the_runner()
+    active_engine.leave_the_end_to_the_runner()
     return launcher.run(script, ftckpt.deepspeed.close)
 
 

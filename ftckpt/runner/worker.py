@@ -22,7 +22,7 @@ import ftckpt.deepspeed
 import ftckpt.megatron
 from ftckpt import config
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize, section
+from ftckpt.deepspeed import active_engine, section
 from ftckpt.forks import end_with_parent
 from ftckpt.frameworks import doors, launcher
 from ftckpt.frameworks.imports import ImportWatch
@@ -77,7 +77,7 @@ class _Frameworks:
             return
         section.configure(self._settings)
         # An engine is destroyed after an error too; how the script ends is known here alone.
-        initialize.leave_the_end_to_the_runner()
+        active_engine.leave_the_end_to_the_runner()
         doors.prepare_storage(section.foreseen(self._arguments))
         from ftckpt.frameworks.rendezvous import isolate
 

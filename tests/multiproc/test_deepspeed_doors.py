@@ -401,7 +401,7 @@ class Counter:
 def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
     """Attaches twice, as two starts of a job would; registers what cannot be registered."""
     import ftckpt.deepspeed
-    from ftckpt.deepspeed import initialize as door
+    from ftckpt.deepspeed import active_engine as door
 
     found: list[Any] = []
     for name, value in (("a", object()), ("", Counter()), ("ftckpt.data", Counter())):

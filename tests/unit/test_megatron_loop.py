@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.deepspeed import initialize, megatron_deepspeed, section
+from ftckpt.deepspeed import active_engine, initialize, megatron_deepspeed, section
 from ftckpt.deepspeed.megatron_deepspeed import LoopCounters, TrainLoop, install
 from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
 from tests.support.errors import raises
@@ -65,7 +65,7 @@ def follow_with(
 ) -> tuple[Namespace, Session]:
     """An engine, which stands where ``counters`` do, and what takes its boundaries."""
     engine, session = Namespace(global_steps=5), Session()
-    monkeypatch.setattr(initialize.door, "checkpointer", object())
+    monkeypatch.setattr(active_engine.door, "checkpointer", object())
     loop.follow(engine, counters, session)  # type: ignore[arg-type]
     return engine, session
 
