@@ -335,7 +335,7 @@ class DeviceCopier:
                 for copy in flight.copies[turn.start : turn.stop]:
                     self._copy(tensors, copy, flight.slot)
             end = flight.last_copy = self._event_behind(self._stream)
-        except BaseException:
+        except BaseException:  # ``stop`` waits until no copy is under way
             self._under_way.end()
             raise
         self._finisher.submit(lambda: self._landed(flight, nbytes, begin, end))

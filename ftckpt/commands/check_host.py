@@ -112,7 +112,7 @@ def _locks(arena: Path) -> Result:
         child = os.fork()
         if child == 0:
             code = 1
-            with suppress(BaseException):
+            with suppress(BaseException):  # a fork must not run on in the frames of its parent
                 try:
                     fcntl.lockf(os.open(file.name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:

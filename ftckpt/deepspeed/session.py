@@ -78,8 +78,8 @@ class EngineSession:
         door.hooks.undo += [self._leave_data, self._script.remove]
         try:
             checkpointer, self._from_memory = self._restore(named)
-        except BaseException:
-            door.leave()  # a refusal leaves the engine as it was
+        except BaseException:  # a refusal leaves the engine as it was
+            door.leave()
             raise
         self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, check_counted=check_counted)
         self._follow()

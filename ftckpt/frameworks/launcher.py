@@ -383,8 +383,7 @@ def _flush() -> None:
     found = [one for one in gc.get_objects() if issubclass(type(one), io.TextIOBase | io.BufferedIOBase)]
     files = [*found, sys.__stdout__, sys.__stderr__]
     for file in sorted(files, key=lambda file: isinstance(file, io.BufferedIOBase)):  # a text is on top of its buffer
-        # One that is detached, in use by a thread or of a class of the script's own: that of the others counts.
-        with suppress(Exception):
+        with suppress(Exception):  # it may be detached, in use by a thread, or of a class of the script's own
             if not file.closed and file.writable():
                 file.flush()
     ctypes.CDLL(None).fflush(None)  # files of C, of a library of the script

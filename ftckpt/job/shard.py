@@ -258,8 +258,8 @@ class Shard:
         self._assignment = assignment
         try:
             self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
-        except BaseException:
-            arena.close()  # nobody else knows of it
+        except BaseException:  # nobody else knows of it
+            arena.close()
             raise
         limit = self._config.replica_check_interval
         self._sampler = Sampler(assignment, self._group.rank, self._group.size, limit)

@@ -213,7 +213,7 @@ class FileStorage(Storage):
                     writer.write(chunk)
             with self._explained(path):
                 writer.finish()
-        except BaseException:
+        except BaseException:  # an interrupt, too, must leave no part of a file
             fresh.unlink(missing_ok=True)
             raise
         finally:

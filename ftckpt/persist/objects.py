@@ -220,7 +220,7 @@ class _ChunkCounter:
             view = _one(next(self._chunks))
         except StopIteration:
             raise
-        except BaseException as error:
+        except BaseException as error:  # the library that reads it may raise another error in its place
             self.error = error
             raise
         self.nbytes += len(view)

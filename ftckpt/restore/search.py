@@ -245,7 +245,7 @@ class Search:
         )  # fmt: skip
         try:
             straight.begin()
-        except BaseException as error:
+        except BaseException as error:  # what it has opened is closed, whatever failed
             straight.close()
             if not isinstance(error, StorageError):
                 raise

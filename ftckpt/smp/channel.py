@@ -411,7 +411,7 @@ def connect(where: Path | tuple[str, int], timeout_secs: float) -> Channel:
             connected.settimeout(timeout_secs)
             with socket_address(where) as address:
                 connected.connect(address)
-        except BaseException:
+        except BaseException:  # nobody else would close it
             connected.close()
             raise
         return Channel(connected)

@@ -115,7 +115,7 @@ class FinalFlush:
                 return
             self._snapshot = chosen
             is_over = self._bring(call, chosen)
-        except BaseException:
+        except BaseException:  # what was held for it is released, whatever failed
             is_over = True
             raise
         finally:

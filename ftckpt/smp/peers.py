@@ -220,7 +220,7 @@ class _Peer:
             if self._closed:  # behind the lock: either this sees it, or ``close`` has seen the channel
                 raise PeerError("the connection was given up")
             channel.greet(self._trust, deadline)
-        except BaseException:
+        except BaseException:  # nobody else would close it
             self._hang_up(channel)
             raise
         return channel

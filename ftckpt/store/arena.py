@@ -183,7 +183,7 @@ class Arena:
                         f"{path}: {block.num_chunks} chunks in the control block, {len(image.chunks)} in a slot"
                     )
                 files = [open_slot(path, image.file_bytes, block, slot, writable) for slot in range(block.slots)]
-        except BaseException:
+        except BaseException:  # nobody else would unmap it
             control.close()
             raise
         return cls(path, image, control, files)

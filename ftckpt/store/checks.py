@@ -190,7 +190,7 @@ def _open(path: Path, slots: int, num_chunks: int, digest: bytes, writable: bool
         header = FORMAT.read(mapping.data, str(path))
         if (header.records, header.words, header.digest) != (slots, num_chunks, digest):
             raise CorruptError(f"{path}: made for another arena: {header.records} slots of {header.words} chunks")
-    except BaseException:
+    except BaseException:  # nobody else would unmap it
         mapping.close()
         raise
     return mapping

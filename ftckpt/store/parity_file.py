@@ -86,7 +86,7 @@ class ParityFile:
                 mapping = create_mapping(fresh, nbytes)
                 FORMAT.write(mapping.data, Header(1, blocks, nbytes, text, numbers=(holder, 0, 0)))
                 fresh.rename(path)
-        except BaseException as error:
+        except BaseException as error:  # nobody else would unmap it
             if mapping is not None:
                 mapping.close()
             if isinstance(error, OSError):
@@ -108,7 +108,7 @@ class ParityFile:
         try:
             group, holder = _read_header(path, mapping.data)
             return cls(path, mapping, group, holder)
-        except BaseException:
+        except BaseException:  # nobody else would unmap it
             mapping.close()
             raise
 
