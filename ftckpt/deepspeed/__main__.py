@@ -34,9 +34,7 @@ def _run(argv: Sequence[str]) -> int:
         launcher.prepare(script, [*first, *arguments])
         config = section.foreseen(arguments)
         doors.prepare_storage(config)
-        from ftckpt.frameworks.rendezvous import isolate
-
-        isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+        launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
     # An engine is destroyed after an error too; how the script ends is known here alone.
     active_engine.leave_the_end_to_the_runner()
     return launcher.run(script, ftckpt.deepspeed.close)

@@ -179,6 +179,18 @@ def log_once(text: str, *args: object) -> None:
         log.info(f"ftckpt: {text}", *args)
 
 
+def isolate() -> None:
+    """Keep this attempt's rendezvous apart from earlier ones, and log how.
+
+    Raises:
+        LaunchError: torchrun's store is shared among attempts and cannot be divided.
+    """
+    from ftckpt.frameworks.rendezvous import isolate_attempts
+
+    log_to_stderr()  # before the wait for the other ranks, which may fail
+    log_once("rendezvous: %s", isolate_attempts())
+
+
 def main(
     argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence[str]], int],
     named: Callable[[Sequence[str]], str | None] = lambda argv: None,

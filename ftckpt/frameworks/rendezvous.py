@@ -156,16 +156,6 @@ def _comes(store: Store, key: str, secs: float) -> bool:
     return True
 
 
-def isolate() -> None:
-    """Keep this attempt's rendezvous apart from earlier ones, and log how.
-
-    Raises:
-        LaunchError: torchrun's store is shared among attempts and cannot be divided.
-    """
-    launcher.log_to_stderr()  # before the wait for the other ranks, which may fail
-    launcher.log_once("rendezvous: %s", isolate_attempts())
-
-
 def isolate_attempts(timeout_secs: float = 300.0) -> str:
     """Make ``init_process_group`` of this attempt blind to the keys of earlier attempts.
 

@@ -107,9 +107,7 @@ def switch_on(config: Config) -> None:
     door.config = config
     if config.enabled:
         doors.prepare_storage(config)
-        from ftckpt.frameworks.rendezvous import isolate
-
-        isolate()
+        launcher.isolate()
 
 
 @_ends_in_one_line

@@ -79,9 +79,7 @@ class _Frameworks:
         # An engine is destroyed after an error too; how the script ends is known here alone.
         active_engine.leave_the_end_to_the_runner()
         doors.prepare_storage(section.foreseen(self._arguments))
-        from ftckpt.frameworks.rendezvous import isolate
-
-        isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+        launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
         self._closers.append(ftckpt.deepspeed.close)
 
 
@@ -128,9 +126,7 @@ def _run(words: Sequence[str]) -> int:
             sys.path[0] = str(path.parent)  # where ``python -m`` has put the current directory
     sys.argv = [name, *arguments]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        from ftckpt.frameworks.rendezvous import isolate
-
-        isolate()
+        launcher.isolate()
     elif "torch.distributed" in sys.modules:  # it was forked, with what the script imports
         from ftckpt.frameworks.rendezvous import connect_promptly
 
