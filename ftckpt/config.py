@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ftckpt.errors import ConfigError, Writing, settings_are_written
+from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written
 from ftckpt.persist_setting import PERSIST_FORMATS, absolute, check_persist, check_scheme
 from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind_of, reader_of
 from ftckpt.setting_checks import NAME_RULE, check_layouts, check_protect, is_name
@@ -305,7 +305,7 @@ class Config:
         Accepts ``--ftckpt-name value`` and ``--ftckpt-name=value``. Raises ConfigError for an unknown or
         repeated flag, a missing or a wrong value.
         """
-        settings_are_written(Writing.FLAG)
+        settings_are_written(SettingSyntax.FLAG)
         settings: dict[str, Any] = {}
         rest: list[str] = []
         has_flags = any(argument.startswith("--ftckpt") for argument in argv)
@@ -337,7 +337,7 @@ class Config:
     @classmethod
     def of_flags(cls, settings: Mapping[str, Any]) -> Config:
         """Of settings that were given as flags, which texts name from here on."""
-        settings_are_written(Writing.FLAG, ("", *settings))
+        settings_are_written(SettingSyntax.FLAG, ("", *settings))
         return cls(**settings)
 
     def flags(self) -> list[str]:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 
-class Writing(Enum):
+class SettingSyntax(Enum):
     """How users write settings: ``--ftckpt-slots``, ``"slots"`` in JSON, ``slots=`` in Python, or ``--slots`` to a
     command."""
 
@@ -21,10 +21,10 @@ class Writing(Enum):
 _FLAG = re.compile(r"--ftckpt(?:-([a-z]+(?:-[a-z]+)*))?(?![\w*-])(?=(:?))( (?=\d))?")
 """Of a flag its name, whether a colon follows, and the space before its number."""
 
-_writing: dict[str, Writing] = {}  # of single settings; of all others under ""
+_writing: dict[str, SettingSyntax] = {}  # of single settings; of all others under ""
 
 
-def settings_are_written(writing: Writing, names: Iterable[str] = ("",)) -> None:
+def settings_are_written(writing: SettingSyntax, names: Iterable[str] = ("",)) -> None:
     """From here on texts name settings so: those called ``names``, or all that nothing else was said of."""
     _writing.update(dict.fromkeys(names, writing))
 
@@ -34,13 +34,13 @@ def written(text: str) -> str:
 
     def name(match: re.Match[str]) -> str:
         setting = (match[1] or "enabled").replace("-", "_")
-        writing = _writing.get(setting, _writing.get("", Writing.PYTHON))
+        writing = _writing.get(setting, _writing.get("", SettingSyntax.PYTHON))
         before_value = match[3] or ""
-        if writing is Writing.FLAG:
+        if writing is SettingSyntax.FLAG:
             return match[0]
-        if writing is Writing.OPTION:
+        if writing is SettingSyntax.OPTION:
             return f"--{match[1] or 'ftckpt'}{before_value}"
-        if writing is Writing.JSON:
+        if writing is SettingSyntax.JSON:
             return f'"{setting}"{before_value and ": "}'
         return setting if match[2] else f"{setting}="
 

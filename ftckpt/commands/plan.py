@@ -18,7 +18,7 @@ from ftckpt.commands.options import add_node_memory
 from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, leaner, plan
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, Writing, settings_are_written, written
+from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written, written
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.text import human, human_secs
 from ftckpt.parity.table import Memory
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: a job that cannot be.
     """
-    settings_are_written(Writing.OPTION)
+    settings_are_written(SettingSyntax.OPTION)
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
     job, node_bytes = job_of(arguments, config), arguments.node_memory
     if node_bytes and config.memory_limit_bytes > node_bytes:

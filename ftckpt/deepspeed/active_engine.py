@@ -79,7 +79,7 @@ def attached_later() -> Iterator[None]:
 
 
 def require_one_engine(engine: Any) -> None:
-    """Nothing is followed yet, and from here on nothing but ``engine`` trains: see ``checkothers``.
+    """Nothing is followed yet, and from here on nothing but ``engine`` trains: see ``check_others``.
 
     Raises:
         ConfigError: an engine is followed.
@@ -93,7 +93,7 @@ def require_one_engine(engine: Any) -> None:
             others[other] = int(other.global_steps)
 
 
-def checkothers() -> None:
+def check_others() -> None:
     """Raises ConfigError where an engine that is not followed has trained since another one is."""
     if any(int(other.global_steps) != steps for other, steps in others.items()):
         raise second_engine()

@@ -22,7 +22,7 @@ from ftckpt.job.addresses import LOOPBACK, listening_address
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import claim
 from ftckpt.persist.place import Place
@@ -141,7 +141,7 @@ class NodeSmp:
         self,
         node_dir: Path,
         reports: Sequence[SmpReport],
-        holdings: Sequence[Holding],
+        holdings: Sequence[ArenaLayout],
         groups: Sequence[ParityGroup],
         packages: Mapping[str, Mapping[str, int]],
         *,

@@ -26,7 +26,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import (
     PARITY_FILES,
     Modes,
@@ -58,7 +58,7 @@ class _ArenaRemains(NamedTuple):
 class RankReport(NamedTuple):
     """What one rank tells of its arena and its node's SMP; ``secret`` as for ``NodeSmp``."""
 
-    holding: Holding
+    holding: ArenaLayout
     held: _ArenaRemains
     secret: bytes
     smp: SmpReport
@@ -72,13 +72,13 @@ class Arrangement:
     ``mirrors`` of each shard its own node and those that keep its package.
     """
 
-    holdings: Sequence[Holding]
+    holdings: Sequence[ArenaLayout]
     groups: Sequence[ParityGroup]
     in_slots: Sequence[ParityGroup]
     mirrors: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def of(cls, holdings: Sequence[Holding], in_slots: Sequence[ParityGroup], modes: Modes) -> Arrangement:
+    def of(cls, holdings: Sequence[ArenaLayout], in_slots: Sequence[ParityGroup], modes: Modes) -> Arrangement:
         """Arrange what the ranks hold by the modes in force."""
         groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
         return cls(holdings, groups, in_slots, mirrors(holdings, modes))

@@ -29,7 +29,7 @@ from ftckpt.job.cadence import Interval, Proofs, Trust
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.job.votes import Step, Votes
-from ftckpt.model.sampled import Sampled
+from ftckpt.model.sampled import SampleOutcome
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 
@@ -277,9 +277,9 @@ class RankState:
     def _compare(self, verdict: Verdict) -> list[Action]:
         """What the sample that came with ``verdict`` says. From the alarm on until the proof nothing is taken."""
         iteration = self._iterations.pop(verdict.number, -1)
-        if verdict.replicas == Sampled.MATCHED:
+        if verdict.replicas == SampleOutcome.MATCHED:
             self._trust.match(verdict.number, iteration)
-        if verdict.replicas != Sampled.DIFFER or self._alarm is not None:
+        if verdict.replicas != SampleOutcome.DIFFER or self._alarm is not None:
             return []
         if verdict.number < self._proved:  # read late: that proof has answered it
             return [Doubt(self._trusted_before, iteration)]

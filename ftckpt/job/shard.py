@@ -25,7 +25,7 @@ from ftckpt.group import Group, gather_bytes
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.protection import Protection
 from ftckpt.model import codec
-from ftckpt.model.replicas import Sharing
+from ftckpt.model.replicas import ReplicaMap
 from ftckpt.model.sampled import Comparison
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
@@ -96,7 +96,7 @@ class Shard:
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
         self._sampler: Sampler | None = None
-        self._sharing: Sharing | None = None
+        self._sharing: ReplicaMap | None = None
         self._told: set[str] = set()  # differing fragments: a proof that is late comes to the same ones again
         self.num_differing = 0
         """Fragments that proofs have found to differ from what other ranks hold, which had held the same."""

@@ -12,7 +12,7 @@ from ftckpt.errors import CorruptError, DamagedError, MismatchError, StorageErro
 from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
 from ftckpt.store.image import Span, header_bytes, parse_image
-from ftckpt.store.landings import Landing, cover, scratch
+from ftckpt.store.landings import LoadTarget, cover, scratch
 
 _TRIES = 3
 """Of reading a part whose bytes are not right: what came over a network may be right the next time."""
@@ -67,7 +67,7 @@ class ShardFile:
         """
         return self._proven(number)
 
-    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+    def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
         """Fill ``landings``, ascending and apart from each other, from a chunk; raises as ``chunk`` does.
 
         What is not packed is proven where it has landed: where this raises, the landings have what it is.

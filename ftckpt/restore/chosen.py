@@ -31,7 +31,7 @@ from ftckpt.restore.offers import (
     unwanted,
     whole_in,
 )
-from ftckpt.restore.search import Coming
+from ftckpt.restore.search import PendingLoad
 from ftckpt.store.image import SlotImage
 
 Needs = list[tuple[Piece, Fragment]]
@@ -45,7 +45,7 @@ class ChosenSlots:
     """
 
     def __init__(
-        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, coming: Coming | None,
+        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, coming: PendingLoad | None,
         decision: Decision | None,
     ) -> None:  # fmt: skip
         self._group, self._topology, self._events, self._arenas = group, topology, events, arenas

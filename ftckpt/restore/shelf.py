@@ -114,7 +114,7 @@ class Look(NamedTuple):
     length: int
 
 
-class _Found(NamedTuple):
+class _StorageContents(NamedTuple):
     """What rank 0 has read: names and manifests of the newest that count, the head that storage has recorded, names
     of those that do not count, name and manifest of the one that was named, why there may be more, and whether that
     passes."""
@@ -175,7 +175,7 @@ class ShelfLook:
             return Shelf(problem=away, is_away=True)
         # The length is known: a broadcast takes as many bytes on all ranks.
         data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
-        found = codec.decode(data, _Found)
+        found = codec.decode(data, _StorageContents)
         snapshots = tuple(self._decoded(*one) for one in found.manifests)
         return Shelf(
             self._storage, snapshots, found.problem, found.is_away, self._reader if leads else "",
@@ -212,9 +212,9 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
         events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
 
 
-def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> _Found:
+def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> _StorageContents:
     """The newest manifests that count, and of those before ``request.before`` as many, with what else is there."""
-    found = _Found([])
+    found = _StorageContents([])
     try:
         void = ask(lambda: retention.voided(storage))
         head = newest([head, ask(lambda: commit.claimed_lineage(storage))])

@@ -55,7 +55,7 @@ _LOST = (ArenaError, ValueError)
 """What reading memory raises that was unmapped meanwhile."""
 
 
-class _Halted(Exception):
+class _Cancellation(Exception):
     """The snapshot is not wanted on storage any more."""
 
 
@@ -178,7 +178,7 @@ class Flush:
                 # Not before others are told that it is there: memory has it until then, and the job may end.
                 self._export(storage, self._orders.exports)
             self.problem, self.state = "", FlushState.DONE
-        except _Halted:
+        except _Cancellation:
             pass
         except Exception as error:  # noqa: BLE001 - training goes on whatever storage does, and is told
             reason = in_words(error)
@@ -194,7 +194,7 @@ class Flush:
                 storage, Place(self._orders.where, exports), self.snapshot, self._events, owner=self._orders.owner,
                 deadline=self._begun + _EXPORTED_BY * self._orders.timeout_secs, pause=self._pause,
             )  # fmt: skip
-        except (StorageError, OSError, _Halted) as error:
+        except (StorageError, OSError, _Cancellation) as error:
             # No failure of the flush: what a restart needs is there.
             self.unexported = f"{exports.form} was not made of it: {error}"
             self._events.emit(
@@ -298,7 +298,7 @@ class Flush:
                 self._pause(wait_secs)
             arena.renew(slot)
             if self._over.is_set():
-                raise _Halted
+                raise _Cancellation
             yield piece
 
     def _before(self, nbytes: int) -> Iterator[float]:
@@ -336,7 +336,7 @@ class Flush:
             return False
         stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, lineage)
         if self._over.is_set():
-            raise _Halted
+            raise _Cancellation
         # Right before: the job may go on elsewhere by now.
         if is_owner := self._owns(storage):
             self._set_aside(storage, path)
@@ -425,7 +425,7 @@ class Flush:
 
     def _pause(self, secs: float) -> None:
         if self._over.wait(secs):
-            raise _Halted("it was stopped: the job has ended, went back, is being saved or starts anew")
+            raise _Cancellation("it was stopped: the job has ended, went back, is being saved or starts anew")
 
     def _tell(self, problem: str) -> None:
         if problem != self.problem:
