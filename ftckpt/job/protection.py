@@ -17,9 +17,9 @@ from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
 from ftckpt.job.actions import TargetMarks
 from ftckpt.job.addresses import machine
-from ftckpt.job.flushes import NO_FLUSH, FlushGuard
+from ftckpt.job.flushes import NO_FLUSH, FlushStatus
 from ftckpt.job.node_smp import NodeSmp, SmpReport
-from ftckpt.job.targets import Guard
+from ftckpt.job.targets import ProtectionStatus
 from ftckpt.model import codec
 from ftckpt.model.flush_interval import mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
@@ -288,15 +288,15 @@ class Protection:
         if self._pulse is not None:
             self._pulse.tell_counts(counts)
 
-    def observe(self, target: SnapshotId | None) -> Guard:
+    def observe(self, target: SnapshotId | None) -> ProtectionStatus:
         """What the node's SMP is seen to do, and to have done for the target."""
         if self._pulse is None or self._arena is None:
-            return Guard()
+            return ProtectionStatus()
         try:
             slot = self._arena.find(target)
             check = self._arena.check(slot) if slot is not None else None
             configured = self._pulse.smp_guards(self._digest)
-            return Guard(
+            return ProtectionStatus(
                 alive=self._pulse.smp_alive(_SMP_SILENT_SECS),
                 configured=configured,
                 sealed=slot is not None,
@@ -307,9 +307,9 @@ class Protection:
             )
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
             self._events.emit("smp_error", error=repr(error))
-            return Guard()
+            return ProtectionStatus()
 
-    def observe_flush(self, snapshot: SnapshotId | None) -> FlushGuard:
+    def observe_flush(self, snapshot: SnapshotId | None) -> FlushStatus:
         """What the node's SMP is seen to do, and to have done to bring ``snapshot`` to storage."""
         if self._pulse is None or self._arena is None or not self._config.persist:
             return NO_FLUSH
@@ -321,7 +321,7 @@ class Protection:
             state = self._pulse.flush_state(snapshot) if snapshot is not None and knows else FlushState.NONE
             if state == FlushState.CANNOT and not self._topology.is_node_leader:
                 state = FlushState.WORKING  # the leader, who alone can ask the SMP why, is to say so
-            return FlushGuard(ready, sealed, state)
+            return FlushStatus(ready, sealed, state)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever storage does
             self._events.emit("smp_error", error=repr(error))
             return NO_FLUSH

@@ -15,7 +15,7 @@ from ftckpt.model.topology import Topology
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.search import part_of_inventory
-from ftckpt.restore.shelf import Look, Shelf, ShelfLook
+from ftckpt.restore.shelf import Shelf, ShelfLook, StorageView
 from ftckpt.store.arena import open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
@@ -104,7 +104,7 @@ def look(
         return None
 
     seen, ranks, reports = gather_each(
-        group, (shelf_look.see, Look), (read, NodeMemory), (report, Inventory | None)
+        group, (shelf_look.see, StorageView), (read, NodeMemory), (report, Inventory | None)
     )  # fmt: skip
     shelf = shelf_look.join(seen)
     differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}

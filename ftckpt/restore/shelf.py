@@ -107,7 +107,7 @@ class Shelf:
 NO_SHELF = Shelf()
 
 
-class Look(NamedTuple):
+class StorageView(NamedTuple):
     """What one rank sees of storage: why it cannot reach it, and the length of what it is to tell the others."""
 
     away: str
@@ -146,7 +146,7 @@ class ShelfLook:
     def _reader(self) -> str:
         return self._group.name.rpartition("/")[2]
 
-    def see(self) -> Look:
+    def see(self) -> StorageView:
         """Whether this rank can reach storage; the first looks what is there, of which nothing is removed from here
         on.
 
@@ -154,15 +154,15 @@ class ShelfLook:
             StorageError: it cannot, and trying again is of no use.
         """
         if not self._where:
-            return Look("", 0)
+            return StorageView("", 0)
         self._storage, away = _open(self._where)
         if self._storage is not None and self._group.rank == 0:
             _require_own(self._storage)
             _hold(self._storage, self._reader, self._events)
             self._told = codec.encode(_read(self._storage, self._events, self._request, self._lineage()))
-        return Look(away, len(self._told))
+        return StorageView(away, len(self._told))
 
-    def join(self, seen: Sequence[Look]) -> Shelf:
+    def join(self, seen: Sequence[StorageView]) -> Shelf:
         """What is there. Collective."""
         if not self._where:
             return NO_SHELF

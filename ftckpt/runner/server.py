@@ -27,7 +27,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 """Which a launcher or a terminal sends to all processes of a job: the agent alone answers them."""
 
 
-class Channel:
+class ServerChannel:
     """Messages as lines of JSON between an agent and its server."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -60,7 +60,7 @@ class Channel:
         self._socket.close()
 
 
-def main(channel: Channel, parent: int) -> None:
+def main(channel: ServerChannel, parent: int) -> None:
     """Import what the agent's first message names, then fork workers until the agent closes the channel."""
     import ftckpt.runner.worker  # noqa: F401 - before any fork; the agent needs nothing of it
 
@@ -146,4 +146,4 @@ def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[st
 
 
 if __name__ == "__main__":
-    main(Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))
+    main(ServerChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))

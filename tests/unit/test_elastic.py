@@ -22,7 +22,7 @@ from ftckpt.errors import ConfigError, LaunchError
 from ftckpt.frameworks import launcher, rendezvous
 from ftckpt.frameworks.launcher import is_drawn, job_name, node_name, tell_if_drawn
 from ftckpt.setting_checks import is_name
-from ftckpt.store.outcome import Agent
+from ftckpt.store.outcome import AgentProcess
 
 TORCH = importlib.import_module("torch.distributed.rendezvous")
 ORIGINAL = getattr(TORCH, rendezvous._HOOK)
@@ -59,7 +59,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets torchrun's agent have these words on its command line, and this environment."""
 
     def of(*words: str, directory: Path = Path("/home/me"), **env: str) -> None:
-        monkeypatch.setattr(launcher, "agent_of", lambda _: Agent(1, ["torchrun", *words], env, directory))
+        monkeypatch.setattr(launcher, "agent_of", lambda _: AgentProcess(1, ["torchrun", *words], env, directory))
 
     return of
 
@@ -303,7 +303,7 @@ def test_the_first_rank_names_what_lets_a_replaced_node_join(
     words: list[str] | None, settings: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    seen = None if words is None else Agent(1, ["torchrun", *words, "train.py"], settings)
+    seen = None if words is None else AgentProcess(1, ["torchrun", *words, "train.py"], settings)
     monkeypatch.setattr(rendezvous, "agent_of", lambda env: seen)
     if words is None:
         monkeypatch.setenv("GROUP_WORLD_SIZE", settings["GROUP_WORLD_SIZE"])

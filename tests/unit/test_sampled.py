@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture.sample import SAMPLE_BYTES, ends_of, num_positions, reduced, slices
-from ftckpt.job.cadence import Trust
+from ftckpt.job.cadence import ReplicaTrust
 from ftckpt.model.replicas import CUT_BYTES
 from ftckpt.model.sampled import Comparison, SampleOutcome, position_of
 
@@ -93,7 +93,7 @@ def test_the_sum_of_a_device_changes_with_every_element_and_with_their_order(ite
 def test_what_is_trusted_is_the_oldest_of_the_last_matches_of_each_position(
     n: int, outcomes: list[SampleOutcome]
 ) -> None:
-    trust = Trust(n, 0)
+    trust = ReplicaTrust(n, 0)
     matched: list[int] = []
     for number, outcome in enumerate(outcomes, start=1):
         if outcome == SampleOutcome.MATCHED:
