@@ -14,7 +14,7 @@ import numpy as np
 from ftckpt.array_types import Bytes
 from ftckpt.convert.catalog import Catalog, Reader
 from ftckpt.convert.foreign import pickles
-from ftckpt.convert.foreign.distributed import METADATA, CheckpointDirectory, StoredTensor, DcpChunk
+from ftckpt.convert.foreign.distributed import METADATA, CheckpointDirectory, DcpChunk, StoredTensor
 from ftckpt.convert.megatron import names
 from ftckpt.convert.megatron.common import CONTENT, common_step, layout_of
 from ftckpt.convert.storage import fingerprint_of
