@@ -43,9 +43,7 @@ def add_plan(commands: Any) -> None:
     add_shape(parser)
     defaults = Config()
     settings = {setting.name: setting for setting in fields(Config)}
-    for name in (
-        "slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit", "persist_rate",
-    ):  # fmt: skip
+    for name in ("slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit", "persist_rate"):
         reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
     for name in ("protect", "network_rate", "persist", "mtbf"):

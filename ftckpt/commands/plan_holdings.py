@@ -69,9 +69,7 @@ def build(job: JobShape, modes: Modes) -> list[ArenaLayout]:
     return [_holding(job, rank, parts[rank]) for rank in range(job.ranks)]
 
 
-def _protect(
-    job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], replica_set: tuple[str, ...]
-) -> None:  # fmt: skip
+def _protect(job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], replica_set: tuple[str, ...]) -> None:
     """Have the members of a group, by their shards, keep their shares and what guards those of the others."""
     if not any(nbytes for _, nbytes in own.values()):
         return
@@ -227,7 +225,7 @@ def plan(job: JobShape, config: Config) -> StartPlan:
             remedies = ways_to_need_less(config, slots, bool(arrangement.modes.names))
             require_limit(
                 config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
-            )  # fmt: skip
+            )
         except MemoryBudgetError:
             # As a start does: without a mode that nobody has named.
             fewer = lessened(arrangement.modes) if config.protect == "auto" else None

@@ -160,7 +160,7 @@ class Agreement:
 
     def post(
         self, round_: Round, words: npt.NDArray[np.int64] | None = None, comparison: Comparison | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Post this rank's round; never waits. ``words``: of its sample of that snapshot, on all ranks or on none,
         for ``comparison``.
 

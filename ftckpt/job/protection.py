@@ -376,7 +376,7 @@ class Protection:
         remedies = ways_to_need_less(self._config, slots, bool(names))
         require_limit(
             self._config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
-        )  # fmt: skip
+        )
         account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
         self._require_room(account, coming_bytes, node_dir, lacking)
         return table

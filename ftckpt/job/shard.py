@@ -103,7 +103,7 @@ class Shard:
 
     def lay_out(
         self, whole: SnapshotId | None, protection: Protection | None = None, cast: Collection[str] = ()
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have an arena for what this rank copies; raises on all ranks together.
 
         ``whole`` is the snapshot that the arenas hold and the job goes on from. ``protection``: see

@@ -84,7 +84,7 @@ class Fragment(_Fields):
 
     def __new__(  # noqa: PLR0917 - as of any tuple
         cls, key: str, dtype: str, global_shape: Shape, box: Box, start: int, stop: int
-    ) -> Fragment:  # fmt: skip
+    ) -> Fragment:
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"{key}: unknown dtype {dtype!r}")
         try:

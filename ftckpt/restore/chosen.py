@@ -124,9 +124,7 @@ class ChosenSlots:
         # The hashes of one reader stand in the order of the slots, which all ranks have alike.
         position = [0] * len(hashed)
         for shard, slot in self._contents.items():
-            hashes[shard] = np.frombuffer(
-                hashed[slot.reader], np.uint64, len(slot.copies), position[slot.reader]
-            )  # fmt: skip
+            hashes[shard] = np.frombuffer(hashed[slot.reader], np.uint64, len(slot.copies), position[slot.reader])
             position[slot.reader] += hashes[shard].nbytes
         together(self._group, lambda: check_copies(list(self._contents.values()), hashes, needs))
 

@@ -105,7 +105,7 @@ def look(
 
     seen, ranks, reports = gather_each(
         group, (shelf_look.see, StorageView), (read, NodeMemory), (report, Inventory | None)
-    )  # fmt: skip
+    )
     shelf = shelf_look.join(seen)
     differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
     if len(differing) > 1:

@@ -334,7 +334,7 @@ class Restart:
         """
         chosen = self._chosen = ChosenSlots(
             self._group, self._topology, self._events, self._arenas, coming=self._coming, decision=decision
-        )  # fmt: skip
+        )
 
         def answer() -> bytes:
             if self._coming is None:

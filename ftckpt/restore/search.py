@@ -242,7 +242,7 @@ class Search:
         reader = ChunkReader(self._group, reads(stored.snapshot))
         straight = StraightFetch(
             self._group, topology, fetch.files.get, reader, places=places, mine=[*self._mine(decision)]
-        )  # fmt: skip
+        )
         try:
             straight.begin()
         except BaseException as error:  # what it has opened is closed, whatever failed
@@ -268,7 +268,7 @@ class Search:
         reader = ChunkReader(self._group, f"loads iteration {decision.snapshot.iteration}", self._threads)
         straight = StraightFetch(
             self._group, self._topology, open_shard, reader, places=decision.sources, mine=[*mine], in_slots=True
-        )  # fmt: skip
+        )
         # Asked for when ranks do so together: one that cannot open an arena would leave the others waiting.
         return PendingLoad(straight, None, lambda: {shard: self._state_of(at) for shard, at in mine.items()})
 

@@ -185,9 +185,9 @@ class Preloader:
         self.served_size = self._size
         if self._passes_left:
             self._passes_left -= 1
-            self._coming = ForkServer(self.env, {
-                "directory": str(self.directory), "extra": self._extra, "left_out": sorted(self._left_out),
-            })  # fmt: skip
+            self._coming = ForkServer(
+                self.env, {"directory": str(self.directory), "extra": self._extra, "left_out": sorted(self._left_out)}
+            )
 
     def _take(self, server: ForkServer) -> None:
         """Use a server that has imported all, or start one that leaves out what it has found to be harmful."""

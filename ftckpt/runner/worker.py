@@ -48,9 +48,9 @@ class _Frameworks:
 
     def watch(self) -> None:
         """Act now for what is imported already, and else when the script imports it."""
-        ImportWatch({
-            "megatron.core": self._megatron, "megatron.training": self._train_loop, "deepspeed": self._deepspeed,
-        }).install()  # fmt: skip
+        ImportWatch(
+            {"megatron.core": self._megatron, "megatron.training": self._train_loop, "deepspeed": self._deepspeed}
+        ).install()
 
     def close(self) -> None:
         """The script has ended well."""

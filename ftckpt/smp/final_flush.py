@@ -126,9 +126,7 @@ class FinalFlush:
 
     def _bring(self, call: RollCall, chosen: SnapshotId) -> bool:
         """Whether the snapshot was not there before; it is now."""
-        flush = self._flush = Flush(
-            self.orders, self._arenas, self._pace, self._events, chosen, before=self._before
-        )  # fmt: skip
+        flush = self._flush = Flush(self.orders, self._arenas, self._pace, self._events, chosen, before=self._before)
         if self._halted.is_set():  # and whoever did that may not have seen it
             flush.stop()
         while flush.state == FlushState.WORKING:

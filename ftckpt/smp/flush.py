@@ -290,7 +290,7 @@ class Flush:
         spare_bytes = 0 if compresses else shard.image.file_bytes - shard.image.objects.begin - entry.objects_used
         return replace(
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
-        )  # fmt: skip
+        )
 
     def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[BytesLike]:
         for piece in pieces:

@@ -103,9 +103,8 @@ class TrafficMonitor:
     _asked_secs = _refuses_since = 0.0
 
     def __init__(
-        self, addresses: str, began_secs: Callable[[], float], own_bytes: Callable[[], int],
-        sysfs: Path = _SYSFS,
-    ) -> None:  # fmt: skip
+        self, addresses: str, began_secs: Callable[[], float], own_bytes: Callable[[], int], sysfs: Path = _SYSFS
+    ) -> None:
         self._began_secs, self._own_bytes = began_secs, own_bytes
         self._files: list[tuple[Path, int]] = []
         self._over = threading.Event()

@@ -148,9 +148,7 @@ class LauncherRun:
         """A snapshot is whole that this attempt has made."""
         self._change(lambda now: replace(now, starts=0))
 
-    def end(
-        self, code: int | None, text: str, arena: str = "", job: str = "", *, is_last: bool = False
-    ) -> bool:  # fmt: skip
+    def end(self, code: int | None, text: str, arena: str = "", job: str = "", *, is_last: bool = False) -> bool:
         """What ended this attempt, and with a ``code`` every further one; whether nobody has said so before.
 
         Where nothing can be stored everybody is the first. Who is the first in the last attempt says it for its end.

@@ -43,9 +43,7 @@ def rank_of(**parts: Any) -> Any:
     nothing = dict.fromkeys(("topology", "training_state", "storage", "arenas", "links"))
     others = {"attempt": SimpleNamespace(trains=lambda: None), "numbers": RankNumbers()}
     config = parts.get("config", Config())
-    told = SimpleNamespace(
-        emit=lambda event, **fields: None, announce=lambda text: None, end_part=lambda name: None
-    )  # fmt: skip
+    told = SimpleNamespace(emit=lambda event, **fields: None, announce=lambda text: None, end_part=lambda name: None)
     made = {"config": config, "state": RankState(config), "events": told, "protection": SimpleNamespace()}
     return SimpleNamespace(**{**nothing, **others, **made, **parts})
 
@@ -276,7 +274,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     checkpointer = checkpointer_of(pacer, protection=protection, links=links)
     capture = SimpleNamespace(
         sealed=False, flying=True, newest=None, is_ready=lambda keep: True, fence=lambda secs: None
-    )  # fmt: skip
+    )
     checkpointer._shard.capture = capture  # type: ignore[union-attr]
     checkpointer._state.begin(LINEAGE, None, 0.0)
     checkpointer._state.boundary(1)

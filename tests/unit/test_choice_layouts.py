@@ -42,9 +42,7 @@ def report(
 def wide(*snapshots: Named, without: Collection[str] = (), whole: Named | None = None) -> list[ArenaReport]:
     """The old layout's arenas, two on each of two nodes."""
     nodes = {shard: f"n{index // 2}" for index, shard in enumerate(SHARDS[0])}
-    return [
-        report(WIDE, s, *snapshots, node=nodes[s], whole=whole) for s in SHARDS[0] if s not in without
-    ]  # fmt: skip
+    return [report(WIDE, s, *snapshots, node=nodes[s], whole=whole) for s in SHARDS[0] if s not in without]
 
 
 def narrow(*snapshots: Named, without: Collection[str] = ()) -> list[ArenaReport]:

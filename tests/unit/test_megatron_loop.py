@@ -19,9 +19,7 @@ from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
 from tests.support.errors import raises
 
 NAMES = ("setup_model_and_optimizer", "train_step", "train", "training_log")
-COUNTED = {
-    "iteration": 5, "consumed_train_samples": 40, "consumed_valid_samples": 8, "consumed_train_tokens": 320,
-}  # fmt: skip
+COUNTED = {"iteration": 5, "consumed_train_samples": 40, "consumed_valid_samples": 8, "consumed_train_tokens": 320}
 
 
 @pytest.fixture(autouse=True)

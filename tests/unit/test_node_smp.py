@@ -70,9 +70,7 @@ def of_rank(rank: int, told: list[tuple[str, str]] | None = None) -> NodeSmp:
 
     group: Any = SimpleNamespace(name="attempt")
     events: Any = SimpleNamespace(emit=emit)
-    return NodeSmp(
-        Config(smp_listen="127.0.0.1"), Topology(rank, PLACES, {"dp": 2}), group, events, ["machine"] * 2
-    )  # fmt: skip
+    return NodeSmp(Config(smp_listen="127.0.0.1"), Topology(rank, PLACES, {"dp": 2}), group, events, ["machine"] * 2)
 
 
 def test_a_port_is_known_before_there_is_an_smp_and_stays() -> None:
