@@ -23,11 +23,10 @@ _FRESH = ".put.new"
 _UNFINISHED = re.compile(rf"\..+-\d+-\d+{re.escape(_FRESH)}")
 """With the host, the process and the thread that write it."""
 
-_LASTING = (
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL,
-    errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EFBIG, errno.EBADMSG,
-    errno.EUCLEAN, None,  # of Python itself, about what is no file
-)  # fmt: skip
+_NAMES = """
+    ENOENT EACCES EPERM ENOTDIR EISDIR EEXIST EINVAL ENAMETOOLONG ELOOP EXDEV ENOSYS EOPNOTSUPP EFBIG EBADMSG EUCLEAN
+"""
+_LASTING = (*(getattr(errno, name) for name in _NAMES.split()), None)  # None: of Python itself, about what is no file
 """The same when it is tried again: of a name, a right, or what is damaged. All others may be over then: of a file
 system that is full, away, or has turned itself read-only, in whatever words its client has for that."""
 
