@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.deepspeed import active_engine, initialize
+from ftckpt.deepspeed.active_engine import begin_iteration, close
+from ftckpt.deepspeed.initialize import remove
 from ftckpt.deepspeed.section import configure
 from ftckpt.errors import ConfigError
 from ftckpt.model.text import with_article
@@ -89,30 +91,9 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
     return active()
 
 
-def begin_iteration() -> None:
-    """An iteration begins: call it first in each, where a script changes state outside of engine calls.
-
-    The snapshot of the iteration before is taken here instead of in ``engine.step``, so that it has what the script
-    has changed since (averaged weights, counters). After a restart random numbers are set here instead of in
-    ``engine(batch)``, so that noise that the script draws before that is the same. Does nothing where no engine is
-    followed.
-    """
-    active_engine.begin_iteration()
-
-
 def active() -> Checkpointer | None:
     """The checkpointer of the engine that is followed, or None."""
     return active_engine.door.checkpointer
-
-
-def close() -> None:
-    """Training has ended well: remove the snapshots. Collective; does nothing where no engine is followed."""
-    active_engine.close()
-
-
-def remove() -> None:
-    """Put ``deepspeed.initialize`` back and take all hooks off the engine; snapshots stay in memory."""
-    initialize.remove()
 
 
 initialize.install()

@@ -5,27 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks import doors
 
-
-class Session(Protocol):
-    """The part of an ``EngineSession`` that is called here."""
-
-    def begin_iteration(self) -> None:
-        """See ``ftckpt.deepspeed.begin_iteration``."""
-
-    def end(self) -> None:
-        """Training has ended well."""
-
-
 door = doors.Door()
 objects: dict[str, Any] = {}
 """The script's own, by name."""
-session: Session | None = None
-"""Of the engine that is followed, or was last."""
+session: Any = None
+"""The ``EngineSession`` of the engine that is followed, or was last."""
 _runner = False
 is_attached_later = False
 """Whether the caller of ``deepspeed.initialize`` follows the engine when all that belongs to it is there."""
@@ -35,7 +24,13 @@ that they had taken when another one was."""
 
 
 def begin_iteration() -> None:
-    """See ``ftckpt.deepspeed.begin_iteration``."""
+    """An iteration begins: call it first in each, where a script changes state outside of engine calls.
+
+    The snapshot of the iteration before is taken here instead of in ``engine.step``, so that it has what the script
+    has changed since (averaged weights, counters). After a restart random numbers are set here instead of in
+    ``engine(batch)``, so that noise that the script draws before that is the same. Does nothing where no engine is
+    followed.
+    """
     if session is not None and door.checkpointer is not None:
         session.begin_iteration()
 
