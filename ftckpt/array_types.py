@@ -11,4 +11,4 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Hashes = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
-BytesLike = bytes | bytearray | memoryview
+Buffer = bytes | bytearray | memoryview

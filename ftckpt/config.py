@@ -24,7 +24,6 @@ BUSY_SHARE = 0.1
 """The part of smp_cores that an SMP takes where no core idles: training misses all of that."""
 
 _MAX_PORT = 65535
-
 PAGE_BYTES = 4096
 """What chunks, regions of slots and blocks in files begin on multiples of."""
 

@@ -181,10 +181,6 @@ class EventLogError(FtckptError):
     """Events are missing; the text says which, and how to get them."""
 
 
-class ReportError(FtckptError):
-    """A report cannot be made; the text says what to do."""
-
-
 def error_from_json(value: Mapping[str, Any], prefix: str = "") -> FtckptError:
     """The error of another process, by its ``to_json``, with ``prefix`` before its text."""
     kind, text = globals().get(str(value.get("kind"))), f"{prefix}{value.get('error')}"

@@ -10,7 +10,6 @@ import argparse
 import atexit
 import ctypes
 import dis
-import functools
 import gc
 import hashlib
 import importlib
@@ -317,14 +316,7 @@ def _print(text: str) -> None:
     print(f"ftckpt: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
-_code: int | None = None
-"""Of ``leave``, which has not come so far while it is None."""
-
-
-@functools.cache
-def register_exit() -> None:
-    """Exit functions that are registered after this run before ``leave`` ends the process."""
-    atexit.register(_end_process)
+_code: int | None = None  # the exit code, once ``leave`` has it
 
 
 def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -335,7 +327,8 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     be taken for one that failed.
     """
     global _code
-    register_exit()
+    if not is_forked:
+        atexit.register(end_process)
     try:
         code = _exit_code(main(sys.argv[1:]))
     except SystemExit as ended:
@@ -358,8 +351,8 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     sys.exit(code)
 
 
-def _end_process() -> None:
-    """Runs as the last exit function: the interpreter calls them when pools of threads have ended."""
+def end_process() -> None:
+    """The last exit function, as it is registered first: ends the process if ``leave`` has an exit code."""
     if _code is None:
         return
     logging.shutdown()  # registered before

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ftckpt.array_types import BytesLike
+from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
 from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage
@@ -141,11 +141,11 @@ class PendingCheckpoint:
         self._storage, self._snapshot, self._node = storage, snapshot, node
         self._files: list[CheckpointFile] = []
 
-    def write(self, name: str, chunks: Iterable[BytesLike]) -> CheckpointFile:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> CheckpointFile:
         """Write a file of the checkpoint, with its checksum in the same pass; durable when it returns."""
         checksum = xxhash.xxh3_64()
 
-        def hashed() -> Iterable[BytesLike]:
+        def hashed() -> Iterable[Buffer]:
             for chunk in chunks:
                 checksum.update(chunk)
                 yield chunk

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from ftckpt.array_types import BytesLike
+from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
 from ftckpt.persist.storage import PART, ObjectEntry, Storage
 
@@ -80,7 +80,7 @@ class FileStorage(Storage):
             raise StorageError(f"{where}: may not be written by this user; change its owner or mode", lasting=True)
         self._identity = (status.st_dev, status.st_ino)
 
-    def create(self, name: str, data: BytesLike) -> bool:
+    def create(self, name: str, data: Buffer) -> bool:
         path = self._path(name)
         fresh, _ = self._write_fresh(path, [data])
         with self._explained(path):
@@ -93,7 +93,7 @@ class FileStorage(Storage):
             self._sync_names(path)
         return True
 
-    def write(self, name: str, chunks: Iterable[BytesLike]) -> int:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         path = self._path(name)
         fresh, nbytes = self._write_fresh(path, chunks)
         with self._explained(path):
@@ -199,7 +199,7 @@ class FileStorage(Storage):
             below[:] = filter(PART.fullmatch, below)
             yield from (Path(directory) / name for name in names)
 
-    def _write_fresh(self, path: Path, chunks: Iterable[BytesLike]) -> tuple[Path, int]:
+    def _write_fresh(self, path: Path, chunks: Iterable[Buffer]) -> tuple[Path, int]:
         """A complete file that is on the disk under another name, and its bytes."""
         # Named for process and thread, so that two that write the same name never share a half-written file.
         fresh = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_FRESH}")
@@ -296,7 +296,7 @@ class BehindWriter:
         self._window = self._last = 0  # where the one that is being filled begins, and the one before it
         self._follows = True
 
-    def write(self, data: BytesLike) -> None:
+    def write(self, data: Buffer) -> None:
         """Write all of it. Raises OSError, also for what was written before."""
         view = memoryview(data).cast("B")
         self.nbytes += len(view)

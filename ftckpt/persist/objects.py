@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from ftckpt.array_types import BytesLike
+from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
 from ftckpt.persist.storage import ObjectEntry, Storage
 
@@ -57,7 +57,7 @@ class ObjectStorage(Storage):
         # The first word with the server: a wrong bucket or key is an error at start.
         next(self.list(), None)
 
-    def create(self, name: str, data: BytesLike) -> bool:
+    def create(self, name: str, data: Buffer) -> bool:
         with self._explained(name):
             try:
                 if self._knows_conditions:
@@ -77,7 +77,7 @@ class ObjectStorage(Storage):
         self.put(name, data)
         return True
 
-    def write(self, name: str, chunks: Iterable[BytesLike]) -> int:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         counted = _ChunkCounter(chunks)
         with self._explained(name, counted):
             self._obstore.put(
@@ -86,7 +86,7 @@ class ObjectStorage(Storage):
             )  # fmt: skip
         return counted.nbytes
 
-    def put(self, name: str, data: BytesLike) -> None:
+    def put(self, name: str, data: Buffer) -> None:
         with self._explained(name):
             self._obstore.put(self._store, self._check(name), _one(data), use_multipart=False)
 
@@ -169,7 +169,7 @@ class ObjectStorage(Storage):
             self._obstore.head(bucket, "")
 
     def _ask(
-        self, method: str, name: str, data: BytesLike = b"", headers: Mapping[str, str] | None = None
+        self, method: str, name: str, data: Buffer = b"", headers: Mapping[str, str] | None = None
     ) -> _Answer | None:
         """The store's answer to one request, of which obstore's errors have the text alone; None: there is none."""
         try:
@@ -207,7 +207,7 @@ def require_obstore(where: str) -> None:
 class _ChunkCounter:
     """Chunks as obstore takes them, how many bytes they had, and the error that they raised."""
 
-    def __init__(self, chunks: Iterable[BytesLike]) -> None:
+    def __init__(self, chunks: Iterable[Buffer]) -> None:
         self._chunks = iter(chunks)
         self.nbytes = 0
         self.error: BaseException | None = None
@@ -227,7 +227,7 @@ class _ChunkCounter:
         return view
 
 
-def _one(data: BytesLike) -> memoryview:
+def _one(data: Buffer) -> memoryview:
     return memoryview(data).cast("B")
 
 

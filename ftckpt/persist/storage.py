@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from ftckpt.array_types import BytesLike
+from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
 
 T = TypeVar("T")
@@ -39,12 +39,12 @@ class Storage(ABC):
     where: str
     """As the user wrote it."""
 
-    def put(self, name: str, data: BytesLike) -> None:
+    def put(self, name: str, data: Buffer) -> None:
         """Write a small object, over the one of this name: at each instant readers find the old one or the new."""
         self.write(name, [data])
 
     @abstractmethod
-    def create(self, name: str, data: BytesLike) -> bool:
+    def create(self, name: str, data: Buffer) -> bool:
         """Write a small object if there is none of this name; False: there is one, which stays as it is.
 
         Of several that do so at the same time one is told True, on stores that know conditions and file systems that
@@ -53,7 +53,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def write(self, name: str, chunks: Iterable[BytesLike]) -> int:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """Write an object of any size; returns its bytes. Each chunk is asked for when there is room for it, and is
         not kept. An error that ``chunks`` raises is raised, and nothing is written."""
 

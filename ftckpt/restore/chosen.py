@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ftckpt.array_types import BytesLike, Hashes
+from ftckpt.array_types import Buffer, Hashes
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_bytes, together
 from ftckpt.host_memory import host_memory
@@ -193,7 +193,7 @@ class ChosenSlots:
         begin, used = slot.objects
         return bytes(self._bytes(slot, begin, begin + used))
 
-    def _bytes(self, slot: SlotContents, begin: int, end: int) -> BytesLike:
+    def _bytes(self, slot: SlotContents, begin: int, end: int) -> Buffer:
         if self._coming is not None:
             return self._coming.straight.read(slot.shard, begin, end)
         return self._arenas.view(slot.at)[begin:end]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from ftckpt.array_types import BytesLike
+from ftckpt.array_types import Buffer
 from ftckpt.errors import DamagedError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all
@@ -91,7 +91,7 @@ class Source(Protocol):
         """Fill ``landings``, ascending and apart from each other, from a chunk; raises unless it is proven, and they
         may have what it is then."""
 
-    def objects(self) -> BytesLike:
+    def objects(self) -> Buffer:
         """The encoded objects, proven."""
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from ftckpt.array_types import BytesLike, Hashes, Integers
+from ftckpt.array_types import Buffer, Hashes, Integers
 from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment, Shape
 from ftckpt.model.manifest import PARITY_PREFIX
@@ -344,7 +344,7 @@ class SlotContents:
         keys = shared | {fragment.key for fragment, _ in self.private}
         return {key for key in keys if not key.startswith(PARITY_PREFIX)}
 
-    def hashes(self, read: Callable[[int, int], BytesLike]) -> Hashes:
+    def hashes(self, read: Callable[[int, int], Buffer]) -> Hashes:
         """xxh3-64 of the bytes of each of ``copies``; ``read`` gives those of the slot from a begin to an end."""
         spans = [(offset, offset + fragment.nbytes) for fragment, offset in self.copies]
         return np.array([xxhash.xxh3_64_intdigest(read(begin, end)) for begin, end in spans], np.uint64)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ftckpt.array_types import BytesLike
+from ftckpt.array_types import Buffer
 from ftckpt.group import Group, gather_all
 from ftckpt.host_memory import host_memory
 from ftckpt.model.topology import Topology
@@ -104,7 +104,7 @@ class StraightFetch:
         """The encoded objects of a shard; raises as ``open_shard``."""
         return bytes(self._open(shard).objects())
 
-    def read(self, shard: str, begin: int, end: int) -> BytesLike:
+    def read(self, shard: str, begin: int, end: int) -> Buffer:
         """Bytes of a shard's image, outside its objects; raises as ``open_shard``."""
         data, staging = host_memory(end - begin), StagingBuffers()
         for chunk in _chunks(self._open(shard), [_Part(run(begin, 0, end - begin), data)]):

@@ -6,6 +6,7 @@ that, however a process has died.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -65,7 +66,7 @@ def main(channel: ServerChannel, parent: int) -> None:
     import ftckpt.runner.worker  # noqa: F401 - before any fork; the agent needs nothing of it
 
     end_with_parent(parent)
-    launcher.register_exit()  # before any import that registers what a worker must do at its end
+    atexit.register(launcher.end_process)  # before any import that registers what a worker must do at its end
     server, known = os.getpid(), guard.harms()
     handlers: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     while not channel.is_closed and not (orders := channel.receive(None)):

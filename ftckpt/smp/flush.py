@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ftckpt.array_types import BytesLike
+from ftckpt.array_types import Buffer
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
 from ftckpt.model.lineage import Lineage, is_doubtful
@@ -292,7 +292,7 @@ class Flush:
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
         )
 
-    def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[BytesLike]:
+    def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
         for piece in pieces:
             for wait_secs in self._before(len(piece)):
                 self._pause(wait_secs)

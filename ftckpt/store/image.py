@@ -16,7 +16,7 @@ from itertools import accumulate
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from ftckpt.array_types import BytesLike
+from ftckpt.array_types import Buffer
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError, MismatchError
 from ftckpt.model.fragment import Fragment, Shape
@@ -187,7 +187,7 @@ class SlotImage:
         )
 
 
-def header_bytes(first: BytesLike) -> int:
+def header_bytes(first: Buffer) -> int:
     """Of a slot's header with its length, as the ``first`` 8 bytes say. CorruptError where none has so many."""
     if len(first) < 8:
         raise CorruptError(f"slot header: truncated, {len(first)} bytes are too few for a length")
