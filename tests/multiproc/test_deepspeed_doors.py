@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
-import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -222,8 +222,8 @@ def ended(rank: int, world_size: int, arena: str, how: str) -> None:
         except ValueError:
             pass
     elif how == "collected":
-        sys.is_finalizing = lambda: True
-        type(engine).__del__(engine)
+        with patch("sys.is_finalizing", return_value=True):
+            type(engine).__del__(engine)
 
 
 @pytest.mark.parametrize("how", ["destroy", "close"])
