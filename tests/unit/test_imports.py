@@ -329,5 +329,6 @@ def test_an_import_leaves_the_hook_for_uncaught_errors(door: str) -> None:
 @pytest.mark.parametrize("runner", ["megatron.__main__", "deepspeed.__main__", "runner.server", "runner.worker"])
 def test_a_runner_is_the_first_to_register_an_exit_function(runner: str) -> None:
     """The last one ends the process: what is registered before it would never run."""
-    code = f"import atexit, logging; n = atexit._ncallbacks(); import ftckpt.{runner}; assert atexit._ncallbacks() == n"
+    code = f"import atexit, logging; num = atexit._ncallbacks(); import ftckpt.{runner}"
+    code += "; assert atexit._ncallbacks() == num"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
