@@ -14,7 +14,7 @@ from pathlib import Path
 from ftckpt.errors import FtckptError
 from ftckpt.model.lineage import UNKNOWN, Lineage, is_doubtful, newest
 from ftckpt.parity.groups import mirrors, node_groups, peer_groups, slot_groups
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.survive import Forecast
 from ftckpt.store.arena import CONTROL_NAME, Arena
@@ -33,7 +33,7 @@ class Job:
     """
 
     folder: Path
-    holdings: list[Holding]
+    holdings: list[ArenaLayout]
     modes: Modes
     whole: int
     protected: int

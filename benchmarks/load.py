@@ -134,7 +134,7 @@ class Ground:
             *(lambda at=(layout, source): [self.restart(*at)] for layout in LAYOUTS for source in sources),
             *(lambda at=layout: self.load(at) for layout in LAYOUTS),
             self.read,
-        ]  # fmt: skip
+        ]
         shift = number % len(turns)
         rows = [row for turn in [*turns[shift:], *turns[:shift]] for row in turn()]
         return [{"framework": self.case.framework, "repeat": number, **row} for row in rows]

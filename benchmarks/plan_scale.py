@@ -26,13 +26,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import conclude, environment, parser_of, print_table
+from ftckpt.array_types import Array
 from ftckpt.capture.chunks import CopyPart
 from ftckpt.capture.redundancy import NO_REDUNDANCY, SharePlan, burden, lay_out
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import shard_name
 from ftckpt.model.replica_groups import Groups, find_groups, pack
 from ftckpt.model.replicas import ReplicaSets, identity, without_small
-from ftckpt.model.shares import Array, Shares, bounded_capacities, choose, loads
+from ftckpt.model.shares import Shares, bounded_capacities, choose, loads
 from tests.support.replica_sets import replica_sets
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4), 512: (8, 8, 8), 4096: (8, 16, 32), 16384: (8, 16, 128)}

@@ -113,9 +113,7 @@ class _Fsdp2:
 
         state = self._state(job)
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )  # fmt: skip
+        set_state_dict(job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def _state(self, job: Any) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ftckpt.errors import ConfigError, Writing, settings_are_written
-from ftckpt.persist_setting import PERSIST_FORMATS, absolute, check_scheme
+from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written
+from ftckpt.persist_setting import PERSIST_FORMATS, absolute, check_persist, check_scheme
 from ftckpt.setting import check_value, closest, convert, declare, flag_of, kind_of, reader_of
-from ftckpt.setting_checks import check
+from ftckpt.setting_checks import NAME_RULE, check_layouts, check_protect, is_name
 from ftckpt.units import rate, seconds, size
 
 MAX_REST_SECS = 15.0
@@ -22,6 +23,7 @@ MAX_REST_SECS = 15.0
 BUSY_SHARE = 0.1
 """The part of smp_cores that an SMP takes where no core idles: training misses all of that."""
 
+_MAX_PORT = 65535
 PAGE_BYTES = 4096
 """What chunks, regions of slots and blocks in files begin on multiples of."""
 
@@ -236,7 +238,7 @@ class Config:
         # A script may go to another directory, and an SMP has one of its own.
         for name in ("arena", "events", "metrics_dir", "secret_file", "persist"):
             object.__setattr__(self, name, absolute(getattr(self, name)))
-        check(self)
+        _check(self)
 
     @property
     def least_interval(self) -> int:
@@ -302,7 +304,7 @@ class Config:
         Accepts ``--ftckpt-name value`` and ``--ftckpt-name=value``. Raises ConfigError for an unknown or
         repeated flag, a missing or a wrong value.
         """
-        settings_are_written(Writing.FLAG)
+        settings_are_written(SettingSyntax.FLAG)
         settings: dict[str, Any] = {}
         rest: list[str] = []
         has_flags = any(argument.startswith("--ftckpt") for argument in argv)
@@ -334,7 +336,7 @@ class Config:
     @classmethod
     def of_flags(cls, settings: Mapping[str, Any]) -> Config:
         """Of settings that were given as flags, which texts name from here on."""
-        settings_are_written(Writing.FLAG, ("", *settings))
+        settings_are_written(SettingSyntax.FLAG, ("", *settings))
         return cls(**settings)
 
     def flags(self) -> list[str]:
@@ -376,3 +378,52 @@ def _flag_target(flag: str) -> Field[Any]:
     if flag not in flags:
         raise ConfigError(f"unknown flag {flag}; {closest(flag, list(flags))}")
     return flags[flag]
+
+
+def _check(config: Config) -> None:
+    """Refuse (ConfigError) what cannot be meant; ``setting.check_value`` has seen each value alone."""
+    # One slot would lose the whole snapshot with the first byte of the next one.
+    if config.slots == 1:
+        raise ConfigError("--ftckpt-slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
+    if config.smp_cores > 1:
+        raise ConfigError(
+            f"--ftckpt-smp-cores: {config.smp_cores:g} is more than all cores; give a share such as 0.1"
+        )
+    check_protect(config.protect)
+    check_layouts(config.layouts)
+    if config.rollback_before >= 1 << 63:
+        raise ConfigError(f"--ftckpt-rollback-before: {config.rollback_before} is too large for an iteration")
+    if config.restore_from and config.rollback_before:
+        raise ConfigError("--ftckpt-restore-from, --ftckpt-rollback-before: give one of them")
+    for name in ("job", "node", "rack"):
+        value = getattr(config, name)
+        if value and not is_name(value):
+            raise ConfigError(f"{flag_of(name)}: {value!r} is not a name; {NAME_RULE}")
+    if not config.arena:
+        raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
+    _check_storage(config)
+    _check_metrics(config)
+
+
+def _check_storage(config: Config) -> None:
+    check_persist(config.persist, config.persist_format)
+    # From the class: a value that was not given.
+    if not config.persist and config.persist_interval != type(config).persist_interval:
+        raise ConfigError(
+            "--ftckpt-persist-interval: nothing comes to storage without --ftckpt-persist, which names it"
+        )
+    if config.persist_compress == "zstd":
+        _require_installed("zstandard", "--ftckpt-persist-compress: zstd", "storage")
+
+
+def _check_metrics(config: Config) -> None:
+    if config.metrics_port or config.metrics_dir:
+        flag = "--ftckpt-metrics-port" if config.metrics_port else "--ftckpt-metrics-dir"
+        _require_installed("prometheus_client", f"{flag}: this", "metrics")
+    if config.metrics_port != "auto" and config.metrics_port > _MAX_PORT:
+        raise ConfigError(f"--ftckpt-metrics-port: {config.metrics_port} is too large; the most is {_MAX_PORT}")
+
+
+def _require_installed(package: str, who: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{who} needs {package}, which is not installed: pip install 'ftckpt[{extra}]'")

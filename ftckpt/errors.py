@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 
-class Writing(Enum):
+class SettingSyntax(Enum):
     """How users write settings: ``--ftckpt-slots``, ``"slots"`` in JSON, ``slots=`` in Python, or ``--slots`` to a
     command."""
 
@@ -21,10 +21,10 @@ class Writing(Enum):
 _FLAG = re.compile(r"--ftckpt(?:-([a-z]+(?:-[a-z]+)*))?(?![\w*-])(?=(:?))( (?=\d))?")
 """Of a flag its name, whether a colon follows, and the space before its number."""
 
-_writing: dict[str, Writing] = {}  # of single settings; of all others under ""
+_writing: dict[str, SettingSyntax] = {}  # of single settings; of all others under ""
 
 
-def settings_are_written(writing: Writing, names: Iterable[str] = ("",)) -> None:
+def settings_are_written(writing: SettingSyntax, names: Iterable[str] = ("",)) -> None:
     """From here on texts name settings so: those called ``names``, or all that nothing else was said of."""
     _writing.update(dict.fromkeys(names, writing))
 
@@ -34,13 +34,13 @@ def written(text: str) -> str:
 
     def name(match: re.Match[str]) -> str:
         setting = (match[1] or "enabled").replace("-", "_")
-        writing = _writing.get(setting, _writing.get("", Writing.PYTHON))
+        writing = _writing.get(setting, _writing.get("", SettingSyntax.PYTHON))
         before_value = match[3] or ""
-        if writing is Writing.FLAG:
+        if writing is SettingSyntax.FLAG:
             return match[0]
-        if writing is Writing.OPTION:
+        if writing is SettingSyntax.OPTION:
             return f"--{match[1] or 'ftckpt'}{before_value}"
-        if writing is Writing.JSON:
+        if writing is SettingSyntax.JSON:
             return f'"{setting}"{before_value and ": "}'
         return setting if match[2] else f"{setting}="
 
@@ -60,12 +60,8 @@ class FtckptError(Exception):
         return written(super().__str__())
 
     def to_json(self) -> dict[str, Any]:
-        """For another process, which makes the error of it with ``error_from_json``; as text, never as a pickle.
-
-        ``kind`` is the nearest class of this module, as that says what an operator does next.
-        """
-        kind = next(one for one in type(self).__mro__ if globals().get(one.__name__) is one)
-        return {"kind": kind.__name__, "error": super().__str__()}
+        """For another process, which makes the error of it with ``error_from_json``; as text, never as a pickle."""
+        return {"kind": type(self).__name__, "error": super().__str__()}
 
 
 class ConfigError(FtckptError):
@@ -129,6 +125,26 @@ class SmpError(FtckptError):
     """The snapshot management process of a node cannot be started or reached: protection is degraded."""
 
 
+class PeerError(SmpError):
+    """An SMP cannot be reached, is too slow, refuses, or answers nonsense: look at its node."""
+
+
+class PeerTimeoutError(PeerError):
+    """The SMP took the connection, and sent no hello in time."""
+
+
+class VersionError(PeerError):
+    """The other side is no SMP, or one of another version of ftckpt."""
+
+
+class PeerAuthError(PeerError):
+    """One side of a connection does not know the job's secret, or refuses the proof of the other."""
+
+
+class ProtectionUnavailableError(FtckptError):
+    """A snapshot cannot be protected: a node does not answer, no room, corrupt bytes. The text names it."""
+
+
 class LayoutError(ConfigError):
     """No parallel layout fits: the text says of each one why not."""
 
@@ -159,6 +175,10 @@ class ConvertError(FtckptError):
 
 class SpecError(ConvertError):
     """A specification of parameter names is wrong, or does not match each tensor exactly once."""
+
+
+class EventLogError(FtckptError):
+    """Events are missing; the text says which, and how to get them."""
 
 
 def error_from_json(value: Mapping[str, Any], prefix: str = "") -> FtckptError:

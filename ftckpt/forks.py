@@ -6,10 +6,14 @@ its copy of an optimizer would wait for a copier that is not there, and invalida
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+
+_PR_SET_PDEATHSIG = 1
 
 is_child = False
 """Whether a process that trains has forked this one, which does not train itself."""
@@ -53,3 +57,10 @@ def _note_child() -> None:
 
 
 os.register_at_fork(after_in_child=_switch_off, after_in_parent=_note_child)
+
+
+def end_with_parent(parent: int = 0) -> None:
+    """Have the kernel kill this process when its parent ends, which was ``parent``, where that is known."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:  # it has ended before that
+        os._exit(1)

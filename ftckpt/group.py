@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt import forks
+from ftckpt.array_types import Buffer
 from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, STALL_SECS, connect, is_lazy, make_room
 from ftckpt.errors import FtckptError, LaunchError, error_from_json, in_words
 from ftckpt.host_memory import host_memory
@@ -60,7 +61,6 @@ _MINIMUM = dist.AllreduceOptions()
 _MINIMUM.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
 
 T = TypeVar("T")
-Bytes = bytes | bytearray | memoryview
 
 
 _MOST_NAMED = 8
@@ -170,11 +170,11 @@ class Group:
             self._kept[0] = None  # its tensors stay
             del self._group
 
-    def gather(self, data: Bytes) -> list[bytes]:
+    def gather(self, data: Buffer) -> list[bytes]:
         """Every rank's ``data``, in rank order."""
         return self._gather(data, self.timeout_secs)
 
-    def _gather(self, data: Bytes, timeout_secs: float) -> list[bytes]:
+    def _gather(self, data: Buffer, timeout_secs: float) -> list[bytes]:
         # An all-gather takes as many bytes of each rank: the length, and the begin, which mostly is all of it.
         room = self._frame_bytes - _FRAME_HEAD_BYTES
         begin, end = memoryview(data).cast("B")[:room], memoryview(data).cast("B")[room:]
@@ -190,7 +190,7 @@ class Group:
         lengths = (max(0, size - room) for size in sizes)
         return [first + rest[:length] for first, rest, length in zip(begins, ends, lengths, strict=True)]
 
-    def _all_gather(self, data: Bytes, nbytes: int, timeout_secs: float) -> list[bytes]:
+    def _all_gather(self, data: Buffer, nbytes: int, timeout_secs: float) -> list[bytes]:
         """``data`` of all ranks, each filled up to ``nbytes``."""
         padded = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         padded[: len(data)] = _tensor(data)
@@ -344,7 +344,7 @@ class Message:
         self._work.wait(timedelta(seconds=self._timeout_secs))
 
 
-def _tensor(data: Bytes) -> torch.Tensor:
+def _tensor(data: Buffer) -> torch.Tensor:
     if len(data) == 0:
         return host_memory(0)
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
@@ -385,7 +385,7 @@ def gather_each(group: Group, *asked: tuple[Callable[[], Any], Any]) -> list[lis
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def gather_bytes(group: Group, action: Callable[[], Bytes]) -> list[bytes]:
+def gather_bytes(group: Group, action: Callable[[], Buffer]) -> list[bytes]:
     """The bytes that ``action`` returns on every rank, in the order of ranks; it fails as ``together`` does.
     Collective."""
     try:

@@ -36,7 +36,7 @@ def job_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-class Call(Generic[T]):
+class StoreCall(Generic[T]):
     """A call of the store on a thread of its own; ``value`` is what it returned, None if it failed."""
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -62,17 +62,17 @@ class Notice:
     def __init__(self, name: str) -> None:
         self._store = job_store()
         self._name = name
-        self._lookup: Call[str] | None = None
+        self._lookup: StoreCall[str] | None = None
 
     def post(self, text: str) -> None:
         """Write the notice, if the store answers: otherwise the others find out by themselves."""
         if self._lookup is None or self._lookup.ended():
-            Call(lambda: self._store.set(self._name, text)).ended()
+            StoreCall(lambda: self._store.set(self._name, text)).ended()
 
     def read(self) -> str:
         """What somebody posted, or that the store cannot be reached; "" if there is nothing, or no answer yet."""
         # One at a time: a store that does not answer must not collect threads.
-        self._lookup = self._lookup or Call(self._look_up)
+        self._lookup = self._lookup or StoreCall(self._look_up)
         if not self._lookup.ended():
             return ""
         text, self._lookup = self._lookup.value, None

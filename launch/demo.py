@@ -35,11 +35,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftckpt.commands.event_log import EventLogError, count
+from ftckpt.commands.event_log import count
 from ftckpt.commands.history import read_history
 from ftckpt.commands.recovery import PARTS, Recovery
 from ftckpt.commands.report import write_report
-from ftckpt.commands.sections import Additions, Section, restart_table
+from ftckpt.commands.sections import Additions, PageSection, restart_table
+from ftckpt.errors import EventLogError
 from ftckpt.model.text import aligned, human
 from launch.demo_job import (
     FRAMEWORKS,
@@ -379,7 +380,7 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
             *([kind, f"{num:,}"] for kind, num in compared.items()),
         ]
         note = "Losses as hexadecimal floats, tensors as SHA-256 of their bytes, of every rank."
-        sections.append(Section("What was compared", note, heads=["kind", "compared"], rows=rows))
+        sections.append(PageSection("What was compared", note, heads=["kind", "compared"], rows=rows))
     return Additions(
         title=title,
         text=text,
@@ -398,7 +399,7 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
     )
 
 
-def _reshape_section(reshape: dict[str, Any]) -> Section:
+def _reshape_section(reshape: dict[str, Any]) -> PageSection:
     """A scene after which the job goes on in another layout."""
     num = sum(reshape["tensors_compared"].values())
     verdict = f"{num} logical tensors, all equal to the reference in every bit"
@@ -417,7 +418,7 @@ def _reshape_section(reshape: dict[str, Any]) -> Section:
     )
     heads, cells = restart_table([Recovery(**reshape["restart"])])
     title = "Another layout" if reshape["scene"] == SHRINK else "Another layout, from storage"
-    return Section(title, note, heads=heads, rows=cells, terms=rows)
+    return PageSection(title, note, heads=heads, rows=cells, terms=rows)
 
 
 def main(argv: Sequence[str]) -> int:

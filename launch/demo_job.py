@@ -188,9 +188,7 @@ class Strike:
             waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in iterations)
             # Not at the boundary: a rank that waits there has not chosen yet what the others have.
             return [faults.Fault(0, at, "forward", marker, "wait", secs=2 * _STALL_SECS) for at, marker in waits]
-        first = faults.Fault(
-            scene.rank, self.iteration, scene.point, self.marker, "kill", scene.ordinal, scene.secs
-        )  # fmt: skip
+        first = faults.Fault(scene.rank, self.iteration, scene.point, self.marker, "kill", scene.ordinal, scene.secs)
         later = self._occasions() if scene.point == "copy" else [self.iteration]
         return [faults.Fault(**{**vars(first), "iteration": iteration}) for iteration in later]
 

@@ -39,7 +39,7 @@ def settings_as_in_python() -> Iterator[None]:
 @pytest.fixture
 def as_flags() -> None:
     """Texts name settings as those who give flags write them."""
-    errors.settings_are_written(errors.Writing.FLAG)
+    errors.settings_are_written(errors.SettingSyntax.FLAG)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,8 +20,8 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
 from ftckpt.model.replicas import (
     Holdings,
+    ReplicaMap,
     ReplicaSets,
-    Sharing,
     each_its_own,
     find_sharing,
     private_key,
@@ -63,7 +63,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     chunk_bytes: int,
     capacities: Sequence[int] | None = None,
     redundancy: Redundancy = NO_REDUNDANCY,
-    sharing: Sharing | None = None,
+    sharing: ReplicaMap | None = None,
     cast: Collection[str] = (),
 ) -> Assignment:
     """Agree with all ranks on who copies what. Collective; reads what follows from others, and what replicas hold.
@@ -85,13 +85,13 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     if sharing is None:
         sharing = gather_sharing(group, described)
     stepped, derived = _divided(described, ())
-    look = Look(sharing, stepped)
+    look = ReplicaView(sharing, stepped)
     view = partial(_View.of, described, look, capacities, redundancy, num_ranks=group.size, cast=cast)
     views = gather_all(group, view, _View)
     broken, summaries = _agreed(views), [view.summary for view in views]
     if broken:  # on any rank: nothing was told yet of pieces that were taken to follow from others
         stepped, derived = _divided(described, broken)
-        look = Look(gather_sharing(group, described, broken), stepped)
+        look = ReplicaView(gather_sharing(group, described, broken), stepped)
         summaries = gather_bytes(group, look.summary)
     held = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
     replicated = all(view.replicated for view in views)
@@ -182,7 +182,7 @@ class _View(NamedTuple):
 
     @classmethod
     def of(
-        cls, described: Description, look: Look, capacities: Sequence[int] | None, redundancy: Redundancy, *,
+        cls, described: Description, look: ReplicaView, capacities: Sequence[int] | None, redundancy: Redundancy, *,
         num_ranks: int, cast: Collection[str],
     ) -> _View:  # fmt: skip
         _check_numbers(capacities, redundancy, num_ranks)
@@ -195,10 +195,10 @@ class _View(NamedTuple):
         )  # fmt: skip
 
 
-class Look:
+class ReplicaView:
     """What this rank holds of what several ranks hold, as it is now."""
 
-    def __init__(self, sharing: Sharing, pieces: Sequence[Piece]) -> None:
+    def __init__(self, sharing: ReplicaMap, pieces: Sequence[Piece]) -> None:
         self.sharing = sharing
         self._pieces = pieces
 
@@ -241,7 +241,7 @@ def rule_holds(piece: Piece) -> bool:
     return piece.derived_from is not None and _follow(([piece.derived_from], [piece.tensor]))
 
 
-def gather_sharing(group: Group, described: Description, broken: Collection[str] = ()) -> Sharing:
+def gather_sharing(group: Group, described: Description, broken: Collection[str] = ()) -> ReplicaMap:
     """Which ranks hold the same of what is copied, ``broken`` keys among it. Collective.
 
     It follows from the description alone, whatever the tensors hold: it may be asked before state is loaded.

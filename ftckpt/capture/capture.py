@@ -74,7 +74,7 @@ class Capture:
         try:
             self.use_slots(slot for slot in range(arena.control.slots) if arena.slot_error(slot) is None)
             copier.warm_up(self._tensors, self._stepped, self._volatile)
-        except BaseException:
+        except BaseException:  # nobody else would close it
             self.close()
             raise
 

@@ -8,19 +8,18 @@ import threading
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from ftckpt.capture.affinity import Locality, pin
+from ftckpt.capture.affinity import pin
 from ftckpt.capture.chunks import ChunkCopy, combine, xor_parts
-from ftckpt.capture.registration import FarPages, Registrar, touch
+from ftckpt.capture.registration import touch
 from ftckpt.errors import CaptureError
 from ftckpt.host_memory import host_memory
 from ftckpt.idle_cores import has_idle_core
 from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import Clock, DeviceClock, DeviceEvent, HostClock, Moment
+from ftckpt.windows.clock import DeviceEvent, HostClock, Moment
 
 _POLL_SECS = 0.005
 """Between two looks for a core that nobody computes on."""
@@ -234,28 +233,6 @@ class Copier(Protocol):
 
     def close(self) -> None:
         """As ``stop``, and the slots may be unmapped afterwards. Training stands still, or is over."""
-
-
-def make_copier(
-    clock: Clock,
-    own_stream: bool = True,
-    tell_copying: TellCopying = tell_nobody,
-    *,
-    locality: Locality = Locality(),  # noqa: B008 - frozen
-    turns: Path | None = None,
-    tell_far: FarPages | None = None,
-    pins: bool = True,
-) -> Copier:
-    """The copier for the clock's device; without an ``own_stream`` copies queue behind training's work.
-
-    ``turns``, ``tell_far`` and ``pins`` are a Registrar's.
-    """
-    if isinstance(clock, DeviceClock):
-        from ftckpt.capture.device_copier import DeviceCopier
-
-        registrar = Registrar(clock.device, locality, turns, tell_far, pins)
-        return DeviceCopier(clock, own_stream, registrar, locality.cores, tell_copying)
-    return HostCopier(locality.cores, tell_copying)
 
 
 class HostCopier:

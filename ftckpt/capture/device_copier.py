@@ -26,14 +26,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto, xor_parts
 from ftckpt.capture.copier import (
+    Copier,
     Cores,
     Flight,
+    HostCopier,
     Slot,
     TellCopying,
     Worker,
@@ -44,12 +47,12 @@ from ftckpt.capture.copier import (
 )
 from ftckpt.capture.copy_plan import CopyPlan
 from ftckpt.capture.driver import Call, batch_copy, device_buffer, on_device, separate_stream
-from ftckpt.capture.registration import PIECE_BYTES, Registrar
+from ftckpt.capture.registration import PIECE_BYTES, FarPages, Registrar
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
 from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
 from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import DeviceClock, DeviceEvent
+from ftckpt.windows.clock import Clock, DeviceClock, DeviceEvent
 
 _XOR_BYTES = 8 << 20
 """Parity is made in so much of the device's memory at a time."""
@@ -332,7 +335,7 @@ class DeviceCopier:
                 for copy in flight.copies[turn.start : turn.stop]:
                     self._copy(tensors, copy, flight.slot)
             end = flight.last_copy = self._event_behind(self._stream)
-        except BaseException:
+        except BaseException:  # ``stop`` waits until no copy is under way
             self._under_way.end()
             raise
         self._finisher.submit(lambda: self._landed(flight, nbytes, begin, end))
@@ -476,3 +479,23 @@ def _bytes(part: ChunkCopy, start: int) -> ChunkCopy:
     """All bytes of ``part`` from one tensor of bytes, where the first is at ``start``."""
     nbytes = part.end - part.begin
     return ChunkCopy(part.chunk, (Segment(0, start, nbytes, part.begin, nbytes),))
+
+
+def make_copier(
+    clock: Clock,
+    own_stream: bool = True,
+    tell_copying: TellCopying = tell_nobody,
+    *,
+    locality: Locality = Locality(),  # noqa: B008 - frozen
+    turns: Path | None = None,
+    tell_far: FarPages | None = None,
+    pins: bool = True,
+) -> Copier:
+    """The copier for the clock's device; without an ``own_stream`` copies queue behind training's work.
+
+    ``turns``, ``tell_far`` and ``pins`` are a Registrar's.
+    """
+    if isinstance(clock, DeviceClock):
+        registrar = Registrar(clock.device, locality, turns, tell_far, pins)
+        return DeviceCopier(clock, own_stream, registrar, locality.cores, tell_copying)
+    return HostCopier(locality.cores, tell_copying)

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
+from ftckpt.array_types import Array
 from ftckpt.capture.chunks import CopyPart, Segment
 from ftckpt.errors import ConfigError
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Section, parity_fragment
 from ftckpt.model.replica_groups import WHOLE
 from ftckpt.model.replicas import ReplicaSets, own_parts, run_indices, run_share
-from ftckpt.model.shares import Array, Run
+from ftckpt.model.shares import Run
 from ftckpt.parity.groups import SLOT_MODES, Member, ParityGroup, replica_partition, slot_group, slot_group_name
 from ftckpt.parity.stripes import Stripe, stripes
 from ftckpt.store.image import Span, section_layout

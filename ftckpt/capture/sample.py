@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from ftckpt.array_types import Integers
 from ftckpt.capture.assignment import Assignment, as_bytes
 from ftckpt.model.replicas import CUT_BYTES
 from ftckpt.model.sampled import Comparison, position_of
 from ftckpt.model.training_state import cast_master
 
-Words: TypeAlias = npt.NDArray[np.int64]
 Ends: TypeAlias = list[int]
 
 SAMPLE_BYTES = 1 << 20
@@ -80,12 +80,12 @@ def _cut(size: int, at: int) -> int:
     return size if at >= size else max(0, at) // CUT_BYTES * CUT_BYTES
 
 
-class _Pending(NamedTuple):
+class _PendingSample(NamedTuple):
     """A sample that was taken with snapshot ``number``: the words that the host and the device give, the latter
     behind ``done``."""
 
     number: int
-    host: Words
+    host: Integers
     device: torch.Tensor | None
     done: torch.cuda.Event | None
 
@@ -123,7 +123,7 @@ class Sampler:
             self._groups = [(each, ends_of(self._held[index].numel() for index in each)) for each in indices]
         self.comparison = Comparison.of(members, num_ranks)
         self._pinned: torch.Tensor | None = None
-        self._pending: _Pending | None = None
+        self._pending: _PendingSample | None = None
 
     def take(self, number: int) -> None:
         """Sample for snapshot ``number``. Waits for no device."""
@@ -135,9 +135,9 @@ class Sampler:
         host[0], on_device[0] = self._mismatches(position)
         for word, (indices, ends) in enumerate(self._groups, start=1):
             host[word], on_device[word] = self._digest(indices, ends, position)
-        self._pending = _Pending(number, host, *self._fetch(on_device))
+        self._pending = _PendingSample(number, host, *self._fetch(on_device))
 
-    def words(self, number: int) -> Words | None:
+    def words(self, number: int) -> Integers | None:
         """This rank's words for snapshot ``number``, which it may not have sampled; None: nothing is compared."""
         if not self.positions:
             return None

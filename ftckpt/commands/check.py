@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.commands.check_host import arena_problem, look_at_host
-from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
+from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult
 from ftckpt.commands.options import add_arena, add_node_memory, size_of
 from ftckpt.errors import ConfigError, FtckptError, in_words
 from ftckpt.model import codec
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and return the exit status: 1 where anything failed."""
     if arguments.json is not None and int(os.environ.get("RANK", "0")) == 0:
         _require_writable(arguments.json)
-    begin, rank, site, found = time.time(), int(os.environ.get("RANK", "0")), None, list[Finding]()
+    begin, rank, site, found = time.time(), int(os.environ.get("RANK", "0")), None, list[CheckResult]()
     try:
         site = _site(arguments)
     except RuntimeError as error:
@@ -81,7 +81,7 @@ def _site(arguments: argparse.Namespace) -> Any:
     return LaunchedRanks(arguments.smp_listen, arguments.rack)
 
 
-def _find(arguments: argparse.Namespace, site: Any, found: list[Finding]) -> None:
+def _find(arguments: argparse.Namespace, site: Any, found: list[CheckResult]) -> None:
     """Look, and append to ``found``: whatever ends that early, what was found by then is there."""
     try:
         for finding in _look(arguments, arguments.only or _AREAS, site):
@@ -96,12 +96,12 @@ def _find(arguments: argparse.Namespace, site: Any, found: list[Finding]) -> Non
         site.group.give_up(in_words(error))  # the others wait for this rank
 
 
-def _lost(error: Exception) -> Finding:
+def _lost(error: Exception) -> CheckResult:
     how = "see what the logs of all ranks say; ranks meet at the interface that GLOO_SOCKET_IFNAME names"
-    return Finding("network", "ranks", FAILED, in_words(error), how)
+    return CheckResult("network", "ranks", FAILED, in_words(error), how)
 
 
-def _tell(found: list[Finding], finding: Finding) -> None:
+def _tell(found: list[CheckResult], finding: CheckResult) -> None:
     found.append(finding)
     print(f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}", flush=True)
 
@@ -118,7 +118,7 @@ def _require_writable(path: Path) -> None:
         path.unlink()
 
 
-def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[Finding]:
+def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[CheckResult]:
     no_arena = arena_problem(arguments.arena)
     # Of a look that all ranks take together, none is left out on some of them alone.
     without = [no_arena is not None] if site is None else codec.gather(site.group, no_arena is not None, bool)
@@ -128,7 +128,7 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
     elif no_arena is not None:
         yield no_arena
     if "device" in areas and any(without):
-        yield Finding("device", "copies", SKIPPED, "there is no arena to copy to")
+        yield CheckResult("device", "copies", SKIPPED, "there is no arena to copy to")
     elif "device" in areas:
         from ftckpt.commands.check_device import look_at_device
 
@@ -137,15 +137,15 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
             site.meet()
     if "network" in areas:
         if site is None:
-            yield Finding("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")
+            yield CheckResult("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")
         else:
             yield from site.look(None if any(without) else arguments.arena)
 
 
-def _show(everything: dict[int, list[Finding]], alone: bool) -> None:
+def _show(everything: dict[int, list[CheckResult]], alone: bool) -> None:
     """A row for each thing that was looked at: the worst of all ranks, and which ranks say so."""
     worst = {state: place for place, state in enumerate((FAILED, WARNED, SKIPPED, PASSED))}
-    by_name: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
+    by_name: dict[tuple[str, str], list[tuple[int, CheckResult]]] = {}
     for rank, found in everything.items():
         for one in found:
             by_name.setdefault((one.area, one.name), []).append((rank, one))
@@ -165,7 +165,7 @@ def _show(everything: dict[int, list[Finding]], alone: bool) -> None:
     print(", ".join(f"{number} {state}" for state, number in counts.items()))
 
 
-def _as_json(everything: dict[int, list[Finding]], begin: float) -> dict[str, Any]:
+def _as_json(everything: dict[int, list[CheckResult]], begin: float) -> dict[str, Any]:
     return {
         "environment": {
             "time": begin, "secs": round(time.time() - begin, 3), "python": platform.python_version(),

@@ -18,9 +18,9 @@ import torch
 
 from ftckpt.capture.affinity import cores_of_node, format_cores, num_nodes, numa_node_of
 from ftckpt.capture.chunks import ChunkCopy, Segment, divided
-from ftckpt.capture.copier import Copier, Flight, make_copier
-from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.commands.findings import FAILED, PASSED, Finding, Result, attempt, failed, passed, skipped, warned
+from ftckpt.capture.copier import Copier, Flight
+from ftckpt.capture.device_copier import DeviceCopier, make_copier
+from ftckpt.commands.findings import FAILED, PASSED, CheckResult, Result, attempt, failed, passed, skipped, warned
 from ftckpt.errors import in_words
 from ftckpt.model.text import human
 from ftckpt.windows.bubbles import Always, Turn, Windows
@@ -36,7 +36,7 @@ _LEAST_SHARE = 0.8
 """Of the rate of a plain copy."""
 
 
-def look_at_device(arena: Path, nbytes: int) -> Iterator[Finding]:
+def look_at_device(arena: Path, nbytes: int) -> Iterator[CheckResult]:
     """Each finding as it comes; ``nbytes`` of state are copied."""
     local, is_here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
     # A launcher may have each rank see its own device alone.
@@ -53,7 +53,7 @@ def look_at_device(arena: Path, nbytes: int) -> Iterator[Finding]:
         except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
             text = f"no {human(nbytes)} of state and a slot for it at {arena}: {in_words(error)}"
             how = "name less by --size, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
-            yield Finding(_AREA, "copies", FAILED, text, how)
+            yield CheckResult(_AREA, "copies", FAILED, text, how)
             return
         for name, look in (("registration", _registered), ("exact copies", _exact), ("rate", _rate)):
             yield attempt(_AREA, name, partial(look, bench))

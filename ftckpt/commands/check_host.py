@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftckpt.capture.affinity import format_cores, num_nodes
-from ftckpt.commands.findings import FAILED, PASSED, WARNED, Finding, Result, attempt, failed, passed, warned
+from ftckpt.commands.findings import FAILED, PASSED, WARNED, CheckResult, Result, attempt, failed, passed, warned
 from ftckpt.model.text import human
 from ftckpt.store.environment import hazards
 from ftckpt.store.memory import mount_of, tightest_limit
@@ -27,7 +27,7 @@ _LEAST_FILES = 4096
 """Descriptors of an SMP with the connections of a large job."""
 
 
-def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Iterator[Finding]:
+def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Iterator[CheckResult]:
     """Each finding as it comes.
 
     Args:
@@ -57,20 +57,20 @@ def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Ite
         return
     found = hazards(arena)
     for hazard in found:
-        yield Finding(_AREA, hazard.name.replace("_", " "), WARNED, hazard.text, hazard.remedy)
+        yield CheckResult(_AREA, hazard.name.replace("_", " "), WARNED, hazard.text, hazard.remedy)
     if not found:
-        yield Finding(_AREA, "surroundings", PASSED, "nothing is known that would remove snapshots")
+        yield CheckResult(_AREA, "surroundings", PASSED, "nothing is known that would remove snapshots")
 
 
-def arena_problem(arena: Path) -> Finding | None:
+def arena_problem(arena: Path) -> CheckResult | None:
     """Why nothing can be looked at there; None: it can."""
     if not arena.is_dir():
         what = "is not a directory" if arena.exists() else "does not exist"
         remedy = "make it, on a tmpfs, or name another with --arena, and for the job with --ftckpt-arena"
-        return Finding(_AREA, "arena", FAILED, f"{arena} {what}", remedy)
+        return CheckResult(_AREA, "arena", FAILED, f"{arena} {what}", remedy)
     if not os.access(arena, os.W_OK | os.X_OK):
         remedy = "name a tmpfs of your own with --ftckpt-arena"
-        return Finding(_AREA, "arena", FAILED, f"{arena} cannot be written", remedy)
+        return CheckResult(_AREA, "arena", FAILED, f"{arena} cannot be written", remedy)
     return None
 
 
@@ -112,7 +112,7 @@ def _locks(arena: Path) -> Result:
         child = os.fork()
         if child == 0:
             code = 1
-            with suppress(BaseException):
+            with suppress(BaseException):  # a fork must not run on in the frames of its parent
                 try:
                     fcntl.lockf(os.open(file.name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:

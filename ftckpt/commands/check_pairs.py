@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ftckpt.commands.findings import SKIPPED, Finding, Result, attempt, failed, passed, warned
+from ftckpt.commands.findings import SKIPPED, CheckResult, Result, attempt, failed, passed, warned
 from ftckpt.errors import ConfigError
 from ftckpt.events import Events
 from ftckpt.group import Group
@@ -60,7 +60,7 @@ class Port(NamedTuple):
     problem: str = ""
 
 
-def look_at_pairs(group: Group, nodes: Mapping[str, NodeFacts], listen: str) -> Iterator[Finding]:
+def look_at_pairs(group: Group, nodes: Mapping[str, NodeFacts], listen: str) -> Iterator[CheckResult]:
     """Each finding of this rank as it comes. Collective: the first ranks of ``nodes`` talk, all others wait.
 
     Args:
@@ -84,7 +84,7 @@ def look_at_pairs(group: Group, nodes: Mapping[str, NodeFacts], listen: str) -> 
             "of peers, keep each other's packages, or lie far apart; replica sets and "
             "--ftckpt-peer-group may need others"
         )
-        yield Finding(_AREA, "other pairs", SKIPPED, text)
+        yield CheckResult(_AREA, "other pairs", SKIPPED, text)
 
 
 def arranged_pairs(racks: Mapping[str, str]) -> list[Pair]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ftckpt.capture.affinity import format_cores, parse_cores
 from ftckpt.commands.check_pairs import NodeFacts, look_at_pairs
-from ftckpt.commands.findings import FAILED, SKIPPED, Finding, Result, failed, passed, warned
+from ftckpt.commands.findings import FAILED, SKIPPED, CheckResult, Result, failed, passed, warned
 from ftckpt.errors import FtckptError
 from ftckpt.frameworks.launcher import node_name
 from ftckpt.group import Group
@@ -85,13 +85,13 @@ class LaunchedRanks:
             found.setdefault(one.node, NodeFacts(rank, one.machine, one.rack))
         return found
 
-    def look(self, arena: Path | None) -> Iterator[Finding]:
+    def look(self, arena: Path | None) -> Iterator[CheckResult]:
         """Each finding as it comes. ``arena``: None where a rank has none."""
-        yield Finding("host", "clock", *self._clocks())
+        yield CheckResult("host", "clock", *self._clocks())
         if arena is not None:
-            yield Finding("host", "one directory", *self._directory(arena))
+            yield CheckResult("host", "one directory", *self._directory(arena))
         if len(self.nodes) == 1:
-            yield Finding(_AREA, "SMP pairs", SKIPPED, "one node: nothing is sent")
+            yield CheckResult(_AREA, "SMP pairs", SKIPPED, "one node: nothing is sent")
         else:
             yield from look_at_pairs(self.group, self.nodes, self._listen)
 
@@ -125,10 +125,10 @@ class LaunchedRanks:
             return failed(problem, how)
         return passed(f"the {len(self.cores)} rank(s) of node {self.me.node} see one")
 
-    def collect(self, found: list[Finding]) -> dict[int, list[Finding]]:
+    def collect(self, found: list[CheckResult]) -> dict[int, list[CheckResult]]:
         """What all ranks have found, by rank; of a lost group what the first rank has from the store in time."""
         try:
-            return dict(enumerate(gather(self.group, found, list[Finding])))
+            return dict(enumerate(gather(self.group, found, list[CheckResult])))
         except RuntimeError:
             pass
         if self.rank == 0:
@@ -136,7 +136,7 @@ class LaunchedRanks:
         self._notice(f"found/{self.rank}").post(encode(found).decode())
         return {self.rank: found}
 
-    def _told(self, found: list[Finding]) -> dict[int, list[Finding]]:
+    def _told(self, found: list[CheckResult]) -> dict[int, list[CheckResult]]:
         """``found`` and what the others have told the store of the job, and which of them have not."""
         everything, end = {0: found}, time.monotonic() + _LOST_SECS
         # One notice for each: it asks a store that does not answer no more than once.
@@ -144,7 +144,7 @@ class LaunchedRanks:
         while silent and time.monotonic() < end:
             for rank, notice in list(silent.items()):
                 with suppress(ValueError):  # nothing yet, or that the store cannot be reached
-                    everything[rank] = decode(notice.read().encode(), list[Finding])
+                    everything[rank] = decode(notice.read().encode(), list[CheckResult])
                     del silent[rank]
                 if time.monotonic() >= end:
                     break
@@ -152,7 +152,7 @@ class LaunchedRanks:
         if silent:
             text = f"{len(silent)} of {self.group.size} ranks told nothing: {listed(list(map(str, silent)), 4)}"
             nodes = listed(sorted({self.ranks[rank].node for rank in silent}), 4)
-            found.append(Finding(_AREA, "told nothing", FAILED, f"{text}, of {nodes}", "see what their logs say"))
+            found.append(CheckResult(_AREA, "told nothing", FAILED, f"{text}, of {nodes}", "see what their logs say"))
         return everything
 
     def leave(self) -> None:

@@ -10,17 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ftckpt.errors import FtckptError
+from ftckpt.errors import EventLogError
 from ftckpt.event_file import with_older
 from ftckpt.model.text import listed
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 MOST_LINE_BYTES = 16 << 20
 """What is longer is no event's: whatever has no ends of lines is read in such parts."""
-
-
-class EventLogError(FtckptError):
-    """Events are missing; the text says which, and how to get them."""
 
 
 class LinePlace(NamedTuple):

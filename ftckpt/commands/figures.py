@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 _DPI = 150
 _WIDTH = 11.0
 _PART_COLORS = dict(zip(PARTS, ("#c2410c", "#93a4bb", "#7c4dbd", "#13795b", "#e0a100"), strict=True))
-_SPAN_COLORS = {
-    "forward": "#8bb8ee", "backward": "#2d5ca8", "idle": "#e4efe9", "optimizer": "#a9b3c1", "stop": "#d6133f",
-    "other": "#b9a48a", "copy": "#e08a00",
-}  # fmt: skip
 _SPAN_KINDS = {**dict.fromkeys(IDLE, "idle"), **dict.fromkeys(("boundary", "fence"), "stop")}
-_SPAN_NAMES = {
-    "forward": "forward", "backward": "backward", "idle": "bubble: idle, or waiting for other ranks",
-    "optimizer": "optimizer", "stop": "training waits for the snapshot", "other": "other",
-    "copy": "copy of the snapshot",
-}  # fmt: skip
+_SPANS = """
+forward    #8bb8ee  forward
+backward   #2d5ca8  backward
+idle       #e4efe9  bubble: idle, or waiting for other ranks
+optimizer  #a9b3c1  optimizer
+stop       #d6133f  training waits for the snapshot
+other      #b9a48a  other
+copy       #e08a00  copy of the snapshot
+"""
+_SPAN_COLORS = {line.split()[0]: line.split()[1] for line in _SPANS.strip().splitlines()}
+_SPAN_NAMES = {line.split()[0]: line.split(maxsplit=2)[2] for line in _SPANS.strip().splitlines()}
 _MAX_RANKS = 64
 _MAX_NUMBERED = 16
 """Ranks up to which micro-batches have numbers."""

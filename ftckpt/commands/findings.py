@@ -12,7 +12,7 @@ PASSED, WARNED, FAILED, SKIPPED = "passed", "warned", "failed", "skipped"
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at. ``remedy`` is there unless it passed; ``figures`` are what was measured, with
     their units in their names."""
 
@@ -25,7 +25,7 @@ class Finding:
 
 
 class Result(NamedTuple):
-    """The outcome of one look; fields as in ``Finding``."""
+    """The outcome of one look; fields as in ``CheckResult``."""
 
     state: str
     text: str
@@ -49,9 +49,9 @@ def skipped(text: str) -> Result:
     return Result(SKIPPED, text)
 
 
-def attempt(area: str, name: str, look: Callable[[], Result]) -> Finding:
+def attempt(area: str, name: str, look: Callable[[], Result]) -> CheckResult:
     """What ``look`` finds; what it raises is a failure of that one thing, and others are looked at all the same."""
     try:
-        return Finding(area, name, *look())
+        return CheckResult(area, name, *look())
     except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
-        return Finding(area, name, FAILED, in_words(error), "mend what it says, then check again")
+        return CheckResult(area, name, FAILED, in_words(error), "mend what it says, then check again")

@@ -29,7 +29,7 @@ from ftckpt.commands.save import add_save
 from ftckpt.commands.smp import add_smp
 from ftckpt.commands.status import add_ls, add_status
 from ftckpt.commands.stored import add_list, add_pin, add_unpin, add_verify
-from ftckpt.errors import ConfigError, FtckptError, Writing, settings_are_written
+from ftckpt.errors import ConfigError, FtckptError, SettingSyntax, settings_are_written
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_run,
     ):  # fmt: skip
         add(commands)
-    settings_are_written(Writing.FLAG)
+    settings_are_written(SettingSyntax.FLAG)
     try:
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:

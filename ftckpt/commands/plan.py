@@ -18,7 +18,7 @@ from ftckpt.commands.options import add_node_memory
 from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, leaner, plan
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, Writing, settings_are_written, written
+from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written, written
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.text import human, human_secs
 from ftckpt.parity.table import Memory
@@ -43,9 +43,7 @@ def add_plan(commands: Any) -> None:
     add_shape(parser)
     defaults = Config()
     settings = {setting.name: setting for setting in fields(Config)}
-    for name in (
-        "slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit", "persist_rate",
-    ):  # fmt: skip
+    for name in ("slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit", "persist_rate"):
         reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
     for name in ("protect", "network_rate", "persist", "mtbf"):
@@ -63,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: a job that cannot be.
     """
-    settings_are_written(Writing.OPTION)
+    settings_are_written(SettingSyntax.OPTION)
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
     job, node_bytes = job_of(arguments, config), arguments.node_memory
     if node_bytes and config.memory_limit_bytes > node_bytes:

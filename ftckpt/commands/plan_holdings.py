@@ -25,7 +25,7 @@ from ftckpt.parity.groups import (
     slot_group_name,
     slot_groups,
 )
-from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes, lessened, possible_modes, require_slots, resolve_modes, ways_to_need_less
 from ftckpt.parity.stripes import blocks_bytes
 from ftckpt.parity.table import Memory, ProtectionTable, memory_table, network_table, protection_table
@@ -47,7 +47,7 @@ class _Parts:
     protecting: list[tuple[str, str, str, tuple[int, ...]]] = field(default_factory=list)
 
 
-def build(job: JobShape, modes: Modes) -> list[Holding]:
+def build(job: JobShape, modes: Modes) -> list[ArenaLayout]:
     """The holdings of a job under these modes, rank by rank."""
     parts = [_Parts(job.private_bytes) for _ in range(job.ranks)]
     for ranks, nbytes in job.replica_sets.items():
@@ -69,9 +69,7 @@ def build(job: JobShape, modes: Modes) -> list[Holding]:
     return [_holding(job, rank, parts[rank]) for rank in range(job.ranks)]
 
 
-def _protect(
-    job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], replica_set: tuple[str, ...]
-) -> None:  # fmt: skip
+def _protect(job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], replica_set: tuple[str, ...]) -> None:
     """Have the members of a group, by their shards, keep their shares and what guards those of the others."""
     if not any(nbytes for _, nbytes in own.values()):
         return
@@ -104,7 +102,7 @@ def _blocks(mode: str, chunk_bytes: int, lengths: tuple[tuple[int, ...], ...]) -
     return tuple(blocks_bytes(group, holder) for holder in range(len(lengths)))
 
 
-def _holding(job: JobShape, rank: int, parts: _Parts) -> Holding:
+def _holding(job: JobShape, rank: int, parts: _Parts) -> ArenaLayout:
     shard = job.shards[rank]
     wanted = [("private", "", "", _cut(parts.private, job.chunk_bytes))] if parts.private else []
     wanted += [("shared", name, "", _cut(nbytes, job.chunk_bytes)) for name, nbytes in sorted(parts.shared.items())]
@@ -113,7 +111,7 @@ def _holding(job: JobShape, rank: int, parts: _Parts) -> Holding:
         sections.append(HoldingSection(kind, group, of, first, lengths))
         first += len(lengths)
         data += sum(lengths)
-    return Holding(
+    return ArenaLayout(
         shard=shard,
         node=job.node(rank),
         rack=job.rack(rank),
@@ -143,7 +141,7 @@ class ProtectionPlan:
     modes: Modes
 
     @cached_property
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[ArenaLayout]:
         return build(self.job, self.modes)
 
     @cached_property
@@ -227,7 +225,7 @@ def plan(job: JobShape, config: Config) -> StartPlan:
             remedies = ways_to_need_less(config, slots, bool(arrangement.modes.names))
             require_limit(
                 config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
-            )  # fmt: skip
+            )
         except MemoryBudgetError:
             # As a start does: without a mode that nobody has named.
             fewer = lessened(arrangement.modes) if config.protect == "auto" else None

@@ -29,7 +29,7 @@ _COUNTS_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class StateSharding:
+class StatePartition:
     """Who holds what the optimizer steps, of ranks that train the same parameters on other data.
 
     ``option`` as users write it. ``copies`` of these ranks hold the same bytes: 1: each has a part of its own; 0: all
@@ -61,7 +61,7 @@ class JobShape:
     gpus_per_node: int
     params: int
     expert_params: int
-    holders: StateSharding
+    holders: StatePartition
     nodes_per_rack: int
     chunk_bytes: int
     objects_bytes: int
@@ -333,7 +333,7 @@ def _parameters(arguments: argparse.Namespace, ranks: int, etp: int) -> tuple[in
     return int(params), int(experts)
 
 
-def _holders(arguments: argparse.Namespace) -> StateSharding:
+def _holders(arguments: argparse.Namespace) -> StatePartition:
     dtype, replicas = arguments.dtype or "bf16", arguments.dp * arguments.cp
     masters = "fp32 weights" if dtype == "fp32" else f"fp32 masters ({dtype} weights follow from them)"
     own, alike = "each rank holds its own part", f"{replicas} ranks hold the same"
@@ -342,9 +342,9 @@ def _holders(arguments: argparse.Namespace) -> StateSharding:
         held = own if copies == 1 else f"{copies} ranks hold the same part"
         if arguments.dtype in ("bf16", "fp16"):
             text = f"{dtype} weights that have no masters, two {dtype} moments; {held}"
-            return StateSharding("--fsdp", copies, _PURE_BYTES, text, _COUNTS_BYTES)
+            return StatePartition("--fsdp", copies, _PURE_BYTES, text, _COUNTS_BYTES)
         text = f"fp32 weights (what a mixed precision policy makes of them is not kept), two fp32 moments; {held}"
-        return StateSharding("--fsdp", copies, _MASTERS_BYTES, text, _COUNTS_BYTES)
+        return StatePartition("--fsdp", copies, _MASTERS_BYTES, text, _COUNTS_BYTES)
     if arguments.zero is None:
         kind = arguments.optimizer or "distributed"
         option, divided = f"--optimizer {kind}", kind == "distributed"
@@ -358,7 +358,7 @@ def _holders(arguments: argparse.Namespace) -> StateSharding:
             0: " (DeepSpeed without ZeRO)", 1: " of these, and all have all weights (ZeRO 1)",
             2: " of these, and all have all weights (ZeRO 2)", 3: ", of weights too (ZeRO 3)",
         }[arguments.zero]  # fmt: skip
-    return StateSharding(option, 1 if divided else 0, _MASTERS_BYTES, text)
+    return StatePartition(option, 1 if divided else 0, _MASTERS_BYTES, text)
 
 
 def _nodes_per_rack(racks: int, per_rack: int, nodes: int) -> int:

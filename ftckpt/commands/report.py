@@ -15,21 +15,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ftckpt.commands.event_log import EventLogError, count
+from ftckpt.commands.event_log import count
 from ftckpt.commands.history import RunHistory, read_history
 from ftckpt.commands.recovery import Recovery
 from ftckpt.commands.sections import Additions, sections_of
 from ftckpt.commands.timeline import Timeline, read_timeline, trace_of
-from ftckpt.errors import FtckptError
+from ftckpt.errors import ConfigError, EventLogError
 from ftckpt.model.text import aligned
 
 REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
 _TEMPLATE = "report.html.j2"
 _PACKAGES = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
-
-
-class ReportError(FtckptError):
-    """The page cannot be made; the text says what to do."""
 
 
 def add_report(commands: Any) -> None:
@@ -49,7 +45,7 @@ def add_report(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and return the exit status. Raises EventLogError, ReportError."""
+    """Write the page and return the exit status. Raises EventLogError, ConfigError."""
     output = arguments.output or arguments.run_dir / REPORT_NAME
     history = read_history(arguments.run_dir)
     # Who names an iteration, or wants a trace, wants to hear that there is none.
@@ -68,7 +64,7 @@ def write_report(run_dir: Path, output: Path, additions: Additions | None = None
 
     Raises:
         EventLogError: no such directory, or no event logs in it.
-        ReportError: a package is missing.
+        ConfigError: a package is missing.
         OSError: a file cannot be written.
     """
     history = read_history(run_dir)
@@ -92,13 +88,13 @@ def write_page(
     """Write the page.
 
     Raises:
-        ReportError: a package is missing.
+        ConfigError: a package is missing.
         OSError: it cannot be written.
     """
     for module, package in _PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             problem = f"the page needs {package}, which is not installed: pip install 'ftckpt[report]'"
-            raise ReportError(f"{output}: {problem}")
+            raise ConfigError(f"{output}: {problem}")
     _replace_file(output, render(history, timeline, additions or Additions()))
 
 

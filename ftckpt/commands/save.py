@@ -14,10 +14,10 @@ from typing import Any
 from ftckpt.commands.options import add_arena
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import checkpoints
 from ftckpt.persist.exports import prepare
 from ftckpt.persist.place import Place, locate
-from ftckpt.persist.storage import open_storage
 from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import PersistRequest

@@ -26,7 +26,7 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of a page; what is empty is left out."""
 
     title: str
@@ -49,11 +49,11 @@ class Additions:
     reference: Losses = field(default_factory=list)
     reference_name: str = ""
     tiles: Mapping[str, str] = field(default_factory=dict)
-    sections: Sequence[Section] = ()
+    sections: Sequence[PageSection] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
-def sections_of(history: RunHistory, timeline: Timeline | None, additions: Additions) -> Iterator[Section]:
+def sections_of(history: RunHistory, timeline: Timeline | None, additions: Additions) -> Iterator[PageSection]:
     """All sections of the page of a run."""
     yield _losses(history, additions.reference, additions.reference_name)
     yield _restarts(history)
@@ -66,22 +66,22 @@ def sections_of(history: RunHistory, timeline: Timeline | None, additions: Addit
     yield _conditions(history, additions.conditions)
 
 
-def _losses(history: RunHistory, reference: Losses, reference_name: str) -> Section:
+def _losses(history: RunHistory, reference: Losses, reference_name: str) -> PageSection:
     title = "Losses"
     if not history.losses:
-        return Section(
+        return PageSection(
             title,
             "None were found: JSON lines with iteration and loss, in a file NAME.jsonl in the directory of the "
             "events or above it, would be drawn here.",
         )
     figure = figures.losses(history.losses, reference, ("this run", reference_name), history.restarts)
-    return Section(title, "An iteration that was trained again is drawn again.", figure)
+    return PageSection(title, "An iteration that was trained again is drawn again.", figure)
 
 
-def _restarts(history: RunHistory) -> Section:
+def _restarts(history: RunHistory) -> PageSection:
     title, restarts = "Restarts: their causes, sources and times", history.restarts
     if not restarts:
-        return Section(title, f"None: the run has {count(len(history.attempts), 'attempt')}.")
+        return PageSection(title, f"None: the run has {count(len(history.attempts), 'attempt')}.")
     note = "Bars show the time from the fault to the first boundary after it; rebuild and load are ftckpt's."
     if not all(restart.noted for restart in history.failures):
         note += (
@@ -89,7 +89,7 @@ def _restarts(history: RunHistory) -> Section:
             "silent first, and is detected with the last event of the attempt."
         )
     figure = figures.restart_times(history.failures) if history.failures else b""
-    return Section(title, note, figure, *restart_table(restarts), _MEANINGS)
+    return PageSection(title, note, figure, *restart_table(restarts), _MEANINGS)
 
 
 def restart_table(restarts: Sequence[Recovery]) -> tuple[list[str], list[list[str]]]:
@@ -121,21 +121,21 @@ def _total(one: Recovery) -> str:
     return f"{one.total_secs:.2f} s" if one.is_failure else ""
 
 
-def _blocked(history: RunHistory) -> Section:
+def _blocked(history: RunHistory) -> PageSection:
     title = "Training blocked by snapshots"
     if not history.blocked:
-        return Section(title, "No snapshot was taken.")
+        return PageSection(title, "No snapshot was taken.")
     note = (
         "The time that training stood still for snapshots in each iteration. The fence belongs to the snapshot "
         "before it. Where copies use the cores that train, measure the overhead on real devices."
     )
-    return Section(title, note, figures.blocked(history.blocked, history.restarts))
+    return PageSection(title, note, figures.blocked(history.blocked, history.restarts))
 
 
-def _ages(history: RunHistory) -> Section:
+def _ages(history: RunHistory) -> PageSection:
     title, ages = "Ages of snapshots", list(history.ages())
     if all(age.committed is None for age in ages):
-        return Section(title, "The events show no snapshot that all ranks had.")
+        return PageSection(title, "The events show no snapshot that all ranks had.")
     note = (
         "At each boundary: how many iterations old the newest snapshot is that is committed (all ranks have it), "
         "protected (parity is complete), and persisted (on storage). A fault at that instant costs so many. Times "
@@ -143,13 +143,13 @@ def _ages(history: RunHistory) -> Section:
     )
     for name in ("protected", "persisted"):
         note += "" if any(getattr(age, name) is not None for age in ages) else f" None was {name}."
-    return Section(title, note, figures.ages(ages, history.restarts))
+    return PageSection(title, note, figures.ages(ages, history.restarts))
 
 
-def _protection(history: RunHistory) -> Section:
+def _protection(history: RunHistory) -> PageSection:
     title, event = "Protection", history.protection
     if event is None:
-        return Section(title, "The events show none: the run had --ftckpt-protect none, or ended before it began.")
+        return PageSection(title, "The events show none: --ftckpt-protect is none, or the run ended before it began.")
     try:
         rows = [
             [str(one["lost"]), str(one["cases"]), str(one["survived"]), ", ".join(map(str, one["example"]))]
@@ -158,20 +158,20 @@ def _protection(history: RunHistory) -> Section:
         memory = {str(name): human(num) for name, num in event["memory_per_node"].items()}
         modes = ", ".join(map(str, event["modes"])) or "none"
     except (KeyError, TypeError, AttributeError, ValueError):
-        return Section(title, "The event that describes it is broken.")
+        return PageSection(title, "The event that describes it is broken.")
     sums = ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in memory.items())
     terms = {"modes": modes, "memory of the fullest node": sums}
     lags = [(iteration, secs) for attempt in history.attempts for iteration, secs in attempt.lags()]
     typical = f"{median(secs for _, secs in lags):.2f} s, median" if lags else "no snapshot was protected"
     terms["from the boundary of a snapshot until it was protected"] = typical
     figure = figures.protection_lags(lags, history.restarts) if lags else b""
-    return Section(title, "", figure, ["loss", "cases", "survived", "one that is not"], rows, terms)
+    return PageSection(title, "", figure, ["loss", "cases", "survived", "one that is not"], rows, terms)
 
 
-def _iteration(timeline: Timeline | None) -> Section:
+def _iteration(timeline: Timeline | None) -> PageSection:
     title = "One iteration, and the copies of its snapshot"
     if timeline is None:
-        return Section(title, f"The events have no timeline: {REMEDY}.")
+        return PageSection(title, f"The events have no timeline: {REMEDY}.")
     ranks = figures.shown(timeline)
     note = (
         f"Iteration {timeline.iteration + 1}, while the snapshot of {timeline.iteration} was copied: "
@@ -189,21 +189,21 @@ def _iteration(timeline: Timeline | None) -> Section:
         times = [f"{one * 1e3:.1f} ms" for one in secs]
         rows.append([str(rank.rank), rank.node, rank.label, *times, *(human(num) for num in nbytes)])
     heads += [*(f"copied in {place}" for place in PLACES), "elsewhere"]
-    return Section(title, note, figures.timeline(timeline), heads, rows)
+    return PageSection(title, note, figures.timeline(timeline), heads, rows)
 
 
-def _alarms(history: RunHistory) -> Section:
+def _alarms(history: RunHistory) -> PageSection:
     title = "Warnings"
     if not history.alarms:
-        return Section(title, "None.")
+        return PageSection(title, "None.")
     rows = [
         [name, str(alarm.num), f"{alarm.first_at - history.began_at:.1f} s", listed(sorted(alarm.who)), alarm.detail]
         for name, alarm in sorted(history.alarms.items(), key=lambda item: item[1].first_at)
     ]
-    return Section(title, "", b"", ["event", "times", "first after", "from", "the first"], rows)
+    return PageSection(title, "", b"", ["event", "times", "first after", "from", "the first"], rows)
 
 
-def _conditions(history: RunHistory, given: Mapping[str, str]) -> Section:
+def _conditions(history: RunHistory, given: Mapping[str, str]) -> PageSection:
     ranks = max((len(attempt.last_signs) for attempt in history.attempts), default=0)
     nodes = max((len(attempt.nodes) for attempt in history.attempts), default=0)
     machines = [line for line in history.conditions if isinstance(line.get("versions"), dict)]
@@ -219,7 +219,7 @@ def _conditions(history: RunHistory, given: Mapping[str, str]) -> Section:
         terms["median iteration"] = f"{history.iteration_secs:.3f} s"
     terms["events"] = str(history.directory)
     terms |= {f"note {number}": note for number, note in enumerate(history.notes, 1)}
-    return Section("Conditions", terms=terms)
+    return PageSection("Conditions", terms=terms)
 
 
 def hardware_text(line: Line) -> str:

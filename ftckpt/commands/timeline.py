@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftckpt.commands.event_log import (
-    EventLog,
-    EventLogError,
-    LinePlace,
-    event_logs,
-    note_of_choice,
-    parse_line,
-    whole_number,
-)
+from ftckpt.commands.event_log import EventLog, LinePlace, event_logs, note_of_choice, parse_line, whole_number
+from ftckpt.errors import EventLogError
 from ftckpt.model.text import human, listed
 
 IDLE = ("start", "window", "tail")
@@ -38,7 +31,7 @@ REMEDY = "run with --ftckpt-events DIR and a --ftckpt-timeline-interval above 0"
 _MAX_NAMED = 20
 
 
-class Span(NamedTuple):
+class ActivitySpan(NamedTuple):
     """An activity of training, in seconds from the rank's boundary."""
 
     kind: str
@@ -65,7 +58,7 @@ class RankTimeline:
     schedule: str
     begin: float
     secs: float
-    spans: tuple[Span, ...]
+    spans: tuple[ActivitySpan, ...]
     copies: tuple[Copy, ...]
     moved_bytes: Mapping[str, int]
 
@@ -128,7 +121,7 @@ def parse_rank(line: Mapping[str, Any], node: str = "") -> RankTimeline:
             whole_number(line["rank"]), node, whole_number(line["iteration"]),
             {_name(name): whole_number(at) for name, at in (line.get("coords") or {}).items()},
             str(line.get("schedule", "")), line["begin"] + 0.0, line["secs"] + 0.0,
-            tuple(Span(str(kind), *_interval(begin, end)) for kind, begin, end in line["spans"]),
+            tuple(ActivitySpan(str(kind), *_interval(begin, end)) for kind, begin, end in line["spans"]),
             tuple(Copy(*_interval(begin, end), whole_number(num)) for begin, end, num in line.get("copies") or ()),
             {str(kind): whole_number(num) for kind, num in (line.get("moved_bytes") or {}).items()},
         )  # fmt: skip

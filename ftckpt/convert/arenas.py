@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ftckpt.convert.catalog import Bytes, Catalog, Reader
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Reader
 from ftckpt.convert.consolidation import MASTER, WEIGHT, master_of
 from ftckpt.convert.storage import CheckedOnce
 from ftckpt.errors import ArenaError, ConvertError, FtckptError, LostError, MismatchError

@@ -11,16 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from ftckpt.array_types import Bytes
 from ftckpt.convert.storage import Destination
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES, TORCH_NAMES, Box, Fragment, Shape
-
-Bytes = npt.NDArray[np.uint8]
-"""One dimension, row-major elements in little-endian order: numpy has no bfloat16, and nothing here computes."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -6,14 +6,14 @@ Weights that a checkpoint leaves out because they are casts of its masters are m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from ftckpt.convert.catalog import TORCH_DTYPES, Bytes, Catalog, Get, Reader, Rows, Tensor, tensors_of
+from ftckpt.array_types import Array, Bytes
+from ftckpt.convert.catalog import TORCH_DTYPES, Catalog, Get, Reader, Rows, Tensor, tensors_of
 from ftckpt.errors import ConvertError, LostError
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.text import listed
@@ -28,8 +28,6 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _MOST_NAMED = 5
 _AVERAGED_BYTES = 1 << 20
 """Of a tensor that is averaged, at a time: sums have 64 bits an element, whatever the tensor has."""
-
-Array = npt.NDArray[Any]
 
 
 class Consolidator:

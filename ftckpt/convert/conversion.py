@@ -15,7 +15,8 @@ from pathlib import Path
 
 import xxhash
 
-from ftckpt.convert.catalog import Bytes, Catalog, Get, Reader, Tensor, Unit, Writer
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Get, Reader, Tensor, Unit, Writer
 from ftckpt.convert.consolidation import Consolidator, deriving, with_derived
 from ftckpt.convert.storage import Journal, explained
 from ftckpt.errors import ConvertError

@@ -14,18 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from ftckpt.convert.catalog import (
-    WEIGHTS_ALONE,
-    Bytes,
-    Catalog,
-    Get,
-    Reader,
-    Rows,
-    Tensor,
-    Unit,
-    Writer,
-    whole_fragment,
-)
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import WEIGHTS_ALONE, Catalog, Get, Reader, Rows, Tensor, Unit, Writer, whole_fragment
 from ftckpt.convert.consolidation import lacking_weight, with_derived
 from ftckpt.convert.storage import Destination, explained, fingerprint_of, map_file
 from ftckpt.errors import ConvertError

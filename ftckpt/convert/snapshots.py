@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ftckpt.array_types import Bytes
 from ftckpt.convert.arenas import ShardFragment, read_catalog
-from ftckpt.convert.catalog import Bytes, Reader
+from ftckpt.convert.catalog import Reader
 from ftckpt.convert.storage import CheckedOnce, explained, map_file
 from ftckpt.errors import ConvertError, CorruptError, StorageError
 from ftckpt.model import objects

@@ -140,7 +140,7 @@ class Destination:
                 os.fsync(file.fileno())
                 file.close()
                 fresh.rename(final)
-            except BaseException:
+            except BaseException:  # an interrupt, too, must leave no part of a file
                 with contextlib.suppress(OSError):  # what is buffered has no room either
                     file.close()
                 fresh.unlink(missing_ok=True)

@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from ftckpt.convert.catalog import Bytes, Catalog, Get, Reader, Tensor, Unit, Writer, whole_fragment
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Get, Reader, Tensor, Unit, Writer, whole_fragment
 from ftckpt.convert.consolidation import with_derived
 from ftckpt.convert.safetensors import (
     CHECKSUMS,

@@ -22,17 +22,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize
+from ftckpt.deepspeed import active_engine, initialize
+from ftckpt.deepspeed.active_engine import begin_iteration, close
+from ftckpt.deepspeed.initialize import remove
 from ftckpt.deepspeed.section import configure
 from ftckpt.errors import ConfigError
-from ftckpt.frameworks.launcher import follow_uncaught
 from ftckpt.model.text import with_article
 
 if TYPE_CHECKING:
     from ftckpt.frameworks.torch_state import Stateful
     from ftckpt.job.checkpointer import Checkpointer
-
-follow_uncaught()  # what is wrong in a configuration is said before anything is started
 
 __all__ = ["active", "attach", "begin_iteration", "close", "configure", "register", "remove"]
 
@@ -47,7 +46,7 @@ def register(name: str, value: Stateful) -> None:
     Raises:
         ConfigError: the name is taken, the object has no ``state_dict`` or ``load_state_dict``, or it is too late.
     """
-    if not name or name.startswith("ftckpt.") or name in initialize.objects:
+    if not name or name.startswith("ftckpt.") or name in active_engine.objects:
         raise ConfigError(f"register: the name {name!r} is taken or empty; names that begin with ftckpt. are ours")
     from ftckpt.frameworks.generators import as_object
 
@@ -57,7 +56,7 @@ def register(name: str, value: Stateful) -> None:
             raise ConfigError(f"register: {name!r} is {with_article(type(value).__name__)} and has no {method}()")
     if active() is not None:
         raise ConfigError(f"register: too late for {name!r}; register objects before deepspeed.initialize")
-    initialize.objects[name] = value
+    active_engine.objects[name] = value
 
 
 def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: Config | None = None) -> Any:
@@ -88,34 +87,13 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
     from ftckpt.frameworks.generators import as_object
 
     own = {name: as_object(value) for name, value in (objects or {}).items()}
-    EngineSession(engine, {**initialize.objects, **own}, config, EpochBegins())
+    EngineSession(engine, {**active_engine.objects, **own}, config, EpochBegins())
     return active()
-
-
-def begin_iteration() -> None:
-    """An iteration begins: call it first in each, where a script changes state outside of engine calls.
-
-    The snapshot of the iteration before is taken here instead of in ``engine.step``, so that it has what the script
-    has changed since (averaged weights, counters). After a restart random numbers are set here instead of in
-    ``engine(batch)``, so that noise that the script draws before that is the same. Does nothing where no engine is
-    followed.
-    """
-    initialize.begin_iteration()
 
 
 def active() -> Checkpointer | None:
     """The checkpointer of the engine that is followed, or None."""
-    return initialize.door.checkpointer
-
-
-def close() -> None:
-    """Training has ended well: remove the snapshots. Collective; does nothing where no engine is followed."""
-    initialize.close()
-
-
-def remove() -> None:
-    """Put ``deepspeed.initialize`` back and take all hooks off the engine; snapshots stay in memory."""
-    initialize.remove()
+    return active_engine.door.checkpointer
 
 
 initialize.install()

@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize, section
-from ftckpt.deepspeed.initialize import door
+from ftckpt.deepspeed import active_engine, section
+from ftckpt.deepspeed.active_engine import door
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks import launcher
 from ftckpt.frameworks.log_sums import LogSums
@@ -115,7 +115,7 @@ class TrainLoop:
         trains = not any(getattr(arguments, name, False) for name in ("inference", "skip_train"))
         if trains:
             self._check(arguments)
-        with initialize.attached_later():
+        with active_engine.attached_later():
             made = original(*args, **kwargs)
         if not trains:
             launcher.log_once("nothing is trained here (--inference, --skip-train), and ftckpt does nothing")
@@ -141,13 +141,13 @@ class TrainLoop:
         from ftckpt.deepspeed.session import EngineSession
         from ftckpt.deepspeed.storage import is_named
 
-        if _DATA in initialize.objects:
+        if _DATA in active_engine.objects:
             raise ConfigError(f"register: the name {_DATA!r} is taken, by the counters of Megatron-DeepSpeed")
         # Not with --finetune, which begins to count at 0, whatever is loaded.
         # Releases before February 2024 have no --load-tag, and load what ``latest`` names.
         tag = {"tag": getattr(arguments, "load_tag", None)}
         named = engine.global_steps > 0 and is_named(engine.load_checkpoint, (arguments.load,), tag)
-        counters, objects = LoopCounters(arguments), initialize.objects
+        counters, objects = LoopCounters(arguments), active_engine.objects
         session = EngineSession(
             engine, {**objects, _DATA: counters}, config, EpochBegins(), named, check_counted=self.check_counted
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, Writing, settings_are_written
+from ftckpt.errors import ConfigError, FtckptError, SettingSyntax, settings_are_written
 from ftckpt.frameworks import launcher
 from ftckpt.setting import flag_of
 
@@ -31,7 +31,9 @@ def configure(settings: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an unknown name or an impossible value.
     """
-    settings_are_written(Writing.JSON)
+    if settings:
+        launcher.follow_uncaught()
+    settings_are_written(SettingSyntax.JSON)
     Config.from_mapping(settings)
     _given.clear()
     _given.update(settings)
@@ -61,7 +63,9 @@ def merged(section: Any) -> Config:
     """
     if section is None:
         section = {}
-    settings_are_written(Writing.JSON)
+    if section or _given:
+        launcher.follow_uncaught()
+    settings_are_written(SettingSyntax.JSON)
     # As they are read: 4GiB and 4 are one value, and so are a path and its whole name.
     in_section, outside = Config.from_mapping(section), Config.from_mapping(_given)
     if leaves_out(section):

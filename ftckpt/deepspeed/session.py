@@ -12,11 +12,11 @@ import deepspeed
 import torch.distributed as dist
 
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize, optimizers, support
+from ftckpt.deepspeed import active_engine, optimizers, support
+from ftckpt.deepspeed.active_engine import door
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
 from ftckpt.deepspeed.hooks import EngineHooks, check_engine, check_optimizer
-from ftckpt.deepspeed.initialize import door
 from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.script import ScriptPosition
 from ftckpt.deepspeed.state import DeepSpeedState, counters, set_counters
@@ -60,7 +60,7 @@ class EngineSession:
         self, engine: Any, objects: Mapping[str, Stateful], config: Config, begins: EpochBegins, named: bool = False,
         *, args: Any = None, check_counted: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        initialize.require_one_engine(engine)
+        active_engine.require_one_engine(engine)
         check_isolated()  # before a collective, in which a restarted attempt would wait for dead processes
         self._engine = engine
         self._objects = dict(objects)
@@ -78,12 +78,12 @@ class EngineSession:
         door.hooks.undo += [self._leave_data, self._script.remove]
         try:
             checkpointer, self._from_memory = self._restore(named)
-        except BaseException:
-            door.leave()  # a refusal leaves the engine as it was
+        except BaseException:  # a refusal leaves the engine as it was
+            door.leave()
             raise
         self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, check_counted=check_counted)
         self._follow()
-        initialize.session = self
+        active_engine.session = self
         door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
             checkpointer.events.announce(
@@ -112,7 +112,7 @@ class EngineSession:
     def begin_batch(self) -> None:
         """A training batch is about to be used; or drawn, by a script that says so before: RNG is right then, too."""
         self.take_boundary()
-        initialize.check_others()
+        active_engine.check_others()
         self._state.late_changes.begin()
         self._script.begin_iteration()
         self._data.begin_training()
@@ -237,10 +237,9 @@ class EngineSession:
 
         Under the runner the end of the script says that.
         """
-        # Two frames up: this one and the wrapper around it were called by ``destroy``'s caller.
-        is_collected = sys._getframe(2).f_code is getattr(type(self._engine).__del__, "__code__", None)
-        if not is_collected and sys.exc_info()[0] is None and not initialize.has_runner():
-            initialize.close()
+        # This session refers to the engine, which is collected with the interpreter alone.
+        if not sys.is_finalizing() and sys.exc_info()[0] is None and not active_engine.has_runner():
+            active_engine.close()
         return original()
 
 
@@ -271,7 +270,7 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
     def begin(named: bool = False) -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        EngineSession(made[0], initialize.objects, config, begins, named, args=given.get("args"))
+        EngineSession(made[0], active_engine.objects, config, begins, named, args=given.get("args"))
 
     try:
         begin()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ftckpt.deepspeed.initialize import door
+from ftckpt.deepspeed.active_engine import door
 from ftckpt.errors import LostError
 from ftckpt.frameworks.launcher import log_once
 

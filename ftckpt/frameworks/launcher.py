@@ -294,6 +294,9 @@ def _print(text: str) -> None:
     print(f"ftckpt: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
+_code: int | None = None  # the exit code, once ``leave`` has it
+
+
 def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """End the process with the code that ``main`` of its arguments returns, or by what it raises.
 
@@ -301,6 +304,9 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     interpreter after that has begun is ended by an unwinding that C++ answers with abort. A job that was done would
     be taken for one that failed.
     """
+    global _code
+    if not is_forked:
+        atexit.register(end_process)
     try:
         code = _exit_code(main(sys.argv[1:]))
     except SystemExit as ended:
@@ -319,14 +325,20 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    # In this order, as the interpreter does: pools of threads and processes end, then what was registered.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    _code = code
+    sys.exit(code)
+
+
+def end_process() -> None:
+    """The last exit function, as it is registered first: ends the process if ``leave`` has an exit code."""
+    if _code is None:
+        return
+    logging.shutdown()  # registered before
     # Beside: a pipe that nobody reads, or a file that another thread waits for, must not keep the process.
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_SECS)
-    os._exit(code)
+    os._exit(_code)
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
@@ -357,8 +369,7 @@ def _flush() -> None:
     found = [one for one in objects if type(one) in kinds]
     files = [*found, sys.__stdout__, sys.__stderr__]
     for file in sorted(files, key=lambda file: isinstance(file, io.BufferedIOBase)):  # a text is on top of its buffer
-        # One that is detached, in use by a thread or of a class of the script's own: that of the others counts.
-        with suppress(Exception):
+        with suppress(Exception):  # it may be detached, in use by a thread, or of a class of the script's own
             if not file.closed and file.writable():
                 file.flush()
     ctypes.CDLL(None).fflush(None)  # files of C, of a library of the script

@@ -12,12 +12,11 @@ from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
 
 # Lists, not ranges: hooks rest on names, orders and fields that no release promises.
-TESTED = {
-    "megatron-core": (
-        "0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.1",
-    ),
-    "DeepSpeed": ("0.19.0", "0.19.1", "0.19.2", "0.19.3", "0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8"),
-}  # fmt: skip
+_TESTED = """
+megatron-core 0.14.0 0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1 0.17.1 0.18.2 0.19.0 0.19.1
+DeepSpeed 0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8
+"""
+TESTED = {program: releases for program, *releases in map(str.split, _TESTED.strip().splitlines())}
 
 
 def admit(program: str, version: str, config: Config) -> str:

@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ftckpt.group import Group
-from ftckpt.model.sampled import Comparison, Sampled
+from ftckpt.model.sampled import Comparison, SampleOutcome
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,7 +101,7 @@ class Verdict(NamedTuple):
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
     step: int = 0
-    replicas: Sampled = Sampled.UNKNOWN
+    replicas: SampleOutcome = SampleOutcome.UNKNOWN
 
     @classmethod
     def of(cls, minima: Sequence[int]) -> Verdict:
@@ -127,7 +127,7 @@ class AgreementError(RuntimeError):
     """The other ranks cannot be reached any more."""
 
 
-class _Posted(NamedTuple):
+class _PostedRound(NamedTuple):
     """A round on its way; ``rows`` where samples go with it, and how they are compared."""
 
     work: Any
@@ -149,7 +149,7 @@ class Agreement:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._posted: deque[_Posted] = deque()
+        self._posted: deque[_PostedRound] = deque()
         self._unread: list[Verdict] = []
         self._ended = False  # all turn off: nobody posts behind that
 
@@ -160,7 +160,7 @@ class Agreement:
 
     def post(
         self, round_: Round, words: npt.NDArray[np.int64] | None = None, comparison: Comparison | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Post this rank's round; never waits. ``words``: of its sample of that snapshot, on all ranks or on none,
         for ``comparison``.
 
@@ -168,7 +168,7 @@ class Agreement:
             AgreementError: nothing was posted.
         """
         try:
-            posted = _Posted(*self._group.start_minimum(round_.words()))
+            posted = _PostedRound(*self._group.start_minimum(round_.words()))
             if words is not None:
                 sample, rows = self._group.start_gather(words)
                 posted = posted._replace(sample=sample, rows=rows, comparison=comparison)

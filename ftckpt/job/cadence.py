@@ -83,7 +83,7 @@ class Proofs:
             self.begin = number
 
 
-class Trust:
+class ReplicaTrust:
     """Since when replicas are known to be the same: from samples, one position with each snapshot, and proofs.
 
     State that differs stays different until it is loaded again. So all of it was the same at an iteration since which

@@ -193,7 +193,7 @@ class Checkpointer:
         try:
             with no_collections():
                 return self._restore(loaded, unproven)
-        except BaseException as error:
+        except BaseException as error:  # a start that failed leaves what was there before
             if isinstance(error, StorageError) and not error.lasting:
                 self._rank.attempt.take_back()
             self._withdraw()

@@ -41,7 +41,7 @@ _JUDGED = 5
 """Flushes that the time of one is a median of."""
 
 
-class FlushGuard(NamedTuple):
+class FlushStatus(NamedTuple):
     """What a rank sees of its node's SMP, and of what it has done for storage.
 
     ``ready``: it lives, and knows what to do. ``sealed``: this rank's arena has the snapshot. ``state``: how far the
@@ -58,7 +58,7 @@ class FlushGuard(NamedTuple):
         return self.ready and self.sealed and self.state not in (FlushState.DONE, FlushState.CANNOT)
 
 
-NO_FLUSH = FlushGuard()
+NO_FLUSH = FlushStatus()
 """Of a rank whose node brings nothing to storage."""
 
 
@@ -149,7 +149,7 @@ class Flushes:
             self.wished = wish
         return self.wished
 
-    def report(self, guard: FlushGuard, now_secs: float) -> tuple[int, Coverage]:
+    def report(self, guard: FlushStatus, now_secs: float) -> tuple[int, Coverage]:
         """The iteration that goes to storage and how far this node is with it, for a round."""
         if not self.interval:
             return -1, Coverage.DONE

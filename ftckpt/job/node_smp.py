@@ -22,10 +22,10 @@ from ftckpt.job.addresses import LOOPBACK, listening_address
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import claim
 from ftckpt.persist.place import Place
-from ftckpt.persist.storage import open_storage
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.footprint import store_description
@@ -141,7 +141,7 @@ class NodeSmp:
         self,
         node_dir: Path,
         reports: Sequence[SmpReport],
-        holdings: Sequence[Holding],
+        holdings: Sequence[ArenaLayout],
         groups: Sequence[ParityGroup],
         packages: Mapping[str, Mapping[str, int]],
         *,

@@ -17,16 +17,16 @@ from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
 from ftckpt.job.actions import TargetMarks
 from ftckpt.job.addresses import machine
-from ftckpt.job.flushes import NO_FLUSH, FlushGuard
+from ftckpt.job.flushes import NO_FLUSH, FlushStatus
 from ftckpt.job.node_smp import NodeSmp, SmpReport
-from ftckpt.job.targets import Guard
+from ftckpt.job.targets import ProtectionStatus
 from ftckpt.model import codec
 from ftckpt.model.flush_interval import mtbf_secs
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import (
     PARITY_FILES,
     Modes,
@@ -58,7 +58,7 @@ class _ArenaRemains(NamedTuple):
 class RankReport(NamedTuple):
     """What one rank tells of its arena and its node's SMP; ``secret`` as for ``NodeSmp``."""
 
-    holding: Holding
+    holding: ArenaLayout
     held: _ArenaRemains
     secret: bytes
     smp: SmpReport
@@ -72,13 +72,13 @@ class Arrangement:
     ``mirrors`` of each shard its own node and those that keep its package.
     """
 
-    holdings: Sequence[Holding]
+    holdings: Sequence[ArenaLayout]
     groups: Sequence[ParityGroup]
     in_slots: Sequence[ParityGroup]
     mirrors: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def of(cls, holdings: Sequence[Holding], in_slots: Sequence[ParityGroup], modes: Modes) -> Arrangement:
+    def of(cls, holdings: Sequence[ArenaLayout], in_slots: Sequence[ParityGroup], modes: Modes) -> Arrangement:
         """Arrange what the ranks hold by the modes in force."""
         groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
         return cls(holdings, groups, in_slots, mirrors(holdings, modes))
@@ -288,15 +288,15 @@ class Protection:
         if self._pulse is not None:
             self._pulse.tell_counts(counts)
 
-    def observe(self, target: SnapshotId | None) -> Guard:
+    def observe(self, target: SnapshotId | None) -> ProtectionStatus:
         """What the node's SMP is seen to do, and to have done for the target."""
         if self._pulse is None or self._arena is None:
-            return Guard()
+            return ProtectionStatus()
         try:
             slot = self._arena.find(target)
             check = self._arena.check(slot) if slot is not None else None
             configured = self._pulse.smp_guards(self._digest)
-            return Guard(
+            return ProtectionStatus(
                 alive=self._pulse.smp_alive(_SMP_SILENT_SECS),
                 configured=configured,
                 sealed=slot is not None,
@@ -307,9 +307,9 @@ class Protection:
             )
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
             self._events.emit("smp_error", error=repr(error))
-            return Guard()
+            return ProtectionStatus()
 
-    def observe_flush(self, snapshot: SnapshotId | None) -> FlushGuard:
+    def observe_flush(self, snapshot: SnapshotId | None) -> FlushStatus:
         """What the node's SMP is seen to do, and to have done to bring ``snapshot`` to storage."""
         if self._pulse is None or self._arena is None or not self._config.persist:
             return NO_FLUSH
@@ -321,7 +321,7 @@ class Protection:
             state = self._pulse.flush_state(snapshot) if snapshot is not None and knows else FlushState.NONE
             if state == FlushState.CANNOT and not self._topology.is_node_leader:
                 state = FlushState.WORKING  # the leader, who alone can ask the SMP why, is to say so
-            return FlushGuard(ready, sealed, state)
+            return FlushStatus(ready, sealed, state)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever storage does
             self._events.emit("smp_error", error=repr(error))
             return NO_FLUSH
@@ -376,7 +376,7 @@ class Protection:
         remedies = ways_to_need_less(self._config, slots, bool(names))
         require_limit(
             self._config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
-        )  # fmt: skip
+        )
         account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
         self._require_room(account, coming_bytes, node_dir, lacking)
         return table

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from ftckpt.array_types import Bytes
 from ftckpt.convert.arenas import (
     ShardFragment,
     logical_fragments,
@@ -19,7 +20,7 @@ from ftckpt.convert.arenas import (
     snapshot_catalog,
     without_doubles,
 )
-from ftckpt.convert.catalog import Bytes, Catalog, Rows, Tensor, Unit, tensors_of
+from ftckpt.convert.catalog import Catalog, Rows, Tensor, Unit, tensors_of
 from ftckpt.convert.consolidation import deriving, master_of
 from ftckpt.convert.safetensors import MAX_FILE_BYTES, strips
 from ftckpt.convert.storage import Destination

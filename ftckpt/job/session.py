@@ -25,11 +25,11 @@ from ftckpt.job.actions import (
     WholeMark,
 )
 from ftckpt.job.agreement import Round, Verdict, Will
-from ftckpt.job.cadence import Interval, Proofs, Trust
-from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
-from ftckpt.job.targets import Guard, Targets
-from ftckpt.job.votes import Step, Votes
-from ftckpt.model.sampled import Sampled
+from ftckpt.job.cadence import Interval, Proofs, ReplicaTrust
+from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushStatus
+from ftckpt.job.targets import ProtectionStatus, Targets
+from ftckpt.job.votes import Votes, VoteStep
+from ftckpt.model.sampled import SampleOutcome
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 
@@ -72,7 +72,7 @@ class RankState:
         self._concluded = 0  # the interval that was found to keep the budget; 0: none was in this attempt
         self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_SNAPSHOTS)
         self.proofs = Proofs(config.replica_check_interval > 0)
-        self._trust = Trust(0, -1)
+        self._trust = ReplicaTrust(0, -1)
         self._trusted_before = -1  # the last proof
         self._proved = 0  # the number of the snapshot with the last proof
         self._alarm: int | None = None  # the number of the snapshot with which replicas differ, until a proof
@@ -109,7 +109,7 @@ class RankState:
 
     def lay_out(self, positions: int) -> None:
         """Samples have so many ``positions`` from now on; 0: there are none. Nothing differs now."""
-        self._trust = Trust(positions, self.iteration)
+        self._trust = ReplicaTrust(positions, self.iteration)
 
     @property
     def trusted(self) -> int:
@@ -152,7 +152,7 @@ class RankState:
         return self._next_step is not None
 
     @property
-    def _next_step(self) -> Step | None:
+    def _next_step(self) -> VoteStep | None:
         """With a round that this rank can post."""
         if self._votes.settled:  # mostly
             return None
@@ -181,8 +181,8 @@ class RankState:
         return self._missed and self.failures >= self._error_limit
 
     def round_to_post(
-        self, newest: SnapshotId | None, will: Will, wish: Wish, guard: Guard, now_secs: float,
-        *, flush: FlushGuard = NO_FLUSH,
+        self, newest: SnapshotId | None, will: Will, wish: Wish, guard: ProtectionStatus, now_secs: float,
+        *, flush: FlushStatus = NO_FLUSH,
     ) -> Round:  # fmt: skip
         """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
         # What was restored is of another lineage, and no snapshot of this one.
@@ -277,9 +277,9 @@ class RankState:
     def _compare(self, verdict: Verdict) -> list[Action]:
         """What the sample that came with ``verdict`` says. From the alarm on until the proof nothing is taken."""
         iteration = self._iterations.pop(verdict.number, -1)
-        if verdict.replicas == Sampled.MATCHED:
+        if verdict.replicas == SampleOutcome.MATCHED:
             self._trust.match(verdict.number, iteration)
-        if verdict.replicas != Sampled.DIFFER or self._alarm is not None:
+        if verdict.replicas != SampleOutcome.DIFFER or self._alarm is not None:
             return []
         if verdict.number < self._proved:  # read late: that proof has answered it
             return [Doubt(self._trusted_before, iteration)]

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+from ftckpt.array_types import Integers
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
-from ftckpt.capture.copier import TellCopying, make_copier
+from ftckpt.capture.copier import TellCopying
+from ftckpt.capture.device_copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
-from ftckpt.capture.sample import Sampler, Words
+from ftckpt.capture.sample import Sampler
 from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, UnsupportedError
 from ftckpt.events import Events
@@ -23,7 +25,7 @@ from ftckpt.group import Group, gather_bytes
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.protection import Protection
 from ftckpt.model import codec
-from ftckpt.model.replicas import Sharing
+from ftckpt.model.replicas import ReplicaMap
 from ftckpt.model.sampled import Comparison
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
@@ -94,14 +96,14 @@ class Shard:
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
         self._sampler: Sampler | None = None
-        self._sharing: Sharing | None = None
+        self._sharing: ReplicaMap | None = None
         self._told: set[str] = set()  # differing fragments: a proof that is late comes to the same ones again
         self.num_differing = 0
         """Fragments that proofs have found to differ from what other ranks hold, which had held the same."""
 
     def lay_out(
         self, whole: SnapshotId | None, protection: Protection | None = None, cast: Collection[str] = ()
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have an arena for what this rank copies; raises on all ranks together.
 
         ``whole`` is the snapshot that the arenas hold and the job goes on from. ``protection``: see
@@ -196,7 +198,7 @@ class Shard:
         if self._sampler is not None:
             self._sampler.take(number)
 
-    def sampled(self, number: int) -> tuple[Words | None, Comparison | None]:
+    def sampled(self, number: int) -> tuple[Integers | None, Comparison | None]:
         """This rank's words for snapshot ``number``, and how those of all ranks are compared."""
         if self._sampler is None:
             return None, None
@@ -256,8 +258,8 @@ class Shard:
         self._assignment = assignment
         try:
             self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
-        except BaseException:
-            arena.close()  # nobody else knows of it
+        except BaseException:  # nobody else knows of it
+            arena.close()
             raise
         limit = self._config.replica_check_interval
         self._sampler = Sampler(assignment, self._group.rank, self._group.size, limit)

@@ -76,9 +76,7 @@ class Snapshots:
         """Where this rank's snapshots lie; None as ``capture``."""
         return self.capture.arena if self.capture is not None else None
 
-    def begin(
-        self, lineage: bytes, restored: SnapshotId | None, in_memory: bool, rebuilt: bool = False
-    ) -> None:  # fmt: skip
+    def begin(self, lineage: bytes, restored: SnapshotId | None, in_memory: bool, rebuilt: bool = False) -> None:
         """Snapshots have ``lineage`` from now on, and training goes on from ``restored``, of which this start may
         have ``rebuilt`` a part."""
         self._state.begin(lineage, restored, time.monotonic(), in_memory)

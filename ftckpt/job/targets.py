@@ -21,7 +21,7 @@ _WHY_DELAYED = {
 }
 
 
-class Guard(NamedTuple):
+class ProtectionStatus(NamedTuple):
     """What a rank sees of its node's SMP, and of what it has done for the target.
 
     ``alive``: it gave a sign of life lately. ``configured``: it knows what to guard. ``sealed``: this rank's arena
@@ -110,7 +110,7 @@ class Targets:
         """Whether another verdict would settle something, by those before alone."""
         return self.target is not None or self.waits
 
-    def report(self, guard: Guard, now_secs: float) -> tuple[int, Coverage]:
+    def report(self, guard: ProtectionStatus, now_secs: float) -> tuple[int, Coverage]:
         """The target's iteration and how far this node is with it, for a round."""
         if not self.interval:
             return -1, Coverage.READY

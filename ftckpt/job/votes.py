@@ -19,7 +19,7 @@ _MAX_PAUSE = 7
 """Steps without a round between two of one snapshot: an all-reduce takes the processor for a millisecond."""
 
 
-class Step(NamedTuple):
+class VoteStep(NamedTuple):
     """The ``ordinal``-th from one boundary to the next. It begins with the snapshot of that ``number`` if it is
     ``due``, and follows it otherwise."""
 
@@ -32,7 +32,7 @@ class Votes:
     """Of one rank: steps whose round is neither posted nor known not to be, and rounds whose verdict is not read."""
 
     def __init__(self) -> None:
-        self._steps: deque[Step] = deque()
+        self._steps: deque[VoteStep] = deque()
         self.step = 0
         """Boundaries that this rank has passed."""
         self._num_posted = self._num_read = 0
@@ -54,9 +54,9 @@ class Votes:
         """A step begins; ``pending``: what was read leaves something to be settled."""
         self.step += 1
         if due or pending or self.unread or self._steps:
-            self._steps.append(Step(self.step, number, due))
+            self._steps.append(VoteStep(self.step, number, due))
 
-    def next(self, pending: bool, *, but: int = 0, unasked: bool = False) -> Step | None:
+    def next(self, pending: bool, *, but: int = 0, unasked: bool = False) -> VoteStep | None:
         """The step whose round is to be posted now; None: there is none, or it is not known yet.
 
         The last ``but`` steps are left out. ``unasked``: a round is posted, whichever it is for the others.

@@ -8,17 +8,18 @@ from functools import cached_property, lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
-_DTYPES = {
-    "BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "F8_E5M2": (1, "float8_e5m2"),
-    "F8_E4M3": (1, "float8_e4m3fn"), "I16": (2, "int16"), "U16": (2, "uint16"), "F16": (2, "float16"),
-    "BF16": (2, "bfloat16"), "I32": (4, "int32"), "U32": (4, "uint32"), "F32": (4, "float32"), "F64": (8, "float64"),
-    "I64": (8, "int64"), "U64": (8, "uint64"),
-}  # fmt: skip
-"""All types of tensors that are known, by the names that safetensors gives them: bytes per element, torch's name."""
+_DTYPES = """
+1 BOOL bool  U8 uint8  I8 int8  F8_E5M2 float8_e5m2  F8_E4M3 float8_e4m3fn
+2 I16 int16  U16 uint16  F16 float16  BF16 bfloat16
+4 I32 int32  U32 uint32  F32 float32
+8 F64 float64  I64 int64  U64 uint64
+"""
+"""All types of tensors that are known: bytes per element, and for each the names of safetensors and of torch."""
 
-DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
+_ROWS = [line.split() for line in _DTYPES.strip().splitlines()]
+DTYPE_BYTES = {name: int(row[0]) for row in _ROWS for name in row[1::2]}
 """Bytes per element."""
-TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items()}
+TORCH_NAMES = {name: torch_name for row in _ROWS for name, torch_name in zip(row[1::2], row[2::2], strict=True)}
 """What torch calls the type: an SMP reads fragments and never loads torch."""
 
 Shape = tuple[int, ...]
@@ -84,7 +85,7 @@ class Fragment(_Fields):
 
     def __new__(  # noqa: PLR0917 - as of any tuple
         cls, key: str, dtype: str, global_shape: Shape, box: Box, start: int, stop: int
-    ) -> Fragment:  # fmt: skip
+    ) -> Fragment:
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"{key}: unknown dtype {dtype!r}")
         try:
@@ -129,9 +130,8 @@ class Fragment(_Fields):
     def to_json(self) -> list[Any]:
         """A JSON value that ``from_json`` turns back into an equal fragment."""
         box = self.box
-        return [
-            self.key, self.dtype, list(self.global_shape), list(box.offset), list(box.shape), self.start, self.stop,
-        ]  # fmt: skip
+        shapes = (self.global_shape, box.offset, box.shape)
+        return [self.key, self.dtype, *map(list, shapes), self.start, self.stop]
 
     def to_json_text(self) -> str:
         """``to_json`` without spaces."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ftckpt.model.shares import Array
+from ftckpt.array_types import Array
 
 PRIVATE, DIFFERING, WHOLE = -1, -2, -3
 """In place of a group: only this rank holds the fragment; its holders do not agree on the bits; each of them copies

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import xxhash
 
+from ftckpt.array_types import Array
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.replica_groups import DIFFERING, PRIVATE, WHOLE, Groups, distinct, find_groups, pack
-from ftckpt.model.shares import Array, Run
+from ftckpt.model.shares import Run
 
 CUT_BYTES = 64
 """Shares are cut at multiples of this many bytes inside a fragment, so that no cache line has two copiers."""
@@ -144,7 +145,7 @@ class Recheck:
 
 
 @dataclass(frozen=True, eq=False)
-class Sharing:
+class ReplicaMap:
     """Which ranks hold the same fragments, whatever their bytes are: it follows from what state is described as.
 
     ``group_of``, ``nbytes`` and ``order`` are those of ``Holdings``; ``identities`` of this rank's fragments.
@@ -187,7 +188,7 @@ class Sharing:
         return ReplicaSets(runs, private, holdings.group_of, again, odd)
 
 
-def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[Fragment]) -> Sharing:
+def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[Fragment]) -> ReplicaMap:
     """Find out together which ranks hold the same fragments: one message per rank, of 8 bytes per fragment.
     Collective."""
     identities: list[bytes] = []
@@ -196,7 +197,7 @@ def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[
     def codes() -> bytes:
         nonlocal identities, mine
         identities = [identity(fragment) for fragment in fragments]
-        # Half of the bits, for half the message; in ``Sharing.look`` hashes part fragments that got one code.
+        # Half of the bits, for half the message; in ``ReplicaMap.look`` hashes part fragments that got one code.
         mine = pack(np.frombuffer(b"".join(identities), np.uint64)[::2], rank, num_ranks)
         return mine.tobytes()
 
@@ -209,7 +210,7 @@ def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[
     # By group, then by code: the rank in a code is the same for all of one rank's, so members agree on this order.
     order = order[np.lexsort((mine[order], group_of[order]))]
     nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
-    return Sharing(groups, group_of, nbytes, order, identities, num_ranks)
+    return ReplicaMap(groups, group_of, nbytes, order, identities, num_ranks)
 
 
 def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> list[tuple[int, Fragment]]:

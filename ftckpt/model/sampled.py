@@ -12,7 +12,7 @@ import numpy.typing as npt
 _UNSAMPLED = -1
 
 
-class Sampled(IntEnum):
+class SampleOutcome(IntEnum):
     """The outcome of one sample: some member differs; a rank has not sampled; all that was sampled is the same."""
 
     DIFFER, UNKNOWN, MATCHED = -1, 0, 1
@@ -64,13 +64,13 @@ class Comparison:
         words[0] = _UNSAMPLED
         return words
 
-    def outcome(self, rows: npt.NDArray[np.int64]) -> Sampled:
+    def outcome(self, rows: npt.NDArray[np.int64]) -> SampleOutcome:
         """What the rows of all ranks say."""
         if rows[:, 0].any():
-            return Sampled.UNKNOWN if (rows[:, 0] == _UNSAMPLED).any() else Sampled.DIFFER
+            return SampleOutcome.UNKNOWN if (rows[:, 0] == _UNSAMPLED).any() else SampleOutcome.DIFFER
         if len(self.begins):
             digests = rows.reshape(-1)[self.places]
             least, largest = np.minimum.reduceat(digests, self.begins), np.maximum.reduceat(digests, self.begins)
             if (least != largest).any():
-                return Sampled.DIFFER
-        return Sampled.MATCHED
+                return SampleOutcome.DIFFER
+        return SampleOutcome.MATCHED

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from ftckpt.array_types import Array
 
 MOST_BYTES = 1 << 48
 """Capacities above this count as this: sums over all ranks of a job stay below 2**63."""

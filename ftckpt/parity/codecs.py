@@ -21,13 +21,11 @@ from enum import Enum
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, LostError
 from ftckpt.parity.modes import CODES
-
-Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 1 << 20
 """What XOR works on at a time."""
@@ -44,13 +42,13 @@ _POLYNOMIAL = 0x11D
 _REMAINDER = np.uint8(_POLYNOMIAL & 0xFF)
 
 
-class Missing(Enum):
+class MissingArray(Enum):
     """The type of ``MISSING``: a data array that is to be solved for."""
 
     MISSING = 0
 
 
-MISSING: Final = Missing.MISSING
+MISSING: Final = MissingArray.MISSING
 
 
 def encode(  # noqa: PLR0917 - the last one is optional
@@ -95,7 +93,7 @@ def encoder(code: str, width: int, row: int, losses: int) -> Callable[[Iterable[
 
 
 def decode(
-    code: str, data: Sequence[Bytes | Missing | None], blocks: Mapping[int, Bytes], length: int, losses: int
+    code: str, data: Sequence[Bytes | MissingArray | None], blocks: Mapping[int, Bytes], length: int, losses: int
 ) -> dict[int, Bytes]:
     """What ``MISSING`` data arrays hold, by their index, as new arrays of ``length`` bytes each.
 
@@ -105,8 +103,8 @@ def decode(
         LostError: more arrays are missing than ``blocks`` can give back.
         ConfigError, ValueError: as ``encode``; a parity block of another length than ``length``.
     """
-    lost = [index for index, array in enumerate(data) if isinstance(array, Missing)]
-    known = [None if isinstance(array, Missing) else array for array in data]
+    lost = [index for index, array in enumerate(data) if isinstance(array, MissingArray)]
+    known = [None if isinstance(array, MissingArray) else array for array in data]
     # The lowest rows are the cheapest: row 0 has no factors, row 1 one doubling for each array.
     rows = sorted(blocks)[: len(lost)]
     if len(rows) < len(lost):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
+from ftckpt.parity.holding import ArenaLayout, HoldingSection, pack_lengths, unpack_lengths
 from ftckpt.parity.modes import CODES, MOST_ARENAS, MOST_MEMBERS, TRAITS, Modes, ModeTraits
 
 T = TypeVar("T")
@@ -214,12 +214,12 @@ class ParityGroup:
         return group
 
 
-def node_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
+def node_groups(holdings: Iterable[ArenaLayout]) -> list[ParityGroup]:
     """XOR over all chunks of all arenas of each node that has two or more.
 
     The arenas of a node are one group, or several of ``MOST_ARENAS`` at most, about equally large.
     """
-    on: dict[str, list[Holding]] = {}
+    on: dict[str, list[ArenaLayout]] = {}
     for holding in sorted(holdings, key=lambda h: (h.node, h.shard)):
         on.setdefault(holding.node, []).append(holding)
     groups = []
@@ -232,7 +232,7 @@ def node_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
     return groups
 
 
-def peer_groups(holdings: Iterable[Holding], modes: Modes) -> list[ParityGroup]:
+def peer_groups(holdings: Iterable[ArenaLayout], modes: Modes) -> list[ParityGroup]:
     """Groups over nodes, of what no group in slots covers; members of a group are on different nodes.
 
     Nodes of a group are in different racks where they have labels. Of each node the largest arenas stand together,
@@ -240,7 +240,7 @@ def peer_groups(holdings: Iterable[Holding], modes: Modes) -> list[ParityGroup]:
     """
     if not modes.peer:
         return []
-    on: dict[str, list[Holding]] = {}
+    on: dict[str, list[ArenaLayout]] = {}
     for holding in sorted(holdings, key=lambda h: (h.node, -sum(h.private), h.shard)):
         on.setdefault(holding.node, []).append(holding)
     racks = {node: own[0].rack for node, own in on.items()}
@@ -278,7 +278,7 @@ def slot_group(name: str, mode: str, chunk_bytes: int, members: Iterable[Member]
     return ParityGroup(name, mode, "xor" if mode == "replica" else "mirror", 1, chunk_bytes, ordered)
 
 
-def slot_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
+def slot_groups(holdings: Iterable[ArenaLayout]) -> list[ParityGroup]:
     """Groups that the sections of slots name, by name; those that lack a member's holding are left out."""
     members_of: dict[str, dict[str, Member]] = {}
     mode_of: dict[str, str] = {}
@@ -303,7 +303,7 @@ def slot_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
     ]
 
 
-def mirrors(holdings: Iterable[Holding], modes: Modes) -> dict[str, tuple[str, ...]]:
+def mirrors(holdings: Iterable[ArenaLayout], modes: Modes) -> dict[str, tuple[str, ...]]:
     """Shard → the nodes that keep its package, its own first."""
     arenas = list(holdings)
     racks = {holding.node: holding.rack for holding in arenas}

@@ -32,7 +32,7 @@ class HoldingSection(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Holding:
+class ArenaLayout:
     """What protection must know of one arena: where it is and how its slots are cut.
 
     ``arena`` is the name of its directory, ``digest`` the manifest's in hex. Chunks of ``sections`` follow each

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftckpt.parity.groups import ParityGroup
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.stripes import Stripe, num_blocks, stripe, stripe_of, stripe_of_block
 
 BlockId = tuple[str, int, int]
@@ -129,7 +129,7 @@ class Forecast:
     """
 
     def __init__(
-        self, groups: Sequence[ParityGroup], packages: Mapping[str, Sequence[str]], holdings: Iterable[Holding]
+        self, groups: Sequence[ParityGroup], packages: Mapping[str, Sequence[str]], holdings: Iterable[ArenaLayout]
     ) -> None:
         self.packages = packages
         self.groups = list(groups)
@@ -200,7 +200,7 @@ class Forecast:
         # Also where nobody has a package: no set of nodes is too small to contain none.
         return {shard for shard in lost if lost_nodes >= set(self.packages.get(shard, ()))}
 
-    def _covers(self, holding: Holding) -> list[tuple[int, ...]]:
+    def _covers(self, holding: ArenaLayout) -> list[tuple[int, ...]]:
         """For each section that is not empty the groups that can bring back all of it."""
         parts = []
         for section in holding.sections:
@@ -355,5 +355,5 @@ def _group_shape(group: ParityGroup) -> Any:
     return group.mode, group.code, group.losses, cuts
 
 
-def _cut(holding: Holding) -> Any:
+def _cut(holding: ArenaLayout) -> Any:
     return tuple((section.first, len(section.lengths)) for section in holding.sections)

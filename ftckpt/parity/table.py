@@ -8,7 +8,7 @@ from typing import Any
 
 from ftckpt.model.text import human
 from ftckpt.parity.groups import ParityGroup
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import PARITY_FILES
 from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import Forecast, LossUnits
@@ -88,7 +88,7 @@ class ProtectionTable:
 
 
 def memory_table(
-    holdings: Sequence[Holding],
+    holdings: Sequence[ArenaLayout],
     groups: Sequence[ParityGroup],
     mirrors: Mapping[str, Sequence[str]],
     slots: int,
@@ -96,7 +96,7 @@ def memory_table(
 ) -> dict[str, Memory]:
     """Node → its memory; arguments as for ``protection_table``."""
     parity = _parity(groups, parity_bytes)
-    on_node: dict[str, list[Holding]] = {}
+    on_node: dict[str, list[ArenaLayout]] = {}
     packages: dict[str, int] = {}
     for holding in sorted(holdings, key=lambda h: h.node):
         on_node.setdefault(holding.node, []).append(holding)
@@ -114,7 +114,7 @@ def memory_table(
 
 
 def protection_table(
-    holdings: Sequence[Holding],
+    holdings: Sequence[ArenaLayout],
     groups: Sequence[ParityGroup],
     mirrors: Mapping[str, Sequence[str]],
     slots: int,
@@ -138,7 +138,7 @@ def protection_table(
 
 
 def failure_table(
-    holdings: Sequence[Holding], groups: Sequence[ParityGroup], mirrors: Mapping[str, Sequence[str]]
+    holdings: Sequence[ArenaLayout], groups: Sequence[ParityGroup], mirrors: Mapping[str, Sequence[str]]
 ) -> tuple[Failure, ...]:
     """Every case of every failure, decided once for all that look alike; pairs without a common group or package by
     their parts."""
@@ -198,7 +198,7 @@ def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str,
 
 
 def network_table(
-    holdings: Sequence[Holding], groups: Iterable[ParityGroup], mirrors: Mapping[str, Sequence[str]]
+    holdings: Sequence[ArenaLayout], groups: Iterable[ParityGroup], mirrors: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
     """Node → bytes that it pulls from others per protected snapshot: chunks of its peers, packages."""
     received = {holding.node: 0 for holding in holdings}

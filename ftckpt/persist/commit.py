@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
 from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
-from ftckpt.persist.storage import Bytes, Storage
+from ftckpt.persist.storage import Storage
 
 FLUSH_SECS = 7200.0
 """For a snapshot to become a checkpoint before a newer one is tried. Terabytes take an hour of slow storage; storage
@@ -140,11 +141,11 @@ class PendingCheckpoint:
         self._storage, self._snapshot, self._node = storage, snapshot, node
         self._files: list[CheckpointFile] = []
 
-    def write(self, name: str, chunks: Iterable[Bytes]) -> CheckpointFile:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> CheckpointFile:
         """Write a file of the checkpoint, with its checksum in the same pass; durable when it returns."""
         checksum = xxhash.xxh3_64()
 
-        def hashed() -> Iterable[Bytes]:
+        def hashed() -> Iterable[Buffer]:
             for chunk in chunks:
                 checksum.update(chunk)
                 yield chunk

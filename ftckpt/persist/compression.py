@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ftckpt.array_types import Buffer
 from ftckpt.errors import ConfigError, CorruptError
 from ftckpt.model.fragment import DTYPE_BYTES
-from ftckpt.persist.storage import Bytes
 from ftckpt.store.image import SlotImage, Span
 
 _LEVEL = 1
@@ -30,7 +30,7 @@ class Stretch(NamedTuple):
     item_bytes: int
 
 
-def packed(image: SlotImage, objects_used: int, pieces: Iterable[Bytes], lengths: list[int]) -> Iterator[Bytes]:
+def packed(image: SlotImage, objects_used: int, pieces: Iterable[Buffer], lengths: list[int]) -> Iterator[Buffer]:
     """The bytes of a shard's compressed file: the header, and a frame of each chunk and of the objects in use.
 
     Args:
@@ -49,7 +49,7 @@ def packed(image: SlotImage, objects_used: int, pieces: Iterable[Bytes], lengths
         yield frame
 
 
-def _parts(pieces: Iterable[Bytes], spans: Sequence[Span]) -> Iterator[Bytes]:
+def _parts(pieces: Iterable[Buffer], spans: Sequence[Span]) -> Iterator[Buffer]:
     """What stands in ``spans``, which are in order, of a stream that is taken to its end."""
     stream, position, rest = iter(pieces), 0, memoryview(b"")
     for span in spans:
@@ -93,7 +93,7 @@ def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterat
         yield Stretch(end - begin, 1)
 
 
-def compress(data: Bytes, runs: Sequence[Stretch]) -> bytes:
+def compress(data: Buffer, runs: Sequence[Stretch]) -> bytes:
     """A zstd frame of a chunk, with its length in it."""
     grouped = np.empty(len(data), np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(data, np.uint8), grouped, runs):
@@ -102,7 +102,7 @@ def compress(data: Bytes, runs: Sequence[Stretch]) -> bytes:
     return frame
 
 
-def decompress(frame: Bytes, runs: Sequence[Stretch]) -> memoryview:
+def decompress(frame: Buffer, runs: Sequence[Stretch]) -> memoryview:
     """Inverse of ``compress``.
 
     Raises:

@@ -47,7 +47,7 @@ _FORMS = {
 }
 
 
-class Unpublished(NamedTuple):
+class PendingExport(NamedTuple):
     """An export that is being made: ``ftckpt convert`` writes it to ``path``."""
 
     snapshot: SnapshotId
@@ -93,7 +93,7 @@ class Exports:
         return True
 
     @contextmanager
-    def making(self, snapshot: SnapshotId) -> Iterator[Unpublished]:
+    def making(self, snapshot: SnapshotId) -> Iterator[PendingExport]:
         """An export of ``snapshot`` to be made. What of it is not published goes at the end, and what others have
         left that were killed, at once."""
         own = self._work_of(snapshot)
@@ -103,7 +103,7 @@ class Exports:
             self._records.keep(ExportRecord(snapshot))  # first: what a kill leaves is known by it
             own.mkdir(parents=True)
         try:
-            yield Unpublished(snapshot, own / "made")
+            yield PendingExport(snapshot, own / "made")
         finally:
             with suppress(StorageError, OSError):  # the next one does so
                 _remove_tree(own)
@@ -111,7 +111,7 @@ class Exports:
                 if not self._records.all()[snapshot].name:
                     self._records.forget(snapshot)
 
-    def publish(self, made: Unpublished) -> Path:
+    def publish(self, made: PendingExport) -> Path:
         """Give it its name, then name it as the newest, unless in this run there is a newer one already.
 
         Raises:

@@ -14,19 +14,19 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
-from ftckpt.persist.storage import PART, Bytes, ObjectEntry, Storage
+from ftckpt.persist.storage import PART, ObjectEntry, Storage
 
 _FRESH = ".put.new"
 """Behind the name of a file that is being written, which begins with a dot; that of a conversion has another."""
 _UNFINISHED = re.compile(rf"\..+-\d+-\d+{re.escape(_FRESH)}")
 """With the host, the process and the thread that write it."""
 
-_LASTING = (
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL,
-    errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EFBIG, errno.EBADMSG,
-    errno.EUCLEAN, None,  # of Python itself, about what is no file
-)  # fmt: skip
+_NAMES = """
+    ENOENT EACCES EPERM ENOTDIR EISDIR EEXIST EINVAL ENAMETOOLONG ELOOP EXDEV ENOSYS EOPNOTSUPP EFBIG EBADMSG EUCLEAN
+"""
+_LASTING = (*(getattr(errno, name) for name in _NAMES.split()), None)  # None: of Python itself, about what is no file
 """The same when it is tried again: of a name, a right, or what is damaged. All others may be over then: of a file
 system that is full, away, or has turned itself read-only, in whatever words its client has for that."""
 
@@ -80,7 +80,7 @@ class FileStorage(Storage):
             raise StorageError(f"{where}: may not be written by this user; change its owner or mode", lasting=True)
         self._identity = (status.st_dev, status.st_ino)
 
-    def create(self, name: str, data: Bytes) -> bool:
+    def create(self, name: str, data: Buffer) -> bool:
         path = self._path(name)
         fresh, _ = self._write_fresh(path, [data])
         with self._explained(path):
@@ -93,7 +93,7 @@ class FileStorage(Storage):
             self._sync_names(path)
         return True
 
-    def write(self, name: str, chunks: Iterable[Bytes]) -> int:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         path = self._path(name)
         fresh, nbytes = self._write_fresh(path, chunks)
         with self._explained(path):
@@ -199,7 +199,7 @@ class FileStorage(Storage):
             below[:] = filter(PART.fullmatch, below)
             yield from (Path(directory) / name for name in names)
 
-    def _write_fresh(self, path: Path, chunks: Iterable[Bytes]) -> tuple[Path, int]:
+    def _write_fresh(self, path: Path, chunks: Iterable[Buffer]) -> tuple[Path, int]:
         """A complete file that is on the disk under another name, and its bytes."""
         # Named for process and thread, so that two that write the same name never share a half-written file.
         fresh = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_FRESH}")
@@ -212,7 +212,7 @@ class FileStorage(Storage):
                     writer.write(chunk)
             with self._explained(path):
                 writer.finish()
-        except BaseException:
+        except BaseException:  # an interrupt, too, must leave no part of a file
             fresh.unlink(missing_ok=True)
             raise
         finally:
@@ -296,7 +296,7 @@ class BehindWriter:
         self._window = self._last = 0  # where the one that is being filled begins, and the one before it
         self._follows = True
 
-    def write(self, data: Bytes) -> None:
+    def write(self, data: Buffer) -> None:
         """Write all of it. Raises OSError, also for what was written before."""
         view = memoryview(data).cast("B")
         self.nbytes += len(view)

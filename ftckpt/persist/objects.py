@@ -14,8 +14,9 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
-from ftckpt.persist.storage import Bytes, ObjectEntry, Storage
+from ftckpt.persist.storage import ObjectEntry, Storage
 
 _PART_BYTES = 32 << 20
 """Of a multipart upload: S3 takes 10,000 parts, so an object may have 320 GB."""
@@ -56,7 +57,7 @@ class ObjectStorage(Storage):
         # The first word with the server: a wrong bucket or key is an error at start.
         next(self.list(), None)
 
-    def create(self, name: str, data: Bytes) -> bool:
+    def create(self, name: str, data: Buffer) -> bool:
         with self._explained(name):
             try:
                 if self._knows_conditions:
@@ -76,7 +77,7 @@ class ObjectStorage(Storage):
         self.put(name, data)
         return True
 
-    def write(self, name: str, chunks: Iterable[Bytes]) -> int:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         counted = _ChunkCounter(chunks)
         with self._explained(name, counted):
             self._obstore.put(
@@ -85,7 +86,7 @@ class ObjectStorage(Storage):
             )  # fmt: skip
         return counted.nbytes
 
-    def put(self, name: str, data: Bytes) -> None:
+    def put(self, name: str, data: Buffer) -> None:
         with self._explained(name):
             self._obstore.put(self._store, self._check(name), _one(data), use_multipart=False)
 
@@ -168,7 +169,7 @@ class ObjectStorage(Storage):
             self._obstore.head(bucket, "")
 
     def _ask(
-        self, method: str, name: str, data: Bytes = b"", headers: Mapping[str, str] | None = None
+        self, method: str, name: str, data: Buffer = b"", headers: Mapping[str, str] | None = None
     ) -> _Answer | None:
         """The store's answer to one request, of which obstore's errors have the text alone; None: there is none."""
         try:
@@ -206,7 +207,7 @@ def require_obstore(where: str) -> None:
 class _ChunkCounter:
     """Chunks as obstore takes them, how many bytes they had, and the error that they raised."""
 
-    def __init__(self, chunks: Iterable[Bytes]) -> None:
+    def __init__(self, chunks: Iterable[Buffer]) -> None:
         self._chunks = iter(chunks)
         self.nbytes = 0
         self.error: BaseException | None = None
@@ -219,14 +220,14 @@ class _ChunkCounter:
             view = _one(next(self._chunks))
         except StopIteration:
             raise
-        except BaseException as error:
+        except BaseException as error:  # the library that reads it may raise another error in its place
             self.error = error
             raise
         self.nbytes += len(view)
         return view
 
 
-def _one(data: Bytes) -> memoryview:
+def _one(data: Buffer) -> memoryview:
     return memoryview(data).cast("B")
 
 

@@ -38,25 +38,25 @@ class Place(NamedTuple):
         return cls(f"{persist}/{FOLDER}", ExportPlace(persist, form))
 
 
-class Located(NamedTuple):
+class SnapshotLocation(NamedTuple):
     """Where snapshots lie at a place that a user has named, and the ``iteration`` of the one that it is itself."""
 
     where: str
     iteration: int | None = None
 
 
-def locate(where: str) -> Located:
+def locate(where: str) -> SnapshotLocation:
     """Snapshots at ``where``: there, in their folder beside what others load, or one that is named by its folder."""
     if "://" in where:
-        return Located(where)
+        return SnapshotLocation(where)
     path = Path(where)
     # Of a job, or of ``ftckpt save``, which claims nothing.
     if any((path / FOLDER / name).is_file() for name in (OWNER_NAME, LATEST_NAME)):
-        return Located(str(path / FOLDER))
+        return SnapshotLocation(str(path / FOLDER))
     iteration = iteration_of(path.absolute().name)
     if iteration is not None and is_manifest(path / MANIFEST_NAME):
-        return Located(str(path.absolute().parent), iteration)
-    return Located(where)
+        return SnapshotLocation(str(path.absolute().parent), iteration)
+    return SnapshotLocation(where)
 
 
 def is_manifest(path: Path) -> bool:

@@ -7,12 +7,12 @@ from itertools import accumulate, pairwise
 
 import xxhash
 
+from ftckpt.array_types import Buffer
 from ftckpt.errors import CorruptError, DamagedError, MismatchError, StorageError
 from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
-from ftckpt.persist.storage import Bytes
 from ftckpt.store.image import Span, header_bytes, parse_image
-from ftckpt.store.landings import Landing, cover, scratch
+from ftckpt.store.landings import LoadTarget, cover, scratch
 
 _TRIES = 3
 """Of reading a part whose bytes are not right: what came over a network may be right the next time."""
@@ -33,7 +33,7 @@ class ShardFile:
     """
 
     def __init__(
-        self, where: str, shard: str, entry: StoredShard, read: Callable[[int, int], Bytes],
+        self, where: str, shard: str, entry: StoredShard, read: Callable[[int, int], Buffer],
         read_into: Callable[[int, Sequence[memoryview]], None] | None = None,
     ) -> None:  # fmt: skip
         self.entry = entry
@@ -57,7 +57,7 @@ class ShardFile:
             self._spans = [Span(*ends) for ends in pairwise(accumulate(entry.frames.tolist()))]
             self._runs = runs_of(image, entry.objects_used)
 
-    def chunk(self, number: int) -> Bytes:
+    def chunk(self, number: int) -> Buffer:
         """A chunk of the image.
 
         Raises:
@@ -67,7 +67,7 @@ class ShardFile:
         """
         return self._proven(number)
 
-    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+    def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
         """Fill ``landings``, ascending and apart from each other, from a chunk; raises as ``chunk`` does.
 
         What is not packed is proven where it has landed: where this raises, the landings have what it is.
@@ -93,18 +93,18 @@ class ShardFile:
         """What of the file a chunk takes."""
         return self._spans[number].nbytes
 
-    def objects(self) -> Bytes:
+    def objects(self) -> Buffer:
         """The objects in use; raises as ``chunk`` does."""
         return self._proven(-1)
 
-    def _proven(self, part: int) -> Bytes:
+    def _proven(self, part: int) -> Buffer:
         return self._prove(part, lambda: [self._unpacked(part)])[0]
 
-    def _unpacked(self, part: int) -> Bytes:
+    def _unpacked(self, part: int) -> Buffer:
         data = self._read(self._spans[part].begin, self._spans[part].nbytes)
         return data if self._runs is None else decompress(data, self._runs[part])
 
-    def _prove(self, part: int, bring: Callable[[], Sequence[Bytes]]) -> Sequence[Bytes]:
+    def _prove(self, part: int, bring: Callable[[], Sequence[Buffer]]) -> Sequence[Buffer]:
         """What ``bring`` gives, which one after the other must be the part; it is tried again where it is not."""
         span, problem = self._spans[part], "do not match their checksum"
         for _ in range(_TRIES):

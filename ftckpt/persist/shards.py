@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from ftckpt.array_types import Hashes
 from ftckpt.errors import CorruptError, StorageError
 from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage
@@ -33,8 +33,6 @@ PIECE_BYTES = 1 << 20
 
 _OWN = ("private", "shared")
 _ZEROS = bytes(PIECE_BYTES)
-
-Hashes = npt.NDArray[np.uint64]
 
 
 class ShardImage(NamedTuple):

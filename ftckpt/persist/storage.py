@@ -12,9 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
-
-Bytes = bytes | memoryview
 
 T = TypeVar("T")
 
@@ -40,12 +39,12 @@ class Storage(ABC):
     where: str
     """As the user wrote it."""
 
-    def put(self, name: str, data: Bytes) -> None:
+    def put(self, name: str, data: Buffer) -> None:
         """Write a small object, over the one of this name: at each instant readers find the old one or the new."""
         self.write(name, [data])
 
     @abstractmethod
-    def create(self, name: str, data: Bytes) -> bool:
+    def create(self, name: str, data: Buffer) -> bool:
         """Write a small object if there is none of this name; False: there is one, which stays as it is.
 
         Of several that do so at the same time one is told True, on stores that know conditions and file systems that
@@ -54,7 +53,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def write(self, name: str, chunks: Iterable[Bytes]) -> int:
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """Write an object of any size; returns its bytes. Each chunk is asked for when there is room for it, and is
         not kept. An error that ``chunks`` raises is raised, and nothing is written."""
 
@@ -102,28 +101,6 @@ class Storage(ABC):
         if len(parts) > _MOST_PARTS or not all(map(PART.fullmatch, parts)):
             raise StorageError(f"{self.where}: {name!r} is no name of an object", lasting=True)
         return name
-
-
-def open_storage(where: str, setting: str = "") -> Storage:
-    """The storage at a path, or at a URL such as ``s3://bucket/folder``.
-
-    Args:
-        setting: names it in errors, by its flag.
-
-    Raises:
-        StorageError: an unknown kind of URL, a directory that is not there or cannot be written, a bucket that is
-            not there or refuses the credentials.
-    """
-    try:
-        if "://" not in where:
-            from ftckpt.persist.files import FileStorage
-
-            return FileStorage(where)
-        from ftckpt.persist.objects import ObjectStorage
-
-        return ObjectStorage(where)
-    except StorageError as error:
-        raise StorageError(f"{setting}: {error}" if setting else str(error), lasting=error.lasting) from None
 
 
 def patiently(action: Callable[[], T], within_secs: float) -> T:

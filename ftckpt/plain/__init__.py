@@ -23,15 +23,13 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.forks import off_in_children
 from ftckpt.frameworks import doors
-from ftckpt.frameworks.launcher import follow_uncaught
+from ftckpt.frameworks.launcher import follow_uncaught, leave_if_over
 
 if TYPE_CHECKING:
     import torch
 
     from ftckpt.frameworks.torch_state import Stateful
     from ftckpt.job.checkpointer import Checkpointer
-
-follow_uncaught()  # what is wrong in a configuration is said before anything is started
 
 patches = doors.Patches()
 """On all models and optimizers that were attached. Checkpointers are the scripts' own, so that models can go."""
@@ -51,9 +49,9 @@ def init_process_group(config: Config, *args: Any, **options: Any) -> None:
     import torch.distributed as dist
 
     if config.enabled:
-        from ftckpt.frameworks.launcher import leave_if_over
         from ftckpt.frameworks.rendezvous import isolate_attempts
 
+        follow_uncaught()
         leave_if_over(config.job)
         doors.prepare_storage(config)
         isolate_attempts()
@@ -96,6 +94,7 @@ def attach(
         log.warning("ftckpt is off: attach() was given no config=, such as that of Config.from_flags()")
     if config is None or not config.enabled:
         return None
+    follow_uncaught()
     _check(config)
     optimizer = _inner(optimizer)
     _check_kinds(model, optimizer, objects)

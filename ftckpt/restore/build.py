@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.rebuild import Bytes, Fix
+from ftckpt.restore.rebuild import Fix
 from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.control import control_bytes
 from ftckpt.store.damage import OBJECTS, Damage

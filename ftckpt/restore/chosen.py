@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from ftckpt.array_types import Buffer, Hashes
 from ftckpt.events import Events
-from ftckpt.group import Bytes, Group, gather_bytes, together
+from ftckpt.group import Group, gather_bytes, together
 from ftckpt.host_memory import host_memory
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology, first_of_each_stage
@@ -19,7 +20,6 @@ from ftckpt.restore.load import Transfer, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import (
     LOCAL,
-    Hashes,
     Index,
     SlotContents,
     check_copies,
@@ -31,7 +31,7 @@ from ftckpt.restore.offers import (
     unwanted,
     whole_in,
 )
-from ftckpt.restore.search import Coming
+from ftckpt.restore.search import PendingLoad
 from ftckpt.store.image import SlotImage
 
 Needs = list[tuple[Piece, Fragment]]
@@ -45,7 +45,7 @@ class ChosenSlots:
     """
 
     def __init__(
-        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, coming: Coming | None,
+        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, coming: PendingLoad | None,
         decision: Decision | None,
     ) -> None:  # fmt: skip
         self._group, self._topology, self._events, self._arenas = group, topology, events, arenas
@@ -124,9 +124,7 @@ class ChosenSlots:
         # The hashes of one reader stand in the order of the slots, which all ranks have alike.
         position = [0] * len(hashed)
         for shard, slot in self._contents.items():
-            hashes[shard] = np.frombuffer(
-                hashed[slot.reader], np.uint64, len(slot.copies), position[slot.reader]
-            )  # fmt: skip
+            hashes[shard] = np.frombuffer(hashed[slot.reader], np.uint64, len(slot.copies), position[slot.reader])
             position[slot.reader] += hashes[shard].nbytes
         together(self._group, lambda: check_copies(list(self._contents.values()), hashes, needs))
 
@@ -195,7 +193,7 @@ class ChosenSlots:
         begin, used = slot.objects
         return bytes(self._bytes(slot, begin, begin + used))
 
-    def _bytes(self, slot: SlotContents, begin: int, end: int) -> Bytes:
+    def _bytes(self, slot: SlotContents, begin: int, end: int) -> Buffer:
         if self._coming is not None:
             return self._coming.straight.read(slot.shard, begin, end)
         return self._arenas.view(slot.at)[begin:end]

@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from ftckpt.array_types import Buffer
 from ftckpt.errors import DamagedError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all
 from ftckpt.persist.commit import CheckpointName, folder_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import Bytes, Storage
+from ftckpt.persist.storage import Storage
 from ftckpt.restore.shelf import ask
 from ftckpt.restore.threads import in_order
 from ftckpt.store.image import SlotImage
-from ftckpt.store.landings import Landing, scratch
+from ftckpt.store.landings import LoadTarget, scratch
 
 READERS = 4
 """Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
@@ -86,11 +87,11 @@ class Source(Protocol):
     def stored_bytes(self, number: int) -> int:
         """What is read for a chunk."""
 
-    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+    def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
         """Fill ``landings``, ascending and apart from each other, from a chunk; raises unless it is proven, and they
         may have what it is then."""
 
-    def objects(self) -> Bytes:
+    def objects(self) -> Buffer:
         """The encoded objects, proven."""
 
 
@@ -98,7 +99,7 @@ def proven(file: Source, number: int) -> memoryview:
     """A chunk in memory of this thread, until it reads another; raises as ``Source.scatter``."""
     span = file.image.chunks[number]
     memory = scratch(span.nbytes)
-    file.scatter(number, [Landing(span.begin, memory)])
+    file.scatter(number, [LoadTarget(span.begin, memory)])
     return memory
 
 

@@ -21,7 +21,7 @@ from ftckpt.model.lineage import UNKNOWN, Lineage, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, axes_of, layouts_differ, shard_names
 from ftckpt.parity.groups import ParityGroup, slot_groups
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.restore.locations import OpenArenas, PackageAt, SlotAt
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import arena_path, list_arenas
@@ -190,7 +190,7 @@ class SoundPackage:
 
     at: PackageAt
     nbytes: int
-    holding: Holding
+    holding: ArenaLayout
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class NodeProtection:
     groups: tuple[ParityGroup, ...] = ()
     parity: tuple[ParityReport, ...] = ()
     packages: tuple[SoundPackage, ...] = ()
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[ArenaLayout, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
@@ -219,7 +219,7 @@ class Shield:
     groups: Mapping[str, ParityGroup] = field(default_factory=dict)
     parity: Mapping[tuple[str, int], ParityReport] = field(default_factory=dict)
     packages: Mapping[str, tuple[SoundPackage, ...]] = field(default_factory=dict)
-    holdings: Mapping[str, Holding] = field(default_factory=dict)
+    holdings: Mapping[str, ArenaLayout] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
     @classmethod
@@ -298,7 +298,7 @@ def _read_parity(
     return groups, parity, problems
 
 
-def _holdings(arenas: OpenArenas, node: str, snapshot: SnapshotId) -> Iterator[Holding]:
+def _holdings(arenas: OpenArenas, node: str, snapshot: SnapshotId) -> Iterator[ArenaLayout]:
     for path in list_arenas(arenas.node_dir):
         try:
             arena = arenas.get(path.name)
@@ -310,7 +310,7 @@ def _holdings(arenas: OpenArenas, node: str, snapshot: SnapshotId) -> Iterator[H
                 yield holding
 
 
-def _has_slot_groups(holding: Holding) -> bool:
+def _has_slot_groups(holding: ArenaLayout) -> bool:
     """Whether some section takes part in a group whose blocks lie in slots."""
     return any(section.group for section in holding.sections)
 

@@ -41,7 +41,7 @@ from ftckpt.restore.locations import Location, OpenArenas, SlotAt, location_of
 from ftckpt.restore.offers import Index
 from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
 from ftckpt.restore.slot_file import SlotFile
-from ftckpt.restore.staging import Staging
+from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.threads import in_order
 
 Loop = tuple[int, Sequence[int], Sequence[int]]
@@ -315,7 +315,7 @@ def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
 
 def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], threads: int) -> Iterator[int]:
     """Copy, and stop for a moment after each ``MESSAGE_BYTES`` or less."""
-    staging = Staging()
+    staging = StagingBuffers()
 
     def copy(batch: Sequence[Pair]) -> int:
         staged: list[Pair] = []

@@ -15,7 +15,7 @@ from ftckpt.model.topology import Topology
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.search import part_of_inventory
-from ftckpt.restore.shelf import Look, Shelf, ShelfLook
+from ftckpt.restore.shelf import Shelf, ShelfLook, StorageView
 from ftckpt.store.arena import open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
@@ -39,7 +39,7 @@ class NodeMemory(NamedTuple):
         return self._replace(whole=max(self.whole, whole), newest=max(self.newest, whole, found))
 
 
-class Seen(NamedTuple):
+class SurveyResult(NamedTuple):
     """What all ranks have ``loaded``, what the memory of each has, the ``head`` of the job, what storage has, and the
     inventory of all nodes: None where one cannot be taken."""
 
@@ -81,7 +81,7 @@ class Seen(NamedTuple):
 
 def look(
     group: Group, topology: Topology, arenas: OpenArenas, shelf_look: ShelfLook, loaded: LoadedCheckpoint
-) -> Seen:
+) -> SurveyResult:
     """What is there, the same on all ranks. Collective.
 
     Raises:
@@ -104,8 +104,8 @@ def look(
         return None
 
     seen, ranks, reports = gather_each(
-        group, (shelf_look.see, Look), (read, NodeMemory), (report, Inventory | None)
-    )  # fmt: skip
+        group, (shelf_look.see, StorageView), (read, NodeMemory), (report, Inventory | None)
+    )
     shelf = shelf_look.join(seen)
     differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
     if len(differing) > 1:
@@ -114,7 +114,7 @@ def look(
             f"restore: ranks have loaded different iterations from storage ({found}): let all of them load one"
         )
     head = newest([shelf.lineage, *(one.lineage for one in ranks)])
-    return Seen(
+    return SurveyResult(
         # One that knows is enough: others may not see what the newest on storage is.
         replace(loaded, named=any(one.loaded.named for one in ranks)),
         ranks, head if head.branches else FIRST,

@@ -20,11 +20,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from ftckpt.array_types import Buffer, Hashes, Integers
 from ftckpt.errors import CorruptError, MismatchError
-from ftckpt.group import Bytes
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment, Shape
 from ftckpt.model.manifest import PARITY_PREFIX
 from ftckpt.model.replicas import disagreement, private_key
@@ -32,8 +31,6 @@ from ftckpt.model.text import listed
 from ftckpt.model.training_state import Piece
 from ftckpt.restore.locations import SlotAt
 from ftckpt.store.image import SlotImage
-
-Array = npt.NDArray[np.int64]
 
 
 class Offer(NamedTuple):
@@ -84,9 +81,9 @@ class TensorOffers:
     tensor: TensorId
     once: bool = False
     _alone: list[Offer] = field(default_factory=list)
-    _tables: list[tuple[Array, Array]] = field(default_factory=list)
+    _tables: list[tuple[Integers, Integers]] = field(default_factory=list)
 
-    def add(self, sources: Array, rows: Array) -> None:
+    def add(self, sources: Integers, rows: Integers) -> None:
         """``rows`` of tables, shape (offers, columns), as ``row_of`` gives them, and the source of each."""
         self._tables.append((sources, rows))
 
@@ -108,7 +105,7 @@ class TensorOffers:
         return list(_pairs(*self._table))
 
     @cached_property
-    def _table(self) -> tuple[Array, Array]:
+    def _table(self) -> tuple[Integers, Integers]:
         tables = list(self._tables)
         if self.once and tables:
             sources, rows = map(np.concatenate, zip(*tables, strict=True))
@@ -119,7 +116,7 @@ class TensorOffers:
         return np.concatenate([sources for sources, _ in tables]), np.concatenate([rows for _, rows in tables])
 
     @cached_property
-    def _bounds(self) -> tuple[Array, Array]:
+    def _bounds(self) -> tuple[Integers, Integers]:
         return bounds(self._table[1])
 
     def _offer(self, source: int, row: Sequence[int]) -> Offer:
@@ -129,16 +126,16 @@ class TensorOffers:
         return Offer(source, Fragment(key, dtype, shape, place, start, stop), offset)
 
 
-def _pairs(sources: Array, rows: Array) -> Iterator[tuple[int, Sequence[int]]]:
+def _pairs(sources: Integers, rows: Integers) -> Iterator[tuple[int, Sequence[int]]]:
     return zip(sources.tolist(), rows.tolist(), strict=True)
 
 
-def _as_table(offers: Sequence[Offer]) -> tuple[Array, Array]:
+def _as_table(offers: Sequence[Offer]) -> tuple[Integers, Integers]:
     rows = np.array([row_of(offer.fragment, offer.offset) for offer in offers], np.int64)
     return np.array([offer.source for offer in offers], np.int64), rows
 
 
-def _first_of_each(rows: Array) -> Array:
+def _first_of_each(rows: Integers) -> Integers:
     """The indices, ascending, of the first of each of the different rows."""
     if (rows == rows[0]).all():
         return np.zeros(1, np.int64)
@@ -220,7 +217,7 @@ def _meet(row: Sequence[int], other: Fragment) -> bool:
     )
 
 
-def bounds(rows: Array) -> tuple[Array, Array]:
+def bounds(rows: Integers) -> tuple[Integers, Integers]:
     """First and one past the last index of each row's elements along each dimension; shape (rows, dims) each.
 
     The least box around them; one without elements where there are none.
@@ -275,7 +272,7 @@ def _columns(tensors: bytes, key_of: Callable[[str], str | None]) -> tuple[list[
     return columns, position
 
 
-def _numbers(data: bytes, count: int) -> Array:
+def _numbers(data: bytes, count: int) -> Integers:
     numbers = np.frombuffer(_unpacked(data), "<i8").astype(np.int64)
     if len(numbers) != count:
         raise ValueError(f"{len(numbers)} numbers where {count} belong")
@@ -294,7 +291,6 @@ def _unpacked(data: bytes) -> bytes:
 LOCAL = "local/"
 """Keys that begin so belong to one rank and mean nothing to another."""
 
-Hashes = npt.NDArray[np.uint64]
 Placed = tuple[tuple[Fragment, int], ...]
 """Fragments, and where the first byte of each lies in its slot."""
 
@@ -348,7 +344,7 @@ class SlotContents:
         keys = shared | {fragment.key for fragment, _ in self.private}
         return {key for key in keys if not key.startswith(PARITY_PREFIX)}
 
-    def hashes(self, read: Callable[[int, int], Bytes]) -> Hashes:
+    def hashes(self, read: Callable[[int, int], Buffer]) -> Hashes:
         """xxh3-64 of the bytes of each of ``copies``; ``read`` gives those of the slot from a begin to an end."""
         spans = [(offset, offset + fragment.nbytes) for fragment, offset in self.copies]
         return np.array([xxhash.xxh3_64_intdigest(read(begin, end)) for begin, end in spans], np.uint64)

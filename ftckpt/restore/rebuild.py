@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
-from ftckpt.parity.codecs import MISSING, Missing, decode, encode
+from ftckpt.parity.codecs import MISSING, MissingArray, decode, encode
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
@@ -18,7 +18,6 @@ from ftckpt.restore.inventory import Candidate, Shield, SoundPackage
 from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.store.damage import OBJECTS, Damage
 
-Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 NEW_SLOT = -1
@@ -175,7 +174,7 @@ class RepairTask:
 
     repair: Repair
     own: tuple[ChunkId, ...]
-    data: tuple[Input | Missing | None, ...]
+    data: tuple[Input | MissingArray | None, ...]
     blocks: Mapping[int, Input]
 
     @classmethod
@@ -188,7 +187,7 @@ class RepairTask:
     ) -> RepairTask:
         """The part of ``repair`` that a rank has which rebuilds the shards ``mine``."""
         group, stripe = repair.group, repair.stripe
-        data: list[Input | Missing | None] = []
+        data: list[Input | MissingArray | None] = []
         for index, offset in stripe.data:
             member = group.members[index]
             chunk = (member.shard, member.first + offset)
@@ -313,7 +312,7 @@ def solve_slice(
     data = [bytes_of(item) if isinstance(item, Input) else item for item in task.data]
     # No block is used where the data is all there: what was lost is the block itself, encoded anew.
     if not task.repair.use:
-        known = [None if isinstance(array, Missing) else array for array in data]
+        known = [None if isinstance(array, MissingArray) else array for array in data]
         rows = {block_chunk(group, *at): row for row, at in enumerate(task.repair.stripe.blocks)}
         return {chunk: encode(group.code, known, nbytes, rows[chunk], group.losses) for chunk in task.own}
     blocks = {row: bytes_of(block) for row, block in task.blocks.items()}

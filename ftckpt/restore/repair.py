@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ftckpt.array_types import Bytes
 from ftckpt.errors import CorruptError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, together
@@ -25,7 +26,7 @@ from ftckpt.restore.choice import Decision, worth_keeping
 from ftckpt.restore.inventory import Inventory, Shield
 from ftckpt.restore.load import Transfer, execute, fetch, reader_for
 from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
-from ftckpt.restore.rebuild import Bytes, Input, Rebuild, RepairTask, TaskSlice, batches, levels, solve_slice
+from ftckpt.restore.rebuild import Input, Rebuild, RepairTask, TaskSlice, batches, levels, solve_slice
 from ftckpt.store.damage import Damage
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.ledger import Ledger, for_rebuild, give_up, in_use, refusal, require

@@ -39,11 +39,11 @@ from ftckpt.restore.chosen import ChosenSlots, Needs
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute
 from ftckpt.restore.locations import OpenArenas
-from ftckpt.restore.look import Seen, look
+from ftckpt.restore.look import SurveyResult, look
 from ftckpt.restore.repair import Usage
-from ftckpt.restore.search import Coming, Search, pass_over, tell_verified
+from ftckpt.restore.search import PendingLoad, Search, pass_over, tell_verified
 from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook, ask
-from ftckpt.restore.straight import Reading, SlotAge, fits
+from ftckpt.restore.straight import ReadEstimate, SlotAge, fits
 from ftckpt.restore.threads import threads_of
 from ftckpt.restore.voiding import adopt, void
 from ftckpt.store.lineage_file import read_lineage
@@ -62,7 +62,7 @@ class _Start(NamedTuple):
     long as nothing was touched.
     """
 
-    seen: Seen
+    seen: SurveyResult
     new: Request
     asked: tuple[str, ...]
     selection: Selection
@@ -98,7 +98,7 @@ class Restart:
         self._shelf = NO_SHELF
         self._start: _Start  # from ``choose`` on
         self._chosen: ChosenSlots | None = None  # of the decision, from ``void_newer`` on
-        self._coming: Coming | None = None  # what brings the decision
+        self._coming: PendingLoad | None = None  # what brings the decision
         self.in_memory = True
         """Whether what was loaded lies in memory, too; from ``load`` on."""
         self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
@@ -170,7 +170,7 @@ class Restart:
             self.resume(None)
         return decision
 
-    def _adopt_head(self, seen: Seen) -> bool:
+    def _adopt_head(self, seen: SurveyResult) -> bool:
         """A node that was away, or was killed before it wrote what others did, has snapshots of an abandoned branch:
         they are void before anything is reconstructed there. Whether any node may have some."""
         if all(one.lineage == seen.head for one in seen.memory if one.lineage.branches):
@@ -184,7 +184,7 @@ class Restart:
         together(self._group, adopt_here)
         return True
 
-    def _requests_since(self, request: Request, seen: Seen) -> Request:
+    def _requests_since(self, request: Request, seen: SurveyResult) -> Request:
         """The requests that this start has to fulfil; where nothing is there, there is nothing to go back from."""
         loaded, new = seen.loaded, request.since(seen.head)
         if loaded.in_training:  # after the start that fulfilled them
@@ -209,7 +209,7 @@ class Restart:
             )
         return new
 
-    def _selected(self, new: Request, seen: Seen) -> Selection:
+    def _selected(self, new: Request, seen: SurveyResult) -> Selection:
         """The snapshots that may be taken, under the lineage that this start branches."""
         if new.name and (named := _named(new.name, seen)) is not None:
             snapshot, lineage = named
@@ -334,7 +334,7 @@ class Restart:
         """
         chosen = self._chosen = ChosenSlots(
             self._group, self._topology, self._events, self._arenas, coming=self._coming, decision=decision
-        )  # fmt: skip
+        )
 
         def answer() -> bytes:
             if self._coming is None:
@@ -454,7 +454,12 @@ class Restart:
         return decision
 
     def _bring_straight(
-        self, coming: Coming, chosen: ChosenSlots, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]
+        self,
+        coming: PendingLoad,
+        chosen: ChosenSlots,
+        decision: Decision,
+        pieces: Sequence[Piece],
+        padded: frozenset[str],
     ) -> _Brought | None:
         """As ``_bring``, each chunk proven on its way; None where ranks would read too much several times, or what
         lies on other nodes."""
@@ -462,7 +467,7 @@ class Restart:
         needs: Needs = []
         states: dict[str, SlotAge] = {}
 
-        def plan() -> Reading:
+        def plan() -> ReadEstimate:
             own = chosen.own
             needs[:], planned = chosen.plan(pieces, padded)
             states.update(coming.states())
@@ -471,7 +476,7 @@ class Restart:
             far = coming.slots is None and own is not None and own.at.node != self._topology.me.node
             return reading._replace(near=reading.near and not far)
 
-        readings = gather_all(self._group, plan, Reading)
+        readings = gather_all(self._group, plan, ReadEstimate)
         if not fits(readings):
             return None
         self._is_touched = True
@@ -484,7 +489,7 @@ class Restart:
             tell_verified(self._events, iteration, secs, every, states)
         return needs, traffic, lambda: straight.objects(shard)
 
-    def _without_straight(self, coming: Coming, decision: Decision) -> Decision:
+    def _without_straight(self, coming: PendingLoad, decision: Decision) -> Decision:
         """What is not for the straight way: brought to slots from storage, or verified where it lies in slots."""
         self._end_coming()
         if coming.slots is None:
@@ -541,7 +546,7 @@ class Restart:
         self._events.emit("loaded", iteration=iteration, secs=secs, **asdict(traffic), **layouts)
 
 
-def _named(name: str, seen: Seen) -> tuple[SnapshotId, Lineage] | None:
+def _named(name: str, seen: SurveyResult) -> tuple[SnapshotId, Lineage] | None:
     """The snapshot of that name on storage, or else in memory, and its lineage."""
     if (stored := seen.shelf.named) is not None:
         return stored.snapshot, stored.lineage
@@ -550,7 +555,7 @@ def _named(name: str, seen: Seen) -> tuple[SnapshotId, Lineage] | None:
     return (newest, there[newest]) if newest is not None else None
 
 
-def _refuse_doubtful(seen: Seen) -> None:
+def _refuse_doubtful(seen: SurveyResult) -> None:
     """Raises LostError where snapshots are there that are in doubt, and nothing else is."""
     doubtful = {_name(one) for one, of in seen.in_memory.items() if is_doubtful(of, one.iteration, seen.head)}
     doubtful |= {
@@ -564,7 +569,7 @@ def _refuse_doubtful(seen: Seen) -> None:
         )
 
 
-def _nothing_before(limit: int, seen: Seen) -> str:
+def _nothing_before(limit: int, seen: SurveyResult) -> str:
     """What is wrong with going back to before an iteration of which nothing is there that is older."""
     iterations = {one.iteration for one in [*seen.in_memory, *(one.snapshot for one in seen.shelf.snapshots)]}
     names = listed([str(one) for one in sorted(iterations)], _MOST_NAMED)

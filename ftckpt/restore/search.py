@@ -108,7 +108,7 @@ class SlotFindings:
     states: tuple[SlotAge, ...] = ()
 
 
-class Coming(NamedTuple):
+class PendingLoad(NamedTuple):
     """How a snapshot comes ``straight`` into the live state, proven on the way: from storage, and then to ``slots``
     where that is not for it, or, where that is None, from the slots in which all of it lies.
 
@@ -136,7 +136,7 @@ class Search:
         unproven: bool = False, reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
-        self.coming: Coming | None = None
+        self.coming: PendingLoad | None = None
         """What brings the snapshot that was decided on, where it has not come: nothing of it is proven, and it may
         prove to be bad."""
         self._overlaps, self._unproven, self._reports = overlaps, unproven, reports
@@ -242,20 +242,20 @@ class Search:
         reader = ChunkReader(self._group, reads(stored.snapshot))
         straight = StraightFetch(
             self._group, topology, fetch.files.get, reader, places=places, mine=[*self._mine(decision)]
-        )  # fmt: skip
+        )
         try:
             straight.begin()
-        except BaseException as error:
+        except BaseException as error:  # what it has opened is closed, whatever failed
             straight.close()
             if not isinstance(error, StorageError):
                 raise
             pass_over(self._events, stored.snapshot, error)
             return None
-        self.coming = Coming(straight, fetch)
+        self.coming = PendingLoad(straight, fetch)
         self.usage = {"storage": reader.usage}
         return decision
 
-    def _in_slots(self, decision: Decision) -> Coming:
+    def _in_slots(self, decision: Decision) -> PendingLoad:
         """What brings a snapshot that lies in slots, proven on the way."""
         mine = self._mine(decision)
 
@@ -268,9 +268,9 @@ class Search:
         reader = ChunkReader(self._group, f"loads iteration {decision.snapshot.iteration}", self._threads)
         straight = StraightFetch(
             self._group, self._topology, open_shard, reader, places=decision.sources, mine=[*mine], in_slots=True
-        )  # fmt: skip
+        )
         # Asked for when ranks do so together: one that cannot open an arena would leave the others waiting.
-        return Coming(straight, None, lambda: {shard: self._state_of(at) for shard, at in mine.items()})
+        return PendingLoad(straight, None, lambda: {shard: self._state_of(at) for shard, at in mine.items()})
 
     def _mine(self, decision: Decision) -> dict[str, SlotAt]:
         """The shards of which this rank tells the others."""

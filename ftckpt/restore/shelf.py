@@ -14,8 +14,9 @@ from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage, Request, Selection, is_doubtful, is_past, newest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import Storage, open_storage, patiently
+from ftckpt.persist.storage import Storage, patiently
 
 _NEWEST = 10
 """Snapshots on storage that a restart reads about: should all of them be bad, older ones are for people to choose."""
@@ -106,14 +107,14 @@ class Shelf:
 NO_SHELF = Shelf()
 
 
-class Look(NamedTuple):
+class StorageView(NamedTuple):
     """What one rank sees of storage: why it cannot reach it, and the length of what it is to tell the others."""
 
     away: str
     length: int
 
 
-class _Found(NamedTuple):
+class _StorageContents(NamedTuple):
     """What rank 0 has read: names and manifests of the newest that count, the head that storage has recorded, names
     of those that do not count, name and manifest of the one that was named, why there may be more, and whether that
     passes."""
@@ -145,7 +146,7 @@ class ShelfLook:
     def _reader(self) -> str:
         return self._group.name.rpartition("/")[2]
 
-    def see(self) -> Look:
+    def see(self) -> StorageView:
         """Whether this rank can reach storage; the first looks what is there, of which nothing is removed from here
         on.
 
@@ -153,15 +154,15 @@ class ShelfLook:
             StorageError: it cannot, and trying again is of no use.
         """
         if not self._where:
-            return Look("", 0)
+            return StorageView("", 0)
         self._storage, away = _open(self._where)
         if self._storage is not None and self._group.rank == 0:
             _require_own(self._storage)
             _hold(self._storage, self._reader, self._events)
             self._told = codec.encode(_read(self._storage, self._events, self._request, self._lineage()))
-        return Look(away, len(self._told))
+        return StorageView(away, len(self._told))
 
-    def join(self, seen: Sequence[Look]) -> Shelf:
+    def join(self, seen: Sequence[StorageView]) -> Shelf:
         """What is there. Collective."""
         if not self._where:
             return NO_SHELF
@@ -174,7 +175,7 @@ class ShelfLook:
             return Shelf(problem=away, is_away=True)
         # The length is known: a broadcast takes as many bytes on all ranks.
         data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
-        found = codec.decode(data, _Found)
+        found = codec.decode(data, _StorageContents)
         snapshots = tuple(self._decoded(*one) for one in found.manifests)
         return Shelf(
             self._storage, snapshots, found.problem, found.is_away, self._reader if leads else "",
@@ -211,9 +212,9 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
         events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
 
 
-def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> _Found:
+def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> _StorageContents:
     """The newest manifests that count, and of those before ``request.before`` as many, with what else is there."""
-    found = _Found([])
+    found = _StorageContents([])
     try:
         void = ask(lambda: retention.voided(storage))
         head = newest([head, ask(lambda: commit.claimed_lineage(storage))])

@@ -14,7 +14,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
 from ftckpt.store.image import Span
-from ftckpt.store.landings import Landing, cover, scratch
+from ftckpt.store.landings import LoadTarget, cover, scratch
 from ftckpt.store.mapping import FileId
 from ftckpt.store.slots import slot_name
 
@@ -46,7 +46,7 @@ class SlotFile:
             raise ArenaError(f"{path}: was replaced")
         self._path = path
 
-    def take(self, chunk: int, landings: Sequence[Landing] = ()) -> int:
+    def take(self, chunk: int, landings: Sequence[LoadTarget] = ()) -> int:
         """Read a chunk once: fill ``landings`` in it, ascending and apart from each other; xxh3-64 of all of it.
 
         What the landings have is what was hashed. Raises ArenaError.
@@ -82,7 +82,7 @@ class SlotFile:
         """Give the descriptor up."""
         os.close(self._fd)
 
-    def _batches(self, span: Span, landings: Sequence[Landing]) -> Iterator[tuple[int, list[memoryview]]]:
+    def _batches(self, span: Span, landings: Sequence[LoadTarget]) -> Iterator[tuple[int, list[memoryview]]]:
         """All of a chunk in order, a begin and what is filled from there on by one call: of the landings, and between
         them of memory that is used again."""
         place, size, memories = span.begin, 0, list[memoryview]()
@@ -128,7 +128,7 @@ class SlotShard:
         """What is read for a chunk."""
         return self.image.chunks[number].nbytes
 
-    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+    def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
         """Fill ``landings``, ascending and apart from each other, from a chunk.
 
         Raises:

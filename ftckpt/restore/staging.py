@@ -37,7 +37,7 @@ class _Memory:
         self.taken: torch.cuda.Event | None = None
 
 
-class Staging:
+class StagingBuffers:
     """For the threads of one reading; made by the thread on whose stream the copies are to stand, which ``settle``s.
 
     A thread asks for ``memory``, fills it and sends parts of it by ``send``; it may have another then.
@@ -118,7 +118,7 @@ class Staging:
 
 
 def pin_ahead(nbytes: int, threads: int) -> threading.Thread:
-    """Allocate what so many threads need to read ``nbytes``, in the cache of torch; a ``Staging`` waits for it."""
+    """Allocate what so many threads need to read ``nbytes``, in torch's cache; ``StagingBuffers`` wait for it."""
     number = min(_MOST * threads, -(-nbytes // MESSAGE_BYTES))
     # All at the same time: what is free would be allocated again.
     return _beside(lambda: [pinned_memory(MESSAGE_BYTES) for _ in range(number)])

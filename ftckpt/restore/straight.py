@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 import torch
 
+from ftckpt.array_types import Buffer
 from ftckpt.group import Group, gather_all
 from ftckpt.host_memory import host_memory
 from ftckpt.model.topology import Topology
-from ftckpt.persist.storage import Bytes
 from ftckpt.restore.chunk_reader import ChunkReader, Job, Source
 from ftckpt.restore.exchange import dest_strip, source_strip
 from ftckpt.restore.load import Traffic, Transfer
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.plan import StridedCopy, reading, run
-from ftckpt.restore.staging import Staging
+from ftckpt.restore.staging import StagingBuffers
 from ftckpt.store.image import Span
-from ftckpt.store.landings import Landing
+from ftckpt.store.landings import LoadTarget
 
 _TWICE_SHARE = 0.125
 """Of all bytes of the snapshot at most so many are read by several ranks: more is read once, to slots, and handed on
@@ -42,7 +42,7 @@ class SlotAge(NamedTuple):
     gap_secs: float = 0.0
 
 
-class Reading(NamedTuple):
+class ReadEstimate(NamedTuple):
     """What one rank is going to read: bytes, those of the shards that it tells of, whether all of it is near, how far
     the snapshot had come in slots of these shards."""
 
@@ -104,20 +104,20 @@ class StraightFetch:
         """The encoded objects of a shard; raises as ``open_shard``."""
         return bytes(self._open(shard).objects())
 
-    def read(self, shard: str, begin: int, end: int) -> Bytes:
+    def read(self, shard: str, begin: int, end: int) -> Buffer:
         """Bytes of a shard's image, outside its objects; raises as ``open_shard``."""
-        data, staging = host_memory(end - begin), Staging()
+        data, staging = host_memory(end - begin), StagingBuffers()
         for chunk in _chunks(self._open(shard), [_Part(run(begin, 0, end - begin), data)]):
             _bring(chunk, staging)
         return data.numpy().data
 
-    def plan(self, transfers: Sequence[Transfer]) -> Reading:
+    def plan(self, transfers: Sequence[Transfer]) -> ReadEstimate:
         """Know what this rank reads; raises as ``open_shard``."""
         near = not self._in_slots or all(_slot(one).node == self._topology.me.node for one in transfers)
         mine = [self._open(shard) for shard in self._mine]
         there_bytes = sum(sum(map(file.stored_bytes, range(len(file.image.chunks)))) for file in mine)
         if not near:
-            return Reading(0, there_bytes, near)
+            return ReadEstimate(0, there_bytes, near)
         shards = {at: shard for shard, at in self.places.items()}
         parts: dict[str, list[_Part]] = {shard: [] for shard in self._mine if self._in_slots}
         for one in transfers:
@@ -127,7 +127,7 @@ class StraightFetch:
                 of += (_Part(copy, live) for copy in item.copies)
         self._chunks = [chunk for shard in self._order(parts) for chunk in self._chunks_of(shard, parts[shard])]
         self._needed_bytes = sum(one.nbytes for one in transfers)
-        return Reading(sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks), there_bytes, near)
+        return ReadEstimate(sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks), there_bytes, near)
 
     def bring(self, end_part: Callable[[str], None]) -> Traffic:
         """Read all that was planned. Parts of a restart end: ``pin``, ``read``, ``copy``.
@@ -135,7 +135,7 @@ class StraightFetch:
         Raises:
             StorageError, ArenaError: something is bad, or away; on all ranks together, and some bytes have arrived.
         """
-        staging = Staging()
+        staging = StagingBuffers()
         end_part("pin")
         try:
             self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, staging)) for chunk in self._chunks])
@@ -167,7 +167,7 @@ def reads_little_twice(read_bytes: Sequence[int], there_bytes: int) -> bool:
     return sum(read_bytes) - there_bytes <= max(_TWICE_BYTES * len(read_bytes), _TWICE_SHARE * there_bytes)
 
 
-def fits(readings: Sequence[Reading]) -> bool:
+def fits(readings: Sequence[ReadEstimate]) -> bool:
     """Whether what all ranks are going to read is for this way."""
     there_bytes = sum(one.there_bytes for one in readings)
     return all(one.near for one in readings) and reads_little_twice([one.nbytes for one in readings], there_bytes)
@@ -178,14 +178,14 @@ def _slot(transfer: Transfer) -> SlotAt:
     return transfer.source
 
 
-def _bring(chunk: _Chunk, staging: Staging) -> None:
+def _bring(chunk: _Chunk, staging: StagingBuffers) -> None:
     """Read a chunk, prove it, and put its bytes where they belong, or send them there."""
     if (landings := _landings(chunk)) is not None:
         chunk.file.scatter(chunk.number, landings)
         return
     begin, end = chunk.span.begin, chunk.span.end
     data = staging.memory(chunk.span.nbytes)
-    chunk.file.scatter(chunk.number, [Landing(begin, data.numpy().data)])
+    chunk.file.scatter(chunk.number, [LoadTarget(begin, data.numpy().data)])
     staging.send(
         (dest_strip(copy, part.to), source_strip(copy._replace(source=copy.source - begin), data))
         for part in chunk.parts
@@ -193,9 +193,9 @@ def _bring(chunk: _Chunk, staging: Staging) -> None:
     )
 
 
-def _landings(chunk: _Chunk) -> list[Landing] | None:
+def _landings(chunk: _Chunk) -> list[LoadTarget] | None:
     """Where a chunk's bytes go, in its order; None where they do not simply lie side by side in host memory."""
-    landings, place = list[Landing](), chunk.span.begin
+    landings, place = list[LoadTarget](), chunk.span.begin
     for copy, to in chunk.parts:
         if copy.source_strides != (1,) or copy.dest_strides != (1,) or not to.is_cpu:
             return None
@@ -203,7 +203,7 @@ def _landings(chunk: _Chunk) -> list[Landing] | None:
         if begin < place:  # what two want is not read into both
             return None
         at = copy.dest + begin - copy.source
-        landings.append(Landing(begin, to.numpy().data[at : at + end - begin]))
+        landings.append(LoadTarget(begin, to.numpy().data[at : at + end - begin]))
         place = end
     return landings
 

@@ -87,7 +87,7 @@ class Guard(importlib.abc.MetaPathFinder):
             if new := self._harms - before:
                 self._leave_out(name, ", ".join(new))
                 raise ImportError(f"{name} is left out")
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # whatever a module raises at its import
             if name in self._origins and name not in self.found:  # a worker could import it
                 self._leave_out(name, f"raises {type(error).__name__}: {error}")
             raise

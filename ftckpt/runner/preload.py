@@ -14,7 +14,7 @@ from typing import Any
 
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
-from ftckpt.runner.server import Channel
+from ftckpt.runner.server import ServerChannel
 
 _QUIET_SECS = 5.0
 """The imports of an attempt are taken for complete when none has been seen for so long."""
@@ -32,7 +32,7 @@ class RefusedError(Exception):
 class ForkedProcess:
     """A worker that the server has forked: what torch asks of its handler of a process, and of the process."""
 
-    def __init__(self, server: Server, pid: int) -> None:
+    def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.proc = self
         self.returncode: int | None = None
@@ -61,7 +61,7 @@ class ForkedProcess:
                 os.kill(self.pid, death_sig)  # it has just begun, and leads no group yet
 
 
-class Server:
+class ForkServer:
     """One server process. ``report`` says what it has imported, once it has."""
 
     def __init__(self, env: Mapping[str, str], order: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class Server:
         self._answers: list[dict[str, Any]] = []
         self._options = _options(env)
         ours, theirs = socket.socketpair()
-        self.channel = Channel(ours)
+        self.channel = ServerChannel(ours)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "ftckpt.runner.server", str(theirs.fileno()), str(os.getpid())],
@@ -132,9 +132,9 @@ class Preloader:
         self.directory, self._lock = notes.make_directory()
         self._extra = extra
         self.env: dict[str, str] = dict(os.environ)
-        self._ready: Server | None = None
-        self._coming: Server | None = None
-        self._retired: list[Server] = []
+        self._ready: ForkServer | None = None
+        self._coming: ForkServer | None = None
+        self._retired: list[ForkServer] = []
         self._left_out: dict[str, str] = {}
         self._num_logged = 0
         self._passes_left = _MOST_PASSES
@@ -142,7 +142,7 @@ class Preloader:
         self._grown = 0.0
         self._log = log_to_stderr()
 
-    def begin(self, env: Mapping[str, str]) -> Server | None:
+    def begin(self, env: Mapping[str, str]) -> ForkServer | None:
         """The server for an attempt that begins, if there is one; ``env`` is what its workers have in common."""
         while self._retired:  # the workers of attempts before this one have ended
             self._retired.pop().close()
@@ -188,7 +188,7 @@ class Preloader:
             notes.remove(self.directory)
         self._lock.close()
 
-    def _servers(self) -> list[Server]:
+    def _servers(self) -> list[ForkServer]:
         return [one for one in (self._ready, self._coming, *self._retired) if one is not None]
 
     def _start(self) -> None:
@@ -196,11 +196,11 @@ class Preloader:
         self.served_size = self._size
         if self._passes_left:
             self._passes_left -= 1
-            self._coming = Server(self.env, {
-                "directory": str(self.directory), "extra": self._extra, "left_out": sorted(self._left_out),
-            })  # fmt: skip
+            self._coming = ForkServer(
+                self.env, {"directory": str(self.directory), "extra": self._extra, "left_out": sorted(self._left_out)}
+            )
 
-    def _take(self, server: Server) -> None:
+    def _take(self, server: ForkServer) -> None:
         """Use a server that has imported all, or start one that leaves out what it has found to be harmful."""
         self._coming = None
         if server.report is None:

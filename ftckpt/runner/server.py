@@ -6,7 +6,7 @@ that, however a process has died.
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import gc
 import json
 import os
@@ -20,15 +20,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ftckpt.forks import end_with_parent
 from ftckpt.frameworks import launcher
 from ftckpt.runner import guard, notes
 
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Which a launcher or a terminal sends to all processes of a job: the agent alone answers them."""
 
 
-class Channel:
+class ServerChannel:
     """Messages as lines of JSON between an agent and its server."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -61,18 +61,12 @@ class Channel:
         self._socket.close()
 
 
-def end_with_parent(parent: int = 0) -> None:
-    """Have the kernel kill this process when its parent ends, which was ``parent``, where that is known."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent and os.getppid() != parent:  # it has ended before that
-        os._exit(1)
-
-
-def main(channel: Channel, parent: int) -> None:
+def main(channel: ServerChannel, parent: int) -> None:
     """Import what the agent's first message names, then fork workers until the agent closes the channel."""
     import ftckpt.runner.worker  # noqa: F401 - before any fork; the agent needs nothing of it
 
     end_with_parent(parent)
+    atexit.register(launcher.end_process)  # before any import that registers what a worker must do at its end
     server, known = os.getpid(), guard.harms()
     handlers: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     while not channel.is_closed and not (orders := channel.receive(None)):
@@ -92,7 +86,8 @@ def main(channel: Channel, parent: int) -> None:
             if not (pid := os.fork()):
                 end_with_parent(server)
                 signal.set_wakeup_fd(-1)
-                for fd in (channel.fileno(), woken, wake):
+                channel.close()
+                for fd in (woken, wake):
                     os.close(fd)
                 _become_worker(order, handlers, imports.env)
             channel.send({"pid": pid})
@@ -144,10 +139,12 @@ def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[st
         if numbers := sys.modules.get("numpy.random"):
             numbers.seed()  # as a new process draws it; Python's own does so by itself, torch's is a constant
         worker.start(Path(order["directory"]), order["words"], order["records"])
+    except SystemExit:  # the interpreter runs the exit functions
+        raise
     except BaseException:  # noqa: BLE001 - no frame of the server may go on here
         traceback.print_exc()
     os._exit(1)
 
 
 if __name__ == "__main__":
-    main(Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))
+    main(ServerChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))

@@ -24,13 +24,13 @@ import ftckpt.deepspeed
 import ftckpt.megatron
 from ftckpt import config
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize, section
+from ftckpt.deepspeed import active_engine, section
 from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.forks import end_with_parent
 from ftckpt.frameworks import doors, launcher
 from ftckpt.frameworks.imports import ImportWatch
 from ftckpt.job.garbage import imports_that_stay
 from ftckpt.runner import notes
-from ftckpt.runner.server import end_with_parent
 from ftckpt.store.outcome import launcher_run
 
 _EARLY_SECS = 300.0
@@ -86,7 +86,7 @@ class _Frameworks:
             return
         section.configure(self._settings)
         # An engine is destroyed after an error too; how the script ends is known here alone.
-        initialize.leave_the_end_to_the_runner()
+        active_engine.leave_the_end_to_the_runner()
         doors.prepare_storage(section.foreseen(self._arguments))
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
         self._closers.append(ftckpt.deepspeed.close)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 
 from ftckpt.frameworks.launcher import log_to_stderr
-from ftckpt.runner.preload import Preloader, RefusedError, Server
+from ftckpt.runner.preload import ForkServer, Preloader, RefusedError
 
 _GRACE_SECS: Any = 0.5  # torch has whole seconds
 """From SIGTERM to SIGKILL where a worker has failed: the others wait for it, and their state is in shared memory."""
@@ -51,7 +51,7 @@ class Workers(SubprocessContext):
                 for rank, handler in self.subprocess_handlers.items():
                     self._pidfds[rank] = os.pidfd_open(handler.proc.pid)
 
-    def _fork(self, server: Server) -> bool:
+    def _fork(self, server: ForkServer) -> bool:
         """Fork all workers; False where none is left of those that were."""
         handlers: dict[int, Any] = {}
         try:

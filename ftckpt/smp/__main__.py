@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftckpt.config import Config, node_here
-from ftckpt.errors import FtckptError, SmpError, Writing, settings_are_written
+from ftckpt.errors import FtckptError, SettingSyntax, SmpError, settings_are_written
 from ftckpt.smp import BUSY_STATUS, IDLE_SECS
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--detach", action="store_true", help="run in the background; return when it answers")
     arguments = parser.parse_args(argv)
-    settings_are_written(Writing.FLAG)  # trainers, who are told, write them as their users do
+    settings_are_written(SettingSyntax.FLAG)  # trainers, who are told, write them as their users do
     if arguments.alive:
         return alive(arguments)
     return detached(arguments) if arguments.detach else foreground(arguments)

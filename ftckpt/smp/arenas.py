@@ -108,7 +108,7 @@ class GuardedArena:
             self.checks = Checks.create_or_open(
                 path, control.slots, control.num_chunks, control.digest, writable=True
             )
-        except BaseException:
+        except BaseException:  # nobody else would unmap it
             self.mapped.close()
             raise
         self._guard = threading.Lock()

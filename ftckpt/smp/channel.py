@@ -43,7 +43,7 @@ from typing import Any, ClassVar
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from ftckpt.errors import ConfigError, SmpError
+from ftckpt.errors import ConfigError, PeerAuthError, PeerError, PeerTimeoutError, VersionError
 from ftckpt.store.directory import SMP_SOCKET_NAME
 
 MAGIC = b"FTCKSMP2"
@@ -58,22 +58,6 @@ FRAME = struct.Struct("<IB3xQ")
 _SEAL = 1
 _PIECE_BYTES = 256 << 10
 """What is copied, authenticated and sent at a time: it stays in a core's cache in between."""
-
-
-class PeerError(SmpError):
-    """The other side cannot be reached, is too slow, refuses, or answers nonsense: look at that node."""
-
-
-class SilentError(PeerError):
-    """The other side took the connection, and said no hello in time."""
-
-
-class VersionError(PeerError):
-    """The other side is no SMP, or one of another version of ftckpt."""
-
-
-class RefusedError(PeerError):
-    """The other side does not know the job's secret, or does not believe that this one does."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +106,15 @@ def trust_in(sock: socket.socket, trust: Trust) -> Trust:
     proves ``trust``; nobody where no secret is known.
 
     Raises:
-        RefusedError: another user, or no secret to prove anything by.
+        PeerAuthError: another user, or no secret to prove anything by.
     """
     if sock.family == socket.AF_UNIX:
         uid = _peer_uid(sock)
         if uid != os.geteuid():
-            raise RefusedError(f"it belongs to another user: user {uid}")
+            raise PeerAuthError(f"it belongs to another user: user {uid}")
         return Trust()
     if not trust.secret:
-        raise RefusedError("no secret is known yet")
+        raise PeerAuthError("no secret is known yet")
     return trust
 
 
@@ -200,8 +184,8 @@ class Channel:
         """The client's side of the beginning.
 
         Raises:
-            SilentError: the other side says nothing.
-            RefusedError: one side does not know the secret.
+            PeerTimeoutError: the other side says nothing.
+            PeerAuthError: one side does not know the secret.
         """
         trust = trust_in(self._socket, trust)
         mine = HELLO.pack(MAGIC, _SEAL * trust.encrypt, os.urandom(NONCE_BYTES))
@@ -211,23 +195,23 @@ class Channel:
         except PeerError as error:
             if time.monotonic() < min(deadline, self._end):
                 raise  # it hung up: an SMP that ends does so
-            raise SilentError(str(error)) from None
+            raise PeerTimeoutError(str(error)) from None
         _check_version(theirs)
         self.write(_proof(trust, b"client", mine + theirs), deadline)
         try:
             proof = self.read(PROOF_BYTES, deadline)
         except PeerError as error:
             # Hanging up is all the answer that a server gives to a wrong proof.
-            raise RefusedError(f"it does not accept this node's secret ({error})") from None
+            raise PeerAuthError(f"it does not accept this node's secret ({error})") from None
         if not hmac.compare_digest(proof, _proof(trust, b"server", mine + theirs)):
-            raise RefusedError("it does not know the job's secret")
+            raise PeerAuthError("it does not know the job's secret")
         self._begin(trust, mine, theirs, (b"client", b"server"))
 
     def welcome(self, trust: Trust, deadline: float) -> None:
         """The server's side of the beginning.
 
         Raises:
-            RefusedError: the other side does not know the secret.
+            PeerAuthError: the other side does not know the secret.
         """
         trust = trust_in(self._socket, trust)
         theirs = bytes(self.read(HELLO.size, deadline))
@@ -236,7 +220,7 @@ class Channel:
         _check_version(theirs)
         proof = self.read(PROOF_BYTES, deadline)
         if not hmac.compare_digest(proof, _proof(trust, b"client", theirs + mine)):
-            raise RefusedError("it does not know the job's secret")
+            raise PeerAuthError("it does not know the job's secret")
         self.write(_proof(trust, b"server", theirs + mine), deadline)
         self._begin(trust, theirs, mine, (b"server", b"client"))
 
@@ -427,7 +411,7 @@ def connect(where: Path | tuple[str, int], timeout_secs: float) -> Channel:
             connected.settimeout(timeout_secs)
             with socket_address(where) as address:
                 connected.connect(address)
-        except BaseException:
+        except BaseException:  # nobody else would close it
             connected.close()
             raise
         return Channel(connected)

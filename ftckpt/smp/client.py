@@ -15,10 +15,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from ftckpt.errors import FtckptError, SmpError
+from ftckpt.errors import FtckptError, PeerError, PeerTimeoutError, SmpError, VersionError
 from ftckpt.events import log
 from ftckpt.smp import BUSY_STATUS, IDLE_SECS
-from ftckpt.smp.channel import Deadlines, PeerError, SilentError, Trust, VersionError, connect
+from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
@@ -171,7 +171,7 @@ def find_or_start(
             unfit = ""
             if isinstance(error.__cause__, VersionError):
                 unfit = "it is of another version of ftckpt, and does not end"
-            elif isinstance(error.__cause__, SilentError) and left >= _ANSWER_SECS:
+            elif isinstance(error.__cause__, PeerTimeoutError) and left >= _ANSWER_SECS:
                 # Less time than that proves nothing: one that starts on a busy node may be as slow.
                 unfit = "it says no hello, and does not end"
             else:  # it is starting or ending

@@ -13,7 +13,8 @@ from typing import Any
 
 import xxhash
 
-from ftckpt.errors import CorruptError, MismatchError
+from ftckpt.array_types import Bytes
+from ftckpt.errors import CorruptError, MismatchError, ProtectionUnavailableError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.codecs import encoder
@@ -24,8 +25,8 @@ from ftckpt.parity.table import MAX_SETS
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
 from ftckpt.smp.peers import Fetch
 from ftckpt.smp.requests import PackageRequest
-from ftckpt.smp.sources import Bytes, Feed, LocalChunk, Sources
-from ftckpt.smp.work import CannotError, Work, in_thread
+from ftckpt.smp.sources import Feed, LocalChunk, Sources
+from ftckpt.smp.work import Work, in_thread
 from ftckpt.store import package
 from ftckpt.store.checks import CheckState
 from ftckpt.store.parity_file import ParityFile, parity_path
@@ -70,7 +71,7 @@ def pull_packages(sources: Sources, snapshot: SnapshotId, wanted: Sequence[Mirro
     """Fetch and store packages, as many at a time as memory allows: each is held whole.
 
     Raises:
-        CannotError: a node has failed for too long.
+        ProtectionUnavailableError: a node has failed for too long.
         ArenaError, MemoryBudgetError: as ``package.store``.
     """
     todo, requested = deque(wanted), deque[tuple[MirroredPackage, Fetch]]()
@@ -156,7 +157,7 @@ def write_parity(
 
     Raises:
         MemoryBudgetError: no room for the file.
-        CorruptError, ArenaError, CannotError: as ``make_block``.
+        CorruptError, ArenaError, ProtectionUnavailableError: as ``make_block``.
     """
     blocks = num_blocks(group, holder)
     if blocks == 0 or sealed_parity(sources, arena, group, holder, snapshot=snapshot) is not None:
@@ -327,13 +328,15 @@ class TargetCover:
         """Whether all slots still hold the snapshot; only then is anything claimed.
 
         Raises:
-            CannotError: something that was made is not there any more.
+            ProtectionUnavailableError: something that was made is not there any more.
         """
         if not all(arena.still_holds(one.slot, one.record) for arena, one in slots):
             return False
         if not self._duty.done(self._sources, self.snapshot):
             iteration = self.snapshot.iteration
-            raise CannotError(f"iteration {iteration}: a package or a parity file was replaced or deleted")
+            raise ProtectionUnavailableError(
+                f"iteration {iteration}: a package or a parity file was replaced or deleted"
+            )
         # COVERED in the arenas of all nodes means protected to trainers: it is stored when everything is in place.
         for arena, one in slots:
             arena.checks.store_covered(one.slot, one.check.seal_id)
@@ -401,7 +404,7 @@ def make_block(
 
     Raises:
         CorruptError: data in a slot of this node does not match its checksum.
-        ArenaError, CannotError: as ``Feed.next``.
+        ArenaError, ProtectionUnavailableError: as ``Feed.next``.
     """
     chunks = yield from feed.next(stripe)
     local = [chunk for chunk in chunks if isinstance(chunk, LocalChunk)]

@@ -23,20 +23,20 @@ from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
 from ftckpt.smp.final_flush import FinalFlush
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.footprint import allow_packages
-from ftckpt.smp.link import Forecast, NetworkLimit
+from ftckpt.smp.link import NetworkLimit, TransferForecast
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import SCRUB_SECS, Scrubber
 from ftckpt.smp.sources import Service, Sources
-from ftckpt.smp.traffic import Traffic
+from ftckpt.smp.traffic import TrafficMonitor
 from ftckpt.smp.work import Pace, Task
 from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import FlushState, Pulse
 from ftckpt.units import rate
 
 NETWORK_PHASES = frozenset({"tail", "fence", "optimizer"})
-"""Phases of training that need the network, where ``Traffic`` knows nothing: from the last backward on gradients are
-reduced, and after the optimizer parameters are gathered."""
+"""Phases of training that need the network, where ``TrafficMonitor`` knows nothing: from the last backward on
+gradients are reduced, and after the optimizer parameters are gathered."""
 _LOOK_SECS = 0.02
 """Between looks for seals and targets, which read the control block of each arena."""
 _PAUSE_SECS = 1.0
@@ -60,7 +60,7 @@ class _Orders(NamedTuple):
     arenas: list[str]
     addresses: dict[str, tuple[str, int]]
     trust: Trust
-    forecast: Forecast
+    forecast: TransferForecast
     settings: dict[str, Any]
 
 
@@ -74,7 +74,7 @@ def _read(given: Mapping[str, Any]) -> _Orders:
             [str(place["arena"]) for place in given["places"].values()],
             {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()},
             Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt"))),
-            Forecast(
+            TransferForecast(
                 int(given.get("received_bytes", 0)),
                 NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
                 mtbf_secs(str(settings.get("mtbf", "auto")), max(1, len(given.get("nodes", ())))),
@@ -113,8 +113,8 @@ class Duties:
         self._final: FinalFlush | None = None
         # What was begun last at a place; the next one there waits for its end. Another place may hang for ever.
         self._last_at: dict[str, Joinable] = {}
-        self._forecast = Forecast(0, NetworkLimit(0.0, "not configured"), 0.0)
-        self._traffic = Traffic("", self._pulse.began_secs, int)
+        self._forecast = TransferForecast(0, NetworkLimit(0.0, "not configured"), 0.0)
+        self._traffic = TrafficMonitor("", self._pulse.began_secs, int)
         self._pace = self._new_pace({})
         self._share = _new_share({})
         self.service = Service(self._arenas, self._pace)
@@ -190,7 +190,9 @@ class Duties:
             self._flush.stop()
         self._description, self._duty, self._forecast, self._flush_orders = given, duty, forecast, flush
         self._traffic.stop()
-        self._traffic = Traffic(str(given.get("address", "")), self._pulse.began_secs, lambda: Channel.moved_bytes)
+        self._traffic = TrafficMonitor(
+            str(given.get("address", "")), self._pulse.began_secs, lambda: Channel.moved_bytes
+        )
         # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
         self._share = _new_share(settings)

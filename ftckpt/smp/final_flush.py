@@ -19,7 +19,8 @@ from ftckpt.events import Events
 from ftckpt.model.lineage import Selection, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
-from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.persist.backend import open_storage
+from ftckpt.persist.storage import Storage
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.work import Pace
@@ -114,7 +115,7 @@ class FinalFlush:
                 return
             self._snapshot = chosen
             is_over = self._bring(call, chosen)
-        except BaseException:
+        except BaseException:  # what was held for it is released, whatever failed
             is_over = True
             raise
         finally:
@@ -125,9 +126,7 @@ class FinalFlush:
 
     def _bring(self, call: RollCall, chosen: SnapshotId) -> bool:
         """Whether the snapshot was not there before; it is now."""
-        flush = self._flush = Flush(
-            self.orders, self._arenas, self._pace, self._events, chosen, before=self._before
-        )  # fmt: skip
+        flush = self._flush = Flush(self.orders, self._arenas, self._pace, self._events, chosen, before=self._before)
         if self._halted.is_set():  # and whoever did that may not have seen it
             flush.stop()
         while flush.state == FlushState.WORKING:

@@ -18,17 +18,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ftckpt.array_types import Buffer
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
 from ftckpt.model.lineage import Lineage, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import CheckpointName, DoneMark, PendingCheckpoint
 from ftckpt.persist.compression import packed
 from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
-from ftckpt.persist.storage import Bytes, Storage, open_storage
+from ftckpt.persist.storage import Storage
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
 from ftckpt.smp.export import export
 from ftckpt.smp.footprint import yield_disks
@@ -53,7 +55,7 @@ _LOST = (ArenaError, ValueError)
 """What reading memory raises that was unmapped meanwhile."""
 
 
-class _Halted(Exception):
+class _Cancellation(Exception):
     """The snapshot is not wanted on storage any more."""
 
 
@@ -176,7 +178,7 @@ class Flush:
                 # Not before others are told that it is there: memory has it until then, and the job may end.
                 self._export(storage, self._orders.exports)
             self.problem, self.state = "", FlushState.DONE
-        except _Halted:
+        except _Cancellation:
             pass
         except Exception as error:  # noqa: BLE001 - training goes on whatever storage does, and is told
             reason = in_words(error)
@@ -192,7 +194,7 @@ class Flush:
                 storage, Place(self._orders.where, exports), self.snapshot, self._events, owner=self._orders.owner,
                 deadline=self._begun + _EXPORTED_BY * self._orders.timeout_secs, pause=self._pause,
             )  # fmt: skip
-        except (StorageError, OSError, _Halted) as error:
+        except (StorageError, OSError, _Cancellation) as error:
             # No failure of the flush: what a restart needs is there.
             self.unexported = f"{exports.form} was not made of it: {error}"
             self._events.emit(
@@ -288,15 +290,15 @@ class Flush:
         spare_bytes = 0 if compresses else shard.image.file_bytes - shard.image.objects.begin - entry.objects_used
         return replace(
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
-        )  # fmt: skip
+        )
 
-    def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Bytes]:
+    def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
         for piece in pieces:
             for wait_secs in self._before(len(piece)):
                 self._pause(wait_secs)
             arena.renew(slot)
             if self._over.is_set():
-                raise _Halted
+                raise _Cancellation
             yield piece
 
     def _before(self, nbytes: int) -> Iterator[float]:
@@ -334,7 +336,7 @@ class Flush:
             return False
         stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, lineage)
         if self._over.is_set():
-            raise _Halted
+            raise _Cancellation
         # Right before: the job may go on elsewhere by now.
         if is_owner := self._owns(storage):
             self._set_aside(storage, path)
@@ -423,7 +425,7 @@ class Flush:
 
     def _pause(self, secs: float) -> None:
         if self._over.wait(secs):
-            raise _Halted("it was stopped: the job has ended, went back, is being saved or starts anew")
+            raise _Cancellation("it was stopped: the job has ended, went back, is being saved or starts anew")
 
     def _tell(self, problem: str) -> None:
         if problem != self.problem:

@@ -56,7 +56,7 @@ class NetworkLimit:
 
 
 @dataclass
-class Forecast:
+class TransferForecast:
     """The seconds that the ``due_bytes`` of a target take, by ``limit``, or as the last ones came if that is slower.
 
     Measured from the first arrival to the last: a node that sends nothing prolongs no deadline.

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from ftckpt.smp.channel import Channel, Deadlines, PeerError, Trust, connect
+from ftckpt.errors import PeerError
+from ftckpt.smp.channel import Channel, Deadlines, Trust, connect
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, exchange
 
 _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
@@ -219,7 +220,7 @@ class _Peer:
             if self._closed:  # behind the lock: either this sees it, or ``close`` has seen the channel
                 raise PeerError("the connection was given up")
             channel.greet(self._trust, deadline)
-        except BaseException:
+        except BaseException:  # nobody else would close it
             self._hang_up(channel)
             raise
         return channel

@@ -55,7 +55,7 @@ def _bound(family: int, place: tuple[str, int]) -> socket.socket:
     held = socket.socket(family, socket.SOCK_STREAM)
     try:
         held.bind(place)
-    except BaseException:
+    except BaseException:  # nobody else would close it
         held.close()
         raise
     return held

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from ftckpt.errors import FtckptError, SmpError, error_from_json
+from ftckpt.errors import FtckptError, PeerError, SmpError, error_from_json
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist_setting import PERSIST_FORMATS
-from ftckpt.smp.channel import Channel, Deadlines, PeerError
+from ftckpt.smp.channel import Channel, Deadlines
 from ftckpt.store.directory import is_shard
 from ftckpt.store.package import MAX_PACKAGE_BYTES
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ftckpt.errors import FtckptError, SmpError, in_words
+from ftckpt.errors import FtckptError, PeerAuthError, PeerError, SmpError, in_words
 from ftckpt.events import Events, log
-from ftckpt.smp.channel import Channel, Deadlines, Delivery, PeerError, RefusedError, Trust, socket_address
+from ftckpt.smp.channel import Channel, Deadlines, Delivery, Trust, socket_address
 from ftckpt.smp.ports import listen_at
 from ftckpt.smp.requests import (
     MAX_NETWORK_REQUEST_BYTES,
@@ -98,7 +98,7 @@ class _Listener:
         """It has proven the secret.
 
         Raises:
-            RefusedError: there are too many of those.
+            PeerAuthError: there are too many of those.
             PeerError: it was turned out at this moment.
         """
         with self.guard:
@@ -107,7 +107,7 @@ class _Listener:
         if not known:
             raise PeerError("it was turned out before its proof was read")
         if full:
-            raise RefusedError(f"there are {self.max_connections} connections already")
+            raise PeerAuthError(f"there are {self.max_connections} connections already")
 
     def abort(self) -> None:
         """End all connections; their threads are woken and close them."""
@@ -293,7 +293,7 @@ class Server:
             while not listener.closed and (listener.local or trust == self._trust):
                 frame = channel.receive(listener.max_request_bytes, 0, deadlines, deadlines.idle_secs)
                 self._answer(channel, frame.body, listener)
-        except RefusedError as error:
+        except PeerAuthError as error:
             self._report_refusal(origin, str(error))
         except PeerError as error:
             # It went away, or is broken: who still wants something connects again.

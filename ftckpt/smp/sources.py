@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.array_types import Bytes
+from ftckpt.errors import ArenaError, CorruptError, ProtectionUnavailableError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import ParityGroup
@@ -20,10 +20,8 @@ from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
 from ftckpt.smp.channel import Delivery
 from ftckpt.smp.peers import Fetch, Peers
 from ftckpt.smp.requests import BytesRequest, ChunkRequest
-from ftckpt.smp.work import CannotError, Pace, Work
+from ftckpt.smp.work import Pace, Work
 from ftckpt.store.package import mapped_package
-
-Bytes = npt.NDArray[np.uint8]
 
 AHEAD = 4
 AHEAD_BYTES = 64 << 20
@@ -77,7 +75,7 @@ class Sources:
             problem: what is wrong with the bytes that came; "" if nothing is.
 
         Raises:
-            CannotError: it has failed for too long.
+            ProtectionUnavailableError: it has failed for too long.
         """
         pause = _AGAIN_SECS
         try:
@@ -109,7 +107,7 @@ class Sources:
             self.failing[node] = error
         # What was not tried, because of a failure a moment ago, must not use the patience up by itself.
         if tried and now - since >= self._patience_secs:
-            raise CannotError(f"{error} (for {now - since:.0f} s)")
+            raise ProtectionUnavailableError(f"{error} (for {now - since:.0f} s)")
 
     def _answered(self, node: str) -> None:
         self._since.pop(node, None)
@@ -176,7 +174,7 @@ class Feed:
         """Returns the chunks of ``stripe.data``; None where a member has none.
 
         Raises:
-            ArenaError, CannotError: as ``Sources``.
+            ArenaError, ProtectionUnavailableError: as ``Sources``.
         """
         chunks: list[Chunk | None] = []
         for index, chunk in stripe.data:

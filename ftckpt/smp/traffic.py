@@ -40,14 +40,14 @@ Sample = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Profile:
+class NetworkProfile:
     """Parts of an iteration in which training leaves the network idle, each from and to a position."""
 
     iteration_secs: float
     idle: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of(cls, iterations: Sequence[tuple[float, Sequence[Sample]]]) -> Profile | None:
+    def of(cls, iterations: Sequence[tuple[float, Sequence[Sample]]]) -> NetworkProfile | None:
         """What iterations, their seconds and samples, have in common; None where nothing can be learnt."""
         usual_secs = statistics.median(secs for secs, _ in iterations)
         alike = [samples for secs, samples in iterations if abs(secs - usual_secs) <= _ALIKE * usual_secs]
@@ -91,7 +91,7 @@ def counter_files(interface: Path) -> list[tuple[Path, int]]:
     return [(path, unit) for path, unit in found if path.exists()]
 
 
-class Traffic:
+class TrafficMonitor:
     """Learns the profile of the interfaces at ``addresses``, again and again, on a thread.
 
     Args:
@@ -99,13 +99,12 @@ class Traffic:
         own_bytes: what this process has moved so far.
     """
 
-    profile: Profile | None = None
+    profile: NetworkProfile | None = None
     _asked_secs = _refuses_since = 0.0
 
     def __init__(
-        self, addresses: str, began_secs: Callable[[], float], own_bytes: Callable[[], int],
-        sysfs: Path = _SYSFS,
-    ) -> None:  # fmt: skip
+        self, addresses: str, began_secs: Callable[[], float], own_bytes: Callable[[], int], sysfs: Path = _SYSFS
+    ) -> None:
         self._began_secs, self._own_bytes = began_secs, own_bytes
         self._files: list[tuple[Path, int]] = []
         self._over = threading.Event()
@@ -136,7 +135,7 @@ class Traffic:
     def _run(self) -> None:
         try:
             while iterations := self._watch():
-                self.profile = Profile.of(iterations)
+                self.profile = NetworkProfile.of(iterations)
                 is_known, again_secs = self.profile is not None, time.monotonic() + _AGAIN_SECS
                 while time.monotonic() < again_secs and is_known == (self.profile is not None):
                     if self._over.wait(_IDLE_SECS):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from ftckpt.errors import FtckptError
+from ftckpt.errors import ProtectionUnavailableError
 
 T = TypeVar("T")
 
@@ -19,10 +19,6 @@ Work = Generator[float, None, T]
 
 _POLL_SECS = 0.01
 """Between two looks at what has no wake-up: a thread that works, ranks that copy."""
-
-
-class CannotError(FtckptError):
-    """The target snapshot cannot be protected: a node that does not answer, no room, bad bytes. The text names it."""
 
 
 class Task:
@@ -67,7 +63,7 @@ def within(work: Work[T], secs: float) -> Work[T]:
     """``work``, given up after ``secs``.
 
     Raises:
-        CannotError: it was given up.
+        ProtectionUnavailableError: it was given up.
     """
     deadline = time.monotonic() + secs
     try:
@@ -79,7 +75,7 @@ def within(work: Work[T], secs: float) -> Work[T]:
                 return result
             yield wait_secs
             if time.monotonic() >= deadline:
-                raise CannotError(f"not done in {secs:g} s")
+                raise ProtectionUnavailableError(f"not done in {secs:g} s")
     finally:
         # Leases and requests of what was given up end here.
         work.close()

@@ -9,10 +9,9 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from ftckpt.array_types import Hashes
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MismatchError
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
@@ -47,8 +46,6 @@ from ftckpt.store.slots import (
 Progress = Callable[[int, int], None]
 HashesOf = Callable[[Iterable[int]], Iterable[int]]
 """Called with bytes done and bytes in all."""
-
-Hashes = npt.NDArray[np.uint64]
 
 
 CONTROL_NAME = "control"
@@ -186,7 +183,7 @@ class Arena:
                         f"{path}: {block.num_chunks} chunks in the control block, {len(image.chunks)} in a slot"
                     )
                 files = [open_slot(path, image.file_bytes, block, slot, writable) for slot in range(block.slots)]
-        except BaseException:
+        except BaseException:  # nobody else would unmap it
             control.close()
             raise
         return cls(path, image, control, files)

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
+from ftckpt.array_types import Hashes
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MismatchError
 from ftckpt.model.manifest import MAX_CHUNKS
 from ftckpt.model.snapshot import SnapshotId
@@ -24,8 +22,6 @@ from ftckpt.store.control import MAX_SLOTS, SealId
 from ftckpt.store.directory import fresh_name, remove_half_made
 from ftckpt.store.mapping import Mapping, create_mapping, file_id, open_mapping
 from ftckpt.store.record import EMPTY, HEADER_BYTES, RECORD_BYTES, WRITING, Format, Header, Record, Records, Stores
-
-Hashes = npt.NDArray[np.uint64]
 
 CHECKS_NAME = "checks"
 MAX_LEASE_SECS = 60.0
@@ -194,7 +190,7 @@ def _open(path: Path, slots: int, num_chunks: int, digest: bytes, writable: bool
         header = FORMAT.read(mapping.data, str(path))
         if (header.records, header.words, header.digest) != (slots, num_chunks, digest):
             raise CorruptError(f"{path}: made for another arena: {header.records} slots of {header.words} chunks")
-    except BaseException:
+    except BaseException:  # nobody else would unmap it
         mapping.close()
         raise
     return mapping

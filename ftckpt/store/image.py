@@ -16,11 +16,12 @@ from itertools import accumulate
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
+from ftckpt.array_types import Buffer
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError, MismatchError
 from ftckpt.model.fragment import Fragment, Shape
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section
-from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.holding import ArenaLayout, HoldingSection
 
 WIDE_BYTES = 64
 """Alignment of fragments of a page or more: a cache line. Smaller ones are aligned to their items."""
@@ -164,14 +165,14 @@ class SlotImage:
         regions = [*(section.span for section in self.sections), self.volatile, self.objects]
         return gaps(regions, self.file_bytes)
 
-    def holding(self, node: str, rack: str, arena: str) -> Holding:
+    def holding(self, node: str, rack: str, arena: str) -> ArenaLayout:
         """What protection must know of an arena whose slots have this image."""
         lengths, behind = tuple(chunk.nbytes for chunk in self.chunks), self.num_stepped_chunks
         sections = []
         for s in self.sections:
             own = lengths[s.first_chunk : s.first_chunk + s.num_chunks]
             sections.append(HoldingSection(s.kind, s.group, s.of, s.first_chunk, own))
-        return Holding(
+        return ArenaLayout(
             shard=self.manifest.shard,
             node=node,
             rack=rack,
@@ -186,7 +187,7 @@ class SlotImage:
         )
 
 
-def header_bytes(first: bytes | memoryview) -> int:
+def header_bytes(first: Buffer) -> int:
     """Of a slot's header with its length, as the ``first`` 8 bytes say. CorruptError where none has so many."""
     if len(first) < 8:
         raise CorruptError(f"slot header: truncated, {len(first)} bytes are too few for a length")

@@ -10,18 +10,18 @@ from typing import NamedTuple
 from ftckpt.store.image import Span
 
 
-class Landing(NamedTuple):
+class LoadTarget(NamedTuple):
     """Where what a file has from ``begin`` on belongs: memory, of bytes."""
 
     begin: int
     memory: memoryview
 
 
-def cover(span: Span, landings: Sequence[Landing], gap: Callable[[int, int], memoryview]) -> Iterator[memoryview]:
+def cover(span: Span, landings: Sequence[LoadTarget], gap: Callable[[int, int], memoryview]) -> Iterator[memoryview]:
     """Memory for all of ``span``, in order: that of ``landings`` in it, ascending and apart from each other, and
     between them what ``gap`` gives for its begin and end. It may give less, and is asked again for the rest."""
     place = span.begin
-    for landing in (*landings, Landing(span.end, memoryview(b""))):
+    for landing in (*landings, LoadTarget(span.end, memoryview(b""))):
         while place < landing.begin:
             memory = gap(place, landing.begin)
             yield memory

@@ -148,9 +148,7 @@ class LauncherRun:
         """A snapshot is whole that this attempt has made."""
         self._change(lambda now: replace(now, starts=0))
 
-    def end(
-        self, code: int | None, text: str, arena: str = "", job: str = "", *, is_last: bool = False
-    ) -> bool:  # fmt: skip
+    def end(self, code: int | None, text: str, arena: str = "", job: str = "", *, is_last: bool = False) -> bool:
         """What ended this attempt, and with a ``code`` every further one; whether nobody has said so before.
 
         Where nothing can be stored everybody is the first. Who is the first in the last attempt says it for its end.
@@ -216,7 +214,7 @@ class LauncherRun:
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentProcess:
     """torchrun's process on this machine: the words of its command line, its environment and where it was started."""
 
     owner: int
@@ -225,7 +223,7 @@ class Agent:
     directory: Path = Path("/")
 
 
-def agent_of(env: Mapping[str, str]) -> Agent | None:
+def agent_of(env: Mapping[str, str]) -> AgentProcess | None:
     """The agent that started this process; None: none did, or it cannot be looked at."""
     run_id = env.get(_TORCHRUN)
     if run_id is None:
@@ -235,7 +233,7 @@ def agent_of(env: Mapping[str, str]) -> Agent | None:
         # A wrapper between the agent and the rank has the agent's settings as the rank does; the agent has not.
         while (agent := _environment(pid)).get(_TORCHRUN) == run_id:
             pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        return Agent(owner_word(pid), _words(pid, "cmdline"), agent, Path(os.readlink(f"/proc/{pid}/cwd")))
+        return AgentProcess(owner_word(pid), _words(pid, "cmdline"), agent, Path(os.readlink(f"/proc/{pid}/cwd")))
     except (OSError, ValueError):
         return None
 
@@ -268,7 +266,7 @@ def launcher_run(env: Mapping[str, str]) -> LauncherRun:
     return _runs.setdefault(name, LauncherRun(name))
 
 
-def _launch(agent: Agent, env: Mapping[str, str]) -> str:
+def _launch(agent: AgentProcess, env: Mapping[str, str]) -> str:
     """What tells the launches of one process apart, as a sweep or a notebook makes them; the same for all attempts of
     a launch, and all ranks of this machine."""
     facts = [env[_TORCHRUN]]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
@@ -27,8 +27,6 @@ from ftckpt.store.damage import HEADER, RECORD, Damage
 from ftckpt.store.directory import fresh_name, list_arenas, remove_half_made
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.store.record import WRITING, Format, Header, Records, Stores
-
-Bytes = npt.NDArray[np.uint8]
 
 FORMAT = Format("parity file", b"FTCKPTPF", 1)
 MAX_GROUP_BYTES = 16 << 20
@@ -88,7 +86,7 @@ class ParityFile:
                 mapping = create_mapping(fresh, nbytes)
                 FORMAT.write(mapping.data, Header(1, blocks, nbytes, text, numbers=(holder, 0, 0)))
                 fresh.rename(path)
-        except BaseException as error:
+        except BaseException as error:  # nobody else would unmap it
             if mapping is not None:
                 mapping.close()
             if isinstance(error, OSError):
@@ -110,7 +108,7 @@ class ParityFile:
         try:
             group, holder = _read_header(path, mapping.data)
             return cls(path, mapping, group, holder)
-        except BaseException:
+        except BaseException:  # nobody else would unmap it
             mapping.close()
             raise
 

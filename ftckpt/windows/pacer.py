@@ -87,7 +87,7 @@ class Pacer:
 
     def __init__(
         self, config: Config, clock: Clock, events: Events, coords: Mapping[str, int], speaks: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         self._coords = dict(coords)
         self.clock = clock

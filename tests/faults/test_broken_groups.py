@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import ftckpt.job.checkpointer
-from ftckpt.persist.storage import open_storage
+from ftckpt.persist.backend import open_storage
 from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks

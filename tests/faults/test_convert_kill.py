@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ftckpt.array_types import Bytes
 from ftckpt.commands.main import main
-from ftckpt.convert.catalog import Bytes, Catalog, Reader, Writer
+from ftckpt.convert.catalog import Catalog, Reader, Writer
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
 from ftckpt.convert.megatron.dist_writer import MegatronDistWriter

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ftckpt.job.checkpointer
-from ftckpt.persist.storage import open_storage
+from ftckpt.persist.backend import open_storage
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_STATE_NAME, end_smp, list_arenas
 from ftckpt.store.pulse import Pulse, PulseCount

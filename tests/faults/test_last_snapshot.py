@@ -14,7 +14,7 @@ import ftckpt.plain
 from ftckpt.capture import copier
 from ftckpt.config import Config
 from ftckpt.job.checkpointer import Checkpointer
-from ftckpt.persist.storage import open_storage
+from ftckpt.persist.backend import open_storage
 from ftckpt.store.directory import clean_job
 from ftckpt.store.pulse import FlushState, Pulse
 from tests.support import ds_jobs, jobs, plain, waiting

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.persist.storage import open_storage
+from ftckpt.persist.backend import open_storage
 from tests.support.launching import ITERATIONS, ROOT, Launched, Standins, free_ports
 from tests.support.stored import committed
 

@@ -100,7 +100,7 @@ def python(here: Path, *words: str, **env: str) -> tuple[int, str]:
         text=True,
         timeout=240,
         check=False,
-    )  # fmt: skip
+    )
     return ended.returncode, ended.stdout
 
 

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import xxhash
 
+from ftckpt.errors import PeerError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import sources
-from ftckpt.smp.channel import FRAME, MAGIC, Channel, Delivery, PeerError, Trust
+from ftckpt.smp.channel import FRAME, MAGIC, Channel, Delivery, Trust
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, encode_object, exchange
 from ftckpt.store.checks import CheckState

@@ -23,17 +23,17 @@ from ftckpt.events import Events
 from ftckpt.job import node_smp
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.persist import retention
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, iteration_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import open_storage
 from ftckpt.restore import shelf, straight
 from ftckpt.restore import stored as stored_shards
 from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_STATE_NAME, clean_job, end_smp
-from ftckpt.store.landings import Landing
+from ftckpt.store.landings import LoadTarget
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
@@ -196,7 +196,7 @@ def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots
     """What storage gives comes when all ranks have planned where it goes, and wait for it."""
     scatter = ShardFile.scatter
 
-    def late(file: ShardFile, number: int, landings: Sequence[Landing]) -> None:
+    def late(file: ShardFile, number: int, landings: Sequence[LoadTarget]) -> None:
         time.sleep(0.5)
         scatter(file, number, landings)
 

@@ -166,7 +166,7 @@ def figures(ratio: float, blocked_ms: float | None = None) -> dict[str, Any]:
         ("idle", {DEFAULT: figures(1.0)}, ["no snapshot"]),
         ("idle", {DEFAULT: {}}, ["not measured"]),
     ],
-)  # fmt: skip
+)
 def test_goals_can_be_missed(load: str, changes: dict[str, Any], words: list[str]) -> None:
     table = {
         OFF: figures(1.0), NOISE: figures(1.0), DEFAULT: figures(1.009, 1.0), "DLRover": figures(1.2, 1.1),

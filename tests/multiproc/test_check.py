@@ -20,13 +20,13 @@ from ftckpt.capture.chunks import ChunkCopy
 from ftckpt.capture.copier import Flight, HostCopier
 from ftckpt.commands import check, check_device
 from ftckpt.commands.check_host import look_at_host
-from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
+from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult, attempt
 from ftckpt.commands.main import main
 
 pytestmark = pytest.mark.multiproc
 
 
-def by_name(found: Any) -> dict[str, Finding]:
+def by_name(found: Any) -> dict[str, CheckResult]:
     return {one.name: one for one in found}
 
 
@@ -74,9 +74,9 @@ def test_sizes_have_units(arena_root: Path, capsys: pytest.CaptureFixture[str]) 
 def test_areas_by_name(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, found = list[int](), list[set[str]]()
 
-    def look(_arena: Path, mib: int) -> Iterator[Finding]:
+    def look(_arena: Path, mib: int) -> Iterator[CheckResult]:
         given.append(mib)
-        yield Finding("device", "rate", PASSED, "")
+        yield CheckResult("device", "rate", PASSED, "")
 
     monkeypatch.setattr(check_device, "look_at_device", look)
     monkeypatch.setattr(check, "_show", lambda everything, alone: found.append({one.area for one in everything[0]}))
@@ -110,13 +110,13 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_looked_at
 
 
 def test_what_raises_is_a_failure_of_that_one_thing() -> None:
-    def fails() -> Finding:
+    def fails() -> CheckResult:
         raise RuntimeError("Xid 79")
 
     assert attempt("device", "rate", fails).text == "RuntimeError: Xid 79"
 
 
-def found_of(arena: Path, name: str) -> Finding:
+def found_of(arena: Path, name: str) -> CheckResult:
     """Of the device, without what would come behind it."""
     with closing(check_device.look_at_device(arena, 40)) as found:  # type: ignore[type-var]
         return next(one for one in found if one.name == name)

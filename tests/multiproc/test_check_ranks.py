@@ -24,7 +24,7 @@ PROGRAM = """
 import os, socket, sys, time
 from contextlib import contextmanager
 from ftckpt.commands import check_device, check_pairs, check_ranks
-from ftckpt.commands.findings import FAILED, PASSED, Finding
+from ftckpt.commands.findings import FAILED, PASSED, CheckResult
 from ftckpt.commands.main import main
 
 def of_rank_1(what):
@@ -61,12 +61,12 @@ def late():
     '''Its look at the device takes longer than a rank waits for a collective; that of the other fails at once.'''
     def look(arena, mib):
         time.sleep(6)
-        yield Finding("device", "rate", PASSED, "")
+        yield CheckResult("device", "rate", PASSED, "")
     check_device.look_at_device = look
 
 if "late" in sys.argv:
     check_ranks._GROUP_SECS = 3.0
-    check_device.look_at_device = lambda arena, mib: iter([Finding("device", "copies", FAILED, "no room")])
+    check_device.look_at_device = lambda arena, mib: iter([CheckResult("device", "copies", FAILED, "no room")])
 if len(sys.argv) > 1 and sys.argv[1] in globals():
     of_rank_1(globals()[sys.argv.pop(1)])
 check_ranks._LOST_SECS = 5.0

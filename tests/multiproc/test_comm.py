@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from ftckpt import connections, errors
 from ftckpt import group as comm
-from ftckpt.errors import FtckptError, LaunchError
+from ftckpt.errors import FtckptError, LaunchError, PeerAuthError
 from ftckpt.group import Group, together
 from ftckpt.job.agreement import Agreement, Coverage, Round, Will
-from ftckpt.smp.channel import RefusedError
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.processes import is_running
@@ -271,7 +270,7 @@ def share_errors(rank: int, size: int) -> list[str]:
 
     def fail_own() -> None:
         if rank == 1:
-            raise RefusedError("x")
+            raise PeerAuthError("x")
 
     for action in (lambda: fail(1), lambda: fail(2, 1), fail_own, lambda: None):
         try:
@@ -285,7 +284,7 @@ def share_errors(rank: int, size: int) -> list[str]:
 def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_rank() -> None:
     lost = "LostError rank 1: shard of 1 is gone: 100 % \u2192 0"
     for rank, result in enumerate(run_ranks(share_errors, 3)):
-        assert result.value == [str(rank * 10), lost, lost, "SmpError rank 1: x", "good"]
+        assert result.value == [str(rank * 10), lost, lost, "PeerAuthError rank 1: x", "good"]
 
 
 def fail_alone(rank: int, size: int) -> str:

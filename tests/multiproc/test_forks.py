@@ -109,12 +109,12 @@ def megatron_hooks(rank: int, world_size: int) -> Any:
 
 
 def deepspeed_hooks(rank: int, world_size: int) -> Any:
-    from ftckpt.deepspeed import initialize
+    from ftckpt.deepspeed import active_engine
     from ftckpt.deepspeed.hooks import EngineHooks
 
     engine = ds_jobs.build(ds_jobs.Shape(1), [*ds_jobs.TINY, "--iterations", "9"]).engine
     trainer = Trainer()
-    hooks = EngineHooks(initialize.door.hooks, engine, trainer, lambda: None)  # type: ignore[arg-type]
+    hooks = EngineHooks(active_engine.door.hooks, engine, trainer, lambda: None)  # type: ignore[arg-type]
     hooks.follow_micro_batches()
     hooks.fence_optimizer()
     inner = engine.optimizer

@@ -90,9 +90,8 @@ def own_loop(training: Any, arguments: Namespace, *, counts: bool) -> None:
 
 
 def loops(
-    rank: int, world_size: int, fault: tuple[str, int] | None, counts: bool, section: dict[str, Any],
-    **arguments: Any,
-) -> tuple[list[Any], int | None, str]:  # fmt: skip
+    rank: int, world_size: int, fault: tuple[str, int] | None, counts: bool, section: dict[str, Any], **arguments: Any
+) -> tuple[list[Any], int | None, str]:
     """A life of a job with a loop of its own."""
     return attempt(rank, world_size, fault, arguments, section, loop=functools.partial(own_loop, counts=counts))
 

@@ -18,7 +18,7 @@ from ftckpt.smp.channel import Channel, Delivery
 from ftckpt.smp.peers import CONNECTIONS
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
 from ftckpt.smp.sources import Feed
-from ftckpt.smp.traffic import Profile
+from ftckpt.smp.traffic import NetworkProfile
 from ftckpt.store.checks import CheckState
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
@@ -390,7 +390,7 @@ def test_transfers_wait_for_an_idle_part_whatever_the_phase(cluster: Cluster) ->
     cluster.snapshot(0, 1)
     cluster.target(1)
     one = cluster.smps[0].duties
-    one._traffic.profile = Profile(2.0, ((0.5, 1.0),))
+    one._traffic.profile = NetworkProfile(2.0, ((0.5, 1.0),))
     asked: list[float] = []
     fetch = one._peers.fetch
     one._peers.fetch = lambda *a: (asked.append(time.monotonic()), fetch(*a))[1]  # type: ignore[method-assign]

@@ -163,14 +163,14 @@ class DeepSpeedJob:
         self.job.data.consumed_samples = CONSUMED
 
     def snapshot(self) -> None:
-        from ftckpt.deepspeed.initialize import door
+        from ftckpt.deepspeed.active_engine import door
 
         door.checkpointer.step(ITERATION)
         self.leave()
 
     def leave(self) -> None:
         """Its snapshots stay in memory."""
-        from ftckpt.deepspeed.initialize import door
+        from ftckpt.deepspeed.active_engine import door
 
         door.checkpointer.close(remove=False)
 

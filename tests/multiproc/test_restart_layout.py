@@ -24,7 +24,7 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
-from ftckpt.persist.storage import open_storage
+from ftckpt.persist.backend import open_storage
 from ftckpt.store import ledger
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp, list_arenas

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import ArenaError, ConfigError, SmpError
+from ftckpt.errors import ArenaError, ConfigError, PeerAuthError, SmpError
 from ftckpt.smp import client as client_module
-from ftckpt.smp.channel import HELLO, MAGIC, RefusedError, Trust, connect, socket_address
+from ftckpt.smp.channel import HELLO, MAGIC, Trust, connect, socket_address
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
@@ -247,7 +247,7 @@ def test_a_description_without_a_secret_puts_no_older_one_back(site: Site) -> No
         channel.greet(Trust(new), time.monotonic() + 10)
     client.configure({**listening, "secret": old.hex()})
     assert client.hello()["port"] == port
-    with closing(connect(("127.0.0.1", port), 10)) as channel, pytest.raises(RefusedError):
+    with closing(connect(("127.0.0.1", port), 10)) as channel, pytest.raises(PeerAuthError):
         channel.greet(Trust(new), time.monotonic() + 10)
 
 

@@ -97,9 +97,10 @@ UNDER_A_RUNNER = """
 from pathlib import Path
 from ftckpt.config import Config
 from ftckpt.frameworks import launcher
-from ftckpt.job.unclosed import OpenJob
 
 def main(argv):
+    from ftckpt.job.unclosed import OpenJob
+
     job = OpenJob(Config(job="j"))
     job.begin(Path("/nowhere"), 3)
     {end}

@@ -67,9 +67,7 @@ class Rank:
         self.topology = Topology(rank, members, {"dp": len(members)})
         self.group = ThreadGroup(rank, shared)
         self.events = Seen()
-        config = Config(
-            enabled=True, job="job", node="node", arena=str(root), slots=slots, memory_limit=memory_limit
-        )  # fmt: skip
+        config = Config(enabled=True, job="job", node="node", arena=str(root), slots=slots, memory_limit=memory_limit)
         group: Any = self.group
         self.arenas = NodeArenas(config, self.topology, group, self.events, protects=protects)
         self.rank = rank

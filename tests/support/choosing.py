@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.groups import Member, node_groups, peer_groups
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.choice import Decision, Findings, Query, decide
 from ftckpt.restore.inventory import ArenaReport, Inventory, ParityReport, Shield, SoundPackage, take_inventory
@@ -24,7 +24,10 @@ def job(homes: Mapping[str, str], layout: Mapping[str, int | str | bool]) -> Top
 
 
 def shield_of(
-    holdings: Sequence[Holding], modes: Modes, packages: Mapping[str, PackageAt], has_parity: Callable[[Member], bool]
+    holdings: Sequence[ArenaLayout],
+    modes: Modes,
+    packages: Mapping[str, PackageAt],
+    has_parity: Callable[[Member], bool],
 ) -> Shield:
     """What protects a snapshot of these shards: parity of the members that have any, and a package of a shard."""
     groups = (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftckpt.persist.storage import open_storage
+from ftckpt.persist.backend import open_storage
 from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.store.locks import holder_of
 from tests.support.event_logs import read_events

@@ -46,7 +46,7 @@ def run(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: Sett
     code = 0
     try:
         _prepare(rank, settings)
-        errors.settings_are_written(errors.Writing.FLAG)
+        errors.settings_are_written(errors.SettingSyntax.FLAG)
         message = ("value", fn(rank, settings.world_size, *args))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

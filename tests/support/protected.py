@@ -29,7 +29,7 @@ from ftckpt.parity.groups import (
     slot_group_name,
     slot_groups,
 )
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import block_length, num_blocks, stripes
 from ftckpt.restore.restart import Restart
@@ -185,7 +185,7 @@ def _fill_blocks(job: Job, arenas: dict[int, Arena], slot: int) -> None:
             place[len(data) :] = 0
 
 
-def holdings(job: Job) -> list[Holding]:
+def holdings(job: Job) -> list[ArenaLayout]:
     return [
         SlotImage.of(job.manifest(rank)).holding(node, "", job.path(rank).name) for rank, node in enumerate(job.nodes)
     ]

@@ -94,9 +94,7 @@ class RadosGateway(S3Server):
         for name in ("mon", "osd", "run", "log"):
             (self.folder / name).mkdir()
         identity, keys = str(uuid.uuid4()), str(self.folder / "keyring")
-        text = _CONFIG.format(
-            folder=self.folder, identity=identity, monitor=self._monitor, gateway=gateway
-        )  # fmt: skip
+        text = _CONFIG.format(folder=self.folder, identity=identity, monitor=self._monitor, gateway=gateway)
         (self.folder / "ceph.conf").write_text(text)
         everything = {"mon": "allow *", "osd": "allow *", "mgr": "allow *"}
         may = {

@@ -19,7 +19,7 @@ from ftckpt.job import session
 from ftckpt.job.actions import Doubt, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.agreement import Agreement, AgreementError, Verdict, Will
 from ftckpt.job.session import RankState
-from ftckpt.job.targets import Guard
+from ftckpt.job.targets import ProtectionStatus
 from ftckpt.model.sampled import Comparison
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
@@ -332,7 +332,7 @@ class Rank:
         if not state.owes_round or (not now and self.flight is not None and not self.flight.stuck):
             return False
         target = state.targets.target
-        guard = Guard(
+        guard = ProtectionStatus(
             alive=fate.smp != "dead",
             configured=True,
             sealed=target in self.slots.values(),

@@ -19,7 +19,7 @@ def replica_sets(
 
     ``contents`` is called once on every rank, with indices into ``fragments``, and answers a 64-bit hash of the
     bytes of each: only of fragments that several ranks hold. Messages per rank: that of ``find_sharing``; bytes and a
-    digest per group; what ``Sharing.sets`` needs.
+    digest per group; what ``ReplicaMap.sets`` needs.
     """
     sharing = find_sharing(gather, rank, num_ranks, fragments)
     holdings: Holdings | None = None

@@ -82,7 +82,7 @@ class Running:
         env["PYTHONPATH"] = os.pathsep.join([str(here / "site-packages"), *sys.path[:2], env["PYTHONPATH"]])
         self.group: RankGroup = spawn_ranks(
             _run, 1, here, words, launcher, 0.2, env=env, init_process_group=False, stand_in=False
-        )  # fmt: skip
+        )
 
     @property
     def agent(self) -> int:

@@ -25,7 +25,7 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.codecs import encode
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import num_blocks, stripes
 from ftckpt.smp.channel import Deadlines, Trust
@@ -140,7 +140,7 @@ class Node:
                 shards.append(load(path).shard)
         return shards
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[ArenaLayout]:
         return [arena.image.holding(self.name, "", arena.path.name) for arena in self.arenas]
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ftckpt.errors import SmpError
+from ftckpt.errors import PeerError, SmpError
 from ftckpt.job.node_smp import SmpSetup
-from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
+from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import MAX_REPLY_BYTES
 from ftckpt.store.directory import end_smp, node_directory

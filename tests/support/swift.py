@@ -125,9 +125,7 @@ class SwiftServer(S3Server):
         for kind, port in zip(_KINDS, self._ports[1:], strict=False):
             (self.folder / f"{kind}.conf").write_text(_BACK.format(kind=kind, port=port, **common))
             builder = f"{self.folder}/{kind}.builder"
-            for words in (
-                ["create", "4", "1", "1"], ["add", f"r1z1-127.0.0.1:{port}/d1", "1"], ["rebalance"],
-            ):  # fmt: skip
+            for words in (["create", "4", "1", "1"], ["add", f"r1z1-127.0.0.1:{port}/d1", "1"], ["rebalance"]):
                 subprocess.run(["swift-ring-builder", builder, *words], check=True, capture_output=True)
         filters = [name for name in _FILTERS if self._conditional or name != "conditional"]
         texts = [

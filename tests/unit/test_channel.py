@@ -19,7 +19,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.errors import ConfigError, SmpError
+from ftckpt.errors import ConfigError, PeerAuthError, PeerError, SmpError, VersionError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp import peers as peers_module
@@ -33,10 +33,7 @@ from ftckpt.smp.channel import (
     Deadlines,
     Delivery,
     Frame,
-    PeerError,
-    RefusedError,
     Trust,
-    VersionError,
     connect,
     socket_address,
 )
@@ -242,7 +239,7 @@ def test_both_sides_prove_the_secret() -> None:
         pass
     with channels() as (one, two):
         refused = both(lambda: one.greet(OTHER, soon()), lambda: _welcome_and_close(two))
-    assert [type(error) for error in refused] == [RefusedError, RefusedError]
+    assert [type(error) for error in refused] == [PeerAuthError, PeerAuthError]
 
 
 def test_an_answerer_that_does_not_know_the_secret_is_not_believed() -> None:
@@ -253,7 +250,7 @@ def test_an_answerer_that_does_not_know_the_secret_is_not_believed() -> None:
             two.write(two.read(32, soon()), soon())  # the asker's own proof, sent back
 
         refused, _ = both(lambda: one.greet(SECRET, soon()), pretend)
-        assert isinstance(refused, RefusedError) and "does not know the job's secret" in str(refused)
+        assert isinstance(refused, PeerAuthError) and "does not know the job's secret" in str(refused)
 
 
 def proof_for(channel: Channel) -> bytes:
@@ -289,7 +286,7 @@ def test_nobody_on_the_way_can_switch_sealing_off() -> None:
 
         answerer.read = cleared  # type: ignore[method-assign]
         raised = both(lambda: asker.greet(SEALED, soon()), lambda: _welcome_and_close(answerer))
-    assert [type(error) for error in raised] == [RefusedError, RefusedError]
+    assert [type(error) for error in raised] == [PeerAuthError, PeerAuthError]
 
 
 def _welcome_and_close(channel: Channel) -> None:
@@ -717,7 +714,7 @@ class TestOfOneNode:
     def test_its_own_secret_opens_the_network_to_nobody(self, node_server: Server) -> None:
         """The rule is one of sockets: what needs no secret here is refused there."""
         node_server.listen("127.0.0.1", SECRET)
-        with closing(Channel(dial(node_server))) as channel, pytest.raises(RefusedError, match="no secret"):
+        with closing(Channel(dial(node_server))) as channel, pytest.raises(PeerAuthError, match="no secret"):
             channel.greet(Trust(), soon())
 
     def test_its_state_is_nobodys_business_on_the_network(self, node_server: Server) -> None:

@@ -11,10 +11,10 @@ import torch
 from ftckpt.capture import affinity
 from ftckpt.commands import check_device
 from ftckpt.commands.check_host import look_at_host
-from ftckpt.commands.findings import PASSED, SKIPPED, WARNED, Finding
+from ftckpt.commands.findings import PASSED, SKIPPED, WARNED, CheckResult
 
 
-def cores(tmp_path: Path, *ranks: set[int]) -> Finding:
+def cores(tmp_path: Path, *ranks: set[int]) -> CheckResult:
     return next(one for one in look_at_host(tmp_path / "none", 0, ranks) if one.name == "cores")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ftckpt.commands.check_pairs import arranged_pairs, rounds_of
 from ftckpt.parity.groups import mirrors, peer_groups
-from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 
 NODES = [2, 3, 8, 9, 10, 17, 64]
@@ -25,7 +25,7 @@ def test_whoever_protection_pairs_talks(nodes: int, per_rack: int) -> None:
     racks, modes = racks_of(nodes, per_rack), Modes(peer=True)
     sections = (HoldingSection("private", "", "", 0, (4096,)),)
     holdings = [
-        Holding(f"{node}/{rank}", node, rack, f"{node}-{rank}.x", "00", 4096, sections, (1, ()))
+        ArenaLayout(f"{node}/{rank}", node, rack, f"{node}-{rank}.x", "00", 4096, sections, (1, ()))
         for node, rack in racks.items() for rank in range(2)
     ]  # fmt: skip
     wanted = {

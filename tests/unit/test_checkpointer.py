@@ -25,7 +25,7 @@ from ftckpt.job.numbers import RankNumbers
 from ftckpt.job.protection import Protection, _ArenaRemains
 from ftckpt.job.session import RankState
 from ftckpt.job.snapshots import Snapshots
-from ftckpt.job.targets import Guard
+from ftckpt.job.targets import ProtectionStatus
 from ftckpt.job.unclosed import OpenJob
 from ftckpt.model.lineage import NO_CHECKPOINT, UNKNOWN
 from ftckpt.model.snapshot import SnapshotId
@@ -43,9 +43,7 @@ def rank_of(**parts: Any) -> Any:
     nothing = dict.fromkeys(("topology", "training_state", "storage", "arenas", "links"))
     others = {"attempt": SimpleNamespace(trains=lambda: None), "numbers": RankNumbers()}
     config = parts.get("config", Config())
-    told = SimpleNamespace(
-        emit=lambda event, **fields: None, announce=lambda text: None, end_part=lambda name: None
-    )  # fmt: skip
+    told = SimpleNamespace(emit=lambda event, **fields: None, announce=lambda text: None, end_part=lambda name: None)
     made = {"config": config, "state": RankState(config), "events": told, "protection": SimpleNamespace()}
     return SimpleNamespace(**{**nothing, **others, **made, **parts})
 
@@ -243,7 +241,7 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
     links.agreement = SimpleNamespace(post=unreachable)
     pacer = SimpleNamespace(wish=Wish(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer"))
     protection = SimpleNamespace(
-        beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH
+        beat=lambda *_: None, observe=lambda target: ProtectionStatus(), observe_flush=lambda flush: NO_FLUSH
     )
     events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))
     checkpointer = checkpointer_of(pacer, config=Config(), protection=protection, links=links, events=events)
@@ -267,7 +265,7 @@ def test_an_arena_of_which_no_slot_has_its_memory_yet_is_not_ready() -> None:
 def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     """Not at the fence alone: where the boundary comes right behind it all ranks would wait for each other."""
     rounds: list[Any] = []
-    guard = Guard()
+    guard = ProtectionStatus()
     links = SimpleNamespace(agreement=SimpleNamespace(post=lambda round_, *_: rounds.append(round_)))
     pacer = SimpleNamespace(wish=Wish(), enter=lambda kind: None)
     protection = SimpleNamespace(
@@ -276,7 +274,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     checkpointer = checkpointer_of(pacer, protection=protection, links=links)
     capture = SimpleNamespace(
         sealed=False, flying=True, newest=None, is_ready=lambda keep: True, fence=lambda secs: None
-    )  # fmt: skip
+    )
     checkpointer._shard.capture = capture  # type: ignore[union-attr]
     checkpointer._state.begin(LINEAGE, None, 0.0)
     checkpointer._state.boundary(1)
@@ -290,7 +288,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes() -> None:
     assert not rounds, "these belong to the boundary, and to who waits for other ranks"
     checkpointer._state.targets.interval, checkpointer._state.targets.target = 1, SnapshotId(LINEAGE, 0)
     checkpointer._state.targets.timeout_secs = 1e12
-    guard = Guard(alive=True, configured=True, sealed=True)
+    guard = ProtectionStatus(alive=True, configured=True, sealed=True)
     checkpointer.phase("forward")
     assert not rounds, "what is being protected may be protected at the fence"
     guard = guard._replace(covered=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ftckpt.errors import LostError
 from ftckpt.model.codec import decode, encode
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.choice import Decision, Findings, Query, decide, newest_whole
@@ -232,9 +232,9 @@ RANKS = [f"tp{rank}" for rank in range(6)]
 NODES = {shard: f"n{index // 3}" for index, shard in enumerate(RANKS)}
 
 
-def holding(shard: str, chunks: int = 4) -> Holding:
+def holding(shard: str, chunks: int = 4) -> ArenaLayout:
     sections = (HoldingSection("private", "", "", 0, (64,) * (chunks - 1) + (40,)),)
-    return Holding(shard, NODES[shard], "", f"{shard}.0011", "00" * 16, 64, sections, (chunks, (24,)))
+    return ArenaLayout(shard, NODES[shard], "", f"{shard}.0011", "00" * 16, 64, sections, (chunks, (24,)))
 
 
 Known = tuple[Inventory, Findings]

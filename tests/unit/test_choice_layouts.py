@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ftckpt.errors import LostError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology, shard_names
-from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
 from ftckpt.restore.inventory import ArenaReport, Inventory, Layout, PackageReport, SlotReport, known_shards
@@ -42,9 +42,7 @@ def report(
 def wide(*snapshots: Named, without: Collection[str] = (), whole: Named | None = None) -> list[ArenaReport]:
     """The old layout's arenas, two on each of two nodes."""
     nodes = {shard: f"n{index // 2}" for index, shard in enumerate(SHARDS[0])}
-    return [
-        report(WIDE, s, *snapshots, node=nodes[s], whole=whole) for s in SHARDS[0] if s not in without
-    ]  # fmt: skip
+    return [report(WIDE, s, *snapshots, node=nodes[s], whole=whole) for s in SHARDS[0] if s not in without]
 
 
 def narrow(*snapshots: Named, without: Collection[str] = ()) -> list[ArenaReport]:
@@ -208,8 +206,8 @@ NEW_HOMES = {f"tp0-dp{rank}": f"n{rank}" for rank in range(3)}
 def shielded(gone: Collection[str], modes: Modes) -> tuple[Inventory, Findings]:
     """Parity and packages of (A, 5) that the nodes still have which are not ``gone``."""
     held = [
-        Holding(s, OLD_NODES[s], "", f"{s}.0000", "00" * 16, 64, (HoldingSection("private", "", "", 0, (64,) * 3),),
-                (3, (24,)))
+        ArenaLayout(s, OLD_NODES[s], "", f"{s}.0000", "00" * 16, 64,
+                    (HoldingSection("private", "", "", 0, (64,) * 3),), (3, (24,)))
         for s in OLD_SHARDS
     ]  # fmt: skip
     packages = [PackageReport("n0", f"{h.shard}.{SnapshotId(A, 5)}", h.shard, SnapshotId(A, 5)) for h in held]

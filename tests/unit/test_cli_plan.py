@@ -13,7 +13,7 @@ import pytest
 
 from ftckpt.commands.main import main
 from ftckpt.commands.plan_holdings import build
-from ftckpt.commands.plan_job import JobShape, StateSharding
+from ftckpt.commands.plan_job import JobShape, StatePartition
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes, lessened
 
@@ -153,7 +153,7 @@ def test_more_losses_survive_more_and_cost_more(capsys: pytest.CaptureFixture[st
 def shape(**sizes: int) -> JobShape:
     """A million parameters, 600,000 of them in experts, that all data-parallel ranks hold alike."""
     layout = {"tp": 2, "cp": 1, "dp": 8, "pp": 2, "vpp": 1, "ep": 4, "etp": 2, **sizes}
-    holders = StateSharding("", 0, BYTES_PER_PARAM, "")
+    holders = StatePartition("", 0, BYTES_PER_PARAM, "")
     return JobShape(
         **layout, gpus_per_node=8, params=1_000_000, expert_params=600_000, holders=holders, nodes_per_rack=0,
         chunk_bytes=4096, objects_bytes=4096,

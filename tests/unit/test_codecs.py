@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyeclib.ec_iface import ECDriver
 
+from ftckpt.array_types import Bytes
 from ftckpt.errors import ConfigError, LostError
 from ftckpt.parity import codecs
-from ftckpt.parity.codecs import MISSING, Bytes, coefficient, decode, encode, encoder
+from ftckpt.parity.codecs import MISSING, coefficient, decode, encode, encoder
 from tests.support.errors import raises
 from tests.support.tiers import by_default
 

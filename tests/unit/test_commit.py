@@ -12,6 +12,7 @@ import pytest
 
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import (
     CheckpointName,
     DoneMark,
@@ -26,7 +27,7 @@ from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import read_manifest, remove
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
-from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.persist.storage import Storage
 from tests.support.buckets import SERVERS, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at

@@ -22,7 +22,7 @@ from ftckpt.persist.compression import Stretch, compress, decompress, packed
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredShard
 from ftckpt.store.image import SlotImage
-from ftckpt.store.landings import Landing
+from ftckpt.store.landings import LoadTarget
 from tests.support.errors import raises
 
 OBJECTS = 5000
@@ -84,7 +84,7 @@ def scattered(file: ShardFile, number: int, rng: random.Random) -> bytes:
     edges = sorted({span.begin, span.end, *(rng.randint(span.begin, span.end) for _ in range(5))})
     parts = [(begin, bytearray(end - begin)) for begin, end in pairwise(edges)]
     for half in (parts[::2], parts[1::2]):
-        file.scatter(number, [Landing(begin, memoryview(part)) for begin, part in half])
+        file.scatter(number, [LoadTarget(begin, memoryview(part)) for begin, part in half])
     return b"".join(part for _, part in parts)
 
 

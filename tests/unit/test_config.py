@@ -19,7 +19,7 @@ from ftckpt import config as config_module
 from ftckpt import errors
 from ftckpt.config import Config, add_flags
 from ftckpt.deepspeed import section
-from ftckpt.errors import ConfigError, Writing, settings_are_written, written
+from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written, written
 from ftckpt.setting import kind_of
 from ftckpt.store.control import MAX_SLOTS
 from ftckpt.units import rate, seconds, size
@@ -230,14 +230,14 @@ def test_flags_beside_json_are_named_as_flags() -> None:
 @pytest.mark.parametrize(
     ("writing", "said"),
     [
-        (Writing.FLAG, "--ftckpt-slots 3 or --ftckpt-pin"),
-        (Writing.OPTION, "--slots 3 or --pin"),
-        (Writing.JSON, '"slots": 3 or "pin"'),
-        (Writing.PYTHON, "slots=3 or pin="),
+        (SettingSyntax.FLAG, "--ftckpt-slots 3 or --ftckpt-pin"),
+        (SettingSyntax.OPTION, "--slots 3 or --pin"),
+        (SettingSyntax.JSON, '"slots": 3 or "pin"'),
+        (SettingSyntax.PYTHON, "slots=3 or pin="),
     ],
 )
 def test_a_number_follows_its_setting_as_the_user_writes_it(
-    writing: Writing, said: str, monkeypatch: pytest.MonkeyPatch
+    writing: SettingSyntax, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errors, "_writing", {})
     settings_are_written(writing, ("slots", "pin"))

@@ -18,7 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.convert.catalog import Bytes, Catalog, Reader, Tensor
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Reader, Tensor
 from ftckpt.convert.consolidation import Consolidator, cast, take
 from ftckpt.convert.conversion import Options, convert, prepare
 from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter

@@ -13,7 +13,8 @@ import torch
 
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
-from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk, make_copier
+from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk
+from ftckpt.capture.device_copier import make_copier
 from ftckpt.windows.bubbles import Always
 from ftckpt.windows.clock import HostClock
 

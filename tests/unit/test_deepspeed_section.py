@@ -165,7 +165,7 @@ ftckpt.deepspeed.remove()
 assert not any("ftckpt" in type(finder).__module__ for finder in sys.meta_path)
 import deepspeed
 assert not hasattr(deepspeed.initialize, "__wrapped__")
-from ftckpt.deepspeed import initialize
+from ftckpt.deepspeed import active_engine, initialize
 initialize.install()
 wrapped = deepspeed.initialize
 assert wrapped.__wrapped__
@@ -178,17 +178,17 @@ assert not [name for name in sys.modules if name in ("ftckpt.job.checkpointer", 
 BROKEN = """
 import ftckpt.deepspeed
 import deepspeed
-from ftckpt.deepspeed import initialize
+from ftckpt.deepspeed import active_engine, initialize
 class Broken:
     def close(self, remove):
         raise OSError("disk")
 wrapped = deepspeed.initialize
-initialize.door.checkpointer = Broken()
-initialize.objects["counter"] = 1
+active_engine.door.checkpointer = Broken()
+active_engine.objects["counter"] = 1
 try:
     ftckpt.deepspeed.remove()
 except OSError:
-    assert deepspeed.initialize is wrapped.__wrapped__ and not initialize.objects
+    assert deepspeed.initialize is wrapped.__wrapped__ and not active_engine.objects
 else:
     raise AssertionError("the error was lost")
 """
@@ -197,7 +197,7 @@ import ftckpt.deepspeed
 import deepspeed
 from types import SimpleNamespace
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize, session
+from ftckpt.deepspeed import active_engine, initialize, session
 from ftckpt.errors import UnsupportedError
 session.support.check = session.check_isolated = session.check_engine = lambda *_: None
 def start(config, place, **_):
@@ -212,7 +212,7 @@ for optimizer in (None, object()):
         session.EngineSession(engine, {}, Config(), None)
     except UnsupportedError as error:
         assert "optimizer: " in str(error)
-    assert vars(engine) == before and initialize.door.checkpointer is None and not initialize.door.hooks.undo
+    assert vars(engine) == before and active_engine.door.checkpointer is None and not active_engine.door.hooks.undo
 """
 LATER = """
 import sys

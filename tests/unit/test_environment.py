@@ -109,7 +109,7 @@ def test_users_that_logind_spares(host: Host) -> None:
         ({"etc/logind.conf.d/a.conf": "RemoveIPC=no", "run/logind.conf.d/a.conf": "RemoveIPC=yes"}, False),
         ({"etc/logind.conf.d/a.conf": "RemoveIPC=no", "run/logind.conf.d/b.conf": "RemoveIPC=yes"}, True),
     ],
-)  # fmt: skip
+)
 def test_which_setting_of_logind_counts(host: Host, files: dict[str, str], deletes: bool) -> None:
     host.logind()
     for path, text in files.items():

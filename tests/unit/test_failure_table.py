@@ -9,7 +9,7 @@ import pytest
 from test_survive import ALL_MODES, CHUNK, build, small
 
 from ftckpt.parity.groups import mirrors, node_groups, peer_groups
-from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import Forecast
@@ -19,14 +19,14 @@ from ftckpt.store.parity_file import parity_bytes
 MIB = 1 << 20
 
 
-def holding(rank: int, node: int, chunks: int = 6, rack: str = "") -> Holding:
+def holding(rank: int, node: int, chunks: int = 6, rack: str = "") -> ArenaLayout:
     lengths = (MIB,) * chunks
     sections = (HoldingSection("private", "", "", 0, lengths),)
     size = chunks * MIB + 5000
-    return Holding(f"s{rank}", f"n{node}", rack, f"s{rank}.0", "", MIB, sections, (chunks, ()), size, 300)
+    return ArenaLayout(f"s{rank}", f"n{node}", rack, f"s{rank}.0", "", MIB, sections, (chunks, ()), size, 300)
 
 
-def told(holdings: list[Holding], modes: Modes, slots: int = 3) -> ProtectionTable:
+def told(holdings: list[ArenaLayout], modes: Modes, slots: int = 3) -> ProtectionTable:
     groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
     return protection_table(holdings, groups, mirrors(holdings, modes), slots, parity_bytes)
 

@@ -15,10 +15,10 @@ from test_commit import Unconditional
 from ftckpt.config import Config
 from ftckpt.job import rank_storage
 from ftckpt.job.agreement import Coverage, Verdict, Will
-from ftckpt.job.flushes import Flushes, FlushGuard
+from ftckpt.job.flushes import Flushes, FlushStatus
 from ftckpt.job.rank_storage import _NodeWatch
 from ftckpt.job.session import RankState
-from ftckpt.job.targets import Guard
+from ftckpt.job.targets import ProtectionStatus
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.lineage import FIRST, Request, Selection
 from ftckpt.model.snapshot import SnapshotId
@@ -30,7 +30,7 @@ from ftckpt.windows.cost import Wish
 from tests.support.smp_nodes import Seen
 
 LINEAGE = b"l" * 16
-READY = FlushGuard(ready=True, sealed=True, state=FlushState.WORKING)
+READY = FlushStatus(ready=True, sealed=True, state=FlushState.WORKING)
 DONE, CANNOT, WORKING = Coverage.DONE, Coverage.CANNOT, Coverage.WORKING
 
 
@@ -111,7 +111,7 @@ def test_what_is_on_its_way_is_kept_and_marked() -> None:
     state.boundary(5)
     state.learn([Verdict(2, 5, flush=4, flushed=WORKING)], 0.0)
     assert state.keep == {at(4), at(5)}
-    round_ = state.round_to_post(at(5), Will.GO, Wish(), Guard(), 0.0, flush=READY)
+    round_ = state.round_to_post(at(5), Will.GO, Wish(), ProtectionStatus(), 0.0, flush=READY)
     assert (round_.flush, round_.flushed) == (4, WORKING)
     state.boundary(6)
     state.learn([Verdict(3, 6, flush=4)], 0.0)
@@ -153,7 +153,7 @@ def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pyt
     problems = iter(["", "node n1: no room in /full"])
 
     def flush(problem_now: Callable[[], str]) -> bool:
-        def observe(_: SnapshotId) -> FlushGuard:
+        def observe(_: SnapshotId) -> FlushStatus:
             return READY._replace(state=next(states, FlushState.DONE))
 
         node = SimpleNamespace(observe_flush=observe, smp=SimpleNamespace(problem_now=problem_now))

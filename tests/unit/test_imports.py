@@ -27,12 +27,13 @@ MODULES = {
 }
 
 BASE = {
-    "ftckpt", "errors", "event_file", "events", "forks", "units", "setting", "persist_setting", "setting_checks",
-    "config",
+    "ftckpt", "array_types", "errors", "event_file", "events", "forks", "units", "setting", "persist_setting",
+    "setting_checks", "config",
 }  # fmt: skip
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
+    "array_types": set(),
     "errors": set(),
     "event_file": {"forks"},
     "forks": set(),
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "units": set(),
     "setting": {"errors", "units"},
     "persist_setting": {"errors"},
-    "setting_checks": {"errors", "setting", "persist_setting", "config"},
+    "setting_checks": {"errors"},
     "config": {"errors", "units", "setting", "persist_setting", "setting_checks"},
     "notice": set(),
     "connections": {"errors"},
@@ -319,3 +320,17 @@ def test_the_registrys_apex_is_no_dependency() -> None:
     lists += [file.read_text().splitlines() for file in files_in("", ".txt") if "requirements" in file.name]
     for wanted in (line for lines in lists for line in lines):
         assert not wanted.strip().lower().replace("_", "-").startswith(("apex", "nvidia-apex")), wanted
+
+
+@pytest.mark.parametrize("door", ["ftckpt.plain", "ftckpt.deepspeed", "ftckpt.megatron"])
+def test_an_import_leaves_the_hook_for_uncaught_errors(door: str) -> None:
+    code = f"import sys; hook = sys.excepthook; import {door}; assert sys.excepthook is hook"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("runner", ["megatron.__main__", "deepspeed.__main__", "runner.server", "runner.worker"])
+def test_a_runner_is_the_first_to_register_an_exit_function(runner: str) -> None:
+    """The last one ends the process: what is registered before it would never run."""
+    code = f"import atexit, logging; num = atexit._ncallbacks(); import ftckpt.{runner}"
+    code += "; assert atexit._ncallbacks() == num"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

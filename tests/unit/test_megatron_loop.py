@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.deepspeed import initialize, megatron_deepspeed, section
+from ftckpt.deepspeed import active_engine, initialize, megatron_deepspeed, section
 from ftckpt.deepspeed.megatron_deepspeed import LoopCounters, TrainLoop, install
 from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
 from tests.support.errors import raises
 
 NAMES = ("setup_model_and_optimizer", "train_step", "train", "training_log")
-COUNTED = {
-    "iteration": 5, "consumed_train_samples": 40, "consumed_valid_samples": 8, "consumed_train_tokens": 320,
-}  # fmt: skip
+COUNTED = {"iteration": 5, "consumed_train_samples": 40, "consumed_valid_samples": 8, "consumed_train_tokens": 320}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +63,7 @@ def follow_with(
 ) -> tuple[Namespace, Session]:
     """An engine, which stands where ``counters`` do, and what takes its boundaries."""
     engine, session = Namespace(global_steps=5), Session()
-    monkeypatch.setattr(initialize.door, "checkpointer", object())
+    monkeypatch.setattr(active_engine.door, "checkpointer", object())
     loop.follow(engine, counters, session)  # type: ignore[arg-type]
     return engine, session
 

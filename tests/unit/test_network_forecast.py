@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from ftckpt.smp.link import MARGIN, Forecast, NetworkLimit
+from ftckpt.smp.link import MARGIN, NetworkLimit, TransferForecast
 
 LIMIT = NetworkLimit(1e9, "the test")
 WEEK_SECS = 7 * 86400.0
 
 
 def test_a_target_may_take_a_multiple_of_what_its_bytes_need() -> None:
-    assert Forecast(96_000_000_000, LIMIT, WEEK_SECS).wait_secs == MARGIN * 96
-    assert Forecast(96_000_000_000, NetworkLimit(0.0, "any"), WEEK_SECS).wait_secs == 0
-    assert Forecast(0, LIMIT, WEEK_SECS).wait_secs == 0
-    assert Forecast(96_000_000_000, LIMIT, 100.0).wait_secs == 100, "a failure is due by then"
+    assert TransferForecast(96_000_000_000, LIMIT, WEEK_SECS).wait_secs == MARGIN * 96
+    assert TransferForecast(96_000_000_000, NetworkLimit(0.0, "any"), WEEK_SECS).wait_secs == 0
+    assert TransferForecast(0, LIMIT, WEEK_SECS).wait_secs == 0
+    assert TransferForecast(96_000_000_000, LIMIT, 100.0).wait_secs == 100, "a failure is due by then"
 
 
 def test_a_link_that_is_slower_than_the_limit_is_waited_for() -> None:
-    forecast = Forecast(10_000, NetworkLimit(1000.0, "the test"), WEEK_SECS)
+    forecast = TransferForecast(10_000, NetworkLimit(1000.0, "the test"), WEEK_SECS)
     forecast.begin(0)
     for second in range(6):
         forecast.note(100 * second, 50.0 + second)

@@ -19,7 +19,7 @@ from ftckpt.errors import SmpError
 from ftckpt.job import node_smp
 from ftckpt.job.node_smp import NodeSmp, SmpSetup
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.parity.holding import Holding
+from ftckpt.parity.holding import ArenaLayout
 from ftckpt.smp.requests import guard_digest
 from ftckpt.store.environment import Hazard
 from tests.support.waiting import until
@@ -70,9 +70,7 @@ def of_rank(rank: int, told: list[tuple[str, str]] | None = None) -> NodeSmp:
 
     group: Any = SimpleNamespace(name="attempt")
     events: Any = SimpleNamespace(emit=emit)
-    return NodeSmp(
-        Config(smp_listen="127.0.0.1"), Topology(rank, PLACES, {"dp": 2}), group, events, ["machine"] * 2
-    )  # fmt: skip
+    return NodeSmp(Config(smp_listen="127.0.0.1"), Topology(rank, PLACES, {"dp": 2}), group, events, ["machine"] * 2)
 
 
 def test_a_port_is_known_before_there_is_an_smp_and_stays() -> None:
@@ -85,7 +83,7 @@ def test_a_port_is_known_before_there_is_an_smp_and_stays() -> None:
     leader.release()
 
 
-HOLDINGS = [Holding(f"dp{rank}", "n0", "", "arena", "", 1, (), (0, ())) for rank in range(2)]
+HOLDINGS = [ArenaLayout(f"dp{rank}", "n0", "", "arena", "", 1, (), (0, ())) for rank in range(2)]
 
 
 def no_memory() -> None:

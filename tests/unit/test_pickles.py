@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ftckpt.convert.catalog import Bytes, Catalog, Tensor
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Tensor
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.deepspeed.reader import DeepSpeedReader
 from ftckpt.convert.foreign import pickles

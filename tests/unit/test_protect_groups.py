@@ -27,7 +27,7 @@ from ftckpt.parity.groups import (
     slot_groups,
     spread,
 )
-from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
+from ftckpt.parity.holding import ArenaLayout, HoldingSection, pack_lengths, unpack_lengths
 from ftckpt.parity.modes import TRAITS, Modes, possible_modes, resolve_modes
 from ftckpt.setting_checks import MODES
 from ftckpt.store.image import SlotImage
@@ -37,9 +37,9 @@ CHUNK = 4096
 
 def holding(
     shard: str, node: str, *sections: HoldingSection, rack: str = "", volatile: tuple[int, ...] = ()
-) -> Holding:
+) -> ArenaLayout:
     behind = sum(len(section.lengths) for section in sections)
-    return Holding(shard, node, rack, f"{shard}.x", "00", CHUNK, sections, (behind, volatile))
+    return ArenaLayout(shard, node, rack, f"{shard}.x", "00", CHUNK, sections, (behind, volatile))
 
 
 def private(*lengths: int) -> HoldingSection:
@@ -135,8 +135,8 @@ def test_impossible_groups_are_refused(change: dict[str, Any], text: str) -> Non
 def test_foreign_json_is_a_value_error(value: Any) -> None:
     with pytest.raises(ValueError, match="not a parity group"):
         ParityGroup.from_json(value)
-    with pytest.raises(ValueError, match="no Holding"):
-        codec.from_json(value, Holding)
+    with pytest.raises(ValueError, match="no ArenaLayout"):
+        codec.from_json(value, ArenaLayout)
 
 
 @given(st.lists(st.integers(1, 3), max_size=50))
@@ -170,7 +170,7 @@ def test_a_holding_is_cut_as_the_slot_is() -> None:
     assert held.lengths == tuple(chunk.nbytes for chunk in image.chunks)
     assert held.slot_bytes == image.file_bytes and held.digest == manifest.digest.hex()
     assert held.package_bytes > 1000 + 77 + 8 * 8
-    assert codec.decode(codec.encode(held), Holding) == held
+    assert codec.decode(codec.encode(held), ArenaLayout) == held
 
 
 def test_node_groups_take_all_chunks_of_all_arenas_of_a_node() -> None:

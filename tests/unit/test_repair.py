@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.array_types import Bytes
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.codecs import encode
@@ -21,7 +22,7 @@ from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
 from ftckpt.restore.build import Build
 from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
-from ftckpt.restore.rebuild import NEW_SLOT, Bytes, Fix, Input, RepairTask, batches, levels, solve_slice
+from ftckpt.restore.rebuild import NEW_SLOT, Fix, Input, RepairTask, batches, levels, solve_slice
 from ftckpt.store.arena import Arena
 from ftckpt.store.package import Package, load, package_path
 from ftckpt.store.slots import slot_name

@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftckpt.commands.attempts import Age
-from ftckpt.commands.event_log import MOST_LINE_BYTES, EventLogError, event_logs
+from ftckpt.commands.event_log import MOST_LINE_BYTES, event_logs
 from ftckpt.commands.history import read_history
 from ftckpt.commands.main import main
 from ftckpt.commands.recovery import PARTS, ascending_runs
 from ftckpt.commands.report import render, write_report
-from ftckpt.commands.sections import Additions, Section
+from ftckpt.commands.sections import Additions, PageSection
 from ftckpt.commands.timeline import read_timeline
+from ftckpt.errors import EventLogError
 from ftckpt.events import EVENTS
 from ftckpt.job.start import conditions
 from tests.support.run_logs import EPOCH, LINE, PROTECTION, Logs, RunLogs, check_page
@@ -305,7 +306,7 @@ def test_conditions_are_what_the_table_of_events_promises(monkeypatch: pytest.Mo
 def test_additions_of_a_caller_are_on_the_page(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 2, closed=True)
     logs.losses(1, 2)
-    sections = [Section("Compared", heads=["kind"], rows=[["<i>"]])]
+    sections = [PageSection("Compared", heads=["kind"], rows=[["<i>"]])]
     more = Additions("Not equal", "differs:", "bad", ["<w>"], [(1, 4.0)], "the other", {"compared": "7"}, sections)
     text = html(logs, more)
     assert '<header class="bad">\n<h1>Not equal' in text and "<code>&lt;w&gt;</code>" in text and "<b>7</b>" in text

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture.sample import SAMPLE_BYTES, ends_of, num_positions, reduced, slices
-from ftckpt.job.cadence import Trust
+from ftckpt.job.cadence import ReplicaTrust
 from ftckpt.model.replicas import CUT_BYTES
-from ftckpt.model.sampled import Comparison, Sampled, position_of
+from ftckpt.model.sampled import Comparison, SampleOutcome, position_of
 
 
 @given(st.lists(st.integers(0, 700), max_size=12), st.integers(1, 40))
@@ -58,19 +58,19 @@ def test_the_members_of_each_set_are_compared_and_no_others(data: st.DataObject)
         own = [digest for one, digest in zip(sets, digests, strict=True) if rank in one]
         rows[rank, 1 : 1 + len(own)] = own
         rows[rank, 1 + len(own) :] = rank  # words of no set
-    assert comparison.outcome(rows) == Sampled.MATCHED
+    assert comparison.outcome(rows) == SampleOutcome.MATCHED
     shared = [number for number, one in enumerate(sets) if len(one) > 1]
     if shared:
         number = data.draw(st.sampled_from(shared))
         odd = data.draw(st.sampled_from(sorted(sets[number])))
         wrong = rows.copy()
         wrong[odd, 1 + sum(odd in one for one in sets[:number])] ^= 1 << data.draw(st.integers(0, 62))
-        assert comparison.outcome(wrong) == Sampled.DIFFER
+        assert comparison.outcome(wrong) == SampleOutcome.DIFFER
     underived = rows.copy()
     underived[data.draw(st.integers(0, num_ranks - 1)), 0] = 3
-    assert comparison.outcome(underived) == Sampled.DIFFER
+    assert comparison.outcome(underived) == SampleOutcome.DIFFER
     underived[data.draw(st.integers(0, num_ranks - 1))] = comparison.unsampled()
-    assert comparison.outcome(underived) == Sampled.UNKNOWN, "a rank that has not sampled raises no alarm"
+    assert comparison.outcome(underived) == SampleOutcome.UNKNOWN, "a rank that has not sampled raises no alarm"
 
 
 @pytest.mark.parametrize("item", [1, 2, 4, 8])
@@ -89,12 +89,14 @@ def test_the_sum_of_a_device_changes_with_every_element_and_with_their_order(ite
     assert int(reduced({item: [swapped]})) != whole
 
 
-@given(st.integers(1, 6), st.lists(st.sampled_from(Sampled), max_size=40))
-def test_what_is_trusted_is_the_oldest_of_the_last_matches_of_each_position(n: int, outcomes: list[Sampled]) -> None:
-    trust = Trust(n, 0)
+@given(st.integers(1, 6), st.lists(st.sampled_from(SampleOutcome), max_size=40))
+def test_what_is_trusted_is_the_oldest_of_the_last_matches_of_each_position(
+    n: int, outcomes: list[SampleOutcome]
+) -> None:
+    trust = ReplicaTrust(n, 0)
     matched: list[int] = []
     for number, outcome in enumerate(outcomes, start=1):
-        if outcome == Sampled.MATCHED:
+        if outcome == SampleOutcome.MATCHED:
             trust.match(number, number)
             matched.append(number)
         last = [max((one for one in matched if position_of(one, n) == position), default=0) for position in range(n)]

@@ -12,7 +12,7 @@ from ftckpt.job.actions import Doubt, IntervalConclusion
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.session import RankState
-from ftckpt.job.targets import Guard, Targets
+from ftckpt.job.targets import ProtectionStatus, Targets
 from ftckpt.model.snapshot import SnapshotId
 
 LINEAGE = b"l" * 16
@@ -127,7 +127,7 @@ def test_verdicts_read_at_once_lead_to_the_same_as_one_by_one(
     assert (other.protected, other.target) == (one.protected, one.target)
 
 
-GUARDING = Guard(alive=True, configured=True, sealed=True)
+GUARDING = ProtectionStatus(alive=True, configured=True, sealed=True)
 
 
 def test_how_far_a_node_is_with_the_target() -> None:

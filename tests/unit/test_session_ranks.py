@@ -15,8 +15,8 @@ from ftckpt.config import Config
 from ftckpt.job.actions import Doubt, Skip, Take
 from ftckpt.job.agreement import Verdict, Will
 from ftckpt.job.session import RankState
-from ftckpt.job.targets import Guard
-from ftckpt.job.votes import Step, Votes
+from ftckpt.job.targets import ProtectionStatus
+from ftckpt.job.votes import Votes, VoteStep
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
 from tests.support.ranks import CALM, Fate, Job
@@ -241,7 +241,7 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow(interv
         if state.off:
             break
         while state.owes_round:
-            state.posted(state.round_to_post(None, Will.GO, Wish(), Guard(), 0.0))
+            state.posted(state.round_to_post(None, Will.GO, Wish(), ProtectionStatus(), 0.0))
             num_posted += 1
         if not state.boundary(iteration):
             continue
@@ -261,13 +261,13 @@ def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
     state.agree()
     assert isinstance(state.take(has_room=True), Take)
     one = SnapshotId(b"1" * 16, 1)
-    state.posted(state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0))
+    state.posted(state.round_to_post(one, Will.GO, Wish(), ProtectionStatus(), 0.0))
     state.give_up("its step is captured")
     state.boundary(2)
     state.learn([Verdict(1, 1, will=Will.GO)], 0.0)
     state.agree()
     assert isinstance(state.take(has_room=True), Skip)
-    last = state.round_to_post(one, Will.GO, Wish(), Guard(), 0.0)
+    last = state.round_to_post(one, Will.GO, Wish(), ProtectionStatus(), 0.0)
     assert (last.newest, last.will) == (1, Will.OFF)
 
 
@@ -343,7 +343,7 @@ def test_what_stays_unsettled_for_long_has_few_rounds_and_is_known_soon_after_it
 def test_steps_that_a_late_rank_has_missed_have_no_round() -> None:
     votes = Votes()
     votes.boundary(1, due=True, pending=False)
-    assert votes.next(pending=False) == Step(1, 1, due=True)
+    assert votes.next(pending=False) == VoteStep(1, 1, due=True)
     votes.posted()
     for _ in range(4):
         votes.boundary(1, due=False, pending=False)
@@ -351,4 +351,4 @@ def test_steps_that_a_late_rank_has_missed_have_no_round() -> None:
     votes.read(Verdict(1, 1, step=5))
     assert votes.next(pending=True) is None and not votes.waits
     votes.boundary(1, due=False, pending=True)
-    assert votes.next(pending=True) == Step(6, 1, due=False)
+    assert votes.next(pending=True) == VoteStep(6, 1, due=False)

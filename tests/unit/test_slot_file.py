@@ -20,7 +20,7 @@ from ftckpt.restore.threads import in_order
 from ftckpt.store import landings
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import node_directory
-from ftckpt.store.landings import Landing
+from ftckpt.store.landings import LoadTarget
 from ftckpt.store.slots import slot_name
 from tests.support.errors import raises
 from tests.unit.test_arena_segment import MANIFEST, write
@@ -60,7 +60,7 @@ def test_what_is_wanted_of_a_chunk_comes_with_its_checksum(
             edges = sorted(rng.sample(range(span.begin, span.end + 1), 2 * rng.randint(1, 4)))
             edges[0], edges[-1] = rng.choice([span.begin, edges[0]]), rng.choice([span.end, edges[-1]])
             parts = [(begin, bytearray(end - begin)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-            assert file.take(chunk, [Landing(at, memoryview(part)) for at, part in parts]) == arena.hash_chunk(
+            assert file.take(chunk, [LoadTarget(at, memoryview(part)) for at, part in parts]) == arena.hash_chunk(
                 0, chunk
             )
             assert all(part == arena.slot(0)[at : at + len(part)] for at, part in parts)
@@ -76,8 +76,8 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
     span = arena.image.chunks[1]
     arena.slot(0)[span.end - 1] ^= 1
     first = arena.image.chunks[0]
-    shard().scatter(0, [Landing(first.begin, memoryview(bytearray(first.nbytes)))])
-    for wanted in ([Landing(span.begin, memoryview(bytearray(3)))], []):
+    shard().scatter(0, [LoadTarget(first.begin, memoryview(bytearray(first.nbytes)))])
+    for wanted in ([LoadTarget(span.begin, memoryview(bytearray(3)))], []):
         with raises(CorruptError, "chunk 1"):
             shard().scatter(1, wanted)
     with raises(CorruptError, "record"):

@@ -126,9 +126,9 @@ def test_any_cuts_at_once(data: st.DataObject) -> None:
                 values = np.concatenate(mine, axis=2)
                 stored.append((LocalTensor(f"l.{layer}.w", values.shape, {"tp": rank, "ep": expert_rank}), values))
     cut = {"dim": 2, "uneven": True, "parts": [{"name": f"p{n}", "share": share} for n, share in enumerate(shares)]}
-    rules = spec({
-        "match": "l.{layer}.w", "rename": "l.w", "stack": "layer", "fragment": [{"dim": 0, "axis": "ep"}, cut],
-    })  # fmt: skip
+    rules = spec(
+        {"match": "l.{layer}.w", "rename": "l.w", "stack": "layer", "fragment": [{"dim": 0, "axis": "ep"}, cut]}
+    )
     assert (placed(rules, stored)["l.w"] == np.stack(expected)).all()
 
 

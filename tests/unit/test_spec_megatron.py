@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, Model]] = {
         Model({**EXPERTS, "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}, untied=True),
     ),
     "mixtral-shared-expert": ("mixtral", Model({**EXPERTS, "moe_shared_expert_intermediate_size": 32}, untied=True)),
-}  # fmt: skip
+}
 LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2-vpp2": (2, {"pp": 2, "vpp": 2}), "tp2-pp2": (4, {"tp": 2, "pp": 2}),
            "tp2-ep2": (4, {"tp": 2, "ep": 2}), "tp2-etp1-ep2": (2, {"tp": 2, "ep": 2, "etp": 1})}  # fmt: skip
 

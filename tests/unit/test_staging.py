@@ -15,7 +15,7 @@ import torch
 from ftckpt.restore import staging as staging_module
 from ftckpt.restore.exchange import Strip
 from ftckpt.restore.load import _staged
-from ftckpt.restore.staging import Staging, free_pinned, pin_ahead
+from ftckpt.restore.staging import StagingBuffers, free_pinned, pin_ahead
 from ftckpt.restore.threads import in_order
 from tests.support.fake_device import SECS, FakeDevice, install
 
@@ -49,7 +49,7 @@ def strip(memory: torch.Tensor, begin: int, nbytes: int) -> Strip:
 
 @pytest.mark.parametrize("threads", [1, THREADS])
 def test_each_part_arrives_as_it_was_read(fake: FakeDevice, threads: int) -> None:
-    staging, targets = Staging(), torch.zeros(NUM, NBYTES, dtype=torch.uint8)
+    staging, targets = StagingBuffers(), torch.zeros(NUM, NBYTES, dtype=torch.uint8)
 
     def bring(number: int) -> None:
         memory = staging.memory(NBYTES - number)
@@ -67,7 +67,7 @@ def test_runs_of_one_turn_are_one_call_and_columns_are_not(fake: FakeDevice) -> 
     dice, calls = random.Random(5), 0
     for round_ in range(50):
         fake.first = dice.choice(fake.streams)
-        staging, wanted = Staging(), dict[int, torch.Tensor]()
+        staging, wanted = StagingBuffers(), dict[int, torch.Tensor]()
         target = torch.zeros(10, NBYTES, dtype=torch.uint8)
         for number in range(10):
             memory = staging.memory(NBYTES)
@@ -97,7 +97,7 @@ def test_copies_come_behind_what_the_script_has_given_the_device(fake: FakeDevic
     """Live tensors may still be filled when they are restored."""
     target = torch.zeros(NBYTES, dtype=torch.uint8)
     fake.compute.enqueue(lambda: target.fill_(7))
-    staging = Staging()
+    staging = StagingBuffers()
     fake.first = fake.side
     memory = staging.memory(NBYTES)
     memory.fill_(1)
@@ -109,7 +109,7 @@ def test_copies_come_behind_what_the_script_has_given_the_device(fake: FakeDevic
 
 def test_what_was_sent_before_an_error_keeps_its_memory(fake: FakeDevice) -> None:
     """A restart goes on to another source of these bytes while the device still takes the first half of them."""
-    staging, target = Staging(), torch.zeros(2, NBYTES, dtype=torch.uint8)
+    staging, target = StagingBuffers(), torch.zeros(2, NBYTES, dtype=torch.uint8)
 
     def half() -> Iterator[tuple[Strip, Strip]]:
         yield Strip(target[0], 0, (NBYTES // 2,), (2,)), Strip(memory, 0, (NBYTES // 2,), (2,))
@@ -137,7 +137,7 @@ def test_runs_are_read_side_by_side(fake: FakeDevice) -> None:
         (strip(source, 5, 3), strip(target, 0, 3)),
         (strip(source, 50, 9), strip(target, 11, 9)),
     ]
-    staging = Staging()
+    staging = StagingBuffers()
     staging.send(_staged(pairs, {id(source): File()}, staging.memory(12)))  # type: ignore[dict-item]
     staging.settle()
     assert target.tolist() == [5, 6, 7, *[0] * 8, *range(50, 59)]
@@ -146,7 +146,7 @@ def test_runs_are_read_side_by_side(fake: FakeDevice) -> None:
 @pytest.mark.parametrize("fake", ["batch"], indirect=True)
 def test_memory_is_not_lent_to_others_before_the_device_has_taken_it(fake: FakeDevice) -> None:
     """Torch does not know of a call's copies, and a thread that ends lets go of what it has."""
-    staging, targets = Staging(), torch.zeros(NUM, NBYTES, dtype=torch.uint8)
+    staging, targets = StagingBuffers(), torch.zeros(NUM, NBYTES, dtype=torch.uint8)
 
     def bring(number: int) -> None:
         memory = staging.memory(NBYTES)
@@ -187,7 +187,7 @@ def test_pinned_memory_is_made_and_freed_by_threads(fake: FakeDevice, monkeypatc
         pinned = pin_ahead(nbytes, THREADS)
         threading.Timer(0.05, go.set).start()
         if number:
-            Staging()
+            StagingBuffers()
             assert [one.numel() for one in fake.staging] == [NBYTES] * number
         pinned.join()
         go.clear()

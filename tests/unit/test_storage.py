@@ -22,9 +22,10 @@ import pytest
 from benchmarks.slow_storage import DiskLimit, cached_bytes, drop, limited
 from ftckpt.errors import StorageError
 from ftckpt.persist import files
+from ftckpt.persist.backend import open_storage
 from ftckpt.persist.files import WINDOW_BYTES, FileStorage
 from ftckpt.persist.objects import ObjectStorage
-from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.persist.storage import Storage
 from tests.support.buckets import KEEPS, REFUSES, SERVERS, TAKES, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at, replace_call

@@ -11,10 +11,10 @@ import torch
 
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.restore.plan import StridedCopy, run
-from ftckpt.restore.staging import Staging
+from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.straight import _begin, _bring, _chunks, _Part, reads_little_twice
 from ftckpt.store.image import Span
-from ftckpt.store.landings import Landing
+from ftckpt.store.landings import LoadTarget
 
 
 class Image:
@@ -26,7 +26,7 @@ class Image:
         self.image = SimpleNamespace(chunks=spans)
         self.read: list[int] = []
 
-    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+    def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
         place = self.image.chunks[number].begin
         for begin, memory in landings:
             assert place <= begin <= begin + len(memory) <= self.image.chunks[number].end
@@ -39,7 +39,7 @@ class Image:
         live = [torch.zeros(one.numel, dtype=torch.uint8) for one in wanted]
         parts = [_Part(*one) for one in zip(wanted, live, strict=True)]
         for chunk in _chunks(cast(ShardFile, self), sorted(parts, key=_begin)):
-            _bring(chunk, Staging())
+            _bring(chunk, StagingBuffers())
         return live
 
 
@@ -86,7 +86,7 @@ def test_of_a_slot_every_chunk_is_read_and_each_once() -> None:
     file = Image(1000, 100, 0)
     live = torch.zeros(60, dtype=torch.uint8)
     for chunk in _chunks(cast(ShardFile, file), [_Part(run(170, 0, 60), live)], every=True):
-        _bring(chunk, Staging())
+        _bring(chunk, StagingBuffers())
     assert file.read == list(range(10)) and torch.equal(live, file.data[170:230])
 
 

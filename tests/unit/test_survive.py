@@ -25,7 +25,7 @@ from ftckpt.parity.groups import (
     slot_group_name,
     slot_groups,
 )
-from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import Stripe, blocks_bytes, stripes
 from ftckpt.parity.survive import BlockId, ChunkId, Forecast, LossUnits, Repair, block_chunk, solve
@@ -41,7 +41,7 @@ def cut(nbytes: int) -> tuple[int, ...]:
 class Job:
     """A small job: its groups, and every chunk and block with real bytes."""
 
-    holdings: list[Holding]
+    holdings: list[ArenaLayout]
     modes: Modes
     groups: list[ParityGroup]
     chunks: dict[ChunkId, np.ndarray]
@@ -93,7 +93,7 @@ def build(  # noqa: PLR0917 - a helper of this file
             found.append(HoldingSection(kind, name, "", first, cut(nbytes)))
             first += len(cut(nbytes))
         volatile = (first, (3,))
-        holdings.append(Holding(f"s{rank}", node[rank], "", f"a{rank}", "", CHUNK, tuple(found), volatile))
+        holdings.append(ArenaLayout(f"s{rank}", node[rank], "", f"a{rank}", "", CHUNK, tuple(found), volatile))
     groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes), *slot_groups(holdings)]
     chunks = {
         (h.shard, c): rng.integers(0, 256, nbytes, np.uint8) for h in holdings for c, nbytes in enumerate(h.lengths)

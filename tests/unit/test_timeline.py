@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftckpt.commands.event_log import EventLogError
 from ftckpt.commands.figures import merged, shown
 from ftckpt.commands.figures import timeline as drawn
 from ftckpt.commands.history import read_history
 from ftckpt.commands.sections import Additions, sections_of
 from ftckpt.commands.timeline import Copy, Timeline, parse_rank, read_timeline, trace_of
+from ftckpt.errors import EventLogError
 from tests.support.run_logs import CHUNK_BYTES, EPOCH, LINE, OPTIMIZER, Logs
 
 pytestmark = pytest.mark.usefixtures("as_flags")

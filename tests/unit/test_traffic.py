@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.smp.traffic import ITERATIONS, PARTS, Profile, Sample, Traffic, counter_files, idle_parts
+from ftckpt.smp.traffic import ITERATIONS, PARTS, NetworkProfile, Sample, TrafficMonitor, counter_files, idle_parts
 from tests.support.waiting import until
 
 BURST = (0.5, 0.75)
@@ -39,16 +39,16 @@ def test_idle_is_what_is_far_below_the_highest_rate() -> None:
 def test_what_iterations_have_in_common_is_learnt() -> None:
     usual = [iteration(2.0), iteration(2.1), iteration(1.95)] * 3
     odd = iteration(20.0, 0.0)  # an evaluation
-    learnt = Profile.of([*usual, odd])
+    learnt = NetworkProfile.of([*usual, odd])
     assert learnt is not None and learnt.iteration_secs == 2.0
     assert learnt.idle == (pytest.approx((0.0, BURST[0])), pytest.approx((BURST[1], 1.0)))
-    assert Profile.of([iteration(secs) for secs in (1.0, 2.0, 3.0, 4.0, 5.0)]) is None, "no two are alike"
-    assert Profile.of([iteration(0.01)] * 5) is None, "too short to be seen"
-    assert Profile.of([iteration(2.0, 0.0)] * 5) is None
+    assert NetworkProfile.of([iteration(secs) for secs in (1.0, 2.0, 3.0, 4.0, 5.0)]) is None, "no two are alike"
+    assert NetworkProfile.of([iteration(0.01)] * 5) is None, "too short to be seen"
+    assert NetworkProfile.of([iteration(2.0, 0.0)] * 5) is None
 
 
 def test_a_transfer_begins_where_it_ends_before_the_next_burst() -> None:
-    profile = Profile(2.0, ((0.0, 0.5), (0.75, 1.0)))
+    profile = NetworkProfile(2.0, ((0.0, 0.5), (0.75, 1.0)))
     assert profile.has_room(0.1, 0.5) and profile.has_room(1.5, 0.4)
     assert not profile.has_room(0.7, 0.5) and not profile.has_room(1.2, 0.01)
     assert profile.has_room(0.4, 60.0) and not profile.has_room(0.6, 60.0), "what fits nowhere begins early"
@@ -106,7 +106,7 @@ def test_the_idle_parts_are_found_while_this_process_sends(tmp_path: Path, monke
     write(tmp_path / "eth0/statistics/rx_bytes", "0")
     own_bytes = [0]
     with training(tmp_path, 0.35, own_bytes) as began:
-        traffic = Traffic("10.0.0.1", lambda: began[0], lambda: int(own_bytes[0] / 1.06), tmp_path)
+        traffic = TrafficMonitor("10.0.0.1", lambda: began[0], lambda: int(own_bytes[0] / 1.06), tmp_path)
         assert traffic.has_room(0.0) is None
         until(lambda: traffic.profile is not None, f"{ITERATIONS} iterations are seen", 60)
         traffic.stop()
@@ -117,7 +117,7 @@ def test_the_idle_parts_are_found_while_this_process_sends(tmp_path: Path, monke
 
 
 def test_where_nothing_is_counted_nothing_is_known() -> None:
-    assert Traffic("127.0.0.1", lambda: 0.0, int).has_room(1.0) is None
+    assert TrafficMonitor("127.0.0.1", lambda: 0.0, int).has_room(1.0) is None
 
 
 def test_a_profile_of_longer_iterations_refuses_for_two_of_them_and_no_longer(
@@ -126,12 +126,12 @@ def test_a_profile_of_longer_iterations_refuses_for_two_of_them_and_no_longer(
     """Where the idle part that was learned never comes, phases decide, and the profile is learned again."""
     now = 100.0
     monkeypatch.setattr("ftckpt.smp.traffic.time.monotonic", lambda: now)
-    traffic = Traffic("127.0.0.1", lambda: now - now % 0.7, int)
-    traffic.profile = Profile(1.0, ((0.8, 1.0),))
+    traffic = TrafficMonitor("127.0.0.1", lambda: now - now % 0.7, int)
+    traffic.profile = NetworkProfile(1.0, ((0.8, 1.0),))
     asked = 0
     while traffic.has_room(0.1) is False:
         now, asked = now + 0.05, asked + 1
     assert traffic.profile is None and 2.0 <= now - 100.0 <= 2.2
-    traffic.profile = Profile(0.7, ((0.5, 1.0),))
+    traffic.profile = NetworkProfile(0.7, ((0.5, 1.0),))
     assert any(traffic.has_room(0.1) for now in (200.0 + step / 10 for step in range(20)))
     assert traffic.profile is not None

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ftckpt.convert.catalog import Bytes, Catalog, Get, Rows, Tensor, Unit, Writer
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Get, Rows, Tensor, Unit, Writer
 from ftckpt.convert.consolidation import cast, deriving
 from ftckpt.convert.safetensors import TensorFile, WeightsWriter, by_role, header, pack, parse_header, strips
 from ftckpt.convert.storage import Destination, map_file

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ftckpt.convert.catalog import Bytes, Catalog, Reader, dtype_name
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Reader, dtype_name
 from ftckpt.convert.consolidation import take
 from ftckpt.convert.deepspeed.division import place_by_info, whole
 from ftckpt.convert.deepspeed.files import FileNumbers, Files, find_files, iteration_of, objects_of, precision

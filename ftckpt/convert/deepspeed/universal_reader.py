@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ftckpt.convert.catalog import TORCH_DTYPES, Bytes, Catalog, Reader, dtype_name
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import TORCH_DTYPES, Catalog, Reader, dtype_name
 from ftckpt.convert.deepspeed.files import (
     LATEST_UNIVERSAL,
     iteration_of,

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftckpt.convert.catalog import TORCH_DTYPES, Bytes, Catalog, Get, Rows, Tensor, Unit
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import TORCH_DTYPES, Catalog, Get, Rows, Tensor, Unit
 from ftckpt.convert.consolidation import WEIGHT, cast, refuse_remainders
 from ftckpt.convert.deepspeed.division import Division
 from ftckpt.convert.deepspeed.files import LATEST_UNIVERSAL

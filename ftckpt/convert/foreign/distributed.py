@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ftckpt.convert.catalog import DTYPE_NAMES, Bytes
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import DTYPE_NAMES
 from ftckpt.convert.foreign import archives, pickles
 from ftckpt.convert.storage import CheckedOnce, explained, map_file
 from ftckpt.errors import ConvertError
@@ -48,7 +49,7 @@ class Blob:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class DcpChunk:
     """A box of a tensor, and where it lies."""
 
     offset: Shape
@@ -63,7 +64,7 @@ class StoredTensor:
 
     dtype: str
     shape: Shape
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DcpChunk, ...]
     flattened_from: Shape | None = None
 
 
@@ -99,7 +100,7 @@ class CheckpointDirectory:
         blob = self.objects[name]
         return pickles.loads(self._bytes(blob), f"{self.path / blob.file}: {name}")
 
-    def chunk(self, name: str, chunk: Chunk) -> Bytes:
+    def chunk(self, name: str, chunk: DcpChunk) -> Bytes:
         """The elements of a chunk, row-major, mapped where they lie so.
 
         When it is first read all of it is compared with the checksums that ``torch.save`` wrote.
@@ -199,7 +200,7 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
             objects[name] = places[name, None]
             continue
         chunks = tuple(
-            Chunk(tuple(chunk.offsets), tuple(chunk.sizes), places[name, chunk.offsets]) for chunk in stored.chunks
+            DcpChunk(tuple(chunk.offsets), tuple(chunk.sizes), places[name, chunk.offsets]) for chunk in stored.chunks
         )
         # What Megatron-core before 0.14 adds to torch's metadata for tensors that it saved flattened.
         shape = original.get(name, {}).get("nd_reformulated_orig_global_shape")

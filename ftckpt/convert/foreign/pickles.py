@@ -23,7 +23,7 @@ from typing import IO, Any, BinaryIO, cast
 import numpy as np
 import torch
 
-from ftckpt.convert.catalog import Bytes
+from ftckpt.array_types import Bytes
 from ftckpt.convert.foreign import archives
 from ftckpt.convert.foreign.archives import View
 from ftckpt.convert.storage import map_file
@@ -195,14 +195,14 @@ def _load(
             where: Any = device if mapped is None else located
             with torch.serialization.safe_globals([(value, key) for key, value in allowed.items()]):
                 return torch.load(file, map_location=where, weights_only=True, mmap=mapped is not None)
-        except Exception as error:  # noqa: BLE001  a foreign file can provoke whatever there is
+        except Exception as error:  # noqa: BLE001 - a foreign file can provoke whatever there is
             raise ConvertError(_explain(name, error)) from None
 
 
 def _data_classes(file: str | IO[bytes]) -> list[str]:
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # noqa: BLE001  not the zip format: no list, so that such classes are refused below
+    except Exception:  # noqa: BLE001 - not the zip format: no list, so that such classes are refused below
         unsafe = []
     finally:
         if not isinstance(file, str):

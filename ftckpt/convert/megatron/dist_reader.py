@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ftckpt.convert.catalog import Bytes, Catalog, Reader
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import Catalog, Reader
 from ftckpt.convert.foreign import pickles
-from ftckpt.convert.foreign.distributed import METADATA, CheckpointDirectory, Chunk, StoredTensor
+from ftckpt.convert.foreign.distributed import METADATA, CheckpointDirectory, DcpChunk, StoredTensor
 from ftckpt.convert.megatron import names
 from ftckpt.convert.megatron.common import CONTENT, common_step, layout_of
 from ftckpt.convert.storage import fingerprint_of
@@ -66,7 +67,7 @@ class _ChunkRange:
     """Bytes ``begin`` to ``end`` of a chunk; of no chunk where ``value`` are the bytes."""
 
     name: str
-    chunk: Chunk | None
+    chunk: DcpChunk | None
     begin: int
     end: int
     value: bytes = b""
@@ -147,7 +148,7 @@ class MegatronDistReader(Reader):
             for chunk in tensor.chunks:
                 yield from self._of_chunk(name, f"{role}/", bare, tensor, chunk)
 
-    def _of_chunk(self, name: str, role: str, bare: str, tensor: StoredTensor, chunk: Chunk) -> Iterator[Fragment]:
+    def _of_chunk(self, name: str, role: str, bare: str, tensor: StoredTensor, chunk: DcpChunk) -> Iterator[Fragment]:
         shape, box, start, stop = _geometry(tensor, chunk)
         item = DTYPE_BYTES[tensor.dtype]
         if not names.STACKED.fullmatch(bare) or not shape:
@@ -183,7 +184,7 @@ class MegatronDistReader(Reader):
         return made
 
 
-def _geometry(tensor: StoredTensor, chunk: Chunk) -> tuple[Shape, Box, int, int]:
+def _geometry(tensor: StoredTensor, chunk: DcpChunk) -> tuple[Shape, Box, int, int]:
     """Shape of the tensor, the chunk's box in it, and which elements of the box it holds."""
     if tensor.flattened_from is None:
         return tensor.shape, Box(chunk.offset, chunk.shape), 0, math.prod(chunk.shape)

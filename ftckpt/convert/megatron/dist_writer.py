@@ -12,7 +12,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ftckpt.convert.catalog import TORCH_DTYPES, WEIGHTS_ALONE, Bytes, Catalog, Get, Rows, Tensor, Unit
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import TORCH_DTYPES, WEIGHTS_ALONE, Catalog, Get, Rows, Tensor, Unit
 from ftckpt.convert.consolidation import WEIGHT, lacking_weight, master_of, refuse_remainders, with_derived
 from ftckpt.convert.foreign import pickles
 from ftckpt.convert.megatron import names

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ftckpt.convert.catalog import DTYPE_NAMES, Bytes, Catalog, Reader
+from ftckpt.array_types import Bytes
+from ftckpt.convert.catalog import DTYPE_NAMES, Catalog, Reader
 from ftckpt.convert.foreign import archives, pickles
 from ftckpt.convert.language.placing import LocalTensor, Placement, place
 from ftckpt.convert.language.spec import Spec

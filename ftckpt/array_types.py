@@ -1,0 +1,14 @@
+"""Types of arrays and of bytes, each with one name in the whole package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Hashes = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
+Buffer = bytes | bytearray | memoryview
