@@ -204,10 +204,10 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: object, message: str
     ("give", "said"),
     [
         (lambda: Config(slots=1), "slots 1"),
-        (lambda: section.merged({"slots": 1}), "slots 1"),
+        (lambda: section.merged({"slots": 1}), '"slots" 1'),
         (lambda: Config.from_flags(["--ftckpt", "--ftckpt-slots", "1"]), "--ftckpt-slots 1"),
         (lambda: Config(persist_format="universal"), "persist="),
-        (lambda: section.merged({"persist_format": "universal"}), "persist"),
+        (lambda: section.merged({"persist_format": "universal"}), '"persist"'),
     ],
 )
 def test_settings_are_named_as_the_user_wrote_them(give: Callable[[], object], said: str) -> None:

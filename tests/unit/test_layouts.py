@@ -105,42 +105,43 @@ def test_a_list_in_json_and_a_function_are_settings() -> None:
         ("tp2pp2dp2", 8, {}, ""),
         ("tp2pp2", 8, {}, ""),
         ("tp4pp4", 16, {}, ""),
-        ("tp2pp2dp2", 4, {}, "needs 8"),
-        ("tp2pp2", 6, {}, "needs a multiple of 4"),
-        ("tp2cp2", 6, {}, "needs a multiple of 4"),
-        ("tp3", 3, {"ffn": 255}, "cannot divide 4 attention heads by tp 3"),
-        ("tp3", 3, {"num_heads": 6, "ffn": 255}, "has tp 3, neither a divisor nor a multiple of 4 query groups"),
+        ("tp2pp2dp2", 4, {}, "8"),
+        ("tp2pp2", 6, {}, "4"),
+        ("tp2cp2", 6, {}, "4"),
+        ("tp3", 3, {"ffn": 255}, "4 tp 3"),
+        ("tp3", 3, {"num_heads": 6, "ffn": 255}, "tp 3 4"),
         ("tp8", 8, {"num_heads": 8}, ""),
-        ("tp2", 2, {"ffn": 255}, "cannot divide 255 hidden units of the MLP by tp 2"),
-        ("pp3", 3, {}, "cannot divide 4 layers among 3 stages"),
+        ("tp2", 2, {"ffn": 255}, "255 tp 2"),
+        ("pp3", 3, {}, "4 3"),
         ("pp3", 3, {"extra_layers": 2}, ""),
-        ("pp2vpp4", 2, {}, "cannot divide 4 layers among 8 stages"),
-        ("vpp2", 1, {}, "has vpp 2, which needs pp 2 or more"),
-        ("pp2vpp2", 2, {"least_interleaved": 3}, "has vpp 2, which needs pp 3 or more"),
-        ("cp3", 3, {}, "cannot divide sequences of 64 into 6 parts"),
-        ("tp4", 4, {"seq": 62, "sequence_parallel": True}, "cannot divide sequences of 62 into 4 parts"),
-        ("tp1", 3, {}, "cannot make a batch of 16 of micro-batches of 2 on dp 3"),
-        ("tp1", 16, {}, "cannot make a batch of 16 of micro-batches of 2 on dp 16"),
-        ("tp1", 2, {"batch_steps": (6,)}, "cannot make a batch of 6 of micro-batches of 2 on dp 2"),
-        ("pp2vpp2", 16, {}, "has 1 micro-batches, which vpp 2 cannot interleave on pp 2"),
+        ("pp2vpp4", 2, {}, "4 8"),
+        ("vpp2", 1, {}, "vpp 2 pp 2"),
+        ("pp2vpp2", 2, {"least_interleaved": 3}, "vpp 2 pp 3"),
+        ("cp3", 3, {}, "64 6"),
+        ("tp4", 4, {"seq": 62, "sequence_parallel": True}, "62 4"),
+        ("tp1", 3, {}, "16 2 dp 3"),
+        ("tp1", 16, {}, "16 2 dp 16"),
+        ("tp1", 2, {"batch_steps": (6,)}, "6 2 dp 2"),
+        ("pp2vpp2", 16, {}, "1 vpp 2 pp 2"),
         ("pp2vpp2", 4, {}, ""),
         ("pp2vpp2", 2, {"microbatch_group": 3}, ""),
-        ("pp2vpp2", 2, {"microbatch_group": 7}, "has 8 micro-batches, which vpp 2 cannot interleave on pp 2"),
-        ("pp2vpp2", 2, {"microbatch_group": 1}, "has 8 micro-batches, which vpp 2 cannot interleave on pp 2"),
-        ("ep2", 2, {}, "has ep 2, and the model no experts"),
+        ("pp2vpp2", 2, {"microbatch_group": 7}, "8 vpp 2 pp 2"),
+        ("pp2vpp2", 2, {"microbatch_group": 1}, "8 vpp 2 pp 2"),
+        ("ep2", 2, {}, "ep 2"),
         ("ep2", 2, {"num_experts": None}, ""),
-        ("ep2", 2, {"num_experts": 3}, "cannot divide 3 experts by ep 2"),
-        ("ep2", 3, {"num_experts": 4}, "needs a multiple of etp × ep × pp = 2"),
-        ("tp2ep4", 4, {"num_experts": 4, "sequence_parallel": True}, "needs a multiple of etp × ep × pp = 8"),
+        ("ep2", 2, {"num_experts": 3}, "3 ep 2"),
+        ("ep2", 3, {"num_experts": 4}, "etp ep pp 2"),
+        ("tp2ep4", 4, {"num_experts": 4, "sequence_parallel": True}, "etp ep pp 8"),
         ("tp2ep4etp1", 4, {"num_experts": 4, "sequence_parallel": True}, ""),
-        ("tp2", 4, {"num_experts": 4}, "has tp 2, with which experts need sequence parallelism"),
-        ("pp2", 2, {"by_hand": "--first", "pp": 4}, "has pp 2, and --first is for pp 4"),
-        ("pp2", 2, {"by_hand": "--table", "stages": 4}, "has pp × vpp 2, and --table is for 4"),
+        ("tp2", 4, {"num_experts": 4}, "tp 2"),
+        ("pp2", 2, {"by_hand": "--first", "pp": 4}, "pp 2 --first pp 4"),
+        ("pp2", 2, {"by_hand": "--table", "stages": 4}, "pp vpp 2 --table 4"),
         ("pp2vpp2", 2, {"by_hand": "--table", "stages": 4, "num_layers": 5}, ""),
     ],
 )
 def test_what_fits(name: str, world: int, changes: dict[str, Any], why: str) -> None:
-    assert fits(parse_layout(name), world, replace(GPT, **changes)) == why
+    said = fits(parse_layout(name), world, replace(GPT, **changes))
+    assert not lacks(said, *why.split()) and bool(said) == bool(why)
 
 
 @given(SIZES, st.integers(1, 64))
@@ -251,7 +252,9 @@ def test_stages_of_a_layout_by_hand_are_counted() -> None:
     table = ["--pipeline-model-parallel-layout", "Et|tt|t|L"]
     argv, choice = rewrite([*LINE.split(), *table], "tp2pp2,tp2pp4,tp1pp2vpp2", 4)
     assert choice.name == "tp1pp2vpp2dp2" and "--num-virtual-stages-per-pipeline-rank" not in argv
-    assert choice.passed[0] == ("tp2pp2", "has pp × vpp 2, and --pipeline-model-parallel-layout is for 4")
+    assert choice.passed[0][0] == "tp2pp2" and not lacks(
+        choice.passed[0][1], "2", "--pipeline-model-parallel-layout", "4"
+    )
 
 
 def parser() -> Any:

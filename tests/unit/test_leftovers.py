@@ -66,7 +66,7 @@ def test_a_start_without_room_names_them_and_leaves_nothing(
         member.arena = member.arenas.open(member.manifest(), None)
 
     monkeypatch.setattr(ledger, "check_budget", full)
-    with raises(MemoryBudgetError, "yesterday 1.0 MiB", DROPARG):
+    with raises(MemoryBudgetError, "yesterday 1.0 MiB"):
         on_all(members, begin)
     on_all(members, lambda member: member.arenas.withdraw())
     assert [path.name for path in arena_root.iterdir()] == ["ftckpt-yesterday"]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.errors import lacks
+
 state = pytest.importorskip("ftckpt.deepspeed.state")
 
 
@@ -33,15 +35,15 @@ def test_a_dynamic_scale_goes_on_where_it_stood() -> None:
 @pytest.mark.parametrize(
     ("saved", "here", "scale", "said"),
     [
-        (static(1.0), dynamic(), 65536, "has no dynamic loss scale"),  # bf16, then fp16
-        (dynamic(), static(1.0), 1, "65536, has no place here"),  # fp16, then bf16
-        (dynamic(), static(128.0), 128, "65536, has no place here"),
-        (static(128.0), static(256.0), 256, ""),
-        (dynamic(), SimpleNamespace(), None, "has no place here"),
+        (static(1.0), dynamic(), 65536, ""),  # bf16, then fp16
+        (dynamic(), static(1.0), 1, "65536"),  # fp16, then bf16
+        (dynamic(), static(128.0), 128, "65536"),
+        (static(128.0), static(256.0), 256, None),
+        (dynamic(), SimpleNamespace(), None, ""),
     ],
 )
 def test_of_another_kind_it_is_as_configured(
-    saved: Any, here: Any, scale: float | None, said: str, caplog: pytest.LogCaptureFixture
+    saved: Any, here: Any, scale: float | None, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ftckpt")
     lines: list[str] = []
@@ -49,7 +51,7 @@ def test_of_another_kind_it_is_as_configured(
         patch.setattr(state, "log_once", lambda text, *args: lines.append(text % args))
         state._load_scaler(here, state._save_scaler(saved))
     assert (here.loss_scaler.cur_scale if scale is not None else None) == scale
-    assert said in "".join(lines) and bool(said) == bool(lines)
+    assert len(lines) == (said is not None) and not lacks("".join(lines), *(said or "").split())
 
 
 def test_the_scale_that_an_optimizer_keeps_in_itself_comes_back() -> None:
