@@ -17,7 +17,7 @@ import pytest
 from ftckpt.config import Config
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError
-from tests.support.errors import lacks
+from tests.support.errors import lacks, raises
 
 ROOT = Path(__file__).parents[2]
 

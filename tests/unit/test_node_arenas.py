@@ -14,7 +14,7 @@ import pytest
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job import node_entry
 from ftckpt.job.outlook import absent_slots
-from ftckpt.job.protection import Protection, _ArenaRemains
+from ftckpt.job.protection import ArenaRemains, in_all_arenas
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import ledger, mapping
 from ftckpt.store.arena import Arena
@@ -193,11 +193,10 @@ def test_a_limit_that_is_too_low_names_what_can_be_lessened(
 
 def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -> None:
     held = [SnapshotId(LINEAGE, iteration) for iteration in (5, 4, 3)]
-    protection = Protection.__new__(Protection)
-    protection._held = [_ArenaRemains(mark, tuple(held)) for mark in (held[1], held[2], None)]
-    assert protection.survey(held[0]) == (held[1], held[0])
-    assert protection.survey(held[1]) == (held[1], held[1])
-    assert protection.survey(held[1], rebuilt=True) == (held[2], held[1]), "of an older one nothing was lost"
+    ranks = [ArenaRemains(mark, tuple(held)) for mark in (held[1], held[2], None)]
+    assert in_all_arenas(ranks, held[0]) == (held[1], held[0])
+    assert in_all_arenas(ranks, held[1]) == (held[1], held[1])
+    assert in_all_arenas(ranks, held[1], rebuilt=True) == (held[2], held[1]), "of an older one nothing was lost"
 
 
 def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, peaks: dict[str, int]) -> None:
