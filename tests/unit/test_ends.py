@@ -137,7 +137,7 @@ def test_the_signal_is_named_and_its_consequences_come_behind_it(tmp_path: Path,
     dead = []
     for rank, number in ((2, signal.SIGSEGV), (0, signal.SIGTERM), (1, signal.SIGTERM)):
         dead.append(end_by(sleeping, rank, number))
-        until(lambda one=dead[-1]: one.owner in watch._exits._exits)
+        until(lambda one=dead[-1]: one.owner in watch._exits.exits)
         sleeping[rank][0].wait()  # its parent takes it long before the SMP looks again
     segv, term = sorted(watch.look([*sorted(dead, key=lambda one: one.rank), sleeping[3][1]]))
     pid = sleeping[2][0].pid

@@ -108,15 +108,15 @@ def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which writes the same snapshot, that it has restored, under the same names."""
-    standing, go_on, before = threading.Event(), threading.Event(), Flush._before
+    standing, go_on, before = threading.Event(), threading.Event(), Flush.before_piece
 
     def stand(flush: Flush, nbytes: int) -> Iterator[float]:
-        if (flush._orders.node, flush._orders.owner) == ("b", "save") and len(flush._written) == 1:
+        if (flush.orders.node, flush.orders.owner) == ("b", "save") and len(flush.written) == 1:
             standing.set()
             go_on.wait(20)
         return before(flush, nbytes)
 
-    monkeypatch.setattr(Flush, "_before", stand)
+    monkeypatch.setattr(Flush, "before_piece", stand)
     monkeypatch.setattr(flushing, "_FILES", 1)
     job.snapshot(0, 7)
     job.start()
@@ -138,16 +138,16 @@ def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
 def test_a_save_that_hangs_at_another_place_keeps_nothing_from_storage(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, before, elsewhere = threading.Event(), Flush._before, tmp_path / "elsewhere"
+    go_on, before, elsewhere = threading.Event(), Flush.before_piece, tmp_path / "elsewhere"
     standing = set[str]()
 
     def stand(flush: Flush, nbytes: int) -> Iterator[float]:
-        if flush._orders.where == str(elsewhere):
-            standing.add(flush._orders.node)
+        if flush.orders.where == str(elsewhere):
+            standing.add(flush.orders.node)
             go_on.wait(60)
         return before(flush, nbytes)
 
-    monkeypatch.setattr(Flush, "_before", stand)
+    monkeypatch.setattr(Flush, "before_piece", stand)
     elsewhere.mkdir()
     job.snapshot(0, 7)
     job.start()

@@ -116,7 +116,7 @@ def test_a_slot_that_is_needed_is_given_up(job: Job, monkeypatch: pytest.MonkeyP
     taken = threading.Event()
 
     def take(flush: Flush) -> None:
-        if flush._orders.node == "a" and not taken.is_set():
+        if flush.orders.node == "a" and not taken.is_set():
             taken.set()
             job.nodes[0].arenas[0].control.begin(0)
 
@@ -129,13 +129,13 @@ def test_a_slot_that_is_needed_is_given_up(job: Job, monkeypatch: pytest.MonkeyP
 
 def pieces_before(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None]) -> None:
     """Call ``action`` before each piece that goes to storage."""
-    before = Flush._before
+    before = Flush.before_piece
 
     def slow(self: Flush, nbytes: int) -> Iterator[float]:
         action(self)
         return before(self, nbytes)
 
-    monkeypatch.setattr(Flush, "_before", slow)
+    monkeypatch.setattr(Flush, "before_piece", slow)
 
 
 def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +143,8 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
 
     def stand(flush: Flush) -> None:
         if first.setdefault("thread", threading.get_ident()) != threading.get_ident():
-            until(lambda: flush._written)
-        if flush._written:  # one of the two shards is there
+            until(lambda: flush.written)
+        if flush.written:  # one of the two shards is there
             reached.set()
             go_on.wait(20)
 
@@ -174,7 +174,7 @@ def test_files_of_a_node_are_written_at_once_and_left_at_once(job: Job, monkeypa
     job.snapshot(0, 7)
     good, bad = job.nodes[0].arenas
     shards, both = threading.local(), threading.Barrier(2)
-    put, before = Flush._put, Flush._before
+    put, before = Flush._put, Flush.before_piece
 
     def named(self: Flush, pending: Any, arena: Any, checked: Any) -> Any:
         shards.own = arena.shard
@@ -190,7 +190,7 @@ def test_files_of_a_node_are_written_at_once_and_left_at_once(job: Job, monkeypa
         yield from before(self, nbytes)
 
     monkeypatch.setattr(Flush, "_put", named)
-    monkeypatch.setattr(Flush, "_before", meet)
+    monkeypatch.setattr(Flush, "before_piece", meet)
     job.start()
     job.wait_checked(7)
     flip(bad, 0, bad.image.chunks[0].begin)
@@ -237,7 +237,7 @@ def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: 
 def begun_by_b(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each piece that node b writes from now on."""
     found: list[int] = []
-    pieces_before(monkeypatch, lambda flush: found.append(1) if flush._orders.node == "b" else None)
+    pieces_before(monkeypatch, lambda flush: found.append(1) if flush.orders.node == "b" else None)
     return found
 
 
@@ -383,7 +383,7 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     storage, reached, go_on = FileStorage(job.where), threading.Event(), threading.Event()
 
     def stand(flush: Flush) -> None:
-        if flush._orders.node == "b":
+        if flush.orders.node == "b":
             reached.set()
             go_on.wait(20)
 
@@ -481,7 +481,7 @@ def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
     standing, go_on = threading.Event(), threading.Event()
 
     def stand(flush: Flush) -> None:
-        if flush._written:
+        if flush.written:
             standing.set()
             go_on.wait(20)
 

@@ -28,7 +28,7 @@ def static(scale: float) -> Any:
 def test_a_dynamic_scale_goes_on_where_it_stood() -> None:
     before, after = dynamic(), dynamic()
     vars(before.loss_scaler).update(cur_scale=32768, cur_iter=7, last_overflow_iter=5, cur_hysteresis=1)
-    state._load_scaler(after, state._save_scaler(before))
+    state.load_scaler(after, state.save_scaler(before))
     assert vars(after.loss_scaler) == vars(before.loss_scaler)
 
 
@@ -49,7 +49,7 @@ def test_of_another_kind_it_is_as_configured(
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "log_once", lambda text, *args: lines.append(text % args))
-        state._load_scaler(here, state._save_scaler(saved))
+        state.load_scaler(here, state.save_scaler(saved))
     assert (here.loss_scaler.cur_scale if scale is not None else None) == scale
     assert len(lines) == (said is not None) and not lacks("".join(lines), *(said or "").split())
 
@@ -58,5 +58,5 @@ def test_the_scale_that_an_optimizer_keeps_in_itself_comes_back() -> None:
     """As fp16 without ZeRO has it up to DeepSpeed 0.17."""
     scale = {"dynamic_loss_scale": True, "cur_scale": 2.0**15, "cur_iter": 7, "last_overflow_iter": 5}
     before, after = SimpleNamespace(**scale), SimpleNamespace(**scale | {"cur_scale": 2.0**36, "cur_iter": 0})
-    state._load_scaler(after, state._save_scaler(before))
+    state.load_scaler(after, state.save_scaler(before))
     assert vars(after) == vars(before)

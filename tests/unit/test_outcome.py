@@ -177,7 +177,7 @@ def test_a_folder_of_somebody_else_is_not_believed(folder: Path, tmp_path: Path)
 
 def test_records_of_agents_that_ended_go(folder: Path) -> None:
     dead = subprocess.Popen(["sleep", "60"])
-    names = [f"{owner_word(pid):x}-{outcome._machine()}-0f" for pid in (dead.pid, os.getpid())]
+    names = [f"{owner_word(pid):x}-{outcome.this_machine()}-0f" for pid in (dead.pid, os.getpid())]
     # Of another container, and of another machine with this folder: nobody here knows of their processes.
     others = [f"{owner_word(dead.pid):x}-{where}-0f" for where in ("1-0a", f"{pid_namespace()}-0a")]
     dead.kill()
@@ -190,7 +190,7 @@ def test_records_of_agents_that_ended_go(folder: Path) -> None:
 
 def test_records_go_after_some_days_where_nobody_knows_of_the_launcher(folder: Path) -> None:
     """On a node where no script has forgotten them. An agent that lives may be silent for weeks."""
-    lives = f"{owner_word(os.getpid()):x}-{outcome._machine()}-0f"
+    lives = f"{owner_word(os.getpid()):x}-{outcome.this_machine()}-0f"
     for name, days in ((lives, 60), ("here.n0", 15), ("there-1-0a-0f", 15), ("waits.n0", 13)):
         LauncherRun(name).end(0, "done")
         at = time.time() - days * 86400
@@ -213,7 +213,7 @@ def test_a_wrapper_is_not_taken_for_the_agent() -> None:
         ).stdout.strip()
         for _ in range(2)
     ]
-    assert names[0] == names[1] and names[0].startswith(f"{owner_word(os.getpid()):x}-{outcome._machine()}-")
+    assert names[0] == names[1] and names[0].startswith(f"{owner_word(os.getpid()):x}-{outcome.this_machine()}-")
 
 
 def rank_env(run: Path, count: int, rank: int = 0, **more: str) -> dict[str, str]:
