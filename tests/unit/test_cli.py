@@ -24,6 +24,7 @@ from ftckpt.store.locks import JobLock
 from ftckpt.store.pulse import Pulse
 from tests.support.errors import lacks
 from tests.support.flips import flip
+from tests.support.golden import is_golden
 from tests.support.smp_nodes import fill
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,13 +51,7 @@ def test_inspect_an_arena_a_node_or_a_job(arena_root: Path, capsys: pytest.Captu
     target = [path, path.parent, path.parent.parent][up]
     assert main(["inspect", str(target)]) == 0
     out = capsys.readouterr().out
-    name, size = f"n0/{path.name}", str((path / "slot0.safetensors").stat().st_size)
-    assert rows(out) == [
-        ["ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "GAP", "VERIFIED"],
-        [name, "0", "EMPTY", "-", "-", size, "-", "-"],
-        [name, "1", "SEALED", "120", "1f2e3d4c", size, "0s", "-"],
-    ]
-    assert not lacks(out, str(name), "119", "1f2e3d4c")
+    is_golden("inspect", out, arena=path.name)
 
 
 def test_inspect_all_nodes_of_a_job(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,15 +84,14 @@ def test_inspect_all_jobs_beside_what_is_not_ours(arena_root: Path, capsys: pyte
 
 
 def test_inspect_shows_where_ranks_that_live_are(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    node_dir = arena_with_snapshot(arena_root).parent
+    path = arena_with_snapshot(arena_root)
+    node_dir = path.parent
     assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
-    assert "last heartbeat" not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
+    assert str(os.getpid()) not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
     Pulse.open(node_dir, 1, 7).beat(41, "start")
     Pulse.open(node_dir, 0, 6).leave()
     assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
-    out = capsys.readouterr().out
-    assert not lacks(out, "n0", "7", str(os.getpid()), "41")
-    assert out.count("last heartbeat") == 1
+    is_golden("inspect_live", capsys.readouterr().out, arena=path.name, pid=os.getpid())
 
 
 def test_inspect_verifies(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,14 +126,13 @@ def test_inspect_tells_how_far_a_snapshot_has_come(arena_root: Path, capsys: pyt
     checks.store_checked(0, named, hashes, 0.25)
     assert shown()[0] == ["CHECKED", "121", "0.250s", "yes"]
     control.mark_target(SnapshotId(LINEAGE, 121))
-    assert not lacks(shown()[1], "121", "1f2e3d4c")
+    is_golden("inspect_target", shown()[1], arena=path.name)
     control.mark_target(None)
     checks.store_covered(0, named)
     control.mark_protected(SnapshotId(LINEAGE, 121))
     state, out = shown()
     assert state == ["PROTECTED", "121", "0.250s", "yes"]
-    assert "n0/" + path.name + ": protected on all nodes: iteration 121 of lineage 1f2e3d4c" in out
-    assert "being protected" not in out
+    is_golden("inspect_protected", out, arena=path.name)
     flip(path / "slot0.safetensors", 4096 + 9000)
     assert main(["inspect", str(path), "--verify"]) == 1
     assert rows(capsys.readouterr().out)[1][-1] == "BAD"

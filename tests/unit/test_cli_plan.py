@@ -17,6 +17,8 @@ from ftckpt.commands.plan_job import JobShape, StateSharding
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes, lessened
 from tests.support.errors import lacks
+from tests.support.failure_rows import ONE_ARENA, ONE_NODE, ONE_RACK, TWO_ARENAS, TWO_NODES
+from tests.support.golden import is_golden
 
 BYTES_PER_PARAM = 12
 SIZE = "--tp 8 --pp 8 --dp 8 --gpus-per-node 8 --params 34e9"
@@ -45,9 +47,9 @@ def test_the_plan_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert 3 * state < memory["slots"] < 3.3 * state
     assert 2 * 2 * state / 7 < memory["parity"] < 2 * 2 * state / 7 * 1.1  # two modes, two files, a seventh each
     assert state < value["network_bytes"]["node"] < 1.1 * state
-    assert failures(value)["any two arenas"] == (512 * 511 // 2, 512 * 511 // 2)
-    assert failures(value)["one node"] == (64, 64)
-    assert failures(value)["any two nodes"] == (2016, 2016 - 8 * 28)  # eight groups of eight nodes
+    assert failures(value)[TWO_ARENAS] == (512 * 511 // 2, 512 * 511 // 2)
+    assert failures(value)[ONE_NODE] == (64, 64)
+    assert failures(value)[TWO_NODES] == (2016, 2016 - 8 * 28)  # eight groups of eight nodes
 
 
 def test_data_parallel_ranks_fill_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,13 +58,8 @@ def test_data_parallel_ranks_fill_the_nodes(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, SIZE)
-    for words in ("512 ranks on 64 nodes", "any two nodes", "12 bytes per parameter", "layernorms"):
-        assert words in text
-    assert not lacks(text, "781.2MB/s", "25%", "25 Gbit/s")
-    text = printed(capsys, f"{SIZE} --dtype fp32 --protect none")
-    assert "network limit" not in text
-    assert "fp32 weights" in text and not lacks(text, "2")
+    is_golden("plan", printed(capsys, SIZE))
+    is_golden("plan_unprotected", printed(capsys, f"{SIZE} --dtype fp32 --protect none"))
 
 
 @pytest.mark.parametrize(("limit", "rate"), [("20Gbit/s", 2.5e9), ("0", 0.0), ("auto", 25e9 / 8 / 4)])
@@ -131,22 +128,22 @@ def test_replicas_cost_parity_in_slots_and_no_network_but_packages(capsys: pytes
     assert 3 * share / 7 < memory["in_slots"] < 3.6 * share / 7
     assert memory["parity"] == 0
     assert value["network_bytes"]["node"] < 0.01 * share
-    assert failures(value)["one node"] == (64, 64)
+    assert failures(value)[ONE_NODE] == (64, 64)
 
 
 def test_racks_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
     apart = planned(capsys, f"{SIZE} --protect peer --racks 8")
-    assert failures(apart)["one rack"] == (8, 8)
+    assert failures(apart)[ONE_RACK] == (8, 8)
     same = planned(capsys, f"{SIZE} --protect peer --nodes-per-rack 8")
     assert failures(same) == failures(apart)
     alone = planned(capsys, f"{SIZE} --protect peer --racks 1")
-    assert failures(alone)["one rack"] == (1, 0)
+    assert failures(alone)[ONE_RACK] == (1, 0)
 
 
 def test_more_losses_survive_more_and_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
     one = planned(capsys, f"{SIZE} --protect peer")
     two = planned(capsys, f"{SIZE} --protect peer --peer-losses 2")
-    assert failures(one)["any two nodes"][1] < failures(two)["any two nodes"][1] == 2016
+    assert failures(one)[TWO_NODES][1] < failures(two)[TWO_NODES][1] == 2016
     assert 1.9 * one["network_bytes"]["job"] < two["network_bytes"]["job"]
     assert one["memory_per_node"]["parity"] < two["memory_per_node"]["parity"]
 
@@ -206,9 +203,9 @@ def test_tensor_parallel_ranks_of_a_layer_share_no_expert_with_etp_1() -> None:
 def test_a_small_job_with_nothing_to_guard_it(capsys: pytest.CaptureFixture[str]) -> None:
     value = planned(capsys, "--dp 2 --gpus-per-node 2 --params 1e6")
     assert value["protect"] == "none" and value["slots"] == 2
-    assert failures(value)["one rank's arena"] == (2, 0)
+    assert failures(value)[ONE_ARENA] == (2, 0)
     one = planned(capsys, "--gpus-per-node 1 --params 10")
-    assert one["ranks"] == 1 and "any two arenas" not in failures(one)
+    assert one["ranks"] == 1 and TWO_ARENAS not in failures(one)
 
 
 DIVIDED = {"replica_sets": [], "private_bytes": 12_000_000}
@@ -337,7 +334,8 @@ def test_a_remedy_counts_what_peers_send_in_the_place_of_replicas(capsys: pytest
     """Packages alone for what is made of replicas, 152 s of 20 MB/s for all that a node holds."""
     job = "--dp 8 --gpus-per-node 2 --params 1e9 --optimizer replicated --network-rate 20MB/s"
     _, value = answer(capsys, f"{job} --slots 7 --node-memory 10.5GiB")
-    assert [fault["remedy"] for fault in value["faults"]] == ["--protect peer --slots 3 needs 10.4 GiB"]
+    (fault,) = value["faults"]
+    assert not lacks(fault["remedy"], "--protect", "--slots", "3", "10.4 GiB")
     _, value = answer(capsys, f"{job} --slots 7 --node-memory 10.5GiB --mtbf 100s")
     settings, rate = (fault["remedy"] for fault in value["faults"])
     assert not lacks(settings, "--protect", "--slots", "3", "10.4 GiB") and rate.startswith("--network-rate 12")
@@ -389,8 +387,6 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
     [
         ("--dp 8 --gpus-per-node 16 --params 1e9", "--gpus-per-node 16 8"),
         ("--dp 8 --vpp 2 --gpus-per-node 8 --params 1e9", "--vpp 2 --pp"),
-        ("--dp 8 --vpp 0 --gpus-per-node 8 --params 1e9", "--vpp 0"),
-        ("--nodes 0 --gpus-per-node 8 --params 1e9", "--nodes 0"),
         (
             "--nodes 2 --tp 3 --gpus-per-node 8 --params 1e9",
             "2 8 16 3",
@@ -402,13 +398,11 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
         ),
         ("4 --dp 8 --gpus-per-node 8 --params 1e9", "4 --help"),
         ("--gpus-per-node 8 --params 34x", "--params 34x 34b 750m 1.5t 34e9"),
-        ("--gpus-per-node 8 --params 1b --expert-params x", "--expert-params x 34b"),
         (
             "--gpus-per-node 8 --params 1b --memory-limit 4x",
             "--memory-limit 4x",
         ),
         ("--pp 4 --layers 6 --gpus-per-node 4 --params 1e9", "--layers 6 4"),
-        ("--pp 4 --layers 2 --gpus-per-node 4 --params 1e9 --zero 1", "--layers 2"),
         ("--tp 2 --dp 4 --ep 3 --etp 1 --gpus-per-node 8 --params 1e9 --expert-params 1e8", "3"),
         ("--tp 2 --dp 4 --etp 2 --gpus-per-node 8 --params 1e9", "--etp --expert-params"),
         ("--dp 8 --ep 8 --gpus-per-node 8 --params 1e9 --expert-params 5", "--expert-params 5"),
@@ -421,33 +415,22 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
         ("--dp 4 --pp 2 --gpus-per-node 8 --params 1e9 --fsdp", "--pp 2 --fsdp"),
         ("--dp 8 --gpus-per-node 8 --params 1e9 --fsdp-replicas 2", "--fsdp-replicas --fsdp"),
         ("--dp 8 --gpus-per-node 8 --params 1e9 --fsdp --fsdp-replicas 3", "--fsdp-replicas 3"),
-        ("--dp 8 --gpus-per-node 8 --params 1e9 --fsdp --fsdp-replicas 8", "--fsdp-replicas 8"),
-        ("--gpus-per-node 1 --params 1e17", "--params"),
         ("--dp 8 --gpus-per-node 8 --params -3", "--params -3"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 9", "--racks 9 8"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --slots 2", "--slots 2"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --slots 3 --persist /x", "--slots 3 --persist"),
-        ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory 0", "--node-memory 0"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory -5GiB", "--node-memory"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory 5parsec", "--node-memory 5parsec"),
-        ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory nan", "--node-memory nan"),
         (
             "--dp 8 --gpus-per-node 4 --params 1e9 --node-memory 5GiB --memory-limit 6GiB",
             "--memory-limit 6GiB --node-memory",
         ),
-        ("--dp 8 --gpus-per-node 4 --params 1e9 --mtbf 5", "--mtbf 5"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --persist foo:bar", "--persist foo:bar"),
         ("--dp 8 --gpus-per-node 3 --params 1e9", "--gpus-per-node 8"),
-        ("--tp 0 --gpus-per-node 3 --params 1e9", "--tp 0"),
-        ("--dp 8 --gpus-per-node 8 --params 0", "--params 0"),
-        ("--dp 8 --gpus-per-node 8 --params nan", "--params"),
-        ("--dp 8 --gpus-per-node 8 --params 1e30", "--params 1e+30"),
         ("--dp 8 --ep 3 --gpus-per-node 8 --params 1e9", "--ep 3"),
         ("--dp 8 --ep 2 --gpus-per-node 8 --params 1e9", "--ep --expert-params"),
         ("--dp 8 --expert-params 2e9 --gpus-per-node 8 --params 1e9", "--expert-params 2e+09"),
         ("--dp 8 --gpus-per-node 8 --params 1e9 --protect peer", "protect"),
-        ("--dp 8 --gpus-per-node 1 --params 1e9 --protect node", "protect"),
-        ("--dp 8 --gpus-per-node 1 --params 1e9 --protect replica", "protect"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --protect raid", "protect raid"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --peer-group 1", "--peer-group 1"),
         ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4", "--peer-losses 4"),

@@ -18,6 +18,7 @@ from ftckpt.persist.retention import pinned, void
 from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.flush_jobs import Job
+from tests.support.golden import is_golden
 from tests.support.smp_nodes import LINEAGE
 
 
@@ -39,13 +40,11 @@ compressed_or_not = pytest.mark.parametrize("filled", ["none", "zstd"], indirect
 
 @compressed_or_not
 def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compressed = ", compressed" if list(filled.glob("iter_0000008/*.zst")) else ""
+    compressed = "_compressed" if list(filled.glob("iter_0000008/*.zst")) else ""
     assert main(["list", str(filled)]) == 0
-    newest, older = capsys.readouterr().out.splitlines()
-    assert newest.startswith("iter_0000008: dp4, 4 shards, ") and newest.endswith("of job job" + compressed)
-    assert older.startswith("iter_0000007: ")
+    is_golden(f"list{compressed}", capsys.readouterr().out)
     assert main(["verify", str(filled)]) == 0
-    assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000008")
+    is_golden(f"verify{compressed}", capsys.readouterr().out)
 
 
 @pytest.mark.timeout(60)
@@ -102,18 +101,18 @@ def test_every_byte_is_verified(damage: object, text: str, filled: Path, capsys:
 
 
 def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pin", str(filled), "7"]) == 0 and not lacks(capsys.readouterr().out, "iter_0000007")
+    assert main(["pin", str(filled), "7"]) == 0
+    is_golden("pin", capsys.readouterr().out)
     storage = FileStorage(str(filled))
     void(storage, [SnapshotId(LINEAGE, 8)])
     assert main(["list", str(filled)]) == 0
-    newest, older = capsys.readouterr().out.splitlines()
-    assert older
-    assert newest
+    is_golden("list_pinned", capsys.readouterr().out)
     assert main(["verify", str(filled)]) == 0
     assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000007")
     assert main(["pin", str(filled), "8"]) == 0 and capsys.readouterr().out
-    assert main(["unpin", str(filled), "7"]) == 0 and capsys.readouterr().out
-    assert main(["unpin", str(filled), "7"]) == 0 and capsys.readouterr().out
+    for already in ("", "_again"):
+        assert main(["unpin", str(filled), "7"]) == 0
+        is_golden(f"unpin{already}", capsys.readouterr().out)
     assert main(["pin", str(filled), "9"]) == 2
     assert not lacks(capsys.readouterr().err, "iter_0000009") and pinned(storage) == {CheckpointName(8)}
     storage.put("pins/iter_0000009", b"")

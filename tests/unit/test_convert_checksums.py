@@ -73,7 +73,7 @@ def test_no_record_can_be_flipped_unseen(tmp_path: Path) -> None:
     assert set(said) == set(every) and len(every) > 8
     assert not lacks(said[of_size(file, LARGE)], "weight/large.weight")
     assert not lacks(said[of_size(file, 7)], "model.norm.weight")
-    assert any(f"{file}: opt_param_scheduler.table is damaged" in text for text in said.values())
+    assert any(not lacks(text, str(file), "opt_param_scheduler.table") for text in said.values())
 
 
 def test_a_conversion_of_a_damaged_file_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,4 +225,4 @@ def test_no_chunk_of_torch_distributed_checkpoint_can_be_flipped_unseen(tmp_path
     for record in every:
         with flipped(record), raises(ConvertError, "CRC-32") as error:
             read()
-        assert any(f"{record.file}: {name} is damaged" in str(error.value) for name in names), str(error.value)
+        assert any(not lacks(str(error.value), str(record.file), name) for name in names), str(error.value)

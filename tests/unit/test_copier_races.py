@@ -198,5 +198,5 @@ def test_an_error_is_not_forgotten_at_the_end() -> None:
     flight = Flight(COPIES, torch.zeros(0), lambda: told.append("arrived"))
     flight.error = OSError("at the fence")
     flight.end()
-    assert repr(flight.error)
+    assert repr(flight.error) == "OSError('at the fence')"
     assert told == []

@@ -46,7 +46,7 @@ def shout(original: Callable[..., str], *args: Any) -> str:
 def test_a_wrapped_method_keeps_its_name_and_signature_and_comes_back() -> None:
     patches, engine = Patches(), Framework()
     patches.wrap(engine, "step", shout)
-    assert engine.step(3) == "STEPPED 3" and engine.step.__doc__
+    assert engine.step(3) == "STEPPED 3" and engine.step.__doc__ == "Of the framework."
     assert patches.has(engine, "step") and not patches.has(Framework(), "step")
     patches.remove()
     assert "step" not in vars(engine) and not patches.has(engine, "step")

@@ -199,10 +199,7 @@ def test_processes_are_bound_to_their_cores(standins: Standins) -> None:
         (["--job", "a", "--nods", "2", "S"], "--nods"),
         (["--job", "a", "--nodes", "two", "S"], "--nodes two"),
         (["--job", "a", "--nodes", "4:2", "S"], "--nodes 2 4"),
-        (["--job", "a", "--nodes", "0", "S"], "--nodes 0 1"),
         (["--job", "a", "--nodes", "2", "S"], "2 --endpoint"),
-        (["--job", "a", "--nproc", "all", "S"], "--nproc all"),
-        (["--job", "a", "--restarts", "-1", "S"], "--restarts -1"),
         (["--job", "a", "--monitor-interval", "soon", "S"], "--monitor-interval soon"),
         (["--job", "a", "--runner", "a b", "S"], "--runner"),
         (["--job", "a", "--nproc", "3", "--cores", "0 1", "S"], "--cores 2 3"),
@@ -411,7 +408,7 @@ def test_deepspeed_is_not_started_again_where_a_rank_says_so(standins: Standins,
     standins.verdict(code, "no such layout; choose another")
     env = standins.environment(FTCKPT_PAUSE_SECS="0")
     ran = standins.launch("deepspeed.sh", "--job", "a", str(standins.script), env=env)
-    assert ran.returncode == code and not lacks(ran.stdout, "deepspeed.sh")
+    assert ran.returncode == code and not lacks(ran.stdout, "deepspeed.sh", "no such layout; choose another")
     asked = [call for call in standins.calls("python3") if "ended" in call.argv]
     assert len(standins.calls("deepspeed")) == 1 and asked[-1].argv[-1] == "--forget"
     runs = {call.env["FTCKPT_RUN"] for call in (*asked, *standins.calls("deepspeed"))}
@@ -521,7 +518,7 @@ def test_no_step_follows_where_a_rank_says_so(standins: Standins, script: str, c
     standins.codes(*[1] * 20)
     standins.verdict(code, "no such layout; choose another")
     ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
-    assert ran.returncode == code and not lacks(ran.stdout, str(script))
+    assert ran.returncode == code and not lacks(ran.stdout, str(script), "no such layout; choose another")
     assert len(standins.steps()) == 1 and standins.cleaned() == {"n1", "n2", "n3"}
     asked = [call for call in standins.calls("srun") if "ended" in call.argv and "--forget" not in call.argv]
     assert [call.options["--nodelist"] for call in asked] == ["n1"]
@@ -713,9 +710,6 @@ def test_a_dry_run_prints_the_step(standins: Standins, script: str) -> None:
         (["S"], {"FTCKPT_SETUP": "/nowhere"}, "FTCKPT_SETUP /nowhere"),
         (["--nodes", "3", "S"], {}, "--nodes 3 2"),
         (["--nodes", "1:3", "S"], {}, "--nodes 3 2"),
-        (["--nodes", "2:1", "S"], {}, "--nodes 1 2"),
-        (["--nodes", "many", "S"], {}, "--nodes many"),
-        (["--steps", "0", "S"], {}, "--steps 0 1"),
         (["S", "--ftckpt-job=a"], {}, "--job"),
         ([], {}, ""),
     ],

@@ -229,7 +229,7 @@ def test_a_size_takes_the_place_of_the_one_that_is_there() -> None:
         (" --num-experts 4", "tp2ep2", ""),
         ("", "ep2", ""),
         (" --rampup-batch-size 4 2 1000", "tp1dp4", "4"),
-        (" --decoder-first-pipeline-num-layers 1", "pp4", "4 --decoder-first- 2"),
+        (" --decoder-first-pipeline-num-layers 1", "pp4", "4 2"),
         (" --no-overlap-p2p-communication", "tp2pp2vpp2", "3"),
         (" --group-query-attention --num-query-groups 3", "tp2pp2", "3"),
         (" --account-for-loss-in-pipeline-split", "tp2pp2", "5 2"),

@@ -136,8 +136,8 @@ def test_a_launch_by_another_launcher_is_no_failure(logs: RunLogs) -> None:
     assert [restart.is_failure for restart in history.restarts] == [True, False]
     assert [restart.name for restart in history.failures] == ["attempt 2"]
     text = html(logs)
-    assert not lacks(text, "h1>j", "1", "launch</h1") and not lacks(text, "1")
-    assert section(text, "Restarts") and "SIGTERM" in section(text, "Restarts")
+    assert not lacks(text, "h1>j", "1")
+    assert "SIGTERM" in section(text, "Restarts")
     logs.write("demo", {"event": "fault", "time": 115.0, "name": "power", "iteration": 6})
     assert [restart.is_failure for restart in read_history(logs.run).restarts] == [True, True], "somebody noted it"
 
@@ -164,16 +164,16 @@ def test_an_attempt_that_restored_and_never_trained_counts(logs: RunLogs) -> Non
     logs.attempt("cc", (21, 22), 120.0, 3, 5, closed=True)
     assert [restart.trained for restart in read_history(logs.run).restarts] == [False, True]
     text = html(logs)
-    assert text and not lacks(text, 'class="bad')
+    assert not lacks(text, 'class="bad')
 
 
 def test_a_run_without_an_end_is_no_good_run(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 3)
-    assert html(logs) and not lacks(html(logs), 'class="bad')
+    assert not lacks(html(logs), 'class="bad')
     logs.write("rank0", {"event": "closed", "time": 105.0, "rank": 0, "pid": 1, "iteration": 3})
     assert not lacks(html(logs), "1")
     logs.write("rank1", {"event": "closed", "time": 105.0, "rank": 1, "pid": 2, "iteration": 3})
-    assert "closed ftckpt" not in html(logs) and not lacks(html(logs), 'class="plain')
+    assert not lacks(html(logs), 'class="plain')
 
 
 def test_boundaries_without_a_snapshot_count(logs: RunLogs) -> None:
@@ -212,7 +212,7 @@ def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -
     assert (restart.rebuilt_bytes, restart.layout) == (44, "tp2 → tp1")
     assert restart.parts["rebuild"] == pytest.approx(0.15)
     assert restart.parts["rebuild"] + restart.parts["load"] == pytest.approx(0.2)
-    assert html(logs) and "tp2 → tp1" in html(logs)
+    assert "tp2 → tp1" in html(logs)
 
 
 def test_blocked_time_is_of_the_last_attempt_and_of_the_median_rank(logs: RunLogs) -> None:
@@ -286,8 +286,8 @@ def test_protection_losses_alarms_and_conditions_are_shown_and_escaped(logs: Run
         file.write('{"iteration": 5, "loss": NaN}\nno JSON\n{"iteration": 6}\n{"iteration": 7, "loss": 1')
     text = html(logs)
     assert "<b>" not in section(text, "Conditions") and "<i>" not in text
-    assert not lacks(text, "2", "2 GiB") and not lacks(text, "3.11", "2.13")
-    assert not lacks(section(text, "Protection"), "n0", "&lt;n1&gt") and text and "slots 3.8 MiB" in text
+    assert not lacks(text, "&lt;b&gt", "2", "2 GiB", "3.11", "2.13")
+    assert not lacks(section(text, "Protection"), "n0", "&lt;n1&gt") and "slots 3.8 MiB" in text
     assert not lacks(text, "1")
     assert all("<img" in section(text, title) for title in ("Losses", "Training blocked", "Ages", "Protection"))
     row = section(text, "Warnings")
