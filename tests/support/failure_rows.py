@@ -2,4 +2,4 @@
 
 ONE_ARENA, TWO_ARENAS = "one rank's arena", "any two arenas"
 ONE_NODE, TWO_NODES = "one node", "any two nodes"
-ONE_RACK, ONE_SMP = "one rack", "the ONE_SMP of a node"
+ONE_RACK, ONE_SMP = "one rack", "the SMP of a node"
