@@ -57,7 +57,7 @@ from ftckpt.smp.requests import (
     encode_request,
     exchange,
 )
-from ftckpt.smp.server import MAX_CONNECTIONS, MAX_UNPROVEN, Server, _Listener
+from ftckpt.smp.server import MAX_CONNECTIONS, MAX_UNPROVEN, Server
 from tests.support.errors import lacks, raises
 from tests.support.smp_nodes import Seen
 from tests.support.waiting import until
@@ -813,32 +813,36 @@ def chunks_of(peers: Peers, number: int) -> list[Fetch]:
 
 
 class TestSeveralConnections:
-    def test_what_is_asked_for_at_once_comes_over_several(self, server: Server, store: Store) -> None:
+    def test_what_is_asked_for_at_once_comes_over_several(self, store: Store, events: Seen) -> None:
         together = threading.Barrier(CONNECTIONS)
-        find = store.find
 
         @contextmanager
         def meet(request: BytesRequest) -> Iterator[Delivery | None]:
             together.wait(20)
-            with find(request) as delivery:
+            with store.find(request) as delivery:
                 yield delivery
 
-        server._find = meet
-        with asking(server.port) as peers:
+        with (
+            closing(Server({}, find=meet, events=events, deadlines=PATIENT)) as server,
+            asking(server.listen("127.0.0.1", SECRET)) as peers,
+        ):
             assert all(fetch.data is not None for fetch in chunks_of(peers, CONNECTIONS))
             assert server.connections == CONNECTIONS
 
-    def test_each_address_of_a_node_is_used(self, store: Store, events: Seen) -> None:
+    def test_each_address_of_a_node_is_used(
+        self, store: Store, events: Seen, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         hosts = "127.0.0.1,127.0.0.2"
         with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as server:
             came: set[str] = set()
-            port, begin = server.listen(hosts, SECRET), server._begin
+            port = server.listen(hosts, SECRET)
 
-            def noted(listener: _Listener, channel: Channel, origin: str) -> str:
-                came.add(channel._socket.getsockname()[0])
-                return begin(listener, channel, origin)
+            def connect_to(place: tuple[str, int], timeout_secs: float) -> Channel:
+                made = connect(place, timeout_secs)
+                came.add(place[0])
+                return made
 
-            server._begin = noted  # type: ignore[method-assign]
+            monkeypatch.setattr(peers_module, "connect", connect_to)
             with closing(Peers(PATIENT)) as peers:
                 peers.configure({"n1": (hosts, port)}, SECRET)
                 until(lambda: (chunks_of(peers, CONNECTIONS), came == set(hosts.split(",")))[1], "both are used")
@@ -850,17 +854,19 @@ class TestSeveralConnections:
         monkeypatch.setattr(peers_module, "_BACKOFF_SECS", (0.0,))
         monkeypatch.setattr(peers_module, "CONNECTIONS", 1)
         tried: list[str] = []
+        reached: list[Channel] = []
 
         def connect_to(place: tuple[str, int], timeout_secs: float) -> Channel:
             tried.append(place[0])
-            return connect(place, timeout_secs)
+            reached.append(connect(place, timeout_secs))
+            return reached[-1]
 
         monkeypatch.setattr(peers_module, "connect", connect_to)
         with closing(Peers(PATIENT)) as peers:
             peers.configure({"n1": ("127.0.0.1,127.0.0.2", server.port)}, SECRET)
             while len(tried) < 8:
                 chunks_of(peers, 1)
-                for channel in list(peers._peers["n1"]._channels):
+                for channel in reached:
                     channel.abort()
         assert tried == ["127.0.0.1", "127.0.0.2", *["127.0.0.1"] * 6]
 
