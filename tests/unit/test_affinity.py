@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from ftckpt.capture import affinity
 from ftckpt.capture.affinity import Locality, format_cores, locality, numa_node_of, parse_cores, pin, run_on
-from tests.support.errors import raises
 
 CORES = st.sets(st.integers(0, 300), min_size=1)
 
@@ -54,23 +53,9 @@ def test_lists(text: str, found: set[int]) -> None:
     assert parse_cores(text) == found
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("3-0", "3-0"),
-        ("0-99999999999", ""),
-        ("123456", ""),
-        ("", ""),
-        ("1,", ""),
-        ("-1", ""),
-        ("0-3-5", ""),
-        ("1 2", ""),
-        ("1\n", ""),
-        ("١", ""),
-    ],
-)
-def test_what_is_no_list(text: str, message: str) -> None:
-    with raises(ValueError, *message.split()):
+@pytest.mark.parametrize("text", ["3-0", "0-99999999999", "123456", "", "1,", "-1", "0-3-5", "1 2", "1\n", "١"])
+def test_what_is_no_list(text: str) -> None:
+    with pytest.raises(ValueError):
         parse_cores(text)
 
 

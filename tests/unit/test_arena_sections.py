@@ -224,20 +224,18 @@ def rebuilt(edit: Callable[[dict[str, Any]], object], manifest: Manifest = SECTI
 
 
 @pytest.mark.parametrize(
-    ("edit", "text"),
+    "edit",
     [
-        (lambda m: m.pop("sections"), ""),
-        (lambda m: m.update(sections=[]), ""),
-        (lambda m: m["sections"].reverse(), ""),
-        (lambda m: m["sections"][0].__setitem__(1, 3), "7"),
-        (lambda m: m["sections"].__setitem__(slice(0, 2), [["private", 4, "", ""]]), ""),
+        lambda m: m.pop("sections"),
+        lambda m: m.update(sections=[]),
+        lambda m: m["sections"].reverse(),
+        lambda m: m["sections"][0].__setitem__(1, 3),
+        lambda m: m["sections"].__setitem__(slice(0, 2), [["private", 4, "", ""]]),
     ],
 )
-def test_a_header_that_contradicts_its_sections_is_corrupt(
-    edit: Callable[[dict[str, Any]], object], text: str
-) -> None:
+def test_a_header_that_contradicts_its_sections_is_corrupt(edit: Callable[[dict[str, Any]], object]) -> None:
     assert rebuilt(lambda manifest: None) == SlotImage.of(SECTIONED).header
-    with raises(CorruptError, *text.split()):
+    with pytest.raises(CorruptError):
         parse_image(rebuilt(edit))
 
 

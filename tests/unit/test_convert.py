@@ -311,16 +311,8 @@ def test_a_finished_file_that_was_changed_is_written_again(tmp_path: Path) -> No
     assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ("iteration", ""),
-        ("fragments", ""),
-        ("identity", ""),
-        ("files", ""),
-    ],
-)
-def test_a_partial_one_of_something_else_is_refused(tmp_path: Path, change: str, text: str) -> None:
+@pytest.mark.parametrize("change", ["iteration", "fragments", "identity", "files"])
+def test_a_partial_one_of_something_else_is_refused(tmp_path: Path, change: str) -> None:
     tensors = model()
     break_off(tmp_path, tensors, 7, identity={"specification": "gpt"})
     source = Memory(tensors, halves(tensors) if change == "fragments" else wholes(tensors))
@@ -328,7 +320,7 @@ def test_a_partial_one_of_something_else_is_refused(tmp_path: Path, change: str,
         source._catalog = Catalog("ftckpt", 8, {}, source.catalog.fragments, {"step": 7})
     options = Options(identity={"specification": "llama" if change == "identity" else "gpt"})
     writer = UniversalWriter(tmp_path / "out", 800 if change == "files" else 400)
-    with raises(ConvertError, *text.split()):
+    with raises(ConvertError):
         convert(source, writer, options)
     (tmp_path / "out.partial.jsonl").unlink()
     with raises(ConvertError):

@@ -108,25 +108,25 @@ def test_a_groups_name_follows_from_everything_in_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    "change",
     [
-        ({"members": members("a")}, ""),
-        ({"members": members("a", "b") + members("a")}, ""),
-        ({"losses": 2}, ""),
-        ({"losses": 0}, ""),
-        ({"members": members("a", "b", "c"), "losses": 2}, ""),
-        ({"mode": "raid"}, ""),
-        ({"code": "crc"}, "crc"),
-        ({"chunk_bytes": 99}, ""),
-        ({"members": [Member("s", "n", "a", -1, (1,)), *members("b")]}, ""),
-        ({"members": [Member("s", "n", "a", 0, (0,)), *members("b")]}, ""),
+        {"members": members("a")},
+        {"members": members("a", "b") + members("a")},
+        {"losses": 2},
+        {"losses": 0},
+        {"members": members("a", "b", "c"), "losses": 2},
+        {"mode": "raid"},
+        {"code": "crc"},
+        {"chunk_bytes": 99},
+        {"members": [Member("s", "n", "a", -1, (1,)), *members("b")]},
+        {"members": [Member("s", "n", "a", 0, (0,)), *members("b")]},
     ],
 )
-def test_impossible_groups_are_refused(change: dict[str, Any], text: str) -> None:
+def test_impossible_groups_are_refused(change: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"mode": "peer", "code": "xor", "losses": 1, "chunk_bytes": CHUNK} | {
         "members": members("a", "b")
     }
-    with raises(ValueError, *text.split()):
+    with pytest.raises(ValueError):
         ParityGroup.of(**settings | change)
 
 
@@ -292,10 +292,10 @@ def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bo
 @pytest.mark.parametrize(
     ("protect", "per_node", "settings", "text"),
     [
-        ("node", 1, {}, "protect"),
-        ("peer", 8, {}, "protect"),
-        ("replica", 2, {}, "protect"),
-        ("node,copy", 2, {}, "protect"),
+        ("node", 1, {}, "protect node"),
+        ("peer", 8, {}, "protect peer"),
+        ("replica", 2, {}, "protect replica"),
+        ("node,copy", 2, {}, "protect copy"),
         ("raid", 2, {}, "protect raid"),
         ("peer", 2, {"peer_losses": 4}, "peer_losses 4"),
         ("peer", 1, {"peer_losses": 2, "peer_group": 2}, "peer_group="),
