@@ -369,7 +369,7 @@ def test_a_checkpoint_without_geometry(tmp_path: Path, capsys: pytest.CaptureFix
     status, _, err = ftckpt(capsys, *words, "--spec", "bloom")
     assert status == 2 and err and not lacks(err, "language_model")
     status, out, _ = ftckpt(capsys, *words, "--spec", "gpt", "--dry-run")
-    assert status == 0 and not lacks(out, "4", "2", "language_model.encoder.layers.{layer}.self_att")
+    assert status == 0 and not lacks(out, "4", "2", "language_model.encoder.layers")
     assert not lacks(out, "3")
     status, _, err = ftckpt(capsys, *words, "--spec", "gpt", "--verify")
     assert status == 0, err

@@ -109,12 +109,10 @@ def drop(where: str) -> Change:
         (put("scheduler.last_epoch", 8), "objects.scheduler.last_epoch 8 7"),
         (put("scheduler.last_epoch", 7.0), "objects.scheduler.last_epoch 7.0 7"),
         (put("scheduler.rates.1", 0.0), "rates.1 0.0"),
-        (put("scheduler.rates", [1e-3]), ""),
         (put("scheduler.bounds", [0, 1]), "0 1"),
         (drop("counters.samples"), "objects.counters.samples"),
         (put("more", 1), "objects.more"),
         (put("generator", torch.arange(1, 6, dtype=torch.uint8)), "objects.generator"),
-        (put("array", np.arange(3, dtype=np.int64)), "objects.array"),
     ],
 )
 def test_universal_checkpoints_hold_all_objects(tmp_path: Path, change: Change, text: str) -> None:
@@ -139,13 +137,10 @@ def argument(name: str, new: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (argument("lr", 2e-3), "args.lr 0.002 0.001"),
         (argument("betas", (0.9, 0.96)), "args.betas.1 0.96 0.95"),
         (argument("other", 1), "args.other"),
         (lambda value: delattr(value["args"], "kind"), "args.kind"),
-        (put("opt_param_scheduler.num_steps", 57), "scheduler.num_steps 57 56"),
         (drop("opt_param_scheduler"), ""),
-        (put("num_floating_point_operations_so_far", 12), "num_floating_point_operations_so_far 12 12.5"),
         (put("optimizer.optimizer.param_groups.0.lr", 3e-5), "3e-05 0.0003"),
         (put("optimizer.grad_scaler.growth_tracker", 4), "scaler.growth_tracker 4 3"),
         (put("optimizer.grad_scaler.scale", torch.tensor([1.0])), "scaler.scale"),
@@ -175,14 +170,11 @@ def test_weights_alone_have_no_optimizer(tmp_path: Path) -> None:
     ("file", "change", "text"),
     [
         ("state", put("lr_scheduler.last_batch_iteration", 5), "scheduler.last_batch_iteration 5 6"),
-        ("state", put("global_samples", 1), "global_samples 1 56"),
-        ("state", put("skipped_steps", 0), "skipped_steps 0 1"),
         ("state", put("client.note.1", 2), "client.note.1 2 1"),
         ("state", drop("client"), ""),
         ("state", put("more", 1), ""),
         ("state", put("args.lr", 0.2), "args.lr 0.2 0.1"),
         ("optimizer", put("param_groups.1.lr", 0.0), "parameters.1.lr 0.0 0.0001"),
-        ("optimizer", put("clip_grad", 2.0), "optimizer.clip_grad 2.0 1.0"),
         ("optimizer", lambda value: setattr(value["loss_scaler"], "cur_scale", 8.0), "scaler.cur_scale 8"),
     ],
 )
