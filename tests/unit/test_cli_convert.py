@@ -71,7 +71,7 @@ def test_weights_for_everybody(source: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(tmp_path.iterdir())
-    status, out, _ = ftckpt(capsys, source, tmp_path / "out", "--dry-run", "--max-file", "400B")
+    status, out, _ = ftckpt(capsys, source, tmp_path / "out", "--dry-run", "--max-file", "400B", "--workers", 2)
     assert status == 0 and sorted(tmp_path.iterdir()) == before
     is_golden("convert_dry_run", out, folder=tmp_path)
 
