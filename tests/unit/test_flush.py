@@ -181,7 +181,7 @@ def test_files_of_a_node_are_written_at_once_and_left_at_once(job: Job, monkeypa
         return put(self, pending, arena, checked)
 
     def meet(self: Flush, nbytes: int) -> Iterator[float]:
-        if self._orders.node == "a" and self.snapshot.iteration == 7:
+        if self.orders.node == "a" and self.snapshot.iteration == 7:
             if not hasattr(shards, "has_met"):
                 both.wait(20)  # raises where one file comes behind the other
                 shards.has_met = True
@@ -209,7 +209,7 @@ def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: 
     write = Flush._write
 
     def recorded(self: Flush, *to: Any) -> None:
-        if self._orders.node != "a":
+        if self.orders.node != "a":
             return write(self, *to)
         told.append(("begins", self.snapshot.iteration))
         if self.snapshot.iteration == 7:

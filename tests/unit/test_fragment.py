@@ -68,7 +68,7 @@ def test_impossible_geometry_is_refused_with_the_key(change: dict[str, Any], mes
         "key": "weight/a", "dtype": "F32", "global_shape": (4, 6), "box": Box((0, 2), (4, 2)), "start": 0, "stop": 8,
     }  # fmt: skip
     assert Fragment(**good).nbytes == 32
-    with pytest.raises(ValueError, match=f"weight/a: .*{message}|weight/a: {message}"):
+    with raises(ValueError, "weight/a", *message.split()):
         Fragment(**{**good, **change})
 
 
