@@ -53,7 +53,7 @@ def rank_of(**parts: Any) -> Any:
     rank = SimpleNamespace(**{**others, **parts})
     events = {"emit": nothing, "announce": nothing, "end_part": nothing, "close": nothing, "parts": ()}
     rank.events = SimpleNamespace(**{**events, **vars(parts.get("events", SimpleNamespace()))})
-    protection = dict.fromkeys(("beat", "mark", "tell_counts", "tell_copying", "close"), nothing)
+    protection: dict[str, Any] = dict.fromkeys(("beat", "mark", "tell_counts", "tell_copying", "close"), nothing)
     protection |= {"protects": True, "is_set_up": True, "redundancy": None, "survey": lambda *_: (None, None)}
     protection |= {"observe": lambda target: Guard(), "observe_flush": lambda flush: NO_FLUSH}
     rank.protection = parts.get("protection") or SimpleNamespace()
@@ -368,7 +368,8 @@ def protection_of(reasons: list[str], **settings: Any) -> Protection:
 
 def test_where_replicas_have_drifted_apart_what_else_protects_stays() -> None:
     """Nothing of a slot is any other rank's then: memory is whole, and who restarts must come back to it."""
-    both = protection_of(reasons := [], protect="replica,peer")
+    reasons: list[str] = []
+    both = protection_of(reasons, protect="replica,peer")
     assert both.resolve(spans_nodes=True).names == ("replica", "peer")
     assert both.resolve(spans_nodes=False, lessens=True).names == ("peer",)
     assert both.resolve(spans_nodes=False, lessens=True).names == ("peer",)
@@ -384,7 +385,12 @@ def test_what_training_goes_back_from_does_not_come_to_storage(
     done: bool, brought: list[bool], restored: Callable[..., Checkpointer]
 ) -> None:
     came: list[bool] = []
-    storage = SimpleNamespace(wants_last=True, bring_last=lambda rank: came.append(True) or "")
+
+    def bring_last(rank: object) -> str:
+        came.append(True)
+        return ""
+
+    storage = SimpleNamespace(wants_last=True, bring_last=bring_last)
     links = SimpleNamespace(broken=False, meet=lambda _, action: action(), part=lambda _: None)
     pacer = SimpleNamespace(enter=lambda kind: None, pause=lambda: None, wish=Wish())
     checkpointer = restored(pacer, storage=storage, links=links, state=(state := RankState(Config())))

@@ -38,7 +38,6 @@ def at_eth0(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_limit_that_was_set_counts(tmp_path: Path) -> None:
     assert network_limit("20Gbit/s", "127.0.0.1", tmp_path).bytes_per_sec == 2.5e9
     assert network_limit("0", "10.0.0.1", tmp_path) == unknown_limit("0") and not unknown_limit("0").bytes_per_sec
-    assert str(network_limit("0", ""))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])

@@ -161,7 +161,8 @@ def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And says at its end why nothing came to storage."""
-    told, smp = Told(monkeypatch, no_memory), of_rank(0, seen := [])
+    told, seen = Told(monkeypatch, no_memory), list[tuple[str, str]]()
+    smp = of_rank(0, seen)
     configured(smp, tmp_path, "arena")
     until(lambda: seen, "it fails")
     assert not lacks(smp.flush_problem(), "n0", "OSError: no memory")
@@ -196,7 +197,8 @@ def test_an_smp_that_has_ended_since_it_was_found_is_found_again(
 
 
 def test_what_is_wanted_anew_waits_for_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, smp = Told(monkeypatch, no_memory), of_rank(0, seen := [])
+    told, seen = Told(monkeypatch, no_memory), list[tuple[str, str]]()
+    smp = of_rank(0, seen)
     configured(smp, tmp_path, "first")
     until(lambda: seen, "it fails")
     configured(smp, tmp_path, "second")
