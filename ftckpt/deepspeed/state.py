@@ -94,7 +94,7 @@ class DeepSpeedState:
         return {
             "rng": save_rng(),
             "optimizer": inner_optimizers.save(optimizers.inner(optimizer), optimizers.owners(optimizer)),
-            "scaler": _save_scaler(optimizer),
+            "scaler": save_scaler(optimizer),
             "scheduler": schedulers.save(self._engine.lr_scheduler),
             "counters": counters(self._engine),
             "micro_offset": getattr(self._engine.module, "micro_offset", None),
@@ -107,7 +107,7 @@ class DeepSpeedState:
         inner_optimizers.load(
             optimizers.inner(engine.optimizer), optimizers.owners(engine.optimizer), objects["optimizer"]
         )
-        _load_scaler(engine.optimizer, objects["scaler"])
+        load_scaler(engine.optimizer, objects["scaler"])
         set_counters(engine, objects["counters"])
         if objects["micro_offset"] is not None:
             engine.module.micro_offset = objects["micro_offset"]  # layers are seeded by it
@@ -123,7 +123,7 @@ class DeepSpeedState:
             optimizers.owners(engine.optimizer),
             [saved["optimizer"] for saved in objects],
         )
-        _load_scaler(engine.optimizer, first["scaler"])
+        load_scaler(engine.optimizer, first["scaler"])
         set_counters(engine, first["counters"])
         # Another layout may have another number of micro-batches to a step, and a boundary is behind all of them.
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
@@ -189,14 +189,14 @@ def _dynamic_scalers(optimizer: Any) -> Iterator[Any]:
             yield scaler
 
 
-def _save_scaler(optimizer: Any) -> dict[str, Any]:
+def save_scaler(optimizer: Any) -> dict[str, Any]:
     saved = {}
     for scaler in _dynamic_scalers(optimizer):
         saved.update({name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)})
     return saved
 
 
-def _load_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
+def load_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
     scalers = list(_dynamic_scalers(optimizer))
     if scalers and not saved:
         log_once("the snapshot has no dynamic loss scale: it begins as configured")

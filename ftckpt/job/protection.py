@@ -48,18 +48,35 @@ _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
 
 
-class _ArenaRemains(NamedTuple):
+class ArenaRemains(NamedTuple):
     """What one rank's arena has of an earlier attempt."""
 
     protected: SnapshotId | None = None
     sealed: tuple[SnapshotId, ...] = ()
 
 
+def in_all_arenas(
+    ranks: Sequence[ArenaRemains], restored: SnapshotId | None, rebuilt: bool = False
+) -> tuple[SnapshotId | None, SnapshotId | None]:
+    """Of the snapshots that all ``ranks`` hold the protected one, and ``restored``.
+
+    What was restored does not lie in these arenas where they are those of another layout. Where some of it was
+    ``rebuilt``, its parity may be lost, too: marks that others have made of it say nothing any more.
+    """
+
+    def everywhere(snapshot: SnapshotId | None) -> SnapshotId | None:
+        return snapshot if all(snapshot in rank.sealed for rank in ranks) else None
+
+    # Marks may differ by a verdict that some ranks had not read yet; one is proof enough, and the newest counts.
+    named = filter(None, {everywhere(rank.protected) for rank in ranks} - {restored if rebuilt else None})
+    return max(named, key=lambda snapshot: snapshot.iteration, default=None), everywhere(restored)
+
+
 class RankReport(NamedTuple):
     """What one rank tells of its arena and its node's SMP; ``secret`` as for ``NodeSmp``."""
 
     holding: ArenaLayout
-    held: _ArenaRemains
+    held: ArenaRemains
     secret: bytes
     smp: SmpReport
 
@@ -144,7 +161,7 @@ class Protection:
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
         self._digest = 0
-        self._held: Sequence[_ArenaRemains] = ()  # by rank
+        self._held: Sequence[ArenaRemains] = ()  # by rank
         self._arrangement: Arrangement | None = None  # between ``join`` and ``begin``
         self._table: ProtectionTable | None = None  # of it, on a node's leader
         self._reports: Sequence[SmpReport] = ()  # of its ranks
@@ -171,19 +188,8 @@ class Protection:
     def survey(
         self, restored: SnapshotId | None, rebuilt: bool = False
     ) -> tuple[SnapshotId | None, SnapshotId | None]:
-        """What of an earlier attempt's snapshots all ranks hold in their arenas: the protected one, and ``restored``.
-
-        What was restored does not lie in these arenas where they are those of another layout. Where some of it was
-        ``rebuilt``, its parity may be lost, too: marks that others have made of it say nothing any more.
-        """
-        ranks = self._held
-
-        def everywhere(snapshot: SnapshotId | None) -> SnapshotId | None:
-            return snapshot if all(snapshot in rank.sealed for rank in ranks) else None
-
-        # Marks may differ by a verdict that some ranks had not read yet; one is proof enough, and the newest counts.
-        named = filter(None, {everywhere(rank.protected) for rank in ranks} - {restored if rebuilt else None})
-        return max(named, key=lambda snapshot: snapshot.iteration, default=None), everywhere(restored)
+        """What of an earlier attempt's snapshots all ranks hold in their arenas; see ``in_all_arenas``."""
+        return in_all_arenas(self._held, restored, rebuilt)
 
     def arrange(self, arena: Arena, coming_bytes: int, slots: int) -> None:
         """Know what all ranks hold: groups, memory, the SMP of this node and those of others.
@@ -208,9 +214,9 @@ class Protection:
             ConfigError: the secret cannot be used, or no address can be found.
         """
         holding = image.holding(self._topology.me.node, self._config.rack, name)
-        held = _ArenaRemains()
+        held = ArenaRemains()
         if existing is not None:
-            held = _ArenaRemains(existing.control.protected(), tuple(existing.snapshots()))
+            held = ArenaRemains(existing.control.protected(), tuple(existing.snapshots()))
         return RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
 
     def join(self, arena: Arena, ranks: Sequence[RankReport], coming_bytes: int, slots: int, lacking: bool) -> None:
@@ -226,7 +232,7 @@ class Protection:
         holdings = [rank.holding for rank in ranks]
         in_slots = slot_groups(holdings)
         # Resolved again: only the arenas tell whether replica sets do span nodes.
-        self.modes = self._resolve(spans_nodes=bool(in_slots), lessens=True)
+        self.modes = self.resolve(spans_nodes=bool(in_slots), lessens=True)
         self._arrangement = Arrangement.of(holdings, in_slots, self.modes)
         self._reports = [rank.smp for rank in ranks]
         if self._topology.is_node_leader:  # memory is the node's
@@ -334,11 +340,11 @@ class Protection:
 
     def _first_modes(self, spans_nodes: bool) -> Modes:
         """What is protected, as far as it can be known without arenas, and that slots suffice for it."""
-        modes = self._resolve(spans_nodes)
+        modes = self.resolve(spans_nodes)
         require_slots(self._config, modes)
         return modes
 
-    def _resolve(self, spans_nodes: bool, lessens: bool = False) -> Modes:
+    def resolve(self, spans_nodes: bool, lessens: bool = False) -> Modes:
         """Where layouts are listed the job may have fewer nodes than ``protect`` was written for: it goes on.
 
         ``lessens``: it goes on too where one of several modes cannot be had. Replicas may drift apart in training,

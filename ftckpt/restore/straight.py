@@ -52,7 +52,7 @@ class ReadEstimate(NamedTuple):
     states: tuple[SlotAge, ...] = ()
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Bytes that are wanted of a shard's image, and the memory that they go to."""
 
     copy: StridedCopy
@@ -65,7 +65,7 @@ class _Chunk(NamedTuple):
     file: Source
     number: int
     span: Span
-    parts: Sequence[_Part]
+    parts: Sequence[Part]
 
 
 class StraightFetch:
@@ -107,8 +107,8 @@ class StraightFetch:
     def read(self, shard: str, begin: int, end: int) -> Buffer:
         """Bytes of a shard's image, outside its objects; raises as ``open_shard``."""
         data, staging = host_memory(end - begin), StagingBuffers()
-        for chunk in _chunks(self._open(shard), [_Part(run(begin, 0, end - begin), data)]):
-            _bring(chunk, staging)
+        for chunk in chunks_of(self._open(shard), [Part(run(begin, 0, end - begin), data)]):
+            bring(chunk, staging)
         return data.numpy().data
 
     def plan(self, transfers: Sequence[Transfer]) -> ReadEstimate:
@@ -119,12 +119,12 @@ class StraightFetch:
         if not near:
             return ReadEstimate(0, there_bytes, near)
         shards = {at: shard for shard, at in self.places.items()}
-        parts: dict[str, list[_Part]] = {shard: [] for shard in self._mine if self._in_slots}
+        parts: dict[str, list[Part]] = {shard: [] for shard in self._mine if self._in_slots}
         for one in transfers:
             of = parts.setdefault(shards[_slot(one)], [])
             for item in one.items:
                 live = item.tensor.view(torch.uint8)
-                of += (_Part(copy, live) for copy in item.copies)
+                of += (Part(copy, live) for copy in item.copies)
         self._chunks = [chunk for shard in self._order(parts) for chunk in self._chunks_of(shard, parts[shard])]
         self._needed_bytes = sum(one.nbytes for one in transfers)
         return ReadEstimate(sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks), there_bytes, near)
@@ -138,7 +138,7 @@ class StraightFetch:
         staging = StagingBuffers()
         end_part("pin")
         try:
-            self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, staging)) for chunk in self._chunks])
+            self.reader.bring([Job(chunk.span.nbytes, partial(bring, chunk, staging)) for chunk in self._chunks])
         finally:
             self.reader.close()
             end_part("read")
@@ -157,9 +157,9 @@ class StraightFetch:
         first = order.index(own) if (own := self._topology.me.shard) in shards else self._group.rank % len(order)
         return [shard for shard in (*order[first:], *order[:first]) if shard in shards]
 
-    def _chunks_of(self, shard: str, parts: Sequence[_Part]) -> Iterator[_Chunk]:
+    def _chunks_of(self, shard: str, parts: Sequence[Part]) -> Iterator[_Chunk]:
         every = self._in_slots and shard in self._mine
-        return _chunks(self._open(shard), sorted(parts, key=_begin), every)
+        return chunks_of(self._open(shard), sorted(parts, key=begin_of), every)
 
 
 def reads_little_twice(read_bytes: Sequence[int], there_bytes: int) -> bool:
@@ -178,7 +178,7 @@ def _slot(transfer: Transfer) -> SlotAt:
     return transfer.source
 
 
-def _bring(chunk: _Chunk, staging: StagingBuffers) -> None:
+def bring(chunk: _Chunk, staging: StagingBuffers) -> None:
     """Read a chunk, prove it, and put its bytes where they belong, or send them there."""
     if (landings := _landings(chunk)) is not None:
         chunk.file.scatter(chunk.number, landings)
@@ -208,7 +208,7 @@ def _landings(chunk: _Chunk) -> list[LoadTarget] | None:
     return landings
 
 
-def _chunks(file: Source, parts: Sequence[_Part], every: bool = False) -> Iterator[_Chunk]:
+def chunks_of(file: Source, parts: Sequence[Part], every: bool = False) -> Iterator[_Chunk]:
     """The chunks of an image that have something of ``parts``, which are sorted by their begin, or ``every`` one."""
     begins = [part.copy.source for part in parts]
     first = 0
@@ -229,5 +229,5 @@ def _wants(copy: StridedCopy, span: Span) -> bool:
     return next(reading(copy, span.begin, span.end), None) is not None
 
 
-def _begin(part: _Part) -> int:
+def begin_of(part: Part) -> int:
     return part.copy.source

@@ -129,7 +129,7 @@ class Flush:
         self.committed = False
         self.unexported = ""
         """Why what others load was not made of it; known at the end."""
-        self._orders = orders
+        self.orders = orders
         self._arenas = arenas
         self._pace = pace
         self._events = events
@@ -138,7 +138,7 @@ class Flush:
         """Whether it was stopped."""
         self._over = threading.Event()
         """Nothing more is to be done: it was stopped, or one of its files has failed."""
-        self._written: dict[str, StoredShard] = {}
+        self.written: dict[str, StoredShard] = {}
         self._thread = threading.Thread(target=self._run, args=(before,), name="smp-flush", daemon=True)
         self._thread.start()
 
@@ -158,12 +158,12 @@ class Flush:
         if before is not None:
             before.join()
         try:
-            storage = self._patiently(lambda: open_storage(self._orders.where, "--ftckpt-persist"))
-            pending = PendingCheckpoint(storage, self.snapshot, self._orders.node)
+            storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
+            pending = PendingCheckpoint(storage, self.snapshot, self.orders.node)
             path = f"{pending.folder}/{commit.MANIFEST_NAME}"
             # Before anything is written: an earlier run that removes leftovers must see that they are of another.
             self._patiently(lambda: self._owns(storage))
-            if self._orders.commits:
+            if self.orders.commits:
                 # The one before this has ended, and no other of this run writes an older one.
                 self._patiently(lambda: self._sweep(storage))
             # In this order: a commit is there before it takes the marks away. What has neither is not committed
@@ -174,9 +174,9 @@ class Flush:
                 self._write(storage, pending, promised)
                 self._settle(storage, pending, path)
             self.committed = True
-            if self._orders.commits and self._orders.exports is not None:
+            if self.orders.commits and self.orders.exports is not None:
                 # Not before others are told that it is there: memory has it until then, and the job may end.
-                self._export(storage, self._orders.exports)
+                self._export(storage, self.orders.exports)
             self.problem, self.state = "", FlushState.DONE
         except _Cancellation:
             pass
@@ -191,8 +191,8 @@ class Flush:
             if is_doubtful(head, self.snapshot.iteration, head):
                 raise StorageError("replicas differed, so that it may mix their states", lasting=True)
             export(
-                storage, Place(self._orders.where, exports), self.snapshot, self._events, owner=self._orders.owner,
-                deadline=self._begun + _EXPORTED_BY * self._orders.timeout_secs, pause=self._pause,
+                storage, Place(self.orders.where, exports), self.snapshot, self._events, owner=self.orders.owner,
+                deadline=self._begun + _EXPORTED_BY * self.orders.timeout_secs, pause=self._pause,
             )  # fmt: skip
         except (StorageError, OSError, _Cancellation) as error:
             # No failure of the flush: what a restart needs is there.
@@ -224,9 +224,9 @@ class Flush:
             if promised is None:
                 self._withdraw(storage, pending)
             raise
-        parts = {name: one.to_json() for name, one in self._written.items()}
+        parts = {name: one.to_json() for name, one in self.written.items()}
         self._patiently(lambda: pending.done(parts, lineage))
-        nbytes, secs = sum(one.nbytes for one in self._written.values()), round(time.monotonic() - begun, 3)
+        nbytes, secs = sum(one.nbytes for one in self.written.values()), round(time.monotonic() - begun, 3)
         self._events.emit("flushed", iteration=self.snapshot.iteration, bytes=nbytes, secs=secs)
 
     def _checked(self) -> tuple[Lineage, list[tuple[GuardedArena, CheckedSlot]]]:
@@ -248,7 +248,7 @@ class Flush:
         def work() -> None:
             try:
                 for arena, checked in left:  # each is given to one thread
-                    self._written[arena.shard] = self._patiently(partial(self._put, pending, arena, checked))
+                    self.written[arena.shard] = self._patiently(partial(self._put, pending, arena, checked))
             except BaseException as error:  # noqa: BLE001 - raised again below
                 errors.append(error)
                 self._over.set()
@@ -267,7 +267,7 @@ class Flush:
     def _put(self, pending: PendingCheckpoint, arena: GuardedArena, checked: CheckedSlot) -> StoredShard:
         slot, record = arena.mapped.image, checked.record
         shard = ShardImage.of(slot)
-        compresses, lengths = self._orders.compress == "zstd", list[int]()
+        compresses, lengths = self.orders.compress == "zstd", list[int]()
         name = f"{arena.shard}.{'zst' if compresses else 'safetensors'}"
         entry = StoredShard(
             name, shard.image.file_bytes, "", shard.image.manifest.digest.hex(),
@@ -294,14 +294,14 @@ class Flush:
 
     def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
         for piece in pieces:
-            for wait_secs in self._before(len(piece)):
+            for wait_secs in self.before_piece(len(piece)):
                 self._pause(wait_secs)
             arena.renew(slot)
             if self._over.is_set():
                 raise _Cancellation
             yield piece
 
-    def _before(self, nbytes: int) -> Iterator[float]:
+    def before_piece(self, nbytes: int) -> Iterator[float]:
         yield from self._pace.memory(nbytes)
         yield from self._pace.receive()  # what goes to storage takes the network as what comes from other nodes
 
@@ -309,7 +309,7 @@ class Flush:
         """Wait until the snapshot is committed; one node does it, when all are done."""
         poll_secs = _POLL_SECS
         while not self._patiently(
-            lambda: self._commit(storage, pending, path) if self._orders.commits else self._is_there(storage)
+            lambda: self._commit(storage, pending, path) if self.orders.commits else self._is_there(storage)
         ):
             self._pause(poll_secs)
             poll_secs = min(2 * poll_secs, _MOST_POLL_SECS)
@@ -322,9 +322,9 @@ class Flush:
     def _commit(self, storage: Storage, pending: PendingCheckpoint, path: str) -> bool:
         """Whether all nodes were done, and the snapshot is committed."""
         marks = pending.marks()
-        if not set(self._orders.nodes) <= marks.keys():
+        if not set(self.orders.nodes) <= marks.keys():
             return self._is_there(storage)  # marks go behind the commit
-        own = {node: marks[node] for node in self._orders.nodes}
+        own = {node: marks[node] for node in self.orders.nodes}
         parts = [(str(name), entry) for mark in own.values() for name, entry in mark.parts.items()]
         shards = {name: StoredShard.from_json(entry) for name, entry in parts}
         arena = self._arenas.all[0].mapped
@@ -334,16 +334,16 @@ class Flush:
             # A node that holds more since another was lost has not yet said so anew.
             self._tell(f"no node has written {', '.join(sorted(lacking)[:3])} yet")
             return False
-        stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, lineage)
+        stored = StoredSnapshot(self.snapshot, self.orders.job, layout, shards, lineage)
         if self._over.is_set():
             raise _Cancellation
         # Right before: the job may go on elsewhere by now.
         if is_owner := self._owns(storage):
             self._set_aside(storage, path)
         if not pending.commit(stored.encode(), own, replaces=is_owner):
-            raise StorageError(f"{self._orders.where}/{path}: is there already, of another run", lasting=True)
+            raise StorageError(f"{self.orders.where}/{path}: is there already, of another run", lasting=True)
         self._events.emit(
-            "committed", iteration=self.snapshot.iteration, path=f"{self._orders.where}/{pending.folder}",
+            "committed", iteration=self.snapshot.iteration, path=f"{self.orders.where}/{pending.folder}",
             bytes=stored.nbytes, shards=len(shards),
         )  # fmt: skip
         try:
@@ -368,7 +368,7 @@ class Flush:
         lineage = now if now == lineage else lineage
         there = self._whole(storage)
         lineages = {name: stored.lineage for name, stored in there.items()}
-        surplus = retention.surplus(lineages, lineage, self._orders.keep)
+        surplus = retention.surplus(lineages, lineage, self.orders.keep)
         doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
         if not self._owns(storage):
             return
@@ -381,7 +381,7 @@ class Flush:
         retention.forget_void(storage, [one for one in retention.voided(storage) if one not in snapshots])
         if doomed:
             for name in retention.retire(storage, doomed, newest, lambda: self._owns(storage)):
-                self._events.emit("removed", iteration=name.iteration, path=f"{self._orders.where}/{name}")
+                self._events.emit("removed", iteration=name.iteration, path=f"{self.orders.where}/{name}")
 
     def _whole(self, storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
         """Checkpoints that can be read: others are nobody's to remove."""
@@ -400,7 +400,7 @@ class Flush:
         return not self._over.is_set() and self._owns(storage)
 
     def _owns(self, storage: Storage) -> bool:
-        return commit.require_owner(storage, self._orders.owner, self._orders.began)
+        return commit.require_owner(storage, self.orders.owner, self.orders.began)
 
     def _withdraw(self, storage: Storage, pending: PendingCheckpoint) -> None:
         try:

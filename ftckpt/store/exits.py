@@ -32,38 +32,38 @@ class ExitWatch:
     within a tenth of a second. Without pidfds there is none, and ``exit_of`` sees what is left when it is asked."""
 
     def __init__(self) -> None:
-        self._processes: dict[int, tuple[int, Process]] = {}  # owners, by pidfd; the thread closes what it has taken
+        self.processes: dict[int, tuple[int, Process]] = {}  # owners, by pidfd; the thread closes what it has taken
         self._known: frozenset[int] = frozenset()  # owners that are followed, or cannot be
-        self._exits: dict[int, Exit] = {}
+        self.exits: dict[int, Exit] = {}
         self._thread: _WaitThread | None = None  # nothing is open before there is a process
 
     def follow(self, owners: Set[int]) -> None:
         """These live, and no others are asked for any more."""
-        for owner in list(self._exits):  # a copy: the thread adds to it
+        for owner in list(self.exits):  # a copy: the thread adds to it
             if owner not in owners:
-                del self._exits[owner]
+                del self.exits[owner]
         new, self._known = owners - self._known, frozenset(owners)
         for owner in new:
             process = Process.open(pid_of(owner), owner)
             if process is not None and process.fileno() >= 0:
                 self._thread = self._thread or _WaitThread(self._taken)
-                self._processes[process.fileno()] = owner, process
+                self.processes[process.fileno()] = owner, process
                 self._thread.wait_for(process)
 
     def exit_of(self, owner: int) -> Exit:
         """Of a process that has ended."""
-        return self._exits.get(owner) or exit_now(owner)
+        return self.exits.get(owner) or exit_now(owner)
 
     def close(self) -> None:
         """Follow none any more."""
         if self._thread is not None:
             self._thread.close()
-        for _, process in self._processes.values():
+        for _, process in self.processes.values():
             process.close()
 
     def _taken(self, fd: int) -> None:
-        owner, process = self._processes.pop(fd)
-        self._exits[owner] = exit_now(owner)
+        owner, process = self.processes.pop(fd)
+        self.exits[owner] = exit_now(owner)
         process.close()  # by the thread alone: while it is open no other one has its number
 
 

@@ -262,7 +262,7 @@ def launcher_run(env: Mapping[str, str]) -> LauncherRun:
         # Nodes of a cluster may share what is temporary.
         name = f"{given}.{node_here(env)[0]}"
     elif (agent := agent_of(env)) is not None:
-        name = f"{agent.owner:x}-{_machine()}-{_launch(agent, env)}"
+        name = f"{agent.owner:x}-{this_machine()}-{_launch(agent, env)}"
     return _runs.setdefault(name, LauncherRun(name))
 
 
@@ -291,7 +291,7 @@ def _made_ns(directory: Path) -> str:
         return ""
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """What tells process ids of one boot and one pid namespace from those of others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     return f"{pid_namespace()}-{boot[:12]}"
@@ -327,7 +327,7 @@ def _remove_stale() -> None:
     for path in there:
         with suppress(OSError):
             process = _OF_PROCESS.fullmatch(path.name.removesuffix(_SUFFIX))
-            if process and f"{process[2]}-{process[3]}" == _machine():
+            if process and f"{process[2]}-{process[3]}" == this_machine():
                 is_stale = not owner_lives(int(process[1], 16))
             else:
                 is_stale = path.stat().st_mtime < oldest

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ftckpt.runner import notes
-from ftckpt.runner.preload import RefusedError, Server
+from ftckpt.runner.preload import ForkServer, RefusedError
 from tests.support.launching import free_ports
 from tests.support.processes import command_line, is_running
 from tests.support.running import READY, Running
@@ -529,7 +529,7 @@ def test_a_worker_with_another_interpreter_is_not_forked(tmp_path: Path) -> None
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     order = {"directory": str(tmp_path), "words": ["train.py"], "stdout": "", "stderr": "", "records": False}
-    server = Server(env, {**order, "extra": [], "left_out": []})
+    server = ForkServer(env, {**order, "extra": [], "left_out": []})
     try:
         until(lambda: server.hear() or server.report, str(server.channel.is_closed))
         for name in ("PYTHONSAFEPATH", "PYTHONWARNINGS"):

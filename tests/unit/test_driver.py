@@ -74,7 +74,7 @@ def test_a_runtime_within_torch_leaves_the_driver(tmp_path: Path) -> None:
 
 
 def test_what_is_not_loaded_stays_so() -> None:
-    with pytest.raises(OSError, match="no library libftckpt-none"):
+    with pytest.raises(OSError):
         driver.loaded("libftckpt-none")
     assert driver.loaded("libc.so") is not None
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ftckpt.store.environment import Hazard, hazards
+from tests.support.errors import lacks
 
 USER = 54321
 GIB = 1 << 30
@@ -70,7 +71,7 @@ def test_this_machine_can_be_asked() -> None:
 def test_logind_deletes_by_default(host: Host) -> None:
     host.logind()
     hazard = host.find()["remove_ipc"]
-    assert str(SHM) in hazard.text and f"loginctl enable-linger {USER}" in hazard.remedy
+    assert str(SHM) in hazard.text and not lacks(hazard.remedy, str(USER))
 
 
 def test_without_logind_nothing_is_deleted(host: Host) -> None:
@@ -124,7 +125,7 @@ def test_a_disk(host: Host) -> None:
     for kind in ("ext4", "xfs", "nfs4"):
         host.mounts("0:25 / /dev/shm rw - tmpfs tmpfs rw", f"0:26 / /usr rw - {kind} /dev/sdb rw")
         hazard = host.find(Path("/usr/arenas"))["arena_on_disk"]
-        assert f"/usr/arenas is on /usr ({kind})" in hazard.text and "--ftckpt-arena" in hazard.remedy
+        assert not lacks(hazard.text, "/usr/arenas", "/usr", str(kind)) and "--ftckpt-arena" in hazard.remedy
     assert host.find() == {}
 
 
@@ -152,5 +153,5 @@ def test_the_cgroup_that_is_charged(host: Host) -> None:
     limit(host, "job", 8 * GIB, 2 * GIB)
     limit(host, "job/step", 8 * GIB, GIB)
     hazard = host.find()["memory_charged"]
-    assert "cgroup /job (limit 8.0 GiB) has 6.0 GiB left" in hazard.text and "--mem" in hazard.remedy
+    assert not lacks(hazard.text, "/job", "8.0 GiB", "6.0 GiB") and "--mem" in hazard.remedy
     assert "memory_charged" not in host.find(Path("/data/arenas"))

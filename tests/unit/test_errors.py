@@ -24,7 +24,7 @@ def test_what_an_error_names_is_found(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("word", ["slots", "inter", "terval", "tp1-dp", "small 0"])
 def test_what_it_does_not_name_is_not(word: str) -> None:
-    with pytest.raises(AssertionError, match="not in"), raises(ConfigError, "interval", word):
+    with pytest.raises(AssertionError), raises(ConfigError, "interval", word):
         raise ConfigError(TEXT)
 
 

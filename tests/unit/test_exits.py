@@ -65,24 +65,24 @@ def test_it_is_seen_in_the_moment_before_the_parent_takes_it(watch: ExitWatch) -
     watch.follow({owner for _, owner in pairs})
     for made, owner in pairs:
         let_end(made)
-        until(lambda owner=owner: owner in watch._exits)
+        until(lambda owner=owner: owner in watch.exits)
         made.wait()
     watch.follow({owner for _, owner in pairs})  # as a look that has begun before
     seen = [watch.exit_of(owner) for _, owner in pairs]
     assert [one.status for one in seen] == list(ENDS.values())
     assert [one.time for one in seen] == sorted(one.time for one in seen), "when it was, not when it is asked for"
-    assert not watch._processes
+    assert not watch.processes
     watch.follow(set())
-    assert not watch._exits and exit_now(pairs[0][1]).status == 0
+    assert not watch.exits and exit_now(pairs[0][1]).status == 0
 
 
 def test_who_is_gone_or_another_process_by_now_is_not_followed(watch: ExitWatch) -> None:
     made, owner = process("os._exit(3)")
     watch.follow({owner + (1 << 22), 0})
-    assert not watch._processes
+    assert not watch.processes
     let_end(made)
     watch.follow({owner})
-    assert not watch._processes and watch.exit_of(owner).status == 3 << 8, "what is left of it shows it all the same"
+    assert not watch.processes and watch.exit_of(owner).status == 3 << 8, "what is left of it shows it all the same"
     made.wait()
 
 
@@ -112,11 +112,11 @@ def test_a_copy_in_another_process_ends_no_watch(watch: ExitWatch) -> None:
     first, second = (subprocess.Popen(["sleep", "100"]) for _ in range(2))
     owners = [owner_word(process.pid) for process in (first, second)]
     watch.follow(set(owners))
-    copies = [os.dup(fd) for fd in list(watch._processes)]
+    copies = [os.dup(fd) for fd in list(watch.processes)]
     for process, owner in zip((first, second), owners, strict=True):
         process.kill()
         until(lambda owner=owner: watch.exit_of(owner).status == signal.SIGKILL)
         process.wait()
-    until(lambda: set(watch._exits) == set(owners))
+    until(lambda: set(watch.exits) == set(owners))
     for copy in copies:
         os.close(copy)

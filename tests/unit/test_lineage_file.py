@@ -40,6 +40,6 @@ def test_a_lineage_that_is_there_is_not_written_again(tmp_path: Path, monkeypatc
     write_lineage(tmp_path, FIRST)
     monkeypatch.setattr(Path, "write_bytes", full)
     write_lineage(tmp_path, FIRST)
-    with pytest.raises(ArenaError, match="No space left"):
+    with pytest.raises(ArenaError):
         write_lineage(tmp_path, FIRST.branch(3))
     assert read_lineage(tmp_path) == FIRST

@@ -28,6 +28,7 @@ from ftckpt.restore.locations import BlockAt, ChunkAt, Location, OpenArenas, Pac
 from ftckpt.restore.offers import Index, Offer
 from ftckpt.restore.plan import ReadItem, StridedCopy, run
 from tests.support.arenas import ThreadGroup as Gathering
+from tests.support.errors import lacks
 
 WAIT_SECS = 20.0
 SLOT_BYTES = 1 << 12
@@ -324,7 +325,7 @@ def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data()
         assert group.sent == (0 if group.rank != 1 else group.longest), "what it asks for, and nothing else"
         return str(error.value)
 
-    assert run_ranks(3, rank_main) == ["rank 0: a0: no such arena"] * 3
+    assert not any(lacks(said, "rank 0", "a0") for said in run_ranks(3, rank_main))
 
 
 @pytest.mark.parametrize("reader", [0, 1])

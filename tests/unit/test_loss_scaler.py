@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.errors import lacks
+
 state = pytest.importorskip("ftckpt.deepspeed.state")
 
 
@@ -26,35 +28,35 @@ def static(scale: float) -> Any:
 def test_a_dynamic_scale_goes_on_where_it_stood() -> None:
     before, after = dynamic(), dynamic()
     vars(before.loss_scaler).update(cur_scale=32768, cur_iter=7, last_overflow_iter=5, cur_hysteresis=1)
-    state._load_scaler(after, state._save_scaler(before))
+    state.load_scaler(after, state.save_scaler(before))
     assert vars(after.loss_scaler) == vars(before.loss_scaler)
 
 
 @pytest.mark.parametrize(
     ("saved", "here", "scale", "said"),
     [
-        (static(1.0), dynamic(), 65536, "has no dynamic loss scale"),  # bf16, then fp16
-        (dynamic(), static(1.0), 1, "65536, has no place here"),  # fp16, then bf16
-        (dynamic(), static(128.0), 128, "65536, has no place here"),
-        (static(128.0), static(256.0), 256, ""),
-        (dynamic(), SimpleNamespace(), None, "has no place here"),
+        (static(1.0), dynamic(), 65536, ""),  # bf16, then fp16
+        (dynamic(), static(1.0), 1, "65536"),  # fp16, then bf16
+        (dynamic(), static(128.0), 128, "65536"),
+        (static(128.0), static(256.0), 256, None),
+        (dynamic(), SimpleNamespace(), None, ""),
     ],
 )
 def test_of_another_kind_it_is_as_configured(
-    saved: Any, here: Any, scale: float | None, said: str, caplog: pytest.LogCaptureFixture
+    saved: Any, here: Any, scale: float | None, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ftckpt")
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "log_once", lambda text, *args: lines.append(text % args))
-        state._load_scaler(here, state._save_scaler(saved))
+        state.load_scaler(here, state.save_scaler(saved))
     assert (here.loss_scaler.cur_scale if scale is not None else None) == scale
-    assert said in "".join(lines) and bool(said) == bool(lines)
+    assert len(lines) == (said is not None) and not lacks("".join(lines), *(said or "").split())
 
 
 def test_the_scale_that_an_optimizer_keeps_in_itself_comes_back() -> None:
     """As fp16 without ZeRO has it up to DeepSpeed 0.17."""
     scale = {"dynamic_loss_scale": True, "cur_scale": 2.0**15, "cur_iter": 7, "last_overflow_iter": 5}
     before, after = SimpleNamespace(**scale), SimpleNamespace(**scale | {"cur_scale": 2.0**36, "cur_iter": 0})
-    state._load_scaler(after, state._save_scaler(before))
+    state.load_scaler(after, state.save_scaler(before))
     assert vars(after) == vars(before)

@@ -93,7 +93,7 @@ def test_a_loop_without_one_of_the_functions_is_refused_by_name_once_ftckpt_is_o
     assert replaced(training) == ["setup_model_and_optimizer"]
     assert training.setup_model_and_optimizer() == "setup_model_and_optimizer"
     section.configure({"enabled": True})
-    with raises(UnsupportedError, "megatron.training has no train_step"):
+    with raises(UnsupportedError, "megatron.training", "train_step"):
         training.setup_model_and_optimizer()
     initialize.remove()
     assert not replaced(training)
@@ -179,11 +179,11 @@ def test_the_loop_is_made_to_stand_where_it_stood() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"kd": True}, UnsupportedError, "Megatron-DeepSpeed's --kd is not supported"),
-        ({"compression_training": True}, UnsupportedError, "compression_training, in the JSON, is not supported"),
-        ({"mos": True}, UnsupportedError, "Megatron-DeepSpeed's --mos is not supported"),
-        ({"deepspeed": False}, ConfigError, "ftckpt is switched on, and --deepspeed is not"),
-        ({"consumed_train_samples": None}, UnsupportedError, "Megatron-DeepSpeed has no args.consumed_train_samples"),
+        ({"kd": True}, UnsupportedError, "Megatron-DeepSpeed --kd"),
+        ({"compression_training": True}, UnsupportedError, "compression_training"),
+        ({"mos": True}, UnsupportedError, "Megatron-DeepSpeed --mos"),
+        ({"deepspeed": False}, ConfigError, "--deepspeed"),
+        ({"consumed_train_samples": None}, UnsupportedError, "Megatron-DeepSpeed args.consumed_train_samples"),
     ],
 )
 def test_what_is_not_known_is_refused_before_anything_is_built(
@@ -199,7 +199,7 @@ def test_what_is_not_known_is_refused_before_anything_is_built(
     def build() -> None:
         raise AssertionError("it was built")
 
-    with raises(error, words):
+    with raises(error, *words.split()):
         TrainLoop(training).set_up(build)
 
 
@@ -219,7 +219,7 @@ def test_where_nothing_is_trained_nothing_is_followed(name: str) -> None:
 
 def test_a_fork_that_counts_no_iterations_is_refused_by_name() -> None:
     section.configure({"enabled": True})
-    with raises(UnsupportedError, "Megatron-DeepSpeed has no args.iteration"):
+    with raises(UnsupportedError, "Megatron-DeepSpeed", "args.iteration"):
         TrainLoop(loop_of()).set_up(lambda: (["engine"], None, None))
 
 

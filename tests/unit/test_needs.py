@@ -100,7 +100,7 @@ def test_only_padded_keys_may_have_other_rows() -> None:
     with raises(MismatchError, "master/w", "F32", "[12, 4]", "[16, 4]"):
         keys(need, index)
     for other in (piece("master/w", 12, 5), piece("master/w", 12), piece("master/w", 16, 4, dtype="BF16")):
-        with pytest.raises(MismatchError, match="another model"):
+        with pytest.raises(MismatchError):
             keys([other], index, padded=frozenset({"master/w"}))
 
 

@@ -17,11 +17,12 @@ import pytest
 from ftckpt.config import Config
 from ftckpt.errors import SmpError
 from ftckpt.job import node_smp
-from ftckpt.job.node_smp import NodeSmp, SmpSetup
+from ftckpt.job.node_smp import NodeSmp
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.smp.requests import guard_digest
 from ftckpt.store.environment import Hazard
+from tests.support.errors import lacks
 from tests.support.waiting import until
 
 PLACES = (RankPlace({"dp": 0}, "n0"), RankPlace({"dp": 1}, "n0"))
@@ -49,11 +50,11 @@ def asked(client: Saying | None, *goes_on: bool) -> str:
 
 
 def test_a_node_is_asked_until_it_has_a_reason_or_has_come_to_its_end() -> None:
-    assert asked(Saying("", "", "no disk", "too late"), True, True, True, True) == "node n0: no disk"
+    assert not lacks(asked(Saying("", "", "no disk", "too late"), True, True, True, True), "n0", "no disk")
     assert asked(Saying("", "", "no disk"), True, False, False) == "", "its part is there: it has no reason"
-    assert asked(Saying("no disk")) == "node n0: no disk"
-    assert asked(Saying(), True, True) == "node n0: it does not answer"
-    assert asked(None, True, True) == "node n0: its SMP has not started: it takes long"
+    assert not lacks(asked(Saying("no disk")), "n0", "no disk")
+    assert not lacks(asked(Saying(), True, True), "n0", "it does not answer")
+    assert not lacks(asked(None, True, True), "n0")
 
 
 def test_a_node_that_writes_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,14 +62,14 @@ def test_a_node_that_writes_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     assert asked(Saying("", "too late"), True, True) == ""
 
 
-def of_rank(rank: int, told: list[tuple[str, str]] | None = None) -> NodeSmp:
+def of_rank(rank: int, told: list[tuple[str, str]] | None = None, attempt: str = "attempt") -> NodeSmp:
     """With nothing to tell, or errors that come to ``told``."""
 
     def emit(event: str, error: str) -> None:
         assert told is not None, error
         told.append((event, error))
 
-    group: Any = SimpleNamespace(name="attempt")
+    group: Any = SimpleNamespace(name=attempt)
     events: Any = SimpleNamespace(emit=emit)
     return NodeSmp(Config(smp_listen="127.0.0.1"), Topology(rank, PLACES, {"dp": 2}), group, events, ["machine"] * 2)
 
@@ -131,15 +132,16 @@ def test_an_smp_that_cannot_answer_other_nodes_is_told_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What guards and flushes this node's memory needs no other node."""
-    failed, smp, watched = threading.Event(), of_rank(0), list[object]()
+    seen, watched = list[tuple[str, str]](), list[object]()
+    smp = of_rank(0, seen)
     client = SimpleNamespace(configure=lambda _: "the address has gone")
     monkeypatch.setattr(NodeSmp, "_find_or_start", lambda *_: client)
     monkeypatch.setattr(
         node_smp, "Watch", lambda of, *_, **__: watched.append(of) or SimpleNamespace(stop=lambda: None)
     )
-    smp._setup = SmpSetup(smp._tell, lambda error: failed.set())
     configured(smp, tmp_path, "arena")
-    assert failed.wait(20) and "the address has gone" in smp._setup.problem and watched == [client]
+    until(lambda: seen, "it fails")
+    assert "the address has gone" in seen[0][1] and watched == [client]
     smp.release()
 
 
@@ -157,10 +159,11 @@ def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And says at its end why nothing came to storage."""
-    told, smp = Told(monkeypatch, no_memory), of_rank(0, [])
+    told, seen = Told(monkeypatch, no_memory), list[tuple[str, str]]()
+    smp = of_rank(0, seen)
     configured(smp, tmp_path, "arena")
-    until(lambda: smp._setup.problem, "it fails")
-    assert smp.flush_problem() == "node n0: its SMP has not started: OSError: no memory"
+    until(lambda: seen, "it fails")
+    assert not lacks(smp.flush_problem(), "n0", "OSError: no memory")
     assert of_rank(1).flush_problem() == "", "another rank leads the node"
     begin = time.monotonic()
     smp.release()
@@ -174,8 +177,7 @@ def test_an_smp_that_an_earlier_attempt_has_told_does_not_guard_this_one(
     Told(monkeypatch)
     digests = []
     for attempt in ("earlier", "this"):
-        smp = of_rank(0)
-        smp._group.name = attempt
+        smp = of_rank(0, attempt=attempt)
         digests.append(configured(smp, tmp_path, "arena"))
         smp.release()
     assert len(set(digests)) == 2
@@ -193,9 +195,10 @@ def test_an_smp_that_has_ended_since_it_was_found_is_found_again(
 
 
 def test_what_is_wanted_anew_waits_for_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, smp = Told(monkeypatch, no_memory), of_rank(0, [])
+    told, seen = Told(monkeypatch, no_memory), list[tuple[str, str]]()
+    smp = of_rank(0, seen)
     configured(smp, tmp_path, "first")
-    until(lambda: smp._setup.problem, "it fails")
+    until(lambda: seen, "it fails")
     configured(smp, tmp_path, "second")
     until(told.arenas, "it is told", node_smp._AGAIN_SECS / 2)
     smp.release()

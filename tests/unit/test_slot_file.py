@@ -92,14 +92,14 @@ def test_another_file_under_the_name_of_a_slot_is_not_read(arena: Arena) -> None
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data)
-    with raises(ArenaError, "was replaced"):
+    with raises(ArenaError):
         SlotFile(arena, 0)
 
 
 def test_a_file_that_ends_early_is_an_error(arena: Arena) -> None:
     with closing(SlotFile(arena, 0)) as file:
         os.truncate(arena.path / slot_name(0), 8192)
-        with raises(ArenaError, "ends before"):
+        with raises(ArenaError):
             file.read_into(4096, memoryview(bytearray(8192)))
 
 

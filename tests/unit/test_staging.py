@@ -119,7 +119,7 @@ def test_what_was_sent_before_an_error_keeps_its_memory(fake: FakeDevice) -> Non
         memory = staging.memory(NBYTES)
         memory.fill_(number)
         if number == 1:
-            with pytest.raises(OSError, match="the rest"):
+            with pytest.raises(OSError):
                 staging.send(half())
         else:
             staging.send([(strip(target[1], 0, NBYTES), strip(memory, 0, NBYTES))])

@@ -12,7 +12,7 @@ import torch
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.restore.plan import StridedCopy, run
 from ftckpt.restore.staging import StagingBuffers
-from ftckpt.restore.straight import _begin, _bring, _chunks, _Part, reads_little_twice
+from ftckpt.restore.straight import Part, begin_of, bring, chunks_of, reads_little_twice
 from ftckpt.store.image import Span
 from ftckpt.store.landings import LoadTarget
 
@@ -37,9 +37,9 @@ class Image:
     def bring(self, wanted: list[StridedCopy]) -> list[torch.Tensor]:
         """What comes of these copies, each to memory of its own."""
         live = [torch.zeros(one.numel, dtype=torch.uint8) for one in wanted]
-        parts = [_Part(*one) for one in zip(wanted, live, strict=True)]
-        for chunk in _chunks(cast(ShardFile, self), sorted(parts, key=_begin)):
-            _bring(chunk, StagingBuffers())
+        parts = [Part(*one) for one in zip(wanted, live, strict=True)]
+        for chunk in chunks_of(cast(ShardFile, self), sorted(parts, key=begin_of)):
+            bring(chunk, StagingBuffers())
         return live
 
 
@@ -85,8 +85,8 @@ def test_only_chunks_that_are_wanted_are_read_and_each_once() -> None:
 def test_of_a_slot_every_chunk_is_read_and_each_once() -> None:
     file = Image(1000, 100, 0)
     live = torch.zeros(60, dtype=torch.uint8)
-    for chunk in _chunks(cast(ShardFile, file), [_Part(run(170, 0, 60), live)], every=True):
-        _bring(chunk, StagingBuffers())
+    for chunk in chunks_of(cast(ShardFile, file), [Part(run(170, 0, 60), live)], every=True):
+        bring(chunk, StagingBuffers())
     assert file.read == list(range(10)) and torch.equal(live, file.data[170:230])
 
 

@@ -27,7 +27,7 @@ def test_an_error_behind_the_first_bytes_says_that_they_are_there(touched: bool,
     restart._decide = lambda: fail(lost)
     restart._end_coming = lambda: None
     decision: Any = SimpleNamespace(snapshot=SimpleNamespace(iteration=3))
-    with pytest.raises(LostError, match="none is left") as caught:
+    with pytest.raises(LostError) as caught:
         restart.load(decision, None, None)
     assert caught.value.touched is touched
 
