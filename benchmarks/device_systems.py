@@ -178,7 +178,7 @@ class Ftckpt(System):
         out["compared"] = len(before)
         out["exact"] = all(torch.equal(t, self.job.tensors[name].cpu()) for name, t in before.items())
         for line in (json.loads(line) for path in events.glob("*.jsonl") for line in path.read_text().splitlines()):
-            if line["event"] in ("loaded", "restored", "searched", "fetched"):
+            if line["event"] in ("loaded", "restored", "fetched"):
                 out[line["event"]] = {k: v for k, v in line.items() if k.endswith(("secs", "bytes"))}
         return out
 

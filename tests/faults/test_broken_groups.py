@@ -129,5 +129,6 @@ def test_a_job_whose_connections_broke_ends_as_any_other(settings: dict[str, Any
     results = run_ranks(train, RANKS, settings, "disconnect", "close")
     assert {result.value[1] for result in results} == {RANKS}
     (last,) = committed(open_storage(str(storage)))
-    assert last in (AT - 2, AT - 1, AT) and not jobs.events(settings, "close_incomplete")
+    assert last in (AT - 2, AT - 1, AT)
+    assert [event["error"] for event in jobs.events(settings, "closed")] == [None] * RANKS
     assert not list(Path(settings["arena"]).iterdir())

@@ -73,7 +73,7 @@ def test_stalled_failing_and_killed_ranks_together(settings: dict[str, Any], tmp
     faults = [
         Fault(0, 4, "fence", tmp_path / "stalled", "stall", secs=1.5),
         Fault(1, 4, "copy", tmp_path / "raised", "raise"),
-        Fault(2, 6, "forward", tmp_path / "killed", "kill"),
+        Fault(2, 6, "boundary", tmp_path / "killed", "kill"),  # whoever is there has passed all fences
     ]
     whole = jobs.outcomes(RANKS, jobs.Run(argv, UNTIL))
     jobs.broken(RANKS, jobs.Run(argv, UNTIL, settings, faults=faults))

@@ -43,20 +43,24 @@ CHUNKS = ("--ftckpt-chunk-size", "64KiB", "--ftckpt-objects-size", "1MiB")
 Make = Callable[..., Nodes]
 
 
-def undisturbed(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+def undisturbed(
+    rank: int, world_size: int, arguments: tuple[str, ...], iterations: int
+) -> tuple[list[str], dict[str, str]]:
     """Losses and final hashes of a rank."""
     import train_plain
 
-    more = ["--iterations", str(ITERATIONS), "--log-file", os.devnull]
+    more = ["--iterations", str(iterations), "--log-file", os.devnull]
     job = train_plain.build(train_plain.parse_args([*arguments, *more]))
     losses = [metrics["loss"].hex() for metrics in train_plain.train(job)]
     return losses, train_plain.final_hashes(job)
 
 
 @functools.cache
-def reference(num_ranks: int, arguments: tuple[str, ...]) -> tuple[list[str], list[dict[str, str]]]:
+def reference(
+    num_ranks: int, arguments: tuple[str, ...], iterations: int = ITERATIONS
+) -> tuple[list[str], list[dict[str, str]]]:
     """Losses, and the final hashes of the ranks."""
-    results = [result.value for result in run_ranks(undisturbed, num_ranks, arguments, stand_in=False)]
+    results = [result.value for result in run_ranks(undisturbed, num_ranks, arguments, iterations, stand_in=False)]
     return results[0][0], [hashes for _, hashes in results]
 
 
@@ -86,11 +90,11 @@ def lose_in_mid_iteration(nodes: Nodes, node: str, since: float = 0.0) -> tuple[
     return nodes.lose(node), protected
 
 
-def check_came_back(nodes: Nodes, arguments: tuple[str, ...], protected: int) -> None:
+def check_came_back(nodes: Nodes, arguments: tuple[str, ...], protected: int, iterations: int = ITERATIONS) -> None:
     nodes.finish()
     (restored,) = nodes.restored()
     assert restored >= protected
-    nodes.check_equal(*reference(nodes.count * nodes.nproc, arguments))
+    nodes.check_equal(*reference(nodes.count * nodes.nproc, arguments, iterations))
     nodes.check_nothing_left()
 
 
@@ -141,7 +145,8 @@ def test_one_of_four_nodes(make: Make) -> None:
 
 @pytest.mark.slow
 def test_an_smp_that_is_lost_changes_nothing_and_its_successor_guards_the_node(make: Make) -> None:
-    nodes = make(2, FSDP)
+    nodes, iterations = make(2, FSDP), 200
+    nodes.common += ["--iterations", str(iterations)]  # as long as an SMP takes to start on busy cores
     nodes.start_node("a", "127.0.0.1")
     nodes.start_node("b", "127.0.0.2")
     nodes.wait_for("a protected snapshot", nodes.protected)
@@ -154,7 +159,7 @@ def test_an_smp_that_is_lost_changes_nothing_and_its_successor_guards_the_node(m
     back = nodes.wait_for("the event", lambda: nodes.events(0, "smp_restarted"))[-1]["time"]
     lost, protected = lose_in_mid_iteration(nodes, "b", since=max(back, killed_at))
     nodes.start_node("c", "127.0.0.2")
-    check_came_back(nodes, FSDP, protected)
+    check_came_back(nodes, FSDP, protected, iterations)
     assert nodes.rebuilt().keys() == lost
 
 

@@ -36,7 +36,7 @@ MODEL = [
     "--log-file",
     "/checkpoints/log.jsonl",
 ]
-NEVER = ["--ftckpt-persist-interval", "1000000"]
+FLAGS = ["--ftckpt-interval", "1", "--ftckpt-persist-interval", "1000000"]
 """Only the end of a pod brings anything to storage."""
 SETTLED = 100
 """Iterations, of some hundredths of a second, behind a restart, by which the SMPs of all nodes have heard of it."""
@@ -57,7 +57,7 @@ class Job:
         (self.trainers,) = self.spec["containers"]
         words = self.trainers["args"]
         words[words.index("--nproc") + 1], words[words.index("--iterations") + 1] = "2", str(iterations)
-        words += [*MODEL, *NEVER]
+        words += [*MODEL, *FLAGS]
         self.pods = [self.start(number) for number in range(2)]
         self._read: dict[Path, int] = {}
 

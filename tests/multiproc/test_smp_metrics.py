@@ -139,8 +139,9 @@ def test_an_smp_that_stands_still_is_seen(site: Site) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_are_gone_leave_what_they_have_counted(settings: dict[str, Any], arena_root: Path) -> None:
-    run = jobs.Run(["--pp", "2"], 12, {**settings, "protect": "node", "metrics_port": "auto"}, end="die")
-    assert all(map(jobs.killed, jobs.broken(4, run)))
+    # As many slots as iterations: none is left out while others are protected.
+    settings |= {"protect": "node", "metrics_port": "auto", "slots": 12}
+    assert all(map(jobs.killed, jobs.broken(4, jobs.Run(["--pp", "2"], 12, settings, end="die"))))
     try:
         (node,) = nodes_here(arena_root, "test", 10.0).nodes
         assert node.smp is not None

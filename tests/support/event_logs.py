@@ -15,8 +15,10 @@ COMMON = {"time", "event", "pid"}
 def read_events(directory: Path, name: str = "", of: str = "rank*") -> list[dict[str, Any]]:
     """Events in the order of their times, of all processes whose file is called like ``of``; by ``name`` if given.
 
-    A last line that is still being written is left out. An event or a field that is not in the table is an error.
+    A last line that is still being written is left out. An event, a field or a ``name`` that is not in the table is
+    an error.
     """
+    assert name in ("", *EVENTS), f"{name}: no such event"
     events = []
     for path in sorted(directory.glob(f"{of}.jsonl")):
         for line in path.read_text().splitlines(keepends=True):
