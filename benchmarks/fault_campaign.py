@@ -81,7 +81,7 @@ class TrialError(Exception):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialVerdict:
     """How a trial ended: one of ``KINDS``; what was done, and what came of it."""
 
     kind: str
@@ -113,7 +113,7 @@ def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
                 return Shape(nodes, settings, modes)
 
 
-def run_trial(seed: int) -> Verdict:
+def run_trial(seed: int) -> TrialVerdict:
     """One trial; its outcome follows from ``seed`` up to the instants at which things happen."""
     dice = random.Random(seed)
     job = f"campaign-{os.getpid()}-{seed}"
@@ -141,7 +141,7 @@ def run_trial(seed: int) -> Verdict:
             left = _clean(arena, job)
         if left and kind in ("resumed", "refused"):
             kind, text = "leaked", left
-    return Verdict(kind, shape, tuple(injected), promise, start, text)
+    return TrialVerdict(kind, shape, tuple(injected), promise, start, text)
 
 
 def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, str]:
@@ -355,7 +355,7 @@ def _processes_of(job: str, node: str = "ftckpt.smp") -> list[int]:
     return pids
 
 
-def campaign(trials: int, seed: int) -> list[Verdict]:
+def campaign(trials: int, seed: int) -> list[TrialVerdict]:
     """All trials, a line each."""
     verdicts = []
     for number in range(trials):

@@ -181,8 +181,8 @@ class RankState:
         return self._missed and self.failures >= self._error_limit
 
     def round_to_post(
-        self, newest: SnapshotId | None, will: Will, wish: Wish, guard: ProtectionStatus, now_secs: float,
-        *, flush: FlushStatus = NO_FLUSH,
+        self, newest: SnapshotId | None, will: Will, wish: Wish, guard: ProtectionStatus,
+        now_secs: float, *, flush: FlushStatus = NO_FLUSH,
     ) -> Round:  # fmt: skip
         """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
         # What was restored is of another lineage, and no snapshot of this one.

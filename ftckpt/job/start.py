@@ -65,7 +65,8 @@ def meet(rank: RankParts) -> Preparation:
     rank.protection.smp.tell_hazards(rank.arenas.path)
     prepared: list[Preparation] = []
     places, attempts, _ = gather_each(
-        rank.group, (rank.arenas.entry.look, Sight), (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
+        rank.group, (rank.arenas.entry.look, Sight),
+        (lambda: rank.attempt.look(rank.arenas.path), AttemptSight),
         (lambda: prepared.append(_prepare(rank)), type(None)),
     )  # fmt: skip
     rank.arenas.entry.require_one_directory(places)

@@ -25,7 +25,7 @@ SCRIPT = """
 import gc, os, pathlib, sys
 import torch
 import torch.distributed as dist
-from ftckpt import plain
+import ftckpt.plain
 from ftckpt.config import Config
 from ftckpt.job import checkpointer
 import ftckpt.plain.geometry, ftckpt.plain.hooks, ftckpt.plain.state, torch._dynamo
@@ -37,7 +37,7 @@ def train(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
-    job = plain.attach(model, optimizer, config=config)
+    job = ftckpt.plain.attach(model, optimizer, config=config)
     job.restore()
     for iteration in range(1, 4):
         model(torch.ones(1, 4)).sum().backward()

@@ -30,7 +30,7 @@ from ftckpt.store.process import Process
 from ftckpt.store.pulse import Pulse
 from tests.support.interpreters import python
 from tests.support.killing import killed_at
-from tests.support.smps import JOB, NODE, SECRET, Site, events, lives_on, site_at
+from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, lives_on, site_at
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -48,7 +48,7 @@ for iteration in range(1000):
 
 
 @pytest.fixture
-def site(arena_root: Path) -> Iterator[Site]:
+def site(arena_root: Path) -> Iterator[SmpSite]:
     with site_at(arena_root) as made:
         yield made
 
@@ -77,7 +77,7 @@ class Told:
         return [name for name, _ in self.seen]
 
 
-def listens(client: SmpClient, site: Site, events_dir: Path) -> int:
+def listens(client: SmpClient, site: SmpSite, events_dir: Path) -> int:
     """Configured with the port at which it answers other nodes, as by a leader."""
     with closing(PortHold("127.0.0.1")) as port:
         port.lend()
@@ -85,7 +85,7 @@ def listens(client: SmpClient, site: Site, events_dir: Path) -> int:
         return port.number
 
 
-def test_a_new_one_takes_over_what_the_killed_one_was_told(site: Site, tmp_path: Path) -> None:
+def test_a_new_one_takes_over_what_the_killed_one_was_told(site: SmpSite, tmp_path: Path) -> None:
     client = site.start()
     port = listens(client, site, tmp_path)
     trainer = python(TRAIN, site.node_dir)
@@ -103,7 +103,7 @@ def test_a_new_one_takes_over_what_the_killed_one_was_told(site: Site, tmp_path:
         trainer.communicate(timeout=10)
 
 
-def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) -> None:
+def test_the_watch_brings_it_back_again_and_again(site: SmpSite, tmp_path: Path) -> None:
     client, told = site.start(), Told()
     port = listens(client, site, tmp_path)
     watch = Watch(client, told)
@@ -135,7 +135,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_it_sees_reaches_the_job_and_outlives_it(
-    site: Site, kept: Path, caplog: pytest.LogCaptureFixture
+    site: SmpSite, kept: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, told = site.start(), list[str]()
     client.configure(site.description())
@@ -163,7 +163,7 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(
     assert f"its log is kept in {kept}" in caplog.text
 
 
-def test_its_log_outlives_a_job_that_failed(site: Site, kept: Path) -> None:
+def test_its_log_outlives_a_job_that_failed(site: SmpSite, kept: Path) -> None:
     client = site.start()
     with suppress(SmpError):
         client.configure({**site.description(), "job": "another"})
@@ -176,7 +176,7 @@ def test_its_log_outlives_a_job_that_failed(site: Site, kept: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["its directory is removed", "nobody trains"])
-def test_its_log_outlives_the_directory_where_no_other_process_keeps_it(site: Site, kept: Path, end: str) -> None:
+def test_its_log_outlives_the_directory_where_no_other_process_keeps_it(site: SmpSite, kept: Path, end: str) -> None:
     client = site.start(idle_secs=2.0 if end == "nobody trains" else 300.0)
     with suppress(SmpError):
         client.configure({**site.description(), "job": "another"})
@@ -188,7 +188,7 @@ def test_its_log_outlives_the_directory_where_no_other_process_keeps_it(site: Si
 
 
 @pytest.mark.slow
-def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: Site, tmp_path: Path) -> None:
+def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: SmpSite, tmp_path: Path) -> None:
     client, told = site.start(), Told()
     client.configure(site.description(events=str(tmp_path)))
     pid = client.hello()["pid"]
@@ -204,7 +204,7 @@ def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: Site
         watch.stop()
 
 
-def test_a_watch_tells_what_it_cannot_cure(site: Site) -> None:
+def test_a_watch_tells_what_it_cannot_cure(site: SmpSite) -> None:
     client, told = site.start(), Told()
     kill(client)
     (site.node_dir / "smp.lock").unlink()
@@ -219,7 +219,7 @@ def test_a_watch_tells_what_it_cannot_cure(site: Site) -> None:
     (site.node_dir / "smp.lock").rmdir()
 
 
-def test_killed_while_it_starts(site: Site) -> None:
+def test_killed_while_it_starts(site: SmpSite) -> None:
     for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4):
         found: list[Any] = []
         starter = threading.Thread(target=lambda found=found: found.append(site.start()))
@@ -238,7 +238,7 @@ def test_killed_while_it_starts(site: Site) -> None:
         kill(site.start())
 
 
-def test_killed_while_it_is_configured(site: Site) -> None:
+def test_killed_while_it_is_configured(site: SmpSite) -> None:
     """What the next one reads is what the last configuration that was acknowledged said, or the one on its way."""
     rng = random.Random(7)
     acknowledged, sent = -1, 0
@@ -280,7 +280,7 @@ def test_a_kill_while_the_configuration_is_kept_leaves_the_old_or_the_new_one(ar
 @pytest.mark.parametrize(
     "content", ["", "{", "[1]", '{"version": 99}', f'{{"version": {VERSION}, "description": 5}}', "\0" * 5000, "link"]
 )
-def test_what_was_kept_and_is_damaged_stops_nobody(site: Site, content: str) -> None:
+def test_what_was_kept_and_is_damaged_stops_nobody(site: SmpSite, content: str) -> None:
     path = site.node_dir / "smp.json"
     if content == "link":
         path.symlink_to("/etc/hostname")
@@ -294,7 +294,7 @@ def test_what_was_kept_and_is_damaged_stops_nobody(site: Site, content: str) -> 
 
 
 @pytest.mark.slow
-def test_a_frozen_one_hangs_nobody(site: Site) -> None:
+def test_a_frozen_one_hangs_nobody(site: SmpSite) -> None:
     client = site.start()
     pid = client.hello()["pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -317,7 +317,7 @@ def test_a_frozen_one_hangs_nobody(site: Site) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_the_end_of_the_job_after_a_kill_leaves_nothing(site: Site) -> None:
+def test_the_end_of_the_job_after_a_kill_leaves_nothing(site: SmpSite) -> None:
     client = site.start()
     client.configure(site.description())
     with JobLock(site.node_dir, 0):

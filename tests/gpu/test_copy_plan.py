@@ -17,7 +17,7 @@ from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copy_plan import CALL_COPIES, CopyPlan
 from ftckpt.capture.driver import Call
 from ftckpt.errors import CaptureError
-from tests.support.device_snapshots import Snapshots
+from tests.support.device_snapshots import DeviceSnapshots
 from tests.support.device_states import CPU, Blocked, assert_holds, plan, shared_slot
 from tests.support.fake_device import PAGE, FakeDevice
 from tests.support.waiting import until
@@ -111,7 +111,7 @@ def test_a_driver_that_refuses_is_asked_for_each_copy(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.refuse_calls = True
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     assert [record.args for record in caplog.records] == [(801,)]
     snapshots.take()
     assert not fake.calls and fake.copies
@@ -119,7 +119,7 @@ def test_a_driver_that_refuses_is_asked_for_each_copy(
 
 
 def test_a_refusal_while_training_runs_costs_one_snapshot(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     snapshots.take()
     fake.refuse_calls = True
     snapshots.begin()
@@ -135,7 +135,7 @@ def test_a_refusal_while_training_runs_costs_one_snapshot(fake: FakeDevice, monk
 def test_what_a_refused_call_lets_go_of_stays_until_the_device_is_done(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     snapshots.take()
     plan = weakref.ref(snapshots.copier._plan)
     release, fake.refuse_calls = fake.hold(fake.side), True
@@ -167,7 +167,7 @@ def test_a_dropped_snapshot_ends_behind_what_was_gathered_for_it(
 ) -> None:
     """What is gathered goes to memory that is given back when copies are over."""
     windows = Blocked()
-    snapshots = Snapshots(monkeypatch, windows)
+    snapshots = DeviceSnapshots(monkeypatch, windows)
     slow = fake.hold(fake.side)
     snapshots.begin()
     assert windows.asked.wait(20.0)

@@ -22,7 +22,7 @@ from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
 from ftckpt.store.locks import FileLock
 from ftckpt.windows.clock import DeviceClock
-from tests.support.device_snapshots import Snapshots
+from tests.support.device_snapshots import DeviceSnapshots
 from tests.support.device_states import CPU, Blocked, assert_holds, laid_out, prepared, shared_slot, started
 from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, pages_present
 from tests.support.waiting import until
@@ -85,7 +85,7 @@ def test_a_copier_without_work_closes_at_once(fake: FakeDevice) -> None:
 
 def test_nothing_is_pinned_in_the_first_two_iterations(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training loads, allocates and connects then. Copies are staged meanwhile."""
-    snapshots = Snapshots(monkeypatch, settled=False)
+    snapshots = DeviceSnapshots(monkeypatch, settled=False)
     until(lambda: all(pages_present(snapshots.slot.data_ptr(), snapshots.slot.numel())), "pages", SECS)
     snapshots.take()  # behind the first iteration
     # The registrar's thread may be late: whether it has been told counts.
@@ -103,7 +103,7 @@ def test_what_is_dear_to_be_staged_waits_until_its_slot_is_pinned(
 ) -> None:
     """Through the staging buffer it would stand in training's way. What is cheap beside an iteration, or late, need
     not wait."""
-    snapshots = Snapshots(monkeypatch, settled=False)
+    snapshots = DeviceSnapshots(monkeypatch, settled=False)
     capture, copier, release = snapshots.capture, snapshots.copier, threading.Event()
     monkeypatch.setattr(copier._registrar, "_pin", lambda *_: release.wait(SECS))
     assert capture.is_ready(()), "it takes no time"
@@ -132,7 +132,7 @@ def test_a_slot_that_cannot_be_pinned_is_waited_for_no_longer(
 ) -> None:
     fake.refuse_pinning = True
     monkeypatch.setattr(device_copier, "_MOST_STAGED_SECS", 0.0)
-    snapshots = Snapshots(monkeypatch, settled=False)
+    snapshots = DeviceSnapshots(monkeypatch, settled=False)
     assert not snapshots.capture.is_ready(())
     for _ in range(2):
         snapshots.capture.at_boundary()
@@ -263,7 +263,7 @@ def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unpinning may wait for all that the device has. What is of training, and buffers, are let go of."""
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     snapshots.take()
     held = [weakref.ref(tensor) for tensor in (*snapshots.tensors, *fake.buffers, snapshots.copier._staging)]
     assert fake.pinned and len(held) == 6

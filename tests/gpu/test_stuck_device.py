@@ -12,13 +12,13 @@ import pytest
 from ftckpt.capture import capture as capture_module
 from ftckpt.errors import CaptureError
 from ftckpt.windows.bubbles import Always, Turn
-from tests.support.device_snapshots import Snapshots
+from tests.support.device_snapshots import DeviceSnapshots
 from tests.support.fake_device import SECS, FakeDevice
 from tests.support.waiting import until
 
 
 @contextmanager
-def short_joins(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_joins(snapshots: DeviceSnapshots, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``close`` gives stuck threads a moment only."""
     with monkeypatch.context() as patch:
         for worker in (snapshots.copier._worker, snapshots.copier._finisher):
@@ -31,7 +31,7 @@ def short_joins(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_a_slow_copy_delays_the_optimizer_on_the_device_only(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     slow = fake.hold(fake.side)
     snapshots.begin()
     assert snapshots.capture.fence(SECS) < SECS / 4
@@ -53,7 +53,7 @@ def test_a_stuck_copy_costs_the_snapshot_and_never_the_trainer(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fence passes, as the device holds training back; what the host waits for after it has a deadline."""
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     stuck = fake.hold(fake.side)
     snapshots.begin()
     snapshots.capture.fence(SECS)
@@ -86,7 +86,7 @@ def test_a_stuck_submission_costs_the_snapshot_before_the_device_is_told(
             assert leave.wait(SECS)
             return Turn()
 
-    snapshots = Snapshots(monkeypatch, Blocked())
+    snapshots = DeviceSnapshots(monkeypatch, Blocked())
     snapshots.begin()
     with pytest.raises(CaptureError, match=r"not done after 0\.05 s"):
         snapshots.capture.fence(0.05)
@@ -110,7 +110,7 @@ def test_a_stuck_submission_costs_the_snapshot_before_the_device_is_told(
 
 def test_close_while_the_copier_is_stuck_in_a_submission(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.refuse_pinning = True
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     stuck = fake.hold(fake.side)
     snapshots.begin()
     begin = time.monotonic()

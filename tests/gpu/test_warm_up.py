@@ -15,7 +15,7 @@ from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.windows.clock import DeviceClock
 from ftckpt.windows.pacer import Pacer
-from tests.support.device_snapshots import Snapshots
+from tests.support.device_snapshots import DeviceSnapshots
 from tests.support.device_states import CPU, live_state
 from tests.support.fake_device import PAGE, FakeDevice
 
@@ -38,7 +38,7 @@ def test_a_snapshot_asks_for_nothing_that_is_not_there(
     tensors = odd_state()
     if offloaded:
         monkeypatch.setattr(host, "in_host_memory", lambda tensor: any(tensor is home for home in tensors[3:5]))
-    snapshots = Snapshots(monkeypatch, tensors=tensors, volatile=volatile)
+    snapshots = DeviceSnapshots(monkeypatch, tensors=tensors, volatile=volatile)
     assert len(fake.kernels) > (1 if volatile else 4) and fake.buffers
     with fake.train():
         for _ in range(3):
@@ -49,7 +49,7 @@ def test_a_snapshot_asks_for_nothing_that_is_not_there(
 def test_the_device_says_where_something_was_not_there(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above rests on."""
     monkeypatch.setattr(device_copier.DeviceCopier, "warm_up", lambda *_: None)
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     snapshots.copier._clock.provide(100)
     with fake.train(), pytest.raises(Exception, match="loaded while training runs"):
         snapshots.take()
@@ -58,7 +58,7 @@ def test_the_device_says_where_something_was_not_there(fake: FakeDevice, monkeyp
 
 def test_slots_that_lie_in_wait_are_not_touched(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart's only snapshot may lie there."""
-    snapshots = Snapshots(monkeypatch)
+    snapshots = DeviceSnapshots(monkeypatch)
     assert not snapshots.slot.any() and snapshots.control.told == []
     snapshots.capture.close()
 

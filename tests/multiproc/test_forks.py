@@ -17,7 +17,7 @@ import torch
 
 import ftckpt
 import ftckpt.plain
-from ftckpt import forks, plain
+from ftckpt import forks
 from ftckpt.capture import copier
 from ftckpt.group import Group
 from ftckpt.plain.hooks import follow
@@ -78,7 +78,7 @@ def steps_of(trainer: Trainer, step: Callable[[], object]) -> tuple[list[str], b
 def plain_hooks(rank: int, world_size: int) -> Any:
     trainer, model = Trainer(), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    follow(plain.patches, trainer, model, optimizer, PlainState(model, optimizer, None, {}))  # type: ignore[arg-type]
+    follow(ftckpt.plain.patches, trainer, model, optimizer, PlainState(model, optimizer, None, {}))  # type: ignore[arg-type]
 
     def step() -> None:
         model(torch.ones(1, 2)).sum().backward()

@@ -32,7 +32,7 @@ from tests.support.errors import raises
 from tests.support.interpreters import python
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.repository import ROOT as REPOSITORY
-from tests.support.smps import JOB, NODE, SECRET, Site, answers, lives_on, send, site_at
+from tests.support.smps import JOB, NODE, SECRET, SmpSite, answers, lives_on, send, site_at
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -79,7 +79,7 @@ ANON_LIMIT_BYTES = 64 << 20
 
 
 @pytest.fixture
-def site(arena_root: Path) -> Iterator[Site]:
+def site(arena_root: Path) -> Iterator[SmpSite]:
     with site_at(arena_root) as made:
         yield made
 
@@ -88,14 +88,14 @@ def proc(pid: int, name: str) -> str:
     return (Path("/proc") / str(pid) / name).read_text()
 
 
-def arena_of(site: Site) -> Path:
+def arena_of(site: SmpSite) -> Path:
     member: Rank = ranks(site.root, 1)[0]
     arena = Arena.create(site.node_dir, member.manifest(), 2)
     arena.close()
     return arena.path
 
 
-def test_ranks_that_race_get_one_and_the_same(site: Site) -> None:
+def test_ranks_that_race_get_one_and_the_same(site: SmpSite) -> None:
     go = site.root / "go"
     starters = [python(FIND, site.node_dir, site.root, go, 0) for _ in range(6)]
     go.touch()
@@ -107,7 +107,7 @@ def test_ranks_that_race_get_one_and_the_same(site: Site) -> None:
     assert told == set(site.pids()) and len(told) == 1
 
 
-def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp_path: Path) -> None:
+def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: SmpSite, tmp_path: Path) -> None:
     with open(tmp_path / "marker", "w") as marker:
         os.set_inheritable(marker.fileno(), True)
         starter = python(
@@ -138,7 +138,7 @@ def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp
 
 
 def test_it_is_no_worker_to_launchers_that_kill_workers_without_a_parent(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: SmpSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "run1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -146,7 +146,7 @@ def test_it_is_no_worker_to_launchers_that_kill_workers_without_a_parent(
     assert "\0MASTER_PORT=" not in "\0" + proc(pid, "environ")
 
 
-def test_one_that_a_shell_started_outlives_it(site: Site) -> None:
+def test_one_that_a_shell_started_outlives_it(site: SmpSite) -> None:
     code = "import subprocess, sys, time\nsubprocess.run(sys.argv[1:], check=True)\n"
     code += "print('up', flush=True)\ntime.sleep(100)"
     shell = python(code, *site.command("--detach"), start_new_session=True)
@@ -160,7 +160,7 @@ def test_one_that_a_shell_started_outlives_it(site: Site) -> None:
         shell.communicate(timeout=10)
 
 
-def test_starting_and_finding_are_quick(site: Site) -> None:
+def test_starting_and_finding_are_quick(site: SmpSite) -> None:
     started, found = [], []
     for _ in range(3):
         site.node_dir.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def test_starting_and_finding_are_quick(site: Site) -> None:
     assert min(started) < 5, f"{started} s; 0.2 s on an idle machine"
 
 
-def test_modes_and_secrets(site: Site) -> None:
+def test_modes_and_secrets(site: SmpSite) -> None:
     client = site.start()
     assert client.hello()["port"] == 0
     client.configure(site.listening())
@@ -190,7 +190,7 @@ def test_modes_and_secrets(site: Site) -> None:
     until(lambda: Pulse.open(site.node_dir, None).smp()[2] == SmpState.GUARDING)
 
 
-def test_a_second_one_says_so_and_ends(site: Site) -> None:
+def test_a_second_one_says_so_and_ends(site: SmpSite) -> None:
     pid = site.start().hello()["pid"]
     for more in ([], ["--detach"]):
         run = subprocess.run(
@@ -203,7 +203,7 @@ def test_a_second_one_says_so_and_ends(site: Site) -> None:
 
 
 @pytest.mark.parametrize("stale", ["socket", "file"])
-def test_what_lies_in_place_of_the_socket_is_replaced(site: Site, stale: str) -> None:
+def test_what_lies_in_place_of_the_socket_is_replaced(site: SmpSite, stale: str) -> None:
     if stale == "file":
         (site.node_dir / "smp.sock").write_text("x")
     else:
@@ -212,7 +212,7 @@ def test_what_lies_in_place_of_the_socket_is_replaced(site: Site, stale: str) ->
     assert site.start().hello()["node"] == NODE
 
 
-def test_one_of_another_version_is_replaced(site: Site) -> None:
+def test_one_of_another_version_is_replaced(site: SmpSite) -> None:
     old = python(OTHER_VERSION, site.node_dir)
     try:
         with pytest.raises(SmpError, match="version"):
@@ -223,7 +223,7 @@ def test_one_of_another_version_is_replaced(site: Site) -> None:
         old.communicate(timeout=10)
 
 
-def test_one_that_says_no_hello_is_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_says_no_hello_is_replaced(site: SmpSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_ANSWER_SECS", 0.5)
     old = site.start().hello(10)["pid"]
     os.kill(old, signal.SIGSTOP)
@@ -234,7 +234,7 @@ def test_one_that_says_no_hello_is_replaced(site: Site, monkeypatch: pytest.Monk
     assert found.hello(10)["pid"] != old
 
 
-def test_a_description_without_a_secret_puts_no_older_one_back(site: Site) -> None:
+def test_a_description_without_a_secret_puts_no_older_one_back(site: SmpSite) -> None:
     client = site.start()
     description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
     old, new = b"o" * 32, b"n" * 32
@@ -251,14 +251,14 @@ def test_a_description_without_a_secret_puts_no_older_one_back(site: Site) -> No
         channel.greet(Trust(new), time.monotonic() + 10)
 
 
-def test_what_it_refuses_is_of_the_class_that_says_what_to_do(site: Site) -> None:
+def test_what_it_refuses_is_of_the_class_that_says_what_to_do(site: SmpSite) -> None:
     """Only who has chosen the secret can mend it: nothing is wrong with the SMP."""
     description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
     with raises(ConfigError, "secret", "5 bytes"):
         site.start().configure({**description, "secret": b"short".hex()})
 
 
-def test_it_guards_though_it_cannot_answer_other_nodes(site: Site) -> None:
+def test_it_guards_though_it_cannot_answer_other_nodes(site: SmpSite) -> None:
     """The node has another address than when the one before it was told."""
     description = site.listening(12345, "192.0.2.7")
     store_description(site.node_dir, description)
@@ -269,7 +269,7 @@ def test_it_guards_though_it_cannot_answer_other_nodes(site: Site) -> None:
     assert client.configure(site.listening()) == "" and client.hello()["port"] > 0
 
 
-def test_where_it_listens_elsewhere_than_others_know_it_is_said(site: Site) -> None:
+def test_where_it_listens_elsewhere_than_others_know_it_is_said(site: SmpSite) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         client = site.start()
@@ -318,7 +318,7 @@ def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
         (b'{"request": "configure", "description": {"job": "job", "node": "n0", "secret": "xyz"}}', "unusable"),
     ],
 )
-def test_a_bad_message_is_refused_and_logged(site: Site, data: bytes, error: str) -> None:
+def test_a_bad_message_is_refused_and_logged(site: SmpSite, data: bytes, error: str) -> None:
     client = site.start()
     before = client.hello()
     reply = send(site.node_dir, data)
@@ -328,7 +328,7 @@ def test_a_bad_message_is_refused_and_logged(site: Site, data: bytes, error: str
     assert not (site.node_dir / "smp.json").exists()
 
 
-def test_a_message_that_never_ends_is_refused(site: Site) -> None:
+def test_a_message_that_never_ends_is_refused(site: SmpSite) -> None:
     client = site.start()
     assert send(site.node_dir, b"x" * (MAX_REQUEST_BYTES + 1)) == {}
     with pytest.raises(SmpError, match="the most is"):
@@ -337,7 +337,7 @@ def test_a_message_that_never_ends_is_refused(site: Site) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_user_is_refused(site: Site) -> None:
+def test_another_user_is_refused(site: SmpSite) -> None:
     client = site.start()
     for path in (site.root, site.node_dir.parent, site.node_dir):
         path.chmod(0o755)
@@ -363,7 +363,7 @@ def test_another_user_is_refused(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_its_own_memory_and_its_log_are_bounded(site: Site) -> None:
+def test_its_own_memory_and_its_log_are_bounded(site: SmpSite) -> None:
     client = site.start()
     pid = client.hello()["pid"]
     limits = next(line for line in proc(pid, "limits").splitlines() if line.startswith("Max data size"))
@@ -385,7 +385,7 @@ def test_its_own_memory_and_its_log_are_bounded(site: Site) -> None:
     assert "unknown request 'the last'" in site.log, "the newest is kept"
 
 
-def test_a_job_of_a_thousand_nodes_costs_no_more_than_one_of_two(site: Site) -> None:
+def test_a_job_of_a_thousand_nodes_costs_no_more_than_one_of_two(site: SmpSite) -> None:
     client = site.start()
     pid = client.hello()["pid"]
     client.configure(site.listening())
@@ -399,7 +399,7 @@ def test_a_job_of_a_thousand_nodes_costs_no_more_than_one_of_two(site: Site) -> 
     assert threads <= costs[0][0] + 1 and descriptors <= costs[0][1] + 1  # a connection of the client may be ending
 
 
-def test_its_memory_is_bounded_by_the_largest_package(site: Site) -> None:
+def test_its_memory_is_bounded_by_the_largest_package(site: SmpSite) -> None:
     client = site.start()
     pid = client.hello()["pid"]
     client.configure({**site.description(), "mirror_from": {"n1": {"dp0": 500 << 20, "dp1": 1000}}})
@@ -408,7 +408,7 @@ def test_its_memory_is_bounded_by_the_largest_package(site: Site) -> None:
 
 
 @pytest.mark.parametrize("how", ["lock", "pulse"])
-def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
+def test_without_trainers_it_ends_and_arenas_stay(site: SmpSite, how: str) -> None:
     arena = arena_of(site)
     trainer = python(TRAIN, how, site.node_dir)
     try:
@@ -427,19 +427,19 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
     assert "no trainer lives: the SMP ends after 1 s" in site.log and "no trainer for 1 s; arenas stay" in site.log
 
 
-def test_how_long_it_waits_for_a_trainer_is_told(site: Site) -> None:
+def test_how_long_it_waits_for_a_trainer_is_told(site: SmpSite) -> None:
     client = site.start(idle_secs=90.0)
     until(lambda: client.status()["ends_in_secs"] is not None)
     assert 30 < client.status()["ends_in_secs"] <= 90
 
 
-def test_without_trainers_and_arenas_nothing_stays(site: Site) -> None:
+def test_without_trainers_and_arenas_nothing_stays(site: SmpSite) -> None:
     site.start(idle_secs=1.0)
     until(lambda: not site.pids())
     assert list(site.root.iterdir()) == []
 
 
-def test_the_end_of_the_job_takes_its_files_and_no_arena(site: Site) -> None:
+def test_the_end_of_the_job_takes_its_files_and_no_arena(site: SmpSite) -> None:
     arena = arena_of(site)
     with JobLock(site.node_dir, 0):
         client = site.start()
@@ -454,7 +454,7 @@ def test_the_end_of_the_job_takes_its_files_and_no_arena(site: Site) -> None:
             client.hello(1)
 
 
-def test_sigterm_ends_it_cleanly_and_a_new_one_can_start(site: Site) -> None:
+def test_sigterm_ends_it_cleanly_and_a_new_one_can_start(site: SmpSite) -> None:
     arena_of(site)
     process = subprocess.Popen(site.command(), cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
@@ -470,7 +470,7 @@ def test_sigterm_ends_it_cleanly_and_a_new_one_can_start(site: Site) -> None:
     assert site.start().hello()["pid"] != process.pid
 
 
-def test_clean_ends_it_unless_trainers_live(site: Site) -> None:
+def test_clean_ends_it_unless_trainers_live(site: SmpSite) -> None:
     arena = arena_of(site)
     other = node_directory(site.root, JOB, "n1")
     pid = site.start().hello()["pid"]
@@ -486,7 +486,7 @@ def test_clean_ends_it_unless_trainers_live(site: Site) -> None:
     assert site.pids() == [] and list(site.root.iterdir()) == []
 
 
-def test_clean_takes_what_a_killed_one_left(site: Site) -> None:
+def test_clean_takes_what_a_killed_one_left(site: SmpSite) -> None:
     client = site.start()
     client.configure(site.description())
     os.kill(client.hello()["pid"], signal.SIGKILL)
@@ -496,28 +496,28 @@ def test_clean_takes_what_a_killed_one_left(site: Site) -> None:
     assert list(site.root.iterdir()) == []
 
 
-def test_an_smp_is_no_reason_to_keep_an_empty_directory(site: Site) -> None:
+def test_an_smp_is_no_reason_to_keep_an_empty_directory(site: SmpSite) -> None:
     site.start()
     with JobLock(site.node_dir, 0):
         assert remove_job_if_empty(site.root, JOB, NODE)
     assert site.pids() == [] and list(site.root.iterdir()) == []
 
 
-def test_it_ends_when_its_directory_is_gone_and_makes_no_new_one(site: Site) -> None:
+def test_it_ends_when_its_directory_is_gone_and_makes_no_new_one(site: SmpSite) -> None:
     site.start()
     shutil.rmtree(site.node_dir.parent)
     until(lambda: not site.pids())
     assert list(site.root.iterdir()) == []
 
 
-def test_one_that_comes_up_when_its_job_was_cleaned_makes_nothing(site: Site) -> None:
+def test_one_that_comes_up_when_its_job_was_cleaned_makes_nothing(site: SmpSite) -> None:
     site.node_dir.rmdir()
     with raises(SmpError, "is gone"):
         site.start()
     assert site.pids() == [] and not site.node_dir.exists()
 
 
-def test_a_start_that_cannot_succeed_tells_why(site: Site) -> None:
+def test_a_start_that_cannot_succeed_tells_why(site: SmpSite) -> None:
     site.node_dir.rmdir()
     site.node_dir.write_text("a file in place of the directory")
     begin = time.monotonic()
@@ -528,7 +528,7 @@ def test_a_start_that_cannot_succeed_tells_why(site: Site) -> None:
     site.node_dir.unlink()
 
 
-def test_the_command_runs_asks_and_ends_one(site: Site) -> None:
+def test_the_command_runs_asks_and_ends_one(site: SmpSite) -> None:
     arena_of(site)
     command = [
         sys.executable,

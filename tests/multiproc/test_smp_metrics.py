@@ -19,7 +19,7 @@ from ftckpt.smp.metrics import METRICS, PREFIX, full_name
 from ftckpt.store.directory import clean_job, end_smp, node_directory
 from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs
-from tests.support.smps import JOB, NODE, Site, site_at
+from tests.support.smps import JOB, NODE, SmpSite, site_at
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -29,7 +29,7 @@ Samples = dict[tuple[str, str], float]
 
 
 @pytest.fixture
-def site(arena_root: Path) -> Iterator[Site]:
+def site(arena_root: Path) -> Iterator[SmpSite]:
     with site_at(arena_root) as site:
         yield site
 
@@ -49,7 +49,7 @@ def scraped(url: str) -> Samples:
         return parsed(reply.read().decode())
 
 
-def test_who_asks_gets_what_is_so_at_that_moment(site: Site) -> None:
+def test_who_asks_gets_what_is_so_at_that_moment(site: SmpSite) -> None:
     client = site.start()
     client.configure(site.description(metrics_port="auto"))
     url = client.hello()["metrics"]
@@ -75,7 +75,7 @@ def test_who_asks_gets_what_is_so_at_that_moment(site: Site) -> None:
         scraped(url)
 
 
-def test_a_port_that_is_taken_is_tried_again_and_loud_events_are_counted(site: Site) -> None:
+def test_a_port_that_is_taken_is_tried_again_and_loud_events_are_counted(site: SmpSite) -> None:
     client = site.start()
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -102,7 +102,7 @@ def test_nothing_is_imported_for_metrics_that_nobody_wants(monkeypatch: pytest.M
     assert not told and not exporter.url
 
 
-def test_a_file_has_them_until_the_smp_ends(site: Site, tmp_path: Path) -> None:
+def test_a_file_has_them_until_the_smp_ends(site: SmpSite, tmp_path: Path) -> None:
     client, path = site.start(), tmp_path / "made" / f"ftckpt-{JOB}-{NODE}.prom"
     client.configure(site.description(metrics_dir=str(path.parent)))
     until(path.exists)
@@ -114,7 +114,7 @@ def test_a_file_has_them_until_the_smp_ends(site: Site, tmp_path: Path) -> None:
     assert os.listdir(path.parent) == []
 
 
-def test_a_directory_that_cannot_be_written_is_told_once_and_ends_nothing(site: Site, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_told_once_and_ends_nothing(site: SmpSite, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     client = site.start()
     client.configure(site.description(metrics_dir=str(tmp_path / "file")))
@@ -125,7 +125,7 @@ def test_a_directory_that_cannot_be_written_is_told_once_and_ends_nothing(site: 
     until(lambda: not site.files())
 
 
-def test_an_smp_that_stands_still_is_seen(site: Site) -> None:
+def test_an_smp_that_stands_still_is_seen(site: SmpSite) -> None:
     client = site.start()
     client.configure(site.description(metrics_port="auto"))
     url = client.hello()["metrics"]

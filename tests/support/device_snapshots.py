@@ -50,7 +50,7 @@ class Control:
         self.state = state
 
 
-class Snapshots:
+class DeviceSnapshots:
     """A capture of ``live_state`` into one slot. ``copier`` is the device's, ``slot`` the bytes in host memory; the
     last ``volatile`` chunks are of volatile state."""
 

@@ -25,7 +25,7 @@ JOB, NODE = "job", "n0"
 SECRET = bytes(range(100, 132))
 
 
-class Site:
+class SmpSite:
     """One node's directory and its SMP."""
 
     def __init__(self, root: Path) -> None:
@@ -65,9 +65,9 @@ class Site:
 
 
 @contextmanager
-def site_at(root: Path) -> Iterator[Site]:
+def site_at(root: Path) -> Iterator[SmpSite]:
     """A node's directory; at the end its SMP must be gone, or go."""
-    site = Site(root)
+    site = SmpSite(root)
     try:
         yield site
     finally:

@@ -16,18 +16,18 @@ from ftckpt.smp import __main__ as smp_main
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.store.locks import JOB_LOCK_NAME
 from tests.support.containers import rank_elsewhere
-from tests.support.smps import JOB, NODE, Site, answers, site_at
+from tests.support.smps import JOB, NODE, SmpSite, answers, site_at
 from tests.support.waiting import until
 
 
 @pytest.fixture
-def site(arena_root: Path) -> Iterator[Site]:
+def site(arena_root: Path) -> Iterator[SmpSite]:
     with site_at(arena_root) as one:
         yield one
 
 
 def test_a_probe_is_content_with_an_smp_that_moves_and_with_no_other(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    site: SmpSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = argparse.Namespace(job=JOB, node=NODE, arena=site.root)
     assert smp_main.alive(asked) == 1 and capsys.readouterr().err
@@ -43,7 +43,7 @@ def test_a_probe_is_content_with_an_smp_that_moves_and_with_no_other(
     assert smp_main.alive(asked) == 1
 
 
-def test_one_that_stands_by_serves_when_the_other_one_has_ended(site: Site) -> None:
+def test_one_that_stands_by_serves_when_the_other_one_has_ended(site: SmpSite) -> None:
     client = site.start()
     first = client.hello()["pid"]
     with subprocess.Popen(site.command("--stand-by"), stderr=subprocess.PIPE, text=True) as process:
@@ -62,7 +62,7 @@ def test_the_name_of_the_node_is_that_of_its_ranks(monkeypatch: pytest.MonkeyPat
     assert parser.parse_args(["--job", "a"]).node == "pod-0"
 
 
-def test_nothing_is_saved_while_ranks_of_another_container_train(site: Site, tmp_path: Path) -> None:
+def test_nothing_is_saved_while_ranks_of_another_container_train(site: SmpSite, tmp_path: Path) -> None:
     client = site.start()
     client.configure(site.description(persist=str(tmp_path)))
     request = PersistRequest("", 5.0, anew=True)
@@ -74,7 +74,7 @@ def test_nothing_is_saved_while_ranks_of_another_container_train(site: Site, tmp
     assert [one["lives"] for one in client.status()["trainers"]] == [False]
 
 
-def test_the_command_line_hands_both_on(site: Site) -> None:
+def test_the_command_line_hands_both_on(site: SmpSite) -> None:
     command = [word.replace("ftckpt.smp", "ftckpt.commands.main") for word in site.command()]
     command.insert(3, "smp")
     assert subprocess.run([*command, "--alive"], capture_output=True, check=False).returncode == 1
