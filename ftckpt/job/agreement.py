@@ -4,7 +4,7 @@ the two groups through which a rank reaches all others, which break together.
 An all-gather goes with the round of a snapshot where replicas are compared, see ``ftckpt.capture.sample``.
 
 The n-th rounds of all ranks belong together. Which steps of training have one
-``ftckpt.job.votes`` decides, alike on all ranks. Nobody waits for a verdict before a slot is really needed.
+``ftckpt.job.votes`` decides, alike on all ranks. Nobody waits for a verdict before a slot is needed.
 """
 
 from __future__ import annotations

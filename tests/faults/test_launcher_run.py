@@ -36,9 +36,9 @@ ftckpt.plain.init_process_group(config, "gloo", init_method="env://")
 log("start")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
-ftckpt = ftckpt.plain.attach(model, optimizer, config=config)
+job = ftckpt.plain.attach(model, optimizer, config=config)
 saved = here / f"saved{rank}"
-begin = ftckpt.restore(newer_than=int(saved.read_text()) if saved.exists() else -1)
+begin = job.restore(newer_than=int(saved.read_text()) if saved.exists() else -1)
 log(["restored", begin])
 for iteration in range(1 if begin is None else begin + 1, int(os.environ.get("LAST", "4")) + 1):
     if fault == "at once" and rank == 1:
@@ -53,11 +53,11 @@ for iteration in range(1 if begin is None else begin + 1, int(os.environ.get("LA
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    ftckpt.step(iteration)
+    job.step(iteration)
     log(iteration)
     if fault == "every fourth" and iteration % 2 == 0:
         saved.write_text(str(iteration))
-ftckpt.close()
+job.close()
 log("closed")
 if fault == "behind its end" and rank == 1 and attempt == 0:
     raise ConnectionError("upload of the model: Connection reset by peer")
@@ -138,14 +138,14 @@ def train(job, last):
     ftckpt.plain.init_process_group(config, "gloo", init_method="env://")
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    ftckpt = ftckpt.plain.attach(model, optimizer, config=config)
-    ftckpt.restore()
+    checkpointer = ftckpt.plain.attach(model, optimizer, config=config)
+    checkpointer.restore()
     for iteration in range(1, last + 1):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        ftckpt.step(iteration)
-    ftckpt.close()
+        checkpointer.step(iteration)
+    checkpointer.close()
     print(f"trained {job} to {iteration}", flush=True)
 
 def launch(job):
