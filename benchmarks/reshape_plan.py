@@ -1,14 +1,14 @@
 """How long one rank takes, and how much memory, to find where to read its state from after a change of the layout, in
 jobs of up to 16,384 ranks.
 
-No processes are started and no bytes are read: what the ranks of a synthetic job would tell each other of their
-slots (``ftckpt.restore.offers``) is made up, and single ranks of the new layout compute their plans from it
-with the functions of ``ftckpt.restore``. Time is that of unpacking, indexing and planning on one core, without that of
-other processes, the best of the repeats, of the slowest of the ranks that were measured; the messages are given. Memory is
-what this allocates at its peak, together with the messages. Every rank of a job does this at the same time, so the
-job takes as long as its slowest rank; ``job cpu s`` is what all cores spend together, extrapolated.
-
-Exits with 1 where a rank of the largest job takes 10 s or more, or 1 GiB or more, at its peak.
+No processes are started and no bytes are read: what the ranks of a synthetic job would tell each other of
+their slots (``ftckpt.restore.offers``) is made up, and single ranks of the new layout compute their plans
+from it with the functions of ``ftckpt.restore``. Time is that of unpacking, indexing and planning on one
+core, without that of other processes, the best of the repeats, of the slowest of the ranks that were
+measured; the messages are given. Memory is what this allocates at its peak, together with the messages. Every
+rank of a job does this at the same time, so the job takes as long as its slowest rank; ``job cpu s`` is what
+all cores spend together, extrapolated. Exits with 1 where a rank of the largest job takes 10 s or more, or 1
+GiB or more, at its peak.
 """
 
 from __future__ import annotations
