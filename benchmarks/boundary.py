@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import boundary_jobs
 from benchmarks.boundary_jobs import FRAMEWORKS, WARM_UP, Case
 from benchmarks.common import conclude, environment, parser_of, print_table, scratch
-from ftckpt.store.directory import clean_job
+from ftckpt.memory.directory import clean_job
 from tests.support.pool import run_ranks
 
 RANKS = 2

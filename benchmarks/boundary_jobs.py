@@ -21,24 +21,24 @@ WARM_UP = 8
 """Snapshots that do not count: the first ones, with the first proofs."""
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = ["--hidden", "8", "--heads", "2", "--seq", "8", "--micro-batch", "1", "--global-batch", "2"]
-OUTERMOST = "ftckpt.job.checkpointer:Checkpointer"
+OUTERMOST = "ftckpt.session.checkpointer:Checkpointer"
 CALLS = ("step", "fence")
 """What a snapshot takes of training: the boundary, and the fence."""
-ROUND = "ftckpt.job.snapshots:Snapshots.post_if_known"
+ROUND = "ftckpt.session.snapshot_driver:Snapshots.post_if_known"
 """The same, once per snapshot, in one of the places where training says where it is."""
 PLACE = "phase"
 """What training says of where it is, as often as its schedule has places."""
 PARTS: dict[str, Sequence[str]] = {
     "tensors moved": ("ftckpt.frameworks.live_tensors:LiveTensors.check",),
     "extra state": ("ftckpt.frameworks.extra_state:ExtraState.look_again",),
-    "writes counted": ("ftckpt.capture.boundary:WriteCounts.read", "ftckpt.plain.state:PlainState._check_fence"),
+    "writes counted": ("ftckpt.capture.boundary:WriteCounts.read", "ftckpt.torch.state:PlainState._check_fence"),
     "generators": (
-        "ftckpt.plain.state:save_generators",
+        "ftckpt.torch.state:save_generators",
         "ftckpt.megatron.state:save_rng",
         "ftckpt.deepspeed.state:save_rng",
     ),
     "states of objects": (
-        "ftckpt.plain.state:PlainState.save_objects",
+        "ftckpt.torch.state:PlainState.save_objects",
         "ftckpt.megatron.state:MegatronState.save_objects",
         "ftckpt.deepspeed.state:DeepSpeedState.save_objects",
     ),
@@ -50,17 +50,17 @@ PARTS: dict[str, Sequence[str]] = {
         "ftckpt.capture.capture:Capture.has_room",
         "ftckpt.capture.capture:Capture.writable",
     ),
-    "round": ("ftckpt.job.snapshots:Snapshots._post",),
-    "verdict": ("ftckpt.job.snapshots:Snapshots._agree",),
-    "windows": ("ftckpt.windows.pacer:Pacer.learn", "ftckpt.windows.pacer:Pacer.begin"),
-    "proof": ("ftckpt.job.snapshots:Snapshots._prove",),
+    "round": ("ftckpt.session.snapshot_driver:Snapshots._post",),
+    "verdict": ("ftckpt.session.snapshot_driver:Snapshots._agree",),
+    "windows": ("ftckpt.schedule.window_scheduler:Pacer.learn", "ftckpt.schedule.window_scheduler:Pacer.begin"),
+    "proof": ("ftckpt.session.snapshot_driver:Snapshots._prove",),
     "events": ("ftckpt.events:Events.emit",),
 }
 """By name, what belongs to a part, without what of it belongs to another."""
 
 RESTORE_PARTS: dict[str, Sequence[str]] = {
     "describe": (
-        "ftckpt.plain.state:PlainState.describe",
+        "ftckpt.torch.state:PlainState.describe",
         "ftckpt.megatron.state:MegatronState.describe",
         "ftckpt.deepspeed.state:DeepSpeedState.describe",
     ),
@@ -68,14 +68,14 @@ RESTORE_PARTS: dict[str, Sequence[str]] = {
     "look": ("ftckpt.restore.restart:look",),
     "verify": ("ftckpt.restore.search:Search._verify",),
     "void": ("ftckpt.restore.restart:Restart.void_newer",),
-    "plan": ("ftckpt.restore.chosen:ChosenSlots.plan", "ftckpt.restore.straight:StraightFetch.plan"),
+    "plan": ("ftckpt.restore.selected_slots:ChosenSlots.plan", "ftckpt.restore.direct_read:StraightFetch.plan"),
     "open": ("ftckpt.restore.load:_open",),
     "copy": (
-        "ftckpt.restore.straight:StraightFetch.bring",
+        "ftckpt.restore.direct_read:StraightFetch.bring",
         "ftckpt.restore.load:exchange",
         "ftckpt.restore.restart:_derive",
     ),
-    "lay out": ("ftckpt.job.shard:Shard.lay_out",),
+    "lay out": ("ftckpt.session.shard:Shard.lay_out",),
 }
 """The same of ``restore()``."""
 
@@ -228,13 +228,13 @@ def _deepspeed(layers: int, settings: Mapping[str, Any]) -> Training:
 def _plain(layers: int, settings: Mapping[str, Any], wrap: str = "fsdp2") -> Training:
     import train_plain
 
-    import ftckpt.plain
+    import ftckpt.torch
     from ftckpt.config import Config
 
     job = train_plain.build(
         train_plain.parse_args([*SIZE, "--layers", str(layers), "--wrap", wrap, "--precision", "fp32"])
     )
-    checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, Config(**settings))
+    checkpointer = ftckpt.torch.attach(job.model, job.optimizer, job.scheduler, job.objects, Config(**settings))
     assert checkpointer is not None
     checkpointer.restore()
     return Training(

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 
 from ftckpt.errors import FtckptError
+from ftckpt.memory.arena import CONTROL_NAME, Arena
+from ftckpt.memory.directory import list_arenas
+from ftckpt.memory.lineage_file import read_lineage
+from ftckpt.memory.package import mirror_dir
+from ftckpt.memory.slots import slot_name
 from ftckpt.model.lineage import UNKNOWN, Lineage, is_doubtful, newest
 from ftckpt.parity.groups import mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.survive import Forecast
-from ftckpt.store.arena import CONTROL_NAME, Arena
-from ftckpt.store.directory import list_arenas
-from ftckpt.store.lineage_file import read_lineage
-from ftckpt.store.package import mirror_dir
-from ftckpt.store.slots import slot_name
 
 
 @dataclass

@@ -27,12 +27,12 @@ from ftckpt.capture import sample
 from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
 from ftckpt.group import Group
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.memory.launch_record import LauncherRun, launcher_run
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
-from ftckpt.store.outcome import LauncherRun, launcher_run
+from ftckpt.session.checkpointer import Checkpointer
 from tests.support.mounting import move_into_a_container
 
 SHARED, PRIVATE, SMALL = 60_000, 50_000, 100

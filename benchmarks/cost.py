@@ -27,7 +27,7 @@ from benchmarks import cost_jobs
 from benchmarks.common import Blocks, conclude, environment, parser_of, print_table, quartiles, scratch
 from benchmarks.cost_jobs import JOBS, SYSTEMS, Block
 from benchmarks.systems import remove
-from ftckpt.store.directory import clean_job
+from ftckpt.memory.directory import clean_job
 from tests.support.pool import RankFailure, run_ranks
 
 RANKS = 4

@@ -107,9 +107,9 @@ class PlainJob:
         return found
 
     def attach(self, config: Any) -> Any:
-        import ftckpt.plain
+        import ftckpt.torch
 
-        return ftckpt.plain.attach(self._net, self._optimizer, None, {"progress": self}, config)
+        return ftckpt.torch.attach(self._net, self._optimizer, None, {"progress": self}, config)
 
     def state_dict(self) -> dict[str, int]:
         return {"iteration": self.iteration}

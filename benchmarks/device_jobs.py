@@ -143,14 +143,14 @@ class PlainJob:
         return mark.row()
 
     def attach(self, config: Any) -> Any:
-        import ftckpt.plain
+        import ftckpt.torch
 
-        return ftckpt.plain.attach(self.net, self.optimizer, None, {"counters": self.counters}, config)
+        return ftckpt.torch.attach(self.net, self.optimizer, None, {"counters": self.counters}, config)
 
     def detach(self) -> None:
-        import ftckpt.plain
+        import ftckpt.torch
 
-        ftckpt.plain.remove()
+        ftckpt.torch.remove()
 
     def _compute(self) -> torch.Tensor:
         for _ in range(self.num_micros):

@@ -29,9 +29,9 @@ from benchmarks.campaign_damage import Job, damage, survey  # noqa: E402
 from benchmarks.campaign_job import HOW, POSITIONS, Ended, Plan, Trouble, train  # noqa: E402
 from benchmarks.common import environment, print_table, scratch, write_json  # noqa: E402
 from ftckpt.errors import ConfigError, FtckptError  # noqa: E402
+from ftckpt.memory.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
+from ftckpt.memory.locks import holder_of  # noqa: E402
 from ftckpt.parity.modes import Modes, resolve_modes  # noqa: E402
-from ftckpt.store.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
-from ftckpt.store.locks import holder_of  # noqa: E402
 from tests.support.event_logs import read_events  # noqa: E402
 from tests.support.mounting import may_mount  # noqa: E402
 from tests.support.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.common import attach, disk_bytes, read_events, scratch
 from benchmarks.simulated import Listener, SlowCopies, TimedSteps, empty_layers
-from ftckpt.windows.iteration import IDLE, SCHEDULED, Iteration
+from ftckpt.schedule.iteration import IDLE, SCHEDULED, Iteration
 from tests.support.pool import run_ranks
 
 TIMEOUT_SECS = 600.0

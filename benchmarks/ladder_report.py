@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common import print_table
 from benchmarks.ladder import AMPLE, RUNGS, SCARCE, Layout, Report, Rung, Turn
-from ftckpt.windows.iteration import IDLE
+from ftckpt.schedule.iteration import IDLE
 
 
 def cases_of(layout: Layout, reports: Sequence[Report], interference: float) -> list[dict[str, Any]]:

@@ -94,11 +94,11 @@ def restart(rank: int, world_size: int, mib: int, settings: Mapping[str, Any]) -
 
 
 def _attached(mib: int, settings: Mapping[str, Any]) -> tuple[Layers, Any]:
-    import ftckpt.plain
+    import ftckpt.torch
     from ftckpt.config import Config
 
     model = Layers(mib)
-    checkpointer = ftckpt.plain.attach(
+    checkpointer = ftckpt.torch.attach(
         model, torch.optim.SGD(model.parameters(), lr=0.1), None, {}, Config(**settings)
     )
     assert checkpointer is not None

@@ -27,7 +27,7 @@ from benchmarks import load_jobs, slow_storage
 from benchmarks.common import conclude, environment, parser_of, print_table, scratch, write_json
 from benchmarks.load_frameworks import FRAMEWORKS
 from benchmarks.load_jobs import Case, Place
-from ftckpt.store.directory import clean_job, end_smp, job_node_path, list_arenas
+from ftckpt.memory.directory import clean_job, end_smp, job_node_path, list_arenas
 from tests.support.pool import run_ranks
 
 LAYOUTS = ("same", "other")

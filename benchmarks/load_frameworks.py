@@ -190,7 +190,7 @@ class Plain(Framework):
     """Matrices sharded by rows as FSDP2 has them, with Adam; DCP loads into their tensors."""
 
     peer = "DCP"
-    modules = ("ftckpt.plain", "torch.distributed.checkpoint")
+    modules = ("ftckpt.torch", "torch.distributed.checkpoint")
     ranks: ClassVar = {"same": 4, "other": 2}
 
     def build(self, size: Sequence[str], layout: str, loads: bool) -> Any:
@@ -200,9 +200,9 @@ class Plain(Framework):
         return [job.optimizer]
 
     def restore(self, job: Any, config: Config) -> Any:
-        import ftckpt.plain
+        import ftckpt.torch
 
-        checkpointer = ftckpt.plain.attach(job.net, job.optimizer, None, {"progress": job}, config)
+        checkpointer = ftckpt.torch.attach(job.net, job.optimizer, None, {"progress": job}, config)
         assert checkpointer is not None
         checkpointer.restore()
         return checkpointer

@@ -30,17 +30,17 @@ import xxhash
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import conclude, environment, parser_of, print_table, scratch
+from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import peers, traffic
 from ftckpt.smp.channel import Deadlines, Delivery, Trust
-from ftckpt.smp.duties import Duties
+from ftckpt.smp.chunk_source import AHEAD
 from ftckpt.smp.link import SHARE
 from ftckpt.smp.peers import Fetch, Peers
 from ftckpt.smp.requests import ChunkRequest
 from ftckpt.smp.server import Server
-from ftckpt.smp.sources import AHEAD
-from ftckpt.store.pulse import Pulse
+from ftckpt.smp.task_queue import TaskQueue
 from tests.support.smp_nodes import SECRET, Node, Seen, describe
 
 NODES = ("n0", "n1")
@@ -96,7 +96,7 @@ def trainer(side: str, node_dir: str, shape: str) -> None:
     """The bursts of one node; prints how long each took."""
     of: dict[str, Any] = json.loads(shape)
     number, nbytes_per_sec, length = int(side), of["mbits"] * 1e6 / 8, of["secs"]
-    pulse, took = Pulse.open(Path(node_dir), 0, number), dict[str, list[float]]()
+    pulse, took = Heartbeat.open(Path(node_dir), 0, number), dict[str, list[float]]()
     sock = _meet(number)
     for iteration in range(of["iterations"]):
         begun = time.monotonic()
@@ -147,7 +147,7 @@ def _exchange(sock: socket.socket, nbytes: int) -> float:
 
 def smp(node_dir: str, described: str, host: str) -> None:
     """The SMP of one node, until its input ends; prints what it has moved and learnt."""
-    duties = Duties(Path(node_dir), Seen())
+    duties = TaskQueue(Path(node_dir), Seen())
     server = Server({}, find=duties.service.find, events=Seen())
     server.listen(host, Trust(bytes.fromhex(SECRET)), PORT)
     duties.configure(json.loads(Path(described).read_text()))

@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import conclude, environment, parser_of, print_table, scratch
 from ftckpt.events import Events
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.parity_file import ParityFile, parity_path
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
@@ -40,13 +42,11 @@ from ftckpt.parity.codecs import MISSING, decode, encode
 from ftckpt.parity.groups import Member, ParityGroup
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripe
-from ftckpt.smp.arenas import CheckedSlot, GuardedArena
-from ftckpt.smp.cover import make_block
-from ftckpt.smp.duties import Duties
-from ftckpt.smp.sources import Chunk, LocalChunk
-from ftckpt.smp.work import Pace, Work
-from ftckpt.store.arena import Arena
-from ftckpt.store.parity_file import ParityFile, parity_path
+from ftckpt.smp.arenas import CheckedSlot, MonitoredArena
+from ftckpt.smp.chunk_source import Chunk, LocalChunk
+from ftckpt.smp.encode import make_block
+from ftckpt.smp.task_queue import TaskQueue
+from ftckpt.smp.work import Throttle, Work
 from tests.support.smp_nodes import Node, describe
 
 MEMBERS = 8
@@ -80,7 +80,7 @@ class Bench:
         self.stripe = stripe(group, 0)
         self.arena.control.begin(0)
         self.arena.control.seal(0, SNAPSHOT, False)
-        self.guarded = GuardedArena(self.arena.path)
+        self.guarded = MonitoredArena(self.arena.path)
         hashes = np.array([self.arena.hash_chunk(0, chunk) for chunk in range(MEMBERS)], np.uint64)
         seal_id = self.arena.control.record(0).seal_id
         assert seal_id is not None
@@ -146,7 +146,7 @@ class Bench:
         group = ParityGroup.of("node", code, losses, self.nbytes, self.file.group.members)
         checked = self.guarded.find(SNAPSHOT)
         assert checked is not None
-        sources: Any = SimpleNamespace(pace=Pace(bool, bool))
+        sources: Any = SimpleNamespace(pace=Throttle(bool, bool))
         feed: Any = SimpleNamespace(next=lambda _: given(self.guarded, checked, MEMBERS - losses))
         block = self.file.block(0)
         self.file.begin(SNAPSHOT)
@@ -174,7 +174,7 @@ class Bench:
         }
 
 
-def given(arena: GuardedArena, checked: CheckedSlot, chunks: int) -> Work[list[Chunk | None]]:
+def given(arena: MonitoredArena, checked: CheckedSlot, chunks: int) -> Work[list[Chunk | None]]:
     """The first chunks of a slot, as a feed gives them."""
     return [LocalChunk(arena, checked, chunk) for chunk in range(chunks)]
     yield  # a generator, as all work
@@ -223,7 +223,7 @@ def smp_cases(folder: Path, mib: int, repeats: int) -> dict[str, dict[str, float
     with ExitStack() as stack:
         node = Node(folder, "n0", ranks, SMP_RANKS, chunks=SMP_CHUNKS, slots=SMP_SLOTS, chunk_bytes=mib << 20)
         stack.callback(node.close)
-        duties = stack.enter_context(closing(Duties(node.dir, Events(None, -1))))
+        duties = stack.enter_context(closing(TaskQueue(node.dir, Events(None, -1))))
         duties.configure(describe(node, [node], Modes(node=True), {}))
         duties.trains = False  # so that the check comes before the snapshot is a target
         state_gib = sum(span.nbytes for arena in node.arenas for span in arena.image.chunks) / (1 << 30)

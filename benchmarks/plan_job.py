@@ -36,7 +36,7 @@ LIMIT_SECS = 10.0
 
 def run_job(arguments: str) -> dict[str, Any]:
     """Seconds and MiB of one plan."""
-    words = ["-m", "ftckpt.commands.main", "plan", "--gpus-per-node", "8", *arguments.split()]
+    words = ["-m", "ftckpt.cli.main", "plan", "--gpus-per-node", "8", *arguments.split()]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     path = {"PYTHONPATH": str(ROOT)}
     told = subprocess.run(

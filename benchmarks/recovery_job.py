@@ -136,7 +136,7 @@ def follow(script: Any, stamps: Stamps, pause_secs: float, disk: Disk | None, ev
     """Have a script note what it reaches, and save and load by ``disk``."""
     import torch.distributed as dist
 
-    from ftckpt.frameworks import doors
+    from ftckpt.frameworks import entry
 
     def init_process_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -164,7 +164,7 @@ def follow(script: Any, stamps: Stamps, pause_secs: float, disk: Disk | None, ev
 
     wrap(dist, "init_process_group", init_process_group)
     wrap(dist, "new_group", stamps.around_group)
-    wrap(doors, "start", start)
+    wrap(entry, "start", start)
     wrap(script, "train_step", train_step)
     wrap(script, "train", train)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftckpt.store.directory import job_node_path
+from ftckpt.memory.directory import job_node_path
 from launch.demo_job import FRAMEWORKS, LOST_NODE, NODES, REPLACEMENT, SMALL, agent_environment, clean, free_endpoint
 from tests.support.processes import ARENA, Processes, RunError, is_running
 
@@ -70,7 +70,7 @@ class Launcher(NamedTuple):
 LAUNCHERS = {
     "torchrun": Launcher(("torch.distributed.run",), "torch.distributed.run"),
     "ftckpt run": Launcher(
-        ("ftckpt.commands.main", "run"), "ftckpt.commands.run", warm=b"are preloaded", takes_script=True
+        ("ftckpt.cli.main", "run"), "ftckpt.cli.run", warm=b"are preloaded", takes_script=True
     ),
     "ft_launcher": Launcher(
         ("nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg"),

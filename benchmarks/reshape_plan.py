@@ -2,7 +2,7 @@
 jobs of up to 16,384 ranks.
 
 No processes are started and no bytes are read: what the ranks of a synthetic job would tell each other of
-their slots (``ftckpt.restore.offers``) is made up, and single ranks of the new layout compute their plans
+their slots (``ftckpt.restore.tensor_index``) is made up, and single ranks of the new layout compute their plans
 from it with the functions of ``ftckpt.restore``. Time is that of unpacking, indexing and planning on one
 core, without that of other processes, the best of the repeats, of the slowest of the ranks that were
 measured; the messages are given. Memory is what this allocates at its peak, together with the messages. Every
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import conclude, environment, parser_of, print_table
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.restore.offers import Index, encode_table
 from ftckpt.restore.plan import ReadItem, plan
+from ftckpt.restore.tensor_index import Index, encode_table
 
 LAYERS = 128
 HIDDEN = 8192

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ftckpt.windows.iteration import Iteration
+from ftckpt.schedule.iteration import Iteration
 
 # What a sleep may be too long or too short by, on a kernel without real-time scheduling.
 _PRECISION_SECS = 50e-6

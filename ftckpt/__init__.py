@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ftckpt.config import Config
-    from ftckpt.job.checkpointer import Checkpointer
+    from ftckpt.session.checkpointer import Checkpointer
 
 __all__ = ["Checkpointer", "Config"]
 __version__ = "0.1.0"
 
-_HOMES = {"Checkpointer": "ftckpt.job.checkpointer", "Config": "ftckpt.config"}
+_HOMES = {"Checkpointer": "ftckpt.session.checkpointer", "Config": "ftckpt.config"}
 
 
 def __getattr__(name: str) -> Any:

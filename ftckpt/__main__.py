@@ -1,6 +1,6 @@
 """``python -m ftckpt``, and ``torchrun -m ftckpt``: the command line."""
 
-from ftckpt.commands.main import main
+from ftckpt.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -110,7 +110,7 @@ HANDED_ON=
 # shellcheck disable=SC2317,SC2329 # called by the trap
 tidy() {
     [ -z "$HANDED_ON" ] || rm -f "$HANDED_ON"
-    "$PYTHON" -m ftckpt.commands.main ended --forget >/dev/null 2>&1 || true
+    "$PYTHON" -m ftckpt.cli.main ended --forget >/dev/null 2>&1 || true
 }
 trap tidy EXIT
 
@@ -176,7 +176,7 @@ for ((start = 0; start <= RESTARTS; start++)); do
     fi
     end_group
     # Whether a rank has ended the job for good.
-    answer=$("$PYTHON" -m ftckpt.commands.main ended 2>/dev/null) || true
+    answer=$("$PYTHON" -m ftckpt.cli.main ended 2>/dev/null) || true
     if [ -n "$answer" ]; then
         say "${answer#* }"
         ((!${answer%% *})) || save

@@ -35,11 +35,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftckpt.commands.event_log import count
-from ftckpt.commands.history import read_history
-from ftckpt.commands.recovery import PARTS, Recovery
-from ftckpt.commands.report import write_report
-from ftckpt.commands.sections import Additions, PageSection, restart_table
+from ftckpt.cli.event_log import count
+from ftckpt.cli.history import read_history
+from ftckpt.cli.recovery import PARTS, Recovery
+from ftckpt.cli.report import write_report
+from ftckpt.cli.sections import Additions, PageSection, restart_table
 from ftckpt.errors import EventLogError
 from ftckpt.model.text import aligned, human
 from launch.demo_job import (

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, FtckptError
+from ftckpt.memory.directory import clean_job, job_node_path, list_arenas
 from ftckpt.smp.client import SmpClient
-from ftckpt.store.directory import clean_job, job_node_path, list_arenas
 from tests.support import faults
 from tests.support.processes import ARENA, ROOT, STOP_SECS, Processes, RunError, is_running
 
@@ -512,7 +512,7 @@ class Watch:
         when = time.time()
         self._processes.end(NODES)
         for words in (["save", self._job, "--timeout", "150"], ["clean", self._job]):
-            command = [sys.executable, "-m", "ftckpt.commands.main", *words, "--arena", str(ARENA)]
+            command = [sys.executable, "-m", "ftckpt.cli.main", *words, "--arena", str(ARENA)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_STALL_SECS, check=False)
             if done.returncode:
                 raise RunError(f"{self._run.name}: ftckpt {words[0]} failed: {done.stderr}")

@@ -93,7 +93,7 @@ find_storage() {
 # save_command SECS: sets SAVE to what brings this node's memory to storage within SECS, where the job wants that.
 save_command() {
     # shellcheck disable=SC2034 # read by who called
-    SAVE=("$PYTHON" -m ftckpt.commands.main save "$JOB" --at-end --arena "$ARENA" --timeout "$1")
+    SAVE=("$PYTHON" -m ftckpt.cli.main save "$JOB" --at-end --arena "$ARENA" --timeout "$1")
 }
 
 # save_memory: brings what memory has to storage with SAVE, within SAVE_SECS.

@@ -200,7 +200,7 @@ verdict() {
     local node asked=0 answer
     for node in "$@"; do
         [[ " ${TRAINING[*]} " == *" $node "* ]] || continue
-        answer=$(on_node "$node" "$PYTHON" -m ftckpt.commands.main ended </dev/null 2>/dev/null) || true
+        answer=$(on_node "$node" "$PYTHON" -m ftckpt.cli.main ended </dev/null 2>/dev/null) || true
         if [ -n "$answer" ]; then
             CODE=${answer%% *} REASON=${answer#* }
             return 0
@@ -224,7 +224,7 @@ on_all() (
 
 # forget: what the nodes know of this run goes.
 forget() {
-    on_all "$WAIT_SECS" "${TRAINING[@]}" -- "$PYTHON" -m ftckpt.commands.main ended --forget >/dev/null 2>&1
+    on_all "$WAIT_SECS" "${TRAINING[@]}" -- "$PYTHON" -m ftckpt.cli.main ended --forget >/dev/null 2>&1
 }
 
 # save SECS: what memory has comes to storage within SECS, where the job names some and wants it.
@@ -248,7 +248,7 @@ time_left() {
 # clean SECS: removes the arenas from all nodes that answer, once what is in them is saved.
 clean() {
     save "$1"
-    on_all "$WAIT_SECS" "${ALLOCATED[@]}" -- "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null
+    on_all "$WAIT_SECS" "${ALLOCATED[@]}" -- "$PYTHON" -m ftckpt.cli.main clean "$JOB" --arena "$ARENA" >/dev/null
     forget
 }
 

@@ -47,7 +47,7 @@ elif ! is_saved; then
     end_smp
 fi
 deadline=$((SECONDS + CLEAN_SECS))
-until said=$("$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" 2>&1 >/dev/null) || ((SECONDS >= deadline)); do
+until said=$("$PYTHON" -m ftckpt.cli.main clean "$JOB" --arena "$ARENA" 2>&1 >/dev/null) || ((SECONDS >= deadline)); do
     sleep 0.5
 done
 [ -z "$said" ] || say "$said" # where the log of this SMP is kept, or why memory stays

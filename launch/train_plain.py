@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import ftckpt.plain  # ftckpt: 1
+import ftckpt.torch  # ftckpt: 1
 from ftckpt.config import Config
 
 
@@ -256,9 +256,9 @@ def main(argv: Sequence[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    ftckpt.plain.init_process_group(config, "nccl" if torch.cuda.is_available() else "gloo")  # ftckpt: 2
+    ftckpt.torch.init_process_group(config, "nccl" if torch.cuda.is_available() else "gloo")  # ftckpt: 2
     job = build(args)
-    job.checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, config)  # ftckpt: 3
+    job.checkpointer = ftckpt.torch.attach(job.model, job.optimizer, job.scheduler, job.objects, config)  # ftckpt: 3
     if job.checkpointer:
         job.checkpointer.restore()  # ftckpt: 4
     train(job)

@@ -52,7 +52,7 @@ class Assignment:
     differing: Mapping[str, tuple[int, ...]]
     copied_bytes: int
     spill_bytes: tuple[int, int] | None
-    belief: Belief
+    belief: ReplicaAssumption
 
 
 def assign(  # noqa: PLR0917 - the last ones are optional
@@ -112,7 +112,9 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
     at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
     differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
-    belief = Belief(held if replicated else None, look.held, derived, [one.to_compare for one in views], broken)
+    belief = ReplicaAssumption(
+        held if replicated else None, look.held, derived, [one.to_compare for one in views], broken
+    )
     return Assignment(manifest, pieces, parts, derived, differing, _total(manifest.stepped), shares.spill, belief)
 
 
@@ -274,7 +276,7 @@ _BATCH_BYTES = 1 << 20
 """Small tensors are looked at so many bytes at a time: each alone would take longer than its bytes do."""
 
 
-class Belief:
+class ReplicaAssumption:
     """What is taken for granted between two proofs: replicas hold the same bits, derived pieces follow from others.
 
     Args:

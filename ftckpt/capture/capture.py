@@ -19,12 +19,12 @@ from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import Copier, Flight
 from ftckpt.errors import CaptureError
 from ftckpt.forks import off_in_children
+from ftckpt.memory.arena import Arena
 from ftckpt.model import objects
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Piece
-from ftckpt.store.arena import Arena
-from ftckpt.windows.bubbles import Always, Windows
-from ftckpt.windows.clock import Moment
+from ftckpt.schedule.bubbles import Always, Windows
+from ftckpt.schedule.clock import Moment
 
 _SEAL_SECS = 10.0
 """Longest wait of ``close`` for the seal of a snapshot whose copies are on their way."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import Fragment
-from ftckpt.store.image import SlotImage
 
 
 class Segment(NamedTuple):

@@ -18,8 +18,8 @@ from ftckpt.capture.registration import touch
 from ftckpt.errors import CaptureError
 from ftckpt.host_memory import host_memory
 from ftckpt.idle_cores import has_idle_core
-from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import DeviceEvent, HostClock, Moment
+from ftckpt.schedule.bubbles import Windows
+from ftckpt.schedule.clock import DeviceEvent, HostClock, Moment
 
 _POLL_SECS = 0.005
 """Between two looks for a core that nobody computes on."""

@@ -51,8 +51,8 @@ from ftckpt.capture.registration import PIECE_BYTES, FarPages, Registrar
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
 from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
-from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import Clock, DeviceClock, DeviceEvent
+from ftckpt.schedule.bubbles import Windows
+from ftckpt.schedule.clock import Clock, DeviceClock, DeviceEvent
 
 _XOR_BYTES = 8 << 20
 """Parity is made in so much of the device's memory at a time."""

@@ -16,6 +16,7 @@ import xxhash
 from ftckpt.array_types import Array
 from ftckpt.capture.chunks import CopyPart, Segment
 from ftckpt.errors import ConfigError
+from ftckpt.memory.image import Span, section_layout
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Section, parity_fragment
 from ftckpt.model.replica_groups import WHOLE
@@ -23,7 +24,6 @@ from ftckpt.model.replicas import ReplicaSets, own_parts, run_indices, run_share
 from ftckpt.model.shares import Run
 from ftckpt.parity.groups import SLOT_MODES, Member, ParityGroup, replica_partition, slot_group, slot_group_name
 from ftckpt.parity.stripes import Stripe, stripes
-from ftckpt.store.image import Span, section_layout
 
 Pairs = list[tuple[int, Fragment]]
 """Parts of fragments, each with its fragment's index."""

@@ -26,7 +26,7 @@ from ftckpt.capture.affinity import Locality, pin
 from ftckpt.capture.driver import on_device, pin_pages, unpin_pages
 from ftckpt.errors import ArenaError
 from ftckpt.events import log
-from ftckpt.store.locks import FileLock
+from ftckpt.memory.locks import FileLock
 
 PIECE_BYTES = 64 << 20
 """One registration: long enough to be cheap, short enough that ``halt`` need not wait for one."""

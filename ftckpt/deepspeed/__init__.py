@@ -31,7 +31,7 @@ from ftckpt.model.text import with_article
 
 if TYPE_CHECKING:
     from ftckpt.frameworks.torch_state import Stateful
-    from ftckpt.job.checkpointer import Checkpointer
+    from ftckpt.session.checkpointer import Checkpointer
 
 __all__ = ["active", "attach", "begin_iteration", "close", "configure", "register", "remove"]
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ftckpt.errors import ConfigError
-from ftckpt.frameworks import doors
+from ftckpt.frameworks import entry
 
-door = doors.Door()
+door = entry.Integration()
 objects: dict[str, Any] = {}
 """The script's own, by name."""
 session: Any = None

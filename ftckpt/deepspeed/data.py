@@ -22,7 +22,7 @@ import xxhash
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 
 from ftckpt.errors import ConfigError, MismatchError, UnsupportedError
-from ftckpt.frameworks.doors import Proxy
+from ftckpt.frameworks.entry import Proxy
 from ftckpt.frameworks.torch_state import load_generators, save_generators
 from ftckpt.model.objects import encode
 

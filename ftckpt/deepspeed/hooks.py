@@ -1,7 +1,7 @@
 """Where ftckpt touches a DeepSpeed engine: it listens to its steps and fences its optimizer.
 
 All hooks are attributes of the one engine and of its optimizer, in front of the methods of their classes. Places of
-an engine without a pipeline, in the kinds of ``ftckpt.windows.iteration``:
+an engine without a pipeline, in the kinds of ``ftckpt.schedule.iteration``:
 
 | place | from | to |
 |---|---|---|
@@ -31,9 +31,9 @@ from packaging.version import Version
 
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks import charts, versions
-from ftckpt.frameworks.doors import Patches
+from ftckpt.frameworks.entry import Patches
 from ftckpt.frameworks.hooks import Hook, ModuleHook
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.session.checkpointer import Checkpointer
 
 _STEPS_PER_PRINT = 10
 """Where the JSON does not say it: the default of most releases."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftckpt.deepspeed import active_engine, section
 from ftckpt.deepspeed.active_engine import door
-from ftckpt.frameworks import doors
+from ftckpt.frameworks import entry
 from ftckpt.frameworks.imports import ImportWatch
 from ftckpt.frameworks.launcher import follow_uncaught, leave_if_over
 
@@ -84,7 +84,7 @@ def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 raise active_engine.second_engine()
             active_engine.others[made[0]] = 0
         return made
-    doors.prepare_storage(config)
+    entry.prepare_storage(config)
     from ftckpt.deepspeed.session import follow
 
     return follow(original, args, kwargs, config)

@@ -29,8 +29,8 @@ from deepspeed.runtime.pipe.schedule import (
 
 from ftckpt.deepspeed.hooks import EngineHooks
 from ftckpt.errors import UnsupportedError
-from ftckpt.frameworks.doors import Proxy
-from ftckpt.windows.schedule import pipeline_places
+from ftckpt.frameworks.entry import Proxy
+from ftckpt.schedule.pipeline import pipeline_places
 
 _COMPUTE = {ForwardPass: "forward", BackwardPass: "backward"}
 _END = (ReduceTiedGrads, ReduceGrads, OptimizerStep)

@@ -22,11 +22,11 @@ from ftckpt.deepspeed.script import ScriptPosition
 from ftckpt.deepspeed.state import DeepSpeedState, counters, set_counters
 from ftckpt.deepspeed.storage import AwaitedLoad, is_named, is_whole
 from ftckpt.errors import ConfigError, LostError, UnsupportedError
-from ftckpt.frameworks import doors, launcher, schedulers, versions
+from ftckpt.frameworks import entry, launcher, schedulers, versions
 from ftckpt.frameworks.optimizers import load_groups, save_groups
 from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
 from ftckpt.frameworks.torch_state import Stateful
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.session.checkpointer import Checkpointer
 
 _DATA, _SCRIPT = "ftckpt.data", "ftckpt.script"
 _OWNS_DATA = "data"
@@ -67,7 +67,7 @@ class EngineSession:
         self._begins = begins
         check_engine(engine)
         untested = versions.admit("DeepSpeed", deepspeed.__version__, config)
-        self._start = doors.start(config, lambda: _place(engine), untested=untested)
+        self._start = entry.start(config, lambda: _place(engine), untested=untested)
         self._check_counted = check_counted
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}

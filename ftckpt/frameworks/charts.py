@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.session.checkpointer import Checkpointer
 
 log = logging.getLogger("ftckpt")
 

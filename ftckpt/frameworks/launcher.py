@@ -28,9 +28,9 @@ from typing import NoReturn
 from ftckpt import forks
 from ftckpt.config import node_here
 from ftckpt.errors import ConfigError, FtckptError, written
+from ftckpt.memory import end_notes
+from ftckpt.memory.launch_record import LauncherRun, agent_of, launcher_run
 from ftckpt.setting_checks import NAME_RULE, is_name
-from ftckpt.store import ends
-from ftckpt.store.outcome import LauncherRun, agent_of, launcher_run
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _DRAWN = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
@@ -259,8 +259,8 @@ class _ErrorHook:
         _ErrorHook._is_showing = True
         try:
             if not issubclass(kind, KeyboardInterrupt):
-                blame = ends.CONSEQUENCE if is_of_another_rank(error) else ends.CAUSE
-                ends.tell_here(int(os.environ.get("RANK") or 0), f"{kind.__name__}: {error}", blame)
+                blame = end_notes.CONSEQUENCE if is_of_another_rank(error) else end_notes.CAUSE
+                end_notes.tell_here(int(os.environ.get("RANK") or 0), f"{kind.__name__}: {error}", blame)
             if isinstance(error, FtckptError):
                 logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
                 refuse(error)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.errors import LayoutError
-from ftckpt.frameworks import doors
+from ftckpt.frameworks import entry
 from ftckpt.frameworks.launcher import log_once, world_size
 from ftckpt.model.layouts import Choice, JobSizes, Layouts, choose, layout_name
 
 if TYPE_CHECKING:
-    from ftckpt.job.checkpointer import Checkpointer
+    from ftckpt.session.checkpointer import Checkpointer
 
-door = doors.Door()
+door = entry.Integration()
 # Of the process: the command line is rewritten long before a model is attached.
 _choice: Choice | None = None
 
@@ -112,7 +112,7 @@ def attach(
     hooks.check(model, optimizer)
     untested = versions.admit("megatron-core", megatron.core.__version__, config)
     hooks.install()
-    start = doors.start(
+    start = entry.start(
         config, lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))), untested=untested
     )
     if config.layouts:

@@ -22,13 +22,13 @@ import ftckpt.megatron
 from ftckpt.config import Config
 from ftckpt.config import add_flags as add_flags_to
 from ftckpt.errors import FtckptError, UnsupportedError
-from ftckpt.frameworks import doors, launcher
+from ftckpt.frameworks import entry, launcher
 from ftckpt.megatron import door
 
 if TYPE_CHECKING:
-    from ftckpt.job.checkpointer import Checkpointer
     from ftckpt.megatron.charts import Charts
     from ftckpt.megatron.counters import Counters
+    from ftckpt.session.checkpointer import Checkpointer
 
 ALIAS = "ftckpt"
 """The name under which a patched module imports this one."""
@@ -106,7 +106,7 @@ def switch_on(config: Config) -> None:
     """
     door.config = config
     if config.enabled:
-        doors.prepare_storage(config)
+        entry.prepare_storage(config)
         launcher.isolate()
 
 

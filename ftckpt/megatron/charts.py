@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ftckpt.frameworks import charts
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.session.checkpointer import Checkpointer
 
 _VARIABLES = "megatron.training.global_vars"
 

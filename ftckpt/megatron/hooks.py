@@ -29,10 +29,10 @@ from megatron.core.utils import get_model_config
 from ftckpt.frameworks import versions
 from ftckpt.frameworks.hooks import Hook
 from ftckpt.frameworks.launcher import log_once
-from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.megatron import callbacks, door, phases
 from ftckpt.megatron.optimizers import leaf_optimizers
 from ftckpt.megatron.state import MegatronState
+from ftckpt.session.checkpointer import Checkpointer
 
 _SCHEDULES = (
     "forward_backward_no_pipelining",

@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron.core import parallel_state as mpu
 
-from ftckpt.frameworks.doors import Proxy
-from ftckpt.job.checkpointer import Checkpointer
-from ftckpt.windows.schedule import pipeline_places
+from ftckpt.frameworks.entry import Proxy
+from ftckpt.schedule.pipeline import pipeline_places
+from ftckpt.session.checkpointer import Checkpointer
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
 

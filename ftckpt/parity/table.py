@@ -16,7 +16,7 @@ from ftckpt.parity.survive import Forecast, LossUnits
 MAX_SETS = 3
 """Most snapshots of which a node keeps packages: one protected, one older, and the one to be protected."""
 FileBytes = Callable[[ParityGroup, int], int]
-"""Bytes of the parity file of one member of a group: ``ftckpt.store.parity_file.parity_bytes``."""
+"""Bytes of the parity file of one member of a group: ``ftckpt.memory.parity_file.parity_bytes``."""
 
 
 @dataclass(frozen=True)

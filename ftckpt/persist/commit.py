@@ -112,7 +112,7 @@ class CheckpointFile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DoneMark:
+class NodeCommitMarker:
     """What one node says of its part: the files, all durable, and whatever the manifest needs of it, as JSON.
 
     ``lineage``: of the snapshot, as the node knew it before it read the first byte: where the job has branched since,
@@ -125,7 +125,7 @@ class DoneMark:
     lineage: Lineage
 
     @classmethod
-    def decode(cls, data: bytes, where: str) -> DoneMark:
+    def decode(cls, data: bytes, where: str) -> NodeCommitMarker:
         """Inverse of ``codec.encode``. Raises StorageError for anything else."""
         try:
             return codec.decode(data, cls)
@@ -133,7 +133,7 @@ class DoneMark:
             raise StorageError(f"{where}: is no mark of a node: {error}", lasting=True) from None
 
 
-class PendingCheckpoint:
+class CheckpointTransaction:
     """One node's part in writing ``snapshot``, and, on the node that is chosen to, the commit of all parts."""
 
     def __init__(self, storage: Storage, snapshot: SnapshotId, node: str) -> None:
@@ -158,14 +158,14 @@ class PendingCheckpoint:
 
     def done(self, parts: Mapping[str, Any], lineage: Lineage = UNKNOWN) -> None:
         """All that this node has to write is durable; ``parts`` are JSON values for the manifest."""
-        mark = DoneMark(self._node, tuple(self._files), parts, lineage)
+        mark = NodeCommitMarker(self._node, tuple(self._files), parts, lineage)
         self._storage.put(f"{self._marks}{self._node}", codec.encode(mark))
 
-    def own_mark(self) -> DoneMark | None:
+    def own_mark(self) -> NodeCommitMarker | None:
         """What this node has said before: the commit, elsewhere, may count on its files from then on."""
         return self._mark(f"{self._marks}{self._node}")
 
-    def lacks(self, *marks: DoneMark) -> CheckpointFile | None:
+    def lacks(self, *marks: NodeCommitMarker) -> CheckpointFile | None:
         """A file that ``marks`` name and that is not there with its bytes, if there is one."""
         there = {entry.name: entry.nbytes for entry in self._storage.list(self.folder)}
         files = (file for mark in marks for file in mark.files)
@@ -175,12 +175,12 @@ class PendingCheckpoint:
         """Remove what this node has written, where it never said that it is done; nothing may be called after it."""
         self._storage.remove([f"{self.folder}/{file.name}" for file in self._files])
 
-    def marks(self) -> dict[str, DoneMark]:
+    def marks(self) -> dict[str, NodeCommitMarker]:
         """The nodes that are done."""
         names = _beginning(self._storage, self.folder, self._marks)
         return {mark.node: mark for mark in map(self._mark, names) if mark is not None}
 
-    def commit(self, manifest: bytes, marks: Mapping[str, DoneMark], replaces: bool = False) -> bool:
+    def commit(self, manifest: bytes, marks: Mapping[str, NodeCommitMarker], replaces: bool = False) -> bool:
         """Make a checkpoint of what the ``marks`` of all nodes name; False: there is one of another lineage, and
         what was written for this one is gone. ``replaces``: this one takes its place.
 
@@ -207,7 +207,7 @@ class PendingCheckpoint:
         names = _beginning(self._storage, self.folder, files_prefix(self._snapshot))
         self._storage.remove([name for name in names if _is_ours(name)])
 
-    def _mark(self, name: str) -> DoneMark | None:
+    def _mark(self, name: str) -> NodeCommitMarker | None:
         """None where there is none, or a commit takes it away at this moment."""
         if self._storage.size(name) is None:
             return None
@@ -217,13 +217,13 @@ class PendingCheckpoint:
             if self._storage.size(name) is None:
                 return None
             raise
-        return DoneMark.decode(data, name)
+        return NodeCommitMarker.decode(data, name)
 
     @property
     def _marks(self) -> str:
         return f"{files_prefix(self._snapshot)}{_DONE}."
 
-    def _require(self, marks: Mapping[str, DoneMark]) -> None:
+    def _require(self, marks: Mapping[str, NodeCommitMarker]) -> None:
         if file := self.lacks(*marks.values()):
             # Not for good: a node that finds a mark without its files, of one that was killed, writes them anew.
             raise StorageError(

@@ -16,14 +16,14 @@ import numpy as np
 
 from ftckpt.array_types import Buffer
 from ftckpt.errors import ConfigError, CorruptError
+from ftckpt.memory.image import SlotImage, Span
 from ftckpt.model.fragment import DTYPE_BYTES
-from ftckpt.store.image import SlotImage, Span
 
 _LEVEL = 1
 """The fastest of zstd: what is noise stays noise at any other."""
 
 
-class Stretch(NamedTuple):
+class ElementRun(NamedTuple):
     """``nbytes`` bytes of elements of ``item_bytes`` each."""
 
     nbytes: int
@@ -64,7 +64,7 @@ def _parts(pieces: Iterable[Buffer], spans: Sequence[Span]) -> Iterator[Buffer]:
     deque(stream, maxlen=0)
 
 
-def runs_of(image: SlotImage, objects_used: int) -> list[list[Stretch]]:
+def runs_of(image: SlotImage, objects_used: int) -> list[list[ElementRun]]:
     """What stands in each chunk of a slot, in its order, and, last, in the objects in use; gaps are bytes."""
     spans = [
         (offset, offset + fragment.nbytes, DTYPE_BYTES[fragment.dtype])
@@ -75,25 +75,25 @@ def runs_of(image: SlotImage, objects_used: int) -> list[list[Stretch]]:
         while first < len(spans) and spans[first][1] <= chunk.begin:
             first += 1
         found.append(list(_runs(spans[first:], chunk.begin, chunk.end)))
-    return [*found, [Stretch(objects_used, 1)]]
+    return [*found, [ElementRun(objects_used, 1)]]
 
 
-def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterator[Stretch]:
+def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterator[ElementRun]:
     for low, high, item_bytes in spans:
         if low >= end:
             break
         if low > begin:
-            yield Stretch(low - begin, 1)
+            yield ElementRun(low - begin, 1)
             begin = low
         nbytes = min(high, end) - begin
         # A chunk may end within an element, if its size is that of nobody's pages.
-        yield Stretch(nbytes, 1 if nbytes % item_bytes else item_bytes)
+        yield ElementRun(nbytes, 1 if nbytes % item_bytes else item_bytes)
         begin += nbytes
     if begin < end:
-        yield Stretch(end - begin, 1)
+        yield ElementRun(end - begin, 1)
 
 
-def compress(data: Buffer, runs: Sequence[Stretch]) -> bytes:
+def compress(data: Buffer, runs: Sequence[ElementRun]) -> bytes:
     """A zstd frame of a chunk, with its length in it."""
     grouped = np.empty(len(data), np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(data, np.uint8), grouped, runs):
@@ -102,7 +102,7 @@ def compress(data: Buffer, runs: Sequence[Stretch]) -> bytes:
     return frame
 
 
-def decompress(frame: Buffer, runs: Sequence[Stretch]) -> memoryview:
+def decompress(frame: Buffer, runs: Sequence[ElementRun]) -> memoryview:
     """Inverse of ``compress``.
 
     Raises:
@@ -134,7 +134,7 @@ def _zstandard() -> Any:
     return zstandard
 
 
-def _pieces(source: Any, into: Any, runs: Sequence[Stretch]) -> Iterator[tuple[Any, Any, int]]:
+def _pieces(source: Any, into: Any, runs: Sequence[ElementRun]) -> Iterator[tuple[Any, Any, int]]:
     position = 0
     for run in runs:
         end = position + run.nbytes

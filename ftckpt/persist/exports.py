@@ -22,7 +22,7 @@ from ftckpt.persist.commit import OWNER_NAME, folder_of
 from ftckpt.persist.export_record import ExportRecord, ExportRecords, PointerRecord
 from ftckpt.persist.files import FileStorage, sync_directory
 from ftckpt.persist.objects import require_obstore
-from ftckpt.persist.place import Place
+from ftckpt.persist.paths import Place
 
 WORK_NAME = "converting"
 _NUMBER = re.compile(r"(\d+)\D*$")

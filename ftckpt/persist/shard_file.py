@@ -9,10 +9,10 @@ import xxhash
 
 from ftckpt.array_types import Buffer
 from ftckpt.errors import CorruptError, DamagedError, MismatchError, StorageError
+from ftckpt.memory.destinations import LoadTarget, cover, scratch
+from ftckpt.memory.image import Span, header_bytes, parse_image
 from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
-from ftckpt.store.image import Span, header_bytes, parse_image
-from ftckpt.store.landings import LoadTarget, cover, scratch
 
 _TRIES = 3
 """Of reading a part whose bytes are not right: what came over a network may be right the next time."""

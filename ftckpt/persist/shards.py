@@ -19,10 +19,10 @@ import xxhash
 
 from ftckpt.array_types import Hashes
 from ftckpt.errors import CorruptError, StorageError
+from ftckpt.memory.image import SlotImage
 from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.image import SlotImage
 
 FORMAT = "ftckpt-snapshot"
 VERSION = 2

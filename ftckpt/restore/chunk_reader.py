@@ -11,14 +11,14 @@ from ftckpt.array_types import Buffer
 from ftckpt.errors import DamagedError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all
+from ftckpt.memory.destinations import LoadTarget, scratch
+from ftckpt.memory.image import SlotImage
 from ftckpt.persist.commit import CheckpointName, folder_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
-from ftckpt.restore.shelf import ask
+from ftckpt.restore.storage_catalog import ask
 from ftckpt.restore.threads import in_order
-from ftckpt.store.image import SlotImage
-from ftckpt.store.landings import LoadTarget, scratch
 
 READERS = 4
 """Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""

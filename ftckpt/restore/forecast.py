@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ftckpt.errors import LostError, MismatchError
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.topology import RankPlace, Topology, axes_of, coordinates_of, shard_names
-from ftckpt.restore.choice import Decision, Findings, Query, decide
-from ftckpt.restore.inventory import Inventory, NodeProtection, Shield, known_shards
+from ftckpt.restore.decide import Decision, Findings, Query, decide
+from ftckpt.restore.inventory import Inventory, NodeProtection, SnapshotProtection, known_shards
 
 GONE = "(gone)"
 """In place of the node of a shard whose arena nobody has told of."""
@@ -89,7 +89,7 @@ def _decided(
     findings = Findings()
     # As a search does it, with nothing found bad: what a byte is only a restart reads.
     while isinstance(answer := decide(inventory, topology, findings), Query):
-        findings.shields[answer.snapshot] = Shield.of(protection(answer), answer.shards)
+        findings.shields[answer.snapshot] = SnapshotProtection.of(protection(answer), answer.shards)
     return answer
 
 

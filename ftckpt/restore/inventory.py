@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, FtckptError, MismatchError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import arena_path, list_arenas
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.lineage_file import read_lineage
+from ftckpt.memory.package import list_packages, load
+from ftckpt.memory.parity_file import ParityFile, list_parity, snapshot_of
 from ftckpt.model.lineage import UNKNOWN, Lineage, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, axes_of, layouts_differ, shard_names
 from ftckpt.parity.groups import ParityGroup, slot_groups
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.restore.locations import OpenArenas, PackageAt, SlotAt
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import arena_path, list_arenas
-from ftckpt.store.image import SlotImage
-from ftckpt.store.lineage_file import read_lineage
-from ftckpt.store.package import list_packages, load
-from ftckpt.store.parity_file import ParityFile, list_parity, snapshot_of
 
 Layout = Mapping[str, int | str | bool]
 
@@ -185,7 +185,7 @@ class ParityReport:
 
 
 @dataclass(frozen=True)
-class SoundPackage:
+class VerifiedPackage:
     """A package that was read and is whole, ``nbytes`` long, and how the shard's arena was cut."""
 
     at: PackageAt
@@ -203,13 +203,13 @@ class NodeProtection:
 
     groups: tuple[ParityGroup, ...] = ()
     parity: tuple[ParityReport, ...] = ()
-    packages: tuple[SoundPackage, ...] = ()
+    packages: tuple[VerifiedPackage, ...] = ()
     holdings: tuple[ArenaLayout, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
-class Shield:
+class SnapshotProtection:
     """All that protects one snapshot, on all nodes.
 
     ``groups`` by name, those whose blocks lie in slots among them; ``parity`` says where the blocks of a holder
@@ -218,15 +218,15 @@ class Shield:
 
     groups: Mapping[str, ParityGroup] = field(default_factory=dict)
     parity: Mapping[tuple[str, int], ParityReport] = field(default_factory=dict)
-    packages: Mapping[str, tuple[SoundPackage, ...]] = field(default_factory=dict)
+    packages: Mapping[str, tuple[VerifiedPackage, ...]] = field(default_factory=dict)
     holdings: Mapping[str, ArenaLayout] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
     @classmethod
-    def of(cls, nodes: Sequence[NodeProtection], shards: Collection[str]) -> Shield:
+    def of(cls, nodes: Sequence[NodeProtection], shards: Collection[str]) -> SnapshotProtection:
         """Put together what all nodes have; groups of others than ``shards`` are problems."""
         groups: dict[str, ParityGroup] = {}
-        packages: dict[str, list[SoundPackage]] = {}
+        packages: dict[str, list[VerifiedPackage]] = {}
         problems: list[Problem] = []
         for node in nodes:
             for group in node.groups:
@@ -271,7 +271,7 @@ def read_protection(
             continue
         image = SlotImage.of(package.manifest)
         holding = image.holding(node, "", arena_path(arenas.node_dir, package.manifest).name)
-        packages.append(SoundPackage(PackageAt(node, name.path.name), name.path.stat().st_size, holding))
+        packages.append(VerifiedPackage(PackageAt(node, name.path.name), name.path.stat().st_size, holding))
     holdings = tuple(_holdings(arenas, node, snapshot))
     return NodeProtection(tuple(groups.values()), tuple(parity), tuple(packages), holdings, tuple(problems))
 

@@ -24,8 +24,10 @@ from ftckpt.host_memory import host_memory
 from ftckpt.model import codec
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology
-from ftckpt.restore import exchange as wire
-from ftckpt.restore.exchange import (
+from ftckpt.restore import redistribute as wire
+from ftckpt.restore.locations import Location, OpenArenas, SlotAt, location_of
+from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
+from ftckpt.restore.redistribute import (
     Name,
     Ranks,
     Stream,
@@ -37,11 +39,9 @@ from ftckpt.restore.exchange import (
     sharers,
     source_strip,
 )
-from ftckpt.restore.locations import Location, OpenArenas, SlotAt, location_of
-from ftckpt.restore.offers import Index
-from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
 from ftckpt.restore.slot_file import SlotFile
 from ftckpt.restore.staging import StagingBuffers
+from ftckpt.restore.tensor_index import Index
 from ftckpt.restore.threads import in_order
 
 Loop = tuple[int, Sequence[int], Sequence[int]]

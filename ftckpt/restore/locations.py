@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ftckpt.errors import ArenaError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.package import mirror_dir
+from ftckpt.memory.parity_file import ParityFile
 from ftckpt.model import codec
 from ftckpt.restore.slot_file import SlotFile
-from ftckpt.store.arena import Arena
-from ftckpt.store.package import mirror_dir
-from ftckpt.store.parity_file import ParityFile
 
 
 @dataclass(frozen=True, order=True)

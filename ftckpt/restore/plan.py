@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ftckpt.errors import LostError
 from ftckpt.model.fragment import Fragment, Shape
 from ftckpt.model.text import listed
-from ftckpt.restore.offers import Index, Offer
+from ftckpt.restore.tensor_index import Index, ShardEntry
 
 
 class StridedCopy(NamedTuple):
@@ -246,7 +246,7 @@ Interval = tuple[int, int]
 class ReadItem:
     """Elements to copy from one offer into the need of that index; ``copies`` are of elements, and disjoint."""
 
-    offer: Offer
+    offer: ShardEntry
     need: int
     copies: tuple[StridedCopy, ...]
 
@@ -257,7 +257,7 @@ class ReadItem:
 
 
 def plan(
-    offers: Iterable[Offer] | Index,
+    offers: Iterable[ShardEntry] | Index,
     needs: Sequence[Fragment],
     cost: Callable[[int], int],
     padded: frozenset[str] = frozenset(),
@@ -302,11 +302,11 @@ def overlap(have: Fragment, need: Fragment) -> tuple[StridedCopy, ...]:
 
     Global shapes must be the same, or differ in dimension 0 alone.
     """
-    filled, _ = _fill(need, [Offer(0, have, 0)], None)
+    filled, _ = _fill(need, [ShardEntry(0, have, 0)], None)
     return filled[0][1] if filled else ()
 
 
-def _useful(index: Index, need: Fragment, padded: bool) -> tuple[int | None, list[Offer]]:
+def _useful(index: Index, need: Fragment, padded: bool) -> tuple[int | None, list[ShardEntry]]:
     """The first row that is not needed (None: all are), and the offers that may hold something of ``need``."""
     usable = index.usable(need, padded)
     useful = [offer for offers in usable for offer in offers.touching(need)]
@@ -316,10 +316,10 @@ def _useful(index: Index, need: Fragment, padded: bool) -> tuple[int | None, lis
     return max(offers.tensor.shape[0] for offers in usable), useful
 
 
-Filled = list[tuple[Offer, tuple[StridedCopy, ...]]]
+Filled = list[tuple[ShardEntry, tuple[StridedCopy, ...]]]
 
 
-def _fill(need: Fragment, offers: Sequence[Offer], last_row: int | None) -> tuple[Filled, bool]:
+def _fill(need: Fragment, offers: Sequence[ShardEntry], last_row: int | None) -> tuple[Filled, bool]:
     """What to read from each offer, in the order of ``offers``, and whether that is all of ``need``."""
     # The usual case, and the fast one: intervals instead of boxes.
     if all(_flat_alike(offer.fragment, need) for offer in offers):
@@ -362,7 +362,7 @@ def _flat_alike(have: Fragment, need: Fragment) -> bool:
     return one.shape[1:] == other.shape[1:] and one.offset[1:] == other.offset[1:]
 
 
-def _fill_flat(need: Fragment, offers: Sequence[Offer], last_row: int | None) -> tuple[Filled, bool]:
+def _fill_flat(need: Fragment, offers: Sequence[ShardEntry], last_row: int | None) -> tuple[Filled, bool]:
     begin, end = _interval(need)
     left = [(begin, end)]
     if last_row is not None:

@@ -16,21 +16,21 @@ from ftckpt.errors import CorruptError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, together
 from ftckpt.host_memory import host_memory
+from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.directory import list_arenas
+from ftckpt.memory.ledger import Ledger, for_rebuild, give_up, in_use, refusal, require
+from ftckpt.memory.package import Package, unpack
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.survive import BlockId, ChunkId, Repair
-from ftckpt.restore.build import Build
-from ftckpt.restore.choice import Decision, worth_keeping
-from ftckpt.restore.inventory import Inventory, Shield
+from ftckpt.restore.decide import Decision, worth_keeping
+from ftckpt.restore.inventory import Inventory, SnapshotProtection
 from ftckpt.restore.load import Transfer, execute, fetch, reader_for
 from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
-from ftckpt.restore.rebuild import Input, Rebuild, RepairTask, TaskSlice, batches, levels, solve_slice
-from ftckpt.store.damage import Damage
-from ftckpt.store.directory import list_arenas
-from ftckpt.store.ledger import Ledger, for_rebuild, give_up, in_use, refusal, require
-from ftckpt.store.package import Package, unpack
+from ftckpt.restore.reconstruction_plan import Input, Rebuild, RepairTask, TaskSlice, batches, levels, solve_slice
+from ftckpt.restore.shard_reconstruction import ShardReconstruction
 
 BATCH_BYTES = 64 << 20
 """Bound on what a rank holds at a time beside the slots: bytes read and bytes solved."""
@@ -38,7 +38,7 @@ BATCH_BYTES = 64 << 20
 _PATIENCE_SECS = 5.0
 """Nothing is given up for what the SMP has yet to unmap."""
 
-_STILL_BAD = Damage(reason="does not verify after its repair")
+_STILL_BAD = Corruption(reason="does not verify after its repair")
 
 Usage = dict[str, dict[str, int]]
 """By what was rebuilt → chunks and bytes."""
@@ -53,14 +53,14 @@ class Outcome:
     """
 
     sources: dict[str, SlotAt] = field(default_factory=dict)
-    damage: dict[SlotAt, Damage] = field(default_factory=dict)
+    damage: dict[SlotAt, Corruption] = field(default_factory=dict)
     bad_blocks: set[BlockId] = field(default_factory=set)
     given_up: str = ""
     usage: Usage = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Site:
+class RepairContext:
     """This rank among all, and what it may read; ``readers`` are the ranks that read each shard, or rebuild it."""
 
     group: Group
@@ -71,7 +71,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Mistake:
+class BadSolve:
     """A stripe that was solved to wrong bytes: the blocks it was solved by, and the chunks."""
 
     use: tuple[BlockId, ...]
@@ -82,7 +82,12 @@ class Repairer:
     """One attempt to rebuild what ``decision`` lacks. ``run`` is collective."""
 
     def __init__(
-        self, site: Site, decision: Decision, rebuild: Rebuild, shield: Shield, inventory: Inventory
+        self,
+        site: RepairContext,
+        decision: Decision,
+        rebuild: Rebuild,
+        shield: SnapshotProtection,
+        inventory: Inventory,
     ) -> None:
         self._site = site
         self._group = site.group
@@ -91,7 +96,7 @@ class Repairer:
         self._shield = shield
         self._inventory = inventory
         self._sources = dict(decision.sources)
-        self._builds: dict[str, Build] = {}
+        self._builds: dict[str, ShardReconstruction] = {}
         self._builders = {shard: site.readers[shard] for shard in rebuild.fixes}
         self._usage: Usage = {}
         self._done_bytes = 0
@@ -151,7 +156,7 @@ class Repairer:
         for shard, fix in self._rebuild.fixes.items():
             if self._builders[shard] == self._group.rank:
                 package = packages.get(shard)
-                self._builds[shard] = Build(arenas.node_dir, fix, package, num_slots, keep)
+                self._builds[shard] = ShardReconstruction(arenas.node_dir, fix, package, num_slots, keep)
         self._site.arenas.close()  # files may be freed or replaced from here on, by any rank of the node
         site = self._site
         make_room(
@@ -269,8 +274,8 @@ class Repairer:
         used["bytes"] += sum(self._builds[shard].length(chunk) for shard, chunk in task.own)
 
     def _gather_mistakes(self, wrong: Sequence[RepairTask]) -> Outcome | None:
-        mine = [Mistake(task.repair.use, task.own) for task in wrong]
-        mistakes = [mistake for all_of in codec.gather(self._group, mine, list[Mistake]) for mistake in all_of]
+        mine = [BadSolve(task.repair.use, task.own) for task in wrong]
+        mistakes = [mistake for all_of in codec.gather(self._group, mine, list[BadSolve]) for mistake in all_of]
         if not mistakes:
             return None
         outcome = Outcome()
@@ -321,7 +326,7 @@ class Need(NamedTuple):
     sites: tuple[SlotAt, ...]
 
     @classmethod
-    def of(cls, builds: Collection[Build]) -> Need:
+    def of(cls, builds: Collection[ShardReconstruction]) -> Need:
         """For all of these."""
         return cls(sum(build.new_bytes() for build in builds), tuple(build.fix.at for build in builds))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ftckpt.errors import ArenaError, ConfigError, LostError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, gather_bytes, together
+from ftckpt.memory.lineage_file import read_lineage
 from ftckpt.model import objects
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.lineage import (
@@ -34,19 +35,18 @@ from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.persist import commit, retention
-from ftckpt.restore.choice import Decision
-from ftckpt.restore.chosen import ChosenSlots, Needs
+from ftckpt.restore.decide import Decision
+from ftckpt.restore.direct_read import ReadEstimate, SlotAge, fits
+from ftckpt.restore.invalidate import adopt, void
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute
 from ftckpt.restore.locations import OpenArenas
-from ftckpt.restore.look import SurveyResult, look
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import PendingLoad, Search, pass_over, tell_verified
-from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook, ask
-from ftckpt.restore.straight import ReadEstimate, SlotAge, fits
+from ftckpt.restore.selected_slots import Needs, SelectedSlots
+from ftckpt.restore.storage_catalog import NO_SHELF, CatalogSurvey, StorageCatalog, ask
+from ftckpt.restore.survey import SurveyResult, look
 from ftckpt.restore.threads import threads_of
-from ftckpt.restore.voiding import adopt, void
-from ftckpt.store.lineage_file import read_lineage
 
 _LINEAGE_BYTES = 16
 _MOST_NAMED = 8
@@ -66,7 +66,7 @@ class _Start(NamedTuple):
     new: Request
     asked: tuple[str, ...]
     selection: Selection
-    shelf: Shelf
+    shelf: StorageCatalog
     on_lost: str
     unproven: bool
     reports: Sequence[Inventory] | None
@@ -97,7 +97,7 @@ class Restart:
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
         self._start: _Start  # from ``choose`` on
-        self._chosen: ChosenSlots | None = None  # of the decision, from ``void_newer`` on
+        self._chosen: SelectedSlots | None = None  # of the decision, from ``void_newer`` on
         self._coming: PendingLoad | None = None  # what brings the decision
         self.in_memory = True
         """Whether what was loaded lies in memory, too; from ``load`` on."""
@@ -138,7 +138,7 @@ class Restart:
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
         lineage = partial(read_lineage, self._node_dir)
-        shelf_look = ShelfLook(self._group, self._storage, self._events, request, lineage=lineage)
+        shelf_look = CatalogSurvey(self._group, self._storage, self._events, request, lineage=lineage)
         seen = look(self._group, self._topology, self._arenas, shelf_look, loaded)
         self._shelf = seen.shelf
         reports = None if self._adopt_head(seen) else seen.reports
@@ -332,7 +332,7 @@ class Restart:
         decided on may prove bad yet ``load`` does it, behind the last byte: a later start may have the nodes that
         newer ones lack.
         """
-        chosen = self._chosen = ChosenSlots(
+        chosen = self._chosen = SelectedSlots(
             self._group, self._topology, self._events, self._arenas, coming=self._coming, decision=decision
         )
 
@@ -456,7 +456,7 @@ class Restart:
     def _bring_straight(
         self,
         coming: PendingLoad,
-        chosen: ChosenSlots,
+        chosen: SelectedSlots,
         decision: Decision,
         pieces: Sequence[Piece],
         padded: frozenset[str],
@@ -499,7 +499,7 @@ class Restart:
         self.void_newer(decision)
         return decision
 
-    def _bring(self, chosen: ChosenSlots, pieces: Sequence[Piece], padded: frozenset[str]) -> _Brought:
+    def _bring(self, chosen: SelectedSlots, pieces: Sequence[Piece], padded: frozenset[str]) -> _Brought:
         """What was read for which piece, how many bytes, and the encoded objects of the shard that this rank
         continues."""
         needs: Needs = []

@@ -18,34 +18,34 @@ from typing import NamedTuple
 from ftckpt.errors import FtckptError, LostError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, gather_bytes, together
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import SlotState
+from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.package import load, package_path
 from ftckpt.model import codec
 from ftckpt.model.lineage import ANY, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
 from ftckpt.restore.chunk_reader import ChunkReader, ShardFiles
+from ftckpt.restore.decide import Decision, Findings, Query, decide, readers_of
+from ftckpt.restore.direct_read import DirectReader, SlotAge
 from ftckpt.restore.inventory import (
     Inventory,
     NodeProtection,
     Problem,
-    Shield,
+    SnapshotProtection,
     known_shards,
     read_protection,
     take_inventory,
 )
 from ftckpt.restore.locations import OpenArenas, SlotAt
-from ftckpt.restore.rebuild import NEW_SLOT
-from ftckpt.restore.repair import Repairer, Site, Usage
-from ftckpt.restore.shelf import NO_SHELF, Shelf
+from ftckpt.restore.reconstruction_plan import NEW_SLOT
+from ftckpt.restore.repair import RepairContext, Repairer, Usage
 from ftckpt.restore.slot_file import SlotShard
-from ftckpt.restore.stored import ShardFetch, reads
-from ftckpt.restore.straight import SlotAge, StraightFetch
+from ftckpt.restore.storage_catalog import NO_SHELF, StorageCatalog
+from ftckpt.restore.storage_source import ShardFetch, reads
 from ftckpt.restore.threads import in_order, threads_of
-from ftckpt.store.arena import Arena
-from ftckpt.store.control import SlotState
-from ftckpt.store.damage import Damage
-from ftckpt.store.package import load, package_path
 
 _FETCHES = 3
 """Of one snapshot: beside what was brought a slot that nobody had looked at may prove bad, and is brought, too."""
@@ -97,7 +97,7 @@ class BadSlot:
 
     at: SlotAt
     shard: str
-    damage: Damage
+    damage: Corruption
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PendingLoad(NamedTuple):
     ``states`` of the shards that this rank tells of: how far they had come in slots; raises ArenaError.
     """
 
-    straight: StraightFetch
+    straight: DirectReader
     slots: ShardFetch | None
     states: Callable[[], Mapping[str, SlotAge]] = dict
 
@@ -132,7 +132,7 @@ class Search:
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *,
-        shelf: Shelf = NO_SHELF, slots: int = 2, selection: Selection = ANY, overlaps: bool = False,
+        shelf: StorageCatalog = NO_SHELF, slots: int = 2, selection: Selection = ANY, overlaps: bool = False,
         unproven: bool = False, reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
@@ -240,7 +240,7 @@ class Search:
         ranks = topology.rank_of if same else {}
         decision = Decision(stored.snapshot, places, layout=stored.layout, ranks=ranks)
         reader = ChunkReader(self._group, reads(stored.snapshot))
-        straight = StraightFetch(
+        straight = DirectReader(
             self._group, topology, fetch.files.get, reader, places=places, mine=[*self._mine(decision)]
         )
         try:
@@ -266,7 +266,7 @@ class Search:
             return SlotShard(arena, at.slot, decision.snapshot, file, self._expected(arena, at.slot))
 
         reader = ChunkReader(self._group, f"loads iteration {decision.snapshot.iteration}", self._threads)
-        straight = StraightFetch(
+        straight = DirectReader(
             self._group, self._topology, open_shard, reader, places=decision.sources, mine=[*mine], in_slots=True
         )
         # Asked for when ranks do so together: one that cannot open an arena would leave the others waiting.
@@ -314,7 +314,7 @@ class Search:
         self._report_problems(problems)
         return inventory
 
-    def _gather_shield(self, query: Query) -> Shield:
+    def _gather_shield(self, query: Query) -> SnapshotProtection:
         """All about the protection of a snapshot, from the leaders of all nodes."""
         lacking, topology = query.lacking(self._inventory, self._findings.damage), self._topology
 
@@ -326,9 +326,9 @@ class Search:
         # All ranks receive what all nodes have, mostly names that repeat. Level 1: the restart waits for it.
         gathered = gather_bytes(self._group, lambda: zlib.compress(codec.encode(read()), 1))
 
-        def join() -> Shield:
+        def join() -> SnapshotProtection:
             nodes = [codec.decode(zlib.decompress(data), NodeProtection) for data in gathered]
-            return Shield.of(nodes, query.shards)
+            return SnapshotProtection.of(nodes, query.shards)
 
         shield = together(self._group, join)
         self._report_problems(shield.problems)
@@ -362,19 +362,19 @@ class Search:
         states = tuple(self._states[slot] for slot in slots.values() if slot in self._states)
         return SlotFindings(tuple(bad), states)
 
-    def _verify_once(self, snapshot: SnapshotId, shard: str, slot: SlotAt) -> Damage:
+    def _verify_once(self, snapshot: SnapshotId, shard: str, slot: SlotAt) -> Corruption:
         """What is bad in a slot; nothing where it was verified before."""
         if slot in self._good:
-            return Damage()
+            return Corruption()
         progress = Progress(f"rank {self._group.rank} verifies {shard}")
         try:
             self._states[slot] = self._state_of(slot)
             damage = self._verify_slot(snapshot, slot, progress)
         except FtckptError as error:
-            return Damage(reason=str(error))
+            return Corruption(reason=str(error))
         return damage
 
-    def _verify_slot(self, snapshot: SnapshotId, slot: SlotAt, progress: Progress) -> Damage:
+    def _verify_slot(self, snapshot: SnapshotId, slot: SlotAt, progress: Progress) -> Corruption:
         """What is bad in a slot.
 
         Of a slot that has no checksums yet they are taken now; where this node has a package of it they are
@@ -383,7 +383,7 @@ class Search:
         arena = self._arenas.get(slot.arena)
         if arena.control.record(slot.slot).snapshot != snapshot:
             # A rebuild that failed may have taken the slot since.
-            return Damage(reason="record")
+            return Corruption(reason="record")
 
         def hashes(chunks: Iterable[int]) -> Iterable[int]:
             return in_order(self._arenas.file(slot).take, chunks, self._threads)
@@ -396,7 +396,7 @@ class Search:
                 if chunk in expected and value != expected[chunk]:
                     bad.append(chunk)
                 progress(arena.image.chunks[chunk].end, arena.image.file_bytes)
-            damage = Damage(tuple(bad))
+            damage = Corruption(tuple(bad))
         return damage
 
     def _expected(self, arena: Arena, slot: int) -> Mapping[int, int]:
@@ -419,7 +419,9 @@ class Search:
         if decision.rebuild is None:
             return decision
         snapshot, findings = decision.snapshot, self._findings
-        site = Site(self._group, self._topology, self._events, self._arenas, readers_of(self._topology, decision))
+        site = RepairContext(
+            self._group, self._topology, self._events, self._arenas, readers_of(self._topology, decision)
+        )
         repairer = Repairer(site, decision, decision.rebuild, findings.shields[snapshot], self._inventory)
         outcome = repairer.run()
         if outcome.sources:

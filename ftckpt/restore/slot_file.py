@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import xxhash
 
 from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.destinations import LoadTarget, cover, scratch
+from ftckpt.memory.image import Span
+from ftckpt.memory.mapping import FileId
+from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.arena import Arena
-from ftckpt.store.damage import Damage
-from ftckpt.store.image import Span
-from ftckpt.store.landings import LoadTarget, cover, scratch
-from ftckpt.store.mapping import FileId
-from ftckpt.store.slots import slot_name
 
 _PIECE_BYTES = 1 << 20
 """Read and hashed at a time: it stays in a core's own cache."""
@@ -118,7 +118,7 @@ class SlotShard:
         self, arena: Arena, slot: int, snapshot: SnapshotId, file: SlotFile, expected: Mapping[int, int]
     ) -> None:
         record = arena.control.record(slot)
-        damage = Damage(reason="record") if record.snapshot != snapshot else arena.damage(slot, record, ())
+        damage = Corruption(reason="record") if record.snapshot != snapshot else arena.damage(slot, record, ())
         if damage:
             raise CorruptError(f"{arena.path}: slot {slot}: {', '.join(damage.names)}")
         self.image = arena.image

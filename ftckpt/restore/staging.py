@@ -16,8 +16,8 @@ import torch
 
 from ftckpt.capture.driver import BatchCopy, Call, batch_copy, separate_stream
 from ftckpt.host_memory import pinned_memory
-from ftckpt.restore.exchange import MESSAGE_BYTES, Strip
-from ftckpt.store.landings import scratch
+from ftckpt.memory.destinations import scratch
+from ftckpt.restore.redistribute import MESSAGE_BYTES, Strip
 
 _MOST = 2
 """Memories of a thread: one is read into while the other is taken."""

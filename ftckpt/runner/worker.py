@@ -27,11 +27,11 @@ from ftckpt.config import Config
 from ftckpt.deepspeed import active_engine, section
 from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.forks import end_with_parent
-from ftckpt.frameworks import doors, launcher
+from ftckpt.frameworks import entry, launcher
 from ftckpt.frameworks.imports import ImportWatch
-from ftckpt.job.garbage import imports_that_stay
+from ftckpt.memory.launch_record import launcher_run
 from ftckpt.runner import notes
-from ftckpt.store.outcome import launcher_run
+from ftckpt.session.gc_pause import imports_that_stay
 
 _EARLY_SECS = 300.0
 """A script that ran longer before it failed has got somewhere, whatever it has done."""
@@ -87,7 +87,7 @@ class _Frameworks:
         section.configure(self._settings)
         # An engine is destroyed after an error too; how the script ends is known here alone.
         active_engine.leave_the_end_to_the_runner()
-        doors.prepare_storage(section.foreseen(self._arguments))
+        entry.prepare_storage(section.foreseen(self._arguments))
         launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
         self._closers.append(ftckpt.deepspeed.close)
 

@@ -93,14 +93,14 @@ def _daemon(arguments: argparse.Namespace) -> Daemon:
 def alive(arguments: argparse.Namespace) -> int:
     """Exit status 0 where the SMP of the node lives and moves; otherwise 1, and why on stderr. It is not disturbed:
     one that has much to do on a busy node answers late, and is healthy."""
-    from ftckpt.store.directory import SMP_LOCK_NAME, job_node_path
-    from ftckpt.store.locks import holder_of
-    from ftckpt.store.pulse import Pulse
+    from ftckpt.memory.directory import SMP_LOCK_NAME, job_node_path
+    from ftckpt.memory.heartbeat import Heartbeat
+    from ftckpt.memory.locks import holder_of
 
     node_dir = job_node_path(arguments.arena, arguments.job, arguments.node)
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
         problem = "has no SMP"
-    elif (secs := Pulse.open(node_dir, None).smp()[1]) > _MOST_SILENT_SECS:
+    elif (secs := Heartbeat.open(node_dir, None).smp()[1]) > _MOST_SILENT_SECS:
         problem = f"has an SMP that has given no sign of life for {secs:.0f} s"
     else:
         return 0

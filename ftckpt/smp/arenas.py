@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError, MismatchError
+from ftckpt.memory.arena import CONTROL_NAME, Arena
+from ftckpt.memory.checks import Check, Checks
+from ftckpt.memory.control_block import MAX_SLOTS, SlotRecord
+from ftckpt.memory.mapping import FileId, file_id
+from ftckpt.memory.parity_file import ParityFile
+from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.arena import CONTROL_NAME, Arena
-from ftckpt.store.checks import Check, Checks
-from ftckpt.store.control import MAX_SLOTS, SlotRecord
-from ftckpt.store.mapping import FileId, file_id
-from ftckpt.store.parity_file import ParityFile
-from ftckpt.store.slots import slot_name
 
 
 class ParityFiles:
@@ -87,7 +87,7 @@ class CheckedSlot:
         return self.check.chunk_hashes
 
 
-class GuardedArena:
+class MonitoredArena:
     """One arena. ``find``, ``still_holds``, ``identity``, ``behind`` and ``lease`` may be called from any thread.
 
     What another thread reads while the arena is closed raises ValueError or ArenaError; memory it has a view
@@ -208,12 +208,12 @@ class GuardedArena:
         return self.identity(slot) == file_id(self.path / slot_name(slot))
 
 
-class GuardedArenas:
+class MonitoredArenas:
     """The arenas of a node that a live trainer writes. All but ``by_shard`` and ``find`` belong to one thread."""
 
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
-        self.by_shard: Mapping[str, GuardedArena] = {}
+        self.by_shard: Mapping[str, MonitoredArena] = {}
         self.parity = ParityFiles()
         self.problems: dict[str, str] = {}
         """Why an arena cannot be used, by its name."""
@@ -223,11 +223,11 @@ class GuardedArenas:
         self._try_again = self._look_again = 0.0
 
     @property
-    def all(self) -> list[GuardedArena]:
+    def all(self) -> list[MonitoredArena]:
         """The open ones, in no order that means anything."""
         return list(self.by_shard.values())
 
-    def find(self, shard: str, snapshot: SnapshotId) -> tuple[GuardedArena, CheckedSlot] | None:
+    def find(self, shard: str, snapshot: SnapshotId) -> tuple[MonitoredArena, CheckedSlot] | None:
         """The arena of ``shard`` and its slot with ``snapshot``, where that is there and checked."""
         arena = self.by_shard.get(shard)
         checked = arena.find(snapshot) if arena is not None else None
@@ -272,7 +272,7 @@ class GuardedArenas:
             if name in keep or (name in self.gone and not (self.node_dir / name).exists()):
                 continue
             try:
-                keep[name] = GuardedArena(self.node_dir / name)
+                keep[name] = MonitoredArena(self.node_dir / name)
             except (FtckptError, OSError) as error:
                 self.problems[name] = str(error)
         self.gone -= keep.keys()

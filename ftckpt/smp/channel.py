@@ -44,7 +44,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from ftckpt.errors import ConfigError, PeerAuthError, PeerError, PeerTimeoutError, VersionError
-from ftckpt.store.directory import SMP_SOCKET_NAME
+from ftckpt.memory.directory import SMP_SOCKET_NAME
 
 MAGIC = b"FTCKSMP2"
 NONCE_BYTES = 32

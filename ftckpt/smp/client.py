@@ -17,6 +17,11 @@ from typing import Any
 
 from ftckpt.errors import FtckptError, PeerError, PeerTimeoutError, SmpError, VersionError
 from ftckpt.events import log
+from ftckpt.memory.directory import SMP_LOCK_NAME, SMP_LOG_NAME, TOLD_NAME, end_smp
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.locks import holder_of
+from ftckpt.memory.page import pid_of
+from ftckpt.memory.process import Process
 from ftckpt.smp import BUSY_STATUS, IDLE_SECS
 from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.requests import (
@@ -29,11 +34,6 @@ from ftckpt.smp.requests import (
     StatusRequest,
     exchange,
 )
-from ftckpt.store.directory import SMP_LOCK_NAME, SMP_LOG_NAME, TOLD_NAME, end_smp
-from ftckpt.store.locks import holder_of
-from ftckpt.store.page import pid_of
-from ftckpt.store.process import Process
-from ftckpt.store.pulse import Pulse
 
 _ANSWER_SECS = 10.0
 """Training comes first on every core: on a node whose cores are all busy an SMP may be slow."""
@@ -207,7 +207,7 @@ class Watch:
     ) -> None:
         self._client, self._report, self._every_secs, self._tell = client, report, every_secs, tell
         self._log = LogTail(client.node_dir)
-        self._pulse = Pulse.open(client.node_dir, None)
+        self._pulse = Heartbeat.open(client.node_dir, None)
         self._most_silent = math.ceil(silent_secs / every_secs)
         self._seen, self._silent = (0, 0), 0  # the last sign of life, and the looks since that found no other
         self._stopped = threading.Event()

@@ -12,13 +12,18 @@ from typing import Any
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, SmpError
 from ftckpt.events import MAX_LOG_BYTES, Events, log
+from ftckpt.memory.directory import SMP_LOCK_NAME, node_directory, remove_job_if_empty, remove_smp_files
+from ftckpt.memory.end_notes import tell, told_of
+from ftckpt.memory.heartbeat import Heartbeat, RankHeartbeat, SmpState
+from ftckpt.memory.locks import FileLock, holder_of
+from ftckpt.memory.log_archive import keep_logs, kept_path
+from ftckpt.memory.memory_limits import may_hang, used_bytes
 from ftckpt.model import codec
 from ftckpt.restore.inventory import read_protection, take_inventory
 from ftckpt.restore.locations import OpenArenas
-from ftckpt.smp.duties import Duties
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, anon_bytes, load_description, store_description
-from ftckpt.smp.living import DeathWatch, Liveness
+from ftckpt.smp.liveness import DeathWatch, Liveness
 from ftckpt.smp.reports import MarkHistory, packed, rank_report
 from ftckpt.smp.requests import (
     VERSION,
@@ -33,12 +38,7 @@ from ftckpt.smp.requests import (
     guard_digest,
 )
 from ftckpt.smp.server import Handler, Server
-from ftckpt.store.directory import SMP_LOCK_NAME, node_directory, remove_job_if_empty, remove_smp_files
-from ftckpt.store.ends import tell, told_of
-from ftckpt.store.kept_logs import keep_logs, kept_path
-from ftckpt.store.locks import FileLock, holder_of
-from ftckpt.store.memory import may_hang, used_bytes
-from ftckpt.store.pulse import Pulse, RankPulse, SmpState
+from ftckpt.smp.task_queue import TaskQueue
 
 _IDLE_WAIT_SECS, _QUIET_WAIT_SECS = 0.02, 0.1
 """Wait for a request where there is nothing to do, for as long as there has been nothing: a new seal or target is
@@ -82,11 +82,11 @@ class Daemon:
         self.log = BoundedLog(self.node_dir)
         log.addHandler(self.log)
         self.events = Events(None, -1, f"smp-{node}")
-        self._pulse = Pulse.open(self.node_dir, None)
+        self._pulse = Heartbeat.open(self.node_dir, None)
         if self._pulse.problem is not None:
             self.events.emit("smp_error", error=self._pulse.problem)
         self._living = Liveness(self.node_dir)
-        self._duties = Duties(self.node_dir, self.events)
+        self._duties = TaskQueue(self.node_dir, self.events)
         self._exporter = Exporter(job, node, self._measured, lambda text: self.events.emit("smp_error", error=text))
         self._description: dict[str, Any] | None = None
         self._digest = 0
@@ -208,7 +208,7 @@ class Daemon:
         """Whether a process trains on this node; locks show those in other containers, too."""
         return any(pulse.lives for pulse in self._pulse.ranks()) or self._living.any_lock_is_held()
 
-    def _ranks(self) -> list[RankPulse]:
+    def _ranks(self) -> list[RankHeartbeat]:
         return self._living.judge(self._pulse.ranks())
 
     def _ends_in_secs(self) -> float | None:

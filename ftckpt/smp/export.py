@@ -19,7 +19,7 @@ from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import checkpoints, folder_of, require_owner
 from ftckpt.persist.exports import Exports
-from ftckpt.persist.place import Place
+from ftckpt.persist.paths import Place
 from ftckpt.persist.retention import snapshot_of
 from ftckpt.persist.storage import Storage
 from ftckpt.smp.client import environment
@@ -76,7 +76,7 @@ def _convert(
     if time.monotonic() >= deadline:
         raise StorageError("no time was left for the conversion", lasting=True)
     # The module, not ``ftckpt``: that need not be on the path.
-    command = [sys.executable, "-m", "ftckpt.commands.main", "convert", str(source), str(path)]
+    command = [sys.executable, "-m", "ftckpt.cli.main", "convert", str(source), str(path)]
     command += ["--to", form, "--workers", "1", "--background"]
     # A file, not a pipe, which would fill up: it tells its progress.
     with TemporaryFile() as said:

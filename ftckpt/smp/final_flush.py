@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 from ftckpt.errors import StorageError, in_words
 from ftckpt.events import Events
+from ftckpt.memory.heartbeat import FlushState
+from ftckpt.memory.lineage_file import read_lineage
 from ftckpt.model.lineage import Selection, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.storage import Storage
-from ftckpt.smp.arenas import GuardedArenas
+from ftckpt.smp.arenas import MonitoredArenas
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
-from ftckpt.smp.work import Pace
-from ftckpt.store.lineage_file import read_lineage
-from ftckpt.store.pulse import FlushState
+from ftckpt.smp.work import Throttle
 
 _POLL_SECS = 0.2
 _NODES_SECS = 120.0
@@ -40,7 +40,7 @@ class FinalFlush:
     """The work of one node, on a thread of its own; given up after ``timeout_secs``."""
 
     def __init__(
-        self, orders: FlushOrders, arenas: GuardedArenas, pace: Pace, events: Events, *, timeout_secs: float,
+        self, orders: FlushOrders, arenas: MonitoredArenas, pace: Throttle, events: Events, *, timeout_secs: float,
         before: Joinable | None = None,
     ) -> None:  # fmt: skip
         self.orders = orders
@@ -100,7 +100,7 @@ class FinalFlush:
     def _bring_newest(self, storage: Storage) -> None:
         held = self._held()
         there = self._patiently(lambda: self._newest(storage, {one.lineage for one in held}))
-        call = RollCall(storage, self.orders, held)
+        call = Membership(storage, self.orders, held)
         self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there
         # One iteration more: what others load may have to be made of that which is there.
         floor = max((one.iteration for one in held), default=-1) + (self.orders.exports is not None)
@@ -124,7 +124,7 @@ class FinalFlush:
                 with suppress(StorageError):
                     call.leave()
 
-    def _bring(self, call: RollCall, chosen: SnapshotId) -> bool:
+    def _bring(self, call: Membership, chosen: SnapshotId) -> bool:
         """Whether the snapshot was not there before; it is now."""
         flush = self._flush = Flush(self.orders, self._arenas, self._pace, self._events, chosen, before=self._before)
         if self._halted.is_set():  # and whoever did that may not have seen it
@@ -143,7 +143,7 @@ class FinalFlush:
             raise StorageError(f"iteration {chosen.iteration} is at {self.orders.where}, but {flush.unexported}")
         return not flush.found
 
-    def _choose(self, call: RollCall, there: SnapshotId | None) -> SnapshotId:
+    def _choose(self, call: Membership, there: SnapshotId | None) -> SnapshotId:
         """The newest snapshot that all arenas of all nodes hold, in doubt only where all are; ``there``: what is on
         storage, and nobody waits who had no more than that."""
         while True:
@@ -227,7 +227,7 @@ class FinalFlush:
         return self._halted.wait(wait_secs) or time.monotonic() >= self._deadline
 
 
-class RollCall:
+class Membership:
     """One node's part in telling who is there; ``held`` are the snapshots of which it has all its shards.
 
     All methods but ``leave`` raise StorageError where storage fails; they may be called again.

@@ -21,22 +21,22 @@ import numpy as np
 from ftckpt.array_types import Buffer
 from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
+from ftckpt.memory.heartbeat import FlushState
+from ftckpt.memory.lineage_file import read_lineage
 from ftckpt.model.lineage import Lineage, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
 from ftckpt.persist.backend import open_storage
-from ftckpt.persist.commit import CheckpointName, DoneMark, PendingCheckpoint
+from ftckpt.persist.commit import CheckpointName, CheckpointTransaction, NodeCommitMarker
 from ftckpt.persist.compression import packed
-from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
+from ftckpt.persist.paths import SNAPSHOT, ExportPlace, Place
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
 from ftckpt.persist.storage import Storage
-from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
+from ftckpt.smp.arenas import CheckedSlot, MonitoredArena, MonitoredArenas
 from ftckpt.smp.export import export
 from ftckpt.smp.footprint import yield_disks
-from ftckpt.smp.work import Pace
-from ftckpt.store.lineage_file import read_lineage
-from ftckpt.store.pulse import FlushState
+from ftckpt.smp.work import Throttle
 from ftckpt.units import rate
 
 _POLL_SECS = 0.1
@@ -117,7 +117,7 @@ class Flush:
     """
 
     def __init__(
-        self, orders: FlushOrders, arenas: GuardedArenas, pace: Pace, events: Events, snapshot: SnapshotId, *,
+        self, orders: FlushOrders, arenas: MonitoredArenas, pace: Throttle, events: Events, snapshot: SnapshotId, *,
         before: Joinable | None = None,
     ) -> None:  # fmt: skip
         self.snapshot = snapshot
@@ -159,7 +159,7 @@ class Flush:
             before.join()
         try:
             storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
-            pending = PendingCheckpoint(storage, self.snapshot, self.orders.node)
+            pending = CheckpointTransaction(storage, self.snapshot, self.orders.node)
             path = f"{pending.folder}/{commit.MANIFEST_NAME}"
             # Before anything is written: an earlier run that removes leftovers must see that they are of another.
             self._patiently(lambda: self._owns(storage))
@@ -201,7 +201,7 @@ class Flush:
                 "not_exported", iteration=self.snapshot.iteration, format=exports.form, reason=str(error)
             )
 
-    def _write(self, storage: Storage, pending: PendingCheckpoint, promised: DoneMark | None) -> None:
+    def _write(self, storage: Storage, pending: CheckpointTransaction, promised: NodeCommitMarker | None) -> None:
         """All shards of this node, each whole and of this snapshot when it has its name.
 
         Args:
@@ -229,7 +229,7 @@ class Flush:
         nbytes, secs = sum(one.nbytes for one in self.written.values()), round(time.monotonic() - begun, 3)
         self._events.emit("flushed", iteration=self.snapshot.iteration, bytes=nbytes, secs=secs)
 
-    def _checked(self) -> tuple[Lineage, list[tuple[GuardedArena, CheckedSlot]]]:
+    def _checked(self) -> tuple[Lineage, list[tuple[MonitoredArena, CheckedSlot]]]:
         """Waits until all arenas of the node hold the snapshot with its checksums; its lineage, and where it lies."""
         while True:
             # First: a job that branches voids slots, then writes its lineage. Slots that hold the snapshot to the end
@@ -241,7 +241,7 @@ class Flush:
                 return lineage, ready
             self._pause(_POLL_SECS)
 
-    def _put_all(self, pending: PendingCheckpoint, slots: Sequence[tuple[GuardedArena, CheckedSlot]]) -> None:
+    def _put_all(self, pending: CheckpointTransaction, slots: Sequence[tuple[MonitoredArena, CheckedSlot]]) -> None:
         """A few at a time. At the first that fails the others are left; all threads have ended when it returns."""
         left, errors, threads = iter(slots), list[BaseException](), list[threading.Thread]()
 
@@ -264,7 +264,7 @@ class Flush:
         if errors:
             raise errors[0]
 
-    def _put(self, pending: PendingCheckpoint, arena: GuardedArena, checked: CheckedSlot) -> StoredShard:
+    def _put(self, pending: CheckpointTransaction, arena: MonitoredArena, checked: CheckedSlot) -> StoredShard:
         slot, record = arena.mapped.image, checked.record
         shard = ShardImage.of(slot)
         compresses, lengths = self.orders.compress == "zstd", list[int]()
@@ -292,7 +292,7 @@ class Flush:
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
         )
 
-    def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
+    def _paced(self, arena: MonitoredArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
         for piece in pieces:
             for wait_secs in self.before_piece(len(piece)):
                 self._pause(wait_secs)
@@ -305,7 +305,7 @@ class Flush:
         yield from self._pace.memory(nbytes)
         yield from self._pace.receive()  # what goes to storage takes the network as what comes from other nodes
 
-    def _settle(self, storage: Storage, pending: PendingCheckpoint, path: str) -> None:
+    def _settle(self, storage: Storage, pending: CheckpointTransaction, path: str) -> None:
         """Wait until the snapshot is committed; one node does it, when all are done."""
         poll_secs = _POLL_SECS
         while not self._patiently(
@@ -319,7 +319,7 @@ class Flush:
         there = _committed(storage, CheckpointName(self.snapshot.iteration))
         return there is not None and there.snapshot == self.snapshot
 
-    def _commit(self, storage: Storage, pending: PendingCheckpoint, path: str) -> bool:
+    def _commit(self, storage: Storage, pending: CheckpointTransaction, path: str) -> bool:
         """Whether all nodes were done, and the snapshot is committed."""
         marks = pending.marks()
         if not set(self.orders.nodes) <= marks.keys():
@@ -402,7 +402,7 @@ class Flush:
     def _owns(self, storage: Storage) -> bool:
         return commit.require_owner(storage, self.orders.owner, self.orders.began)
 
-    def _withdraw(self, storage: Storage, pending: PendingCheckpoint) -> None:
+    def _withdraw(self, storage: Storage, pending: CheckpointTransaction) -> None:
         try:
             # A run that goes on elsewhere may have restored this snapshot, and written it under the same names.
             self._owns(storage)

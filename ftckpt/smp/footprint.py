@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import SmpError
+from ftckpt.memory.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
+from ftckpt.memory.log_archive import SmpLog, read_log
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
-from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
-from ftckpt.store.kept_logs import SmpLog, read_log
 
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # malloc.h; larger blocks go back to the system when they are freed
 _LOG_BYTES = 256 << 10

@@ -12,8 +12,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftckpt.memory.memory_limits import read_lines
 from ftckpt.model.text import human_secs
-from ftckpt.store.memory import read_lines
 from ftckpt.units import in_words, rate
 
 _LEAST_SHARE = 0.05

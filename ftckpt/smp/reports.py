@@ -9,11 +9,11 @@ from collections import deque
 from typing import Any
 
 from ftckpt.errors import SmpError
+from ftckpt.memory.heartbeat import HeartbeatGauge, RankHeartbeat
+from ftckpt.memory.page import pid_of
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.inventory import NodeProtection
-from ftckpt.store.page import pid_of
-from ftckpt.store.pulse import PulseCount, RankPulse
 
 _MOST_BYTES = 64 << 20
 """Of what is unpacked: hundreds of times what a node of eight large arenas has."""
@@ -39,9 +39,9 @@ def unpacked(text: str) -> NodeProtection:
         raise SmpError(f"what it says protects the snapshot is unusable: {error}") from None
 
 
-def rank_report(pulse: RankPulse) -> dict[str, Any]:
+def rank_report(pulse: RankHeartbeat) -> dict[str, Any]:
     """Where a rank is: ``iteration`` is that of its last boundary, ``secs`` count from its last heartbeat; and its
-    ``counts`` by ``PulseCount``."""
+    ``counts`` by ``HeartbeatGauge``."""
     return {
         "rank": pulse.rank if pulse.rank >= 0 else None,
         "place": pulse.place,
@@ -50,7 +50,7 @@ def rank_report(pulse: RankPulse) -> dict[str, Any]:
         "phase": pulse.phase,
         "secs": round(max(0, time.monotonic_ns() - pulse.beat_ns) / 1e9, 3),
         "lives": pulse.lives,
-        "counts": {count.label: pulse.counts[count] for count in PulseCount},
+        "counts": {count.label: pulse.counts[count] for count in HeartbeatGauge},
     }
 
 

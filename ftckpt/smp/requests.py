@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import xxhash
 
 from ftckpt.errors import FtckptError, PeerError, SmpError, error_from_json
+from ftckpt.memory.directory import is_shard
+from ftckpt.memory.package import MAX_PACKAGE_BYTES
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.channel import Channel, Deadlines
-from ftckpt.store.directory import is_shard
-from ftckpt.store.package import MAX_PACKAGE_BYTES
 
 VERSION = 7
 """Of requests, and of what an SMP keeps in files; an SMP of another version is replaced."""

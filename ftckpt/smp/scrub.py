@@ -12,20 +12,28 @@ import numpy as np
 
 from ftckpt.errors import CorruptError, FtckptError, MismatchError
 from ftckpt.events import Events
+from ftckpt.memory import package
+from ftckpt.memory.checks import CheckState
+from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.parity_file import ParityFile, parity_path
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.modes import PARITY_FILES
 from ftckpt.parity.stripes import stripe, stripe_of_block
 from ftckpt.parity.survive import BlockId, ChunkId, solve
 from ftckpt.setting_checks import MODES
-from ftckpt.smp.arenas import CheckedSlot, GuardedArena
-from ftckpt.smp.cover import Duty, covered_slots, has_package, make_block, pull_packages, store_package, take_back
-from ftckpt.smp.sources import Feed, Sources
+from ftckpt.smp.arenas import CheckedSlot, MonitoredArena
+from ftckpt.smp.chunk_source import Feed, Sources
+from ftckpt.smp.encode import (
+    EncodeTask,
+    covered_slots,
+    has_package,
+    make_block,
+    pull_packages,
+    store_package,
+    take_back,
+)
 from ftckpt.smp.work import Work, in_thread, within
-from ftckpt.store import package
-from ftckpt.store.checks import CheckState
-from ftckpt.store.damage import Damage
-from ftckpt.store.parity_file import ParityFile, parity_path
 
 _REMOTE_SECS = 30.0
 """How long other nodes may take to give what a bad parity block, or package, is made anew from."""
@@ -38,7 +46,7 @@ class _State:
 
     files: dict[tuple[str, int], ParityFile] = field(default_factory=dict)
     bad_blocks: set[BlockId] = field(default_factory=set)
-    slots: list[tuple[GuardedArena, CheckedSlot, list[int]]] = field(default_factory=list)
+    slots: list[tuple[MonitoredArena, CheckedSlot, list[int]]] = field(default_factory=list)
 
 
 class _LostBlocks:
@@ -68,7 +76,7 @@ class Scrubber:
     can bring a chunk back, COVERED is taken back.
     """
 
-    def __init__(self, sources: Sources, duty: Duty, events: Events, secs: float) -> None:
+    def __init__(self, sources: Sources, duty: EncodeTask, events: Events, secs: float) -> None:
         self.repaired = 0
         self.lost: set[SnapshotId] = set()
         """Snapshots of which something is gone that has to be made anew; whoever reads it clears it."""
@@ -120,7 +128,7 @@ class Scrubber:
         self._reported = self._found
         self._events.emit("scrubbed", secs=round(time.monotonic() - begun, 4), bytes=nbytes)
 
-    def _slots(self, arena: GuardedArena, states: dict[SnapshotId, _State]) -> Work[int]:
+    def _slots(self, arena: MonitoredArena, states: dict[SnapshotId, _State]) -> Work[int]:
         """Hash every chunk of every checked slot; returns the bytes."""
         total = 0
         for snapshot in list(_checked(arena)):
@@ -137,7 +145,7 @@ class Scrubber:
                 states.setdefault(snapshot, _State()).slots.append((arena, checked, bad))
         return total
 
-    def _parity(self, arena: GuardedArena, states: dict[SnapshotId, _State]) -> Work[int]:
+    def _parity(self, arena: MonitoredArena, states: dict[SnapshotId, _State]) -> Work[int]:
         """Hash every block of every sealed parity file; returns the bytes."""
         total = 0
         for path in (parity_path(arena.path, mode, index) for mode in MODES for index in range(PARITY_FILES)):
@@ -164,7 +172,7 @@ class Scrubber:
         return total
 
     def _judge(
-        self, snapshot: SnapshotId, state: _State, arena: GuardedArena, checked: CheckedSlot, bad: list[int]
+        self, snapshot: SnapshotId, state: _State, arena: MonitoredArena, checked: CheckedSlot, bad: list[int]
     ) -> bool:
         """Tell bad chunks of a slot; whether there are some that nothing can bring back, of what should be safe."""
         if not arena.still_holds(checked.slot, checked.record):
@@ -179,8 +187,10 @@ class Scrubber:
                 arena=arena.name,
                 slot=checked.slot,
                 iteration=snapshot.iteration,
-                what=Damage(tuple(new[:_MAX_NAMED])).names,
-                repairable=Damage(tuple(chunk for chunk in new if (arena.shard, chunk) in safe)).names[:_MAX_NAMED],
+                what=Corruption(tuple(new[:_MAX_NAMED])).names,
+                repairable=Corruption(tuple(chunk for chunk in new if (arena.shard, chunk) in safe)).names[
+                    :_MAX_NAMED
+                ],
             )
         if all((arena.shard, chunk) in safe for chunk in bad):
             return False  # a restart rebuilds them: here only trainers may write into slots
@@ -307,6 +317,6 @@ class Scrubber:
         return key not in self._reported
 
 
-def _checked(arena: GuardedArena) -> Iterator[SnapshotId]:
+def _checked(arena: MonitoredArena) -> Iterator[SnapshotId]:
     """Snapshots of an arena that are checked."""
     yield from (snapshot for snapshot in arena.mapped.snapshots() if arena.find(snapshot) is not None)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ftckpt.errors import FtckptError, PeerAuthError, PeerError, SmpError, in_words
 from ftckpt.events import Events, log
+from ftckpt.memory.directory import SMP_SOCKET_NAME
 from ftckpt.smp.channel import Channel, Deadlines, Delivery, Trust, socket_address
 from ftckpt.smp.ports import listen_at
 from ftckpt.smp.requests import (
@@ -26,7 +27,6 @@ from ftckpt.smp.requests import (
     decode_request,
     encode_object,
 )
-from ftckpt.store.directory import SMP_SOCKET_NAME
 
 MAX_CONNECTIONS = 256
 """Of other nodes; each has a thread, whose stack is of the memory that the process may have."""

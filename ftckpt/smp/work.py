@@ -144,7 +144,7 @@ class Bucket:
             return wait_secs
 
 
-class Courtesy(threading.local):
+class CooperativeYield(threading.local):
     """Lets others go first, but not for ever: at most as long as was worked, ``most_secs`` at a stretch.
 
     So work takes at most twice as long as with nobody else there (and ``most_secs``), however busy they are. Each
@@ -174,7 +174,7 @@ class Courtesy(threading.local):
         self._saved = max(-self._most_secs, self._saved - (self._since - begun))
 
 
-class Pace:
+class Throttle:
     """What to do before each piece of work, in any thread: limits are of all threads together.
 
     Args:
@@ -199,8 +199,8 @@ class Pace:
         self.read = Bucket(smp_rate, clock)
         self.received = Bucket(network_rate, clock)
         self._sent = Bucket(network_rate, clock)
-        self._copying = Courtesy(copying, clock, MOST_SECS)
-        self._network = Courtesy(network, clock, NETWORK_MOST_SECS)
+        self._copying = CooperativeYield(copying, clock, MOST_SECS)
+        self._network = CooperativeYield(network, clock, NETWORK_MOST_SECS)
 
     def memory(self, nbytes: int) -> Iterator[float]:
         """Before ``nbytes`` of memory are read."""

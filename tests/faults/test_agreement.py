@@ -15,12 +15,12 @@ from ftckpt.capture import copier
 from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError
-from ftckpt.job import deadlines
-from ftckpt.job.agreement import AgreementError, Will
-from ftckpt.job.shard import Proof, Shard
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.package import list_packages
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.arena import Arena
-from ftckpt.store.package import list_packages
+from ftckpt.session import deadlines
+from ftckpt.session.shard import Proof, Shard
+from ftckpt.session.vote import AgreementError, Readiness
 from tests.support import jobs, plain
 from tests.support.arenas import check_all
 from tests.support.faults import Fault
@@ -391,7 +391,7 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
     read, post = agreement.read, agreement.post
     for iteration in range(1, 9):
         if iteration == 8 and rank == 1 and trouble == "off":
-            agreement.post = lambda round_: post(round_._replace(will=Will.OFF))  # type: ignore[method-assign]
+            agreement.post = lambda round_: post(round_._replace(will=Readiness.OFF))  # type: ignore[method-assign]
         checkpointer.fence()
         if iteration == 8 and rank == 1 and trouble == "read":
             agreement.read = broken_read  # type: ignore[method-assign]

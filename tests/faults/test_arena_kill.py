@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import xxhash
 
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import SlotState
+from ftckpt.memory.directory import arena_path, list_arenas, node_directory
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.arena import Arena
-from ftckpt.store.control import SlotState
-from ftckpt.store.directory import arena_path, list_arenas, node_directory
 from tests.support.choosing import inventory_of
 from tests.support.killing import killed_at
 from tests.support.tiers import by_default

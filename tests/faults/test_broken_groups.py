@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import ftckpt.job.checkpointer
+import ftckpt.session.checkpointer
+from ftckpt.memory.heartbeat import Heartbeat, HeartbeatGauge
 from ftckpt.persist.backend import open_storage
-from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 from tests.support.stored import committed
@@ -63,7 +63,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
     """Returns the iteration of the newest whole snapshot, and how many ranks say at the end that they take none."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
-    ftckpt.job.checkpointer._REPEAT_SECS = REPEAT_SECS
+    ftckpt.session.checkpointer._REPEAT_SECS = REPEAT_SECS
     before = descriptors()
     checkpointer, state = plain.make(rank, world_size, settings)
     opened = descriptors() - before
@@ -80,12 +80,12 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
         state.advance(iteration, float(iteration))
         checkpointer.step(iteration)
         time.sleep(0.02)
-    whole, pulses = checkpointer.whole, Pulse.open(checkpointer.node_dir, None).ranks()
+    whole, pulses = checkpointer.whole, Heartbeat.open(checkpointer.node_dir, None).ranks()
     dist.barrier()
     if end == "die":
         plain.die()
     checkpointer.close()
-    silent = sum(pulse.counts[PulseCount.NO_SNAPSHOTS] for pulse in pulses)
+    silent = sum(pulse.counts[HeartbeatGauge.NO_SNAPSHOTS] for pulse in pulses)
     return whole.iteration if whole is not None else None, silent
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import list_arenas
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import list_arenas
 from tests.support import arenas
 from tests.support.killing import killed_at
 from tests.support.tiers import by_default

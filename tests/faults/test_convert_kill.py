@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from ftckpt.array_types import Bytes
-from ftckpt.commands.main import main
-from ftckpt.convert.catalog import Catalog, Reader, Writer
-from ftckpt.convert.conversion import Options, convert
-from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
-from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
-from ftckpt.convert.safetensors import WeightsWriter
-from ftckpt.convert.universal import UniversalWriter
+from ftckpt.cli.main import main
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
+from ftckpt.universal.catalog import Catalog, Reader, Writer
+from ftckpt.universal.conversion import Options, convert
+from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
+from ftckpt.universal.megatron.dist_writer import MegatronDistWriter
+from ftckpt.universal.safetensors import WeightsWriter
+from ftckpt.universal.universal_format import UniversalWriter
 from tests.support.errors import raises
 from tests.support.killing import killed_at
 from tests.support.tiers import by_default
@@ -125,7 +125,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000,) * 2)
 
 HALTED = """
 import signal, threading
-from ftckpt.convert.universal import UniversalReader
+from ftckpt.universal.universal_format import UniversalReader
 
 interrupted, reads, read = threading.Event(), [], UniversalReader.read
 
@@ -151,7 +151,7 @@ atexit.register(lambda: print("imports:", sorted({"torch", "torch.distributed.ch
 
 
 def start(source: Path, out: Path, *words: str, first: str = "") -> subprocess.Popen[str]:
-    run = f"import sys\n{first}\nfrom ftckpt.commands.main import main\nsys.exit(main())"
+    run = f"import sys\n{first}\nfrom ftckpt.cli.main import main\nsys.exit(main())"
     return subprocess.Popen(
         [sys.executable, "-c", run, "convert", str(source), str(out), *words],
         stdout=subprocess.PIPE,
@@ -231,8 +231,8 @@ import sys, threading, time
 from pathlib import Path
 sys.path[:0] = sys.argv[1].split(":")
 from test_convert_kill import Columns
-from ftckpt.convert.conversion import Options, convert
-from ftckpt.convert.formats import open_writer
+from ftckpt.universal.conversion import Options, convert
+from ftckpt.universal.formats import open_writer
 source = Columns(6, 100_000)  # 20 MB each
 def anonymous():
     text = Path("/proc/self/status").read_text()

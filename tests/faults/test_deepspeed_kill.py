@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.store.arena import Arena
+from ftckpt.memory.arena import Arena
 from tests.support import ds_jobs, jobs
 from tests.support.arenas import check_all
 from tests.support.faults import Fault

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.commands.recovery import PARTS
+from ftckpt.cli.recovery import PARTS
 from ftckpt.config import Config
 from launch import demo, demo_job
 from launch.demo_job import FRAMEWORKS, LIMIT, RESHAPING, SCENES, SHRINK, SMALL, Run, Strike, Watch

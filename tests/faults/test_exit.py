@@ -25,10 +25,10 @@ SCRIPT = """
 import gc, os, pathlib, sys
 import torch
 import torch.distributed as dist
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
-from ftckpt.job import checkpointer
-import ftckpt.plain.geometry, ftckpt.plain.hooks, ftckpt.plain.state, torch._dynamo
+from ftckpt.session import checkpointer
+import ftckpt.torch.geometry, ftckpt.torch.hooks, ftckpt.torch.state, torch._dynamo
 
 here, arena, rounds, ranks = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 
@@ -37,7 +37,7 @@ def train(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
-    job = ftckpt.plain.attach(model, optimizer, config=config)
+    job = ftckpt.torch.attach(model, optimizer, config=config)
     job.restore()
     for iteration in range(1, 4):
         model(torch.ones(1, 4)).sum().backward()

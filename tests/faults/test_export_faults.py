@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.commands.main import main
-from ftckpt.convert.formats import ReadOptions, open_reader
-from ftckpt.convert.universal import UniversalReader
+from ftckpt.cli.main import main
+from ftckpt.memory.directory import clean_job
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.exports import prepare
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.place import Place
+from ftckpt.persist.paths import Place
 from ftckpt.smp.footprint import NICE
-from ftckpt.store.directory import clean_job
+from ftckpt.universal.formats import ReadOptions, open_reader
+from ftckpt.universal.universal_format import UniversalReader
 from tests.faults.test_persist import NODES, restored, train_then_die, train_to_the_end, what_was
 from tests.support import jobs
 from tests.support.event_logs import read_events

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import SMP_STATE_NAME
 from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import SMP_STATE_NAME
 from tests.support import jobs
 from tests.support.arenas import check_all
 from tests.support.event_logs import read_events

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ftckpt.store.directory import node_directory
-from ftckpt.store.interval_file import write_interval
+from ftckpt.memory.directory import node_directory
+from ftckpt.memory.interval_file import write_interval
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 

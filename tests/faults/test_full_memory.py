@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-import ftckpt.job.checkpointer
+import ftckpt.session.checkpointer
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import SMP_STATE_NAME, end_smp, list_arenas
+from ftckpt.memory.heartbeat import Heartbeat, HeartbeatGauge
 from ftckpt.persist.backend import open_storage
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import SMP_STATE_NAME, end_smp, list_arenas
-from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs, plain
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import run_ranks
@@ -67,7 +67,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = Fal
     ``room`` there is some behind that."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
-    ftckpt.job.checkpointer._REPEAT_SECS = 0.05
+    ftckpt.session.checkpointer._REPEAT_SECS = 0.05
     checkpointer, state = plain.make(rank, world_size, settings)
     start, silent = checkpointer.restore(), False
     value = float(state.row[0])
@@ -76,7 +76,9 @@ def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = Fal
         time.sleep(0.02)
         if iteration == 20:
             until(lambda: settings["protect"] == "none" or guarded(checkpointer), secs=30)
-            silent = bool(Pulse.open(checkpointer.node_dir, None).ranks()[rank].counts[PulseCount.NO_SNAPSHOTS])
+            silent = bool(
+                Heartbeat.open(checkpointer.node_dir, None).ranks()[rank].counts[HeartbeatGauge.NO_SNAPSHOTS]
+            )
             meet(here / "looked", world_size)
             if room and rank == 0:
                 leave_free(Path(settings["arena"]), 32 << 20)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.capture import copier
 from ftckpt.config import Config
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.memory.directory import clean_job
+from ftckpt.memory.heartbeat import FlushState, Heartbeat
 from ftckpt.persist.backend import open_storage
-from ftckpt.store.directory import clean_job
-from ftckpt.store.pulse import FlushState, Pulse
+from ftckpt.session.checkpointer import Checkpointer
 from tests.support import ds_jobs, jobs, plain, waiting
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
@@ -67,7 +67,7 @@ def train_a_model(rank: int, world_size: int, settings: dict[str, Any] | None, u
     optimizer, data = torch.optim.AdamW(model.parameters(), lr=0.1), Numbers()
     model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     config = Config(enabled=True, node="n", **settings) if settings else None
-    checkpointer = ftckpt.plain.attach(model, optimizer, None, {"data": data}, config)
+    checkpointer = ftckpt.torch.attach(model, optimizer, None, {"data": data}, config)
     start = (checkpointer.restore() if checkpointer is not None else 0) or 0
     for iteration in range(start + 1, until + 1):
         optimizer.zero_grad()
@@ -141,7 +141,7 @@ def tell_late(checkpointer: Checkpointer) -> None:
     tell = setup._tell
 
     def late(description: Mapping[str, Any]) -> None:
-        pulse = Pulse.open(checkpointer.node_dir, None)
+        pulse = Heartbeat.open(checkpointer.node_dir, None)
 
         def has_failed() -> bool:
             newest = checkpointer.capture.newest if checkpointer.capture is not None else None

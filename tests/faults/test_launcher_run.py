@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import atexit, json, os, pathlib, sys, threading
 import torch
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
 
 here, fault, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
@@ -32,11 +32,11 @@ def log(what):
     with open(here / f"rank{rank}.jsonl", "a") as out:
         out.write(json.dumps([attempt, what]) + "\\n")
 
-ftckpt.plain.init_process_group(config, "gloo", init_method="env://")
+ftckpt.torch.init_process_group(config, "gloo", init_method="env://")
 log("start")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
-job = ftckpt.plain.attach(model, optimizer, config=config)
+job = ftckpt.torch.attach(model, optimizer, config=config)
 saved = here / f"saved{rank}"
 begin = job.restore(newer_than=int(saved.read_text()) if saved.exists() else -1)
 log(["restored", begin])
@@ -130,15 +130,15 @@ LAUNCHES = """
 import sys
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
 
 def train(job, last):
     config = Config(enabled=True, job=job, node="n", arena=sys.argv[1], protect="none")
-    ftckpt.plain.init_process_group(config, "gloo", init_method="env://")
+    ftckpt.torch.init_process_group(config, "gloo", init_method="env://")
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpointer = ftckpt.plain.attach(model, optimizer, config=config)
+    checkpointer = ftckpt.torch.attach(model, optimizer, config=config)
     checkpointer.restore()
     for iteration in range(1, last + 1):
         model(torch.ones(1, 4)).sum().backward()

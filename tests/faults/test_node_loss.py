@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.store.directory import SMP_STATE_NAME
+from ftckpt.memory.directory import SMP_STATE_NAME
 from tests.support.launching import ITERATIONS, ROOT, Nodes
 from tests.support.pool import run_ranks
 from tests.support.waiting import until

@@ -23,7 +23,7 @@ import yaml
 
 import ftckpt
 from ftckpt.config import Config
-from ftckpt.store.directory import clean_job
+from ftckpt.memory.directory import clean_job
 from tests.support import jobs
 from tests.support.flush_jobs import Job as FlushJob
 from tests.support.pool import run_ranks

@@ -18,14 +18,14 @@ import pytest
 import xxhash
 
 from ftckpt.errors import PeerError
+from ftckpt.memory.checks import CheckState
+from ftckpt.memory.package import mirror_dir, pack
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
-from ftckpt.smp import sources
+from ftckpt.smp import chunk_source
 from ftckpt.smp.channel import FRAME, MAGIC, Channel, Delivery, Trust
-from ftckpt.smp.duties import Duties
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, encode_object, exchange
-from ftckpt.store.checks import CheckState
-from ftckpt.store.package import mirror_dir, pack
+from ftckpt.smp.task_queue import TaskQueue
 from tests.support.killing import killed_at
 from tests.support.smp_nodes import LINEAGE, QUICK, SECRET, Node, Seen, Smp, SmpProcess, check_parity, describe, fill
 from tests.support.tiers import by_default
@@ -67,7 +67,7 @@ def tell_port(smp: Smp, nodes: Sequence[Node], ports: dict[str, int], port: int,
 def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(
     arena_root: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_REPORT_SECS", 0.1)
+    monkeypatch.setattr(chunk_source, "_REPORT_SECS", 0.1)
     nodes = two_nodes(arena_root, stack)
     smp = stack.enter_context(closing(Smp(nodes[0])))
     other = start_process(nodes[1], stack)
@@ -286,7 +286,7 @@ def test_an_smp_killed_at_any_store_claims_nothing_that_is_not_so(arena_root: Pa
     description = describe(node, [node], NODE, {})
 
     def cover(iteration: int) -> None:
-        duties = Duties(node.dir, Seen())
+        duties = TaskQueue(node.dir, Seen())
         duties.configure(description)
         deadline = time.monotonic() + 30
         while not node.covered(iteration):

@@ -17,23 +17,23 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ftckpt.commands.main import main
+from ftckpt.cli.main import main
 from ftckpt.errors import LostError, MemoryBudgetError, StorageError
 from ftckpt.events import Events
-from ftckpt.job import node_smp
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.directory import SMP_STATE_NAME, clean_job, end_smp
 from ftckpt.persist import retention
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, iteration_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore import shelf, straight
-from ftckpt.restore import stored as stored_shards
-from ftckpt.restore.straight import StraightFetch
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import SMP_STATE_NAME, clean_job, end_smp
-from ftckpt.store.landings import LoadTarget
+from ftckpt.restore import direct_read, storage_catalog
+from ftckpt.restore import storage_source as stored_shards
+from ftckpt.restore.direct_read import DirectReader
+from ftckpt.session import node_smp
+from ftckpt.session.checkpointer import Checkpointer
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
@@ -203,7 +203,7 @@ def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardFile, "scatter", late)
         if by_slots:
-            patch.setattr(straight, "reads_little_twice", lambda *_: False)
+            patch.setattr(direct_read, "reads_little_twice", lambda *_: False)
         return restored(rank, world_size, settings)
 
 
@@ -239,7 +239,7 @@ def damaged(settings: dict[str, Any], iteration: int, shard: str) -> None:
 
 def restored_by_slots(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight, "reads_little_twice", lambda *_: False)
+        patch.setattr(direct_read, "reads_little_twice", lambda *_: False)
         return restored(rank, world_size, settings)
 
 
@@ -295,7 +295,7 @@ def restored_while_reads_fail(rank: int, world_size: int, settings: dict[str, An
 
     read_into = FileStorage.read_into
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shelf, "_PATIENCE_SECS", 0.2)
+        patch.setattr(storage_catalog, "_PATIENCE_SECS", 0.2)
         patch.setattr(FileStorage, "read_into", failing_part)
         patch.setattr(FileStorage, "read", failing_read)
         return restored(rank, world_size, settings)
@@ -336,7 +336,7 @@ def restored_while_nothing_is_seen(rank: int, world_size: int, settings: dict[st
         raise StorageError(f"{storage.where}: Input/output error")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shelf, "_PATIENCE_SECS", 0.2)
+        patch.setattr(storage_catalog, "_PATIENCE_SECS", 0.2)
         patch.setattr(FileStorage, "list", failing)
         checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
         start = checkpointer.restore(newer_than=loaded)
@@ -411,7 +411,7 @@ def restored_without_room(rank: int, world_size: int, settings: dict[str, Any]) 
         raise MemoryBudgetError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight, "reads_little_twice", lambda *_: False)
+        patch.setattr(direct_read, "reads_little_twice", lambda *_: False)
         patch.setattr(stored_shards, "make_room", refuse)
         return restored(rank, world_size, settings)
 
@@ -648,9 +648,9 @@ def test_what_a_restart_reads_nobody_removes(going_on: dict[str, Any]) -> None:
 
 
 def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
-    bring, tried = StraightFetch.bring, list[bool]()
+    bring, tried = DirectReader.bring, list[bool]()
 
-    def retire_and_bring(self: StraightFetch, *args: Any) -> Any:
+    def retire_and_bring(self: DirectReader, *args: Any) -> Any:
         if rank == 0:
             there = [one.snapshot for one in stored(settings)]
             storage = open_storage(settings["persist"])
@@ -659,7 +659,7 @@ def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str,
             tried.append(True)
         return bring(self, *args)
 
-    StraightFetch.bring = retire_and_bring  # type: ignore[method-assign]
+    DirectReader.bring = retire_and_bring  # type: ignore[method-assign]
     was = restored(rank, world_size, settings)
     assert tried == [True] * (rank == 0), "the restart reads another way"
     return was

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ftckpt.commands.main import main
-from ftckpt.store.directory import SMP_LOCK_NAME
+from ftckpt.cli.main import main
+from ftckpt.memory.directory import SMP_LOCK_NAME
 from tests.support.launching import ROOT
 from tests.support.pod_lab import Cluster, Pod, Provided, python_image
 from tests.support.processes import command_line, running

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import LostError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import list_arenas
+from ftckpt.memory.package import list_packages, load, pack, package_path, store
+from ftckpt.memory.parity_file import ParityFile, list_parity, parity_path
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
-from ftckpt.restore.build import Build
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import list_arenas
-from ftckpt.store.package import list_packages, load, pack, package_path, store
-from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
+from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.flips import flip
@@ -277,19 +277,19 @@ def restart_that_is_killed(rank: int, world_size: int, job: Job, events: Path, p
     if rank == 1:
         if point == "put":
             puts = []
-            original = Build.put
+            original = ShardReconstruction.put
 
-            def put(self: Build, chunk: int, begin: int, data: Any) -> None:
+            def put(self: ShardReconstruction, chunk: int, begin: int, data: Any) -> None:
                 puts.append(chunk)
                 if len(puts) == 2:
                     original(self, chunk, begin, data[: len(data) // 2])
                     os.kill(os.getpid(), signal.SIGKILL)
                 original(self, chunk, begin, data)
 
-            Build.put = put  # type: ignore[method-assign]
+            ShardReconstruction.put = put  # type: ignore[method-assign]
         else:
             call = {"begin": "begin", "before_seal": "seal", "after_seal": "seal"}[point]
-            die_at(f"ftckpt.store.control:ControlBlock.{call}", after=point != "before_seal")
+            die_at(f"ftckpt.memory.control_block:ControlBlock.{call}", after=point != "before_seal")
     return restart(rank, world_size, job, events)
 
 
@@ -303,11 +303,11 @@ def test_a_rank_that_fails_to_rebuild_is_an_error_on_all(arena_root: Path, tmp_p
 
 
 def restart_that_fails(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
-    def put(self: Build, chunk: int, begin: int, data: Any) -> None:
+    def put(self: ShardReconstruction, chunk: int, begin: int, data: Any) -> None:
         raise OSError("out of luck")
 
     if rank == 1:
-        Build.put = put  # type: ignore[method-assign]
+        ShardReconstruction.put = put  # type: ignore[method-assign]
     return restart(rank, world_size, job, events)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.events import Events
-from ftckpt.store.directory import PULSE_NAME
+from ftckpt.memory.directory import PULSE_NAME
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.pool import RankFailure, run_ranks, spawn_ranks

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import SmpError
+from ftckpt.memory.directory import clean_job
+from ftckpt.memory.end_notes import read as read_ends
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.locks import JobLock
+from ftckpt.memory.process import Process
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import VERSION
-from ftckpt.store.directory import clean_job
-from ftckpt.store.ends import read as read_ends
-from ftckpt.store.locks import JobLock
-from ftckpt.store.process import Process
-from ftckpt.store.pulse import Pulse
 from tests.support.interpreters import python
 from tests.support.killing import killed_at
 from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, lives_on, site_at
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 TRAIN = """
 import sys, time
 from pathlib import Path
-from ftckpt.store.pulse import Pulse
+from ftckpt.memory.heartbeat import Pulse
 pulse = Pulse.open(Path(sys.argv[1]), 0, 10)
 print("up", flush=True)
 for iteration in range(1000):
@@ -309,7 +309,7 @@ def test_a_frozen_one_hangs_nobody(site: SmpSite) -> None:
             find_or_start(site.node_dir, site.root, JOB, NODE, timeout_secs=1.0)
         assert time.monotonic() - begin < 20
         assert site.pids() == [pid], "a second one is not started beside it"
-        until(lambda: not Pulse.open(site.node_dir, None).smp_alive(0.5))
+        until(lambda: not Heartbeat.open(site.node_dir, None).smp_alive(0.5))
         client.end(timeout_secs=4)  # the job is over: nobody waits for it any more
         assert site.pids() == []
     finally:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ftckpt.store.arena import Arena
-from ftckpt.store.control import SlotState
-from ftckpt.store.directory import SMP_LOCK_NAME, end_smp
-from ftckpt.store.locks import holder_of
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import SlotState
+from ftckpt.memory.directory import SMP_LOCK_NAME, end_smp
+from ftckpt.memory.locks import holder_of
 from tests.support import plain, smps, waiting
 from tests.support.event_logs import logged, read_events
 from tests.support.flips import flip

@@ -28,9 +28,9 @@ from ftckpt.capture import copy_plan, device_copier, driver, registration
 from ftckpt.capture.chunks import ChunkCopy
 from ftckpt.capture.copier import Flight
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.windows.bubbles import Always, Bubbles, WindowPlan
-from ftckpt.windows.clock import DeviceClock
-from ftckpt.windows.iteration import IterationForecast
+from ftckpt.schedule.bubbles import Always, Bubbles, WindowPlan
+from ftckpt.schedule.clock import DeviceClock
+from ftckpt.schedule.iteration import IterationForecast
 from tests.support.device_states import CPU, plan
 from tests.support.fake_device import SECS
 from tests.support.waiting import until

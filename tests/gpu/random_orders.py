@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from ftckpt.commands.check_device import Bench, NoWindow, bench_on
-from ftckpt.windows.bubbles import Always, Turn, Windows
-from ftckpt.windows.clock import make_clock
+from ftckpt.cli.check_device import Bench, NoWindow, bench_on
+from ftckpt.schedule.bubbles import Always, Turn, Windows
+from ftckpt.schedule.clock import make_clock
 from tests.support.fake_device import SECS
 
 MAX_PAUSE_SECS = 0.003

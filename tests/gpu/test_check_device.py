@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.commands import check_device
-from ftckpt.commands.check_device import Bench, bench_on, look_at_device
-from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED
-from ftckpt.windows.clock import DeviceClock
+from ftckpt.cli import check_device
+from ftckpt.cli.check_device import Bench, bench_on, look_at_device
+from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED
+from ftckpt.schedule.clock import DeviceClock
 from tests.support.device_states import CPU
 from tests.support.fake_device import FakeDevice, install
 from tests.support.real_device import needs_device

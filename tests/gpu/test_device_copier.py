@@ -17,7 +17,7 @@ import torch
 
 from ftckpt.capture import copier as host
 from ftckpt.capture import device_copier, volatile_memory
-from ftckpt.windows.bubbles import Always, Turn
+from ftckpt.schedule.bubbles import Always, Turn
 from tests.support.device_states import (
     CPU,
     Blocked,

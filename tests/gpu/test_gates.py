@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ftckpt.windows.bubbles import Turn
-from ftckpt.windows.iteration import Iteration
+from ftckpt.schedule.bubbles import Turn
+from ftckpt.schedule.iteration import Iteration
 from tests.support.device_states import CPU, prepared
 from tests.support.fake_device import PAGE, SECS, FakeDevice
 from tests.support.fake_training import KINDS, Run, slot_for

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ftckpt.capture import driver, registration
-from ftckpt.windows.bubbles import Always, Bubbles, Turn, WindowPlan
-from ftckpt.windows.clock import DeviceClock, Moment
-from ftckpt.windows.iteration import IterationForecast
+from ftckpt.schedule.bubbles import Always, Bubbles, Turn, WindowPlan
+from ftckpt.schedule.clock import DeviceClock, Moment
+from ftckpt.schedule.iteration import IterationForecast
 from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
 from tests.support.fake_device import SECS
 from tests.support.real_device import MIB, cycles_for, needs_device, sleep, state

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ftckpt.capture.affinity import locality, numa_node_of
-from ftckpt.windows.bubbles import Always
+from ftckpt.schedule.bubbles import Always
 from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
 from tests.support.fake_device import SECS
 from tests.support.real_device import MIB, cycles_for, needs_device, sleep, state

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.job.shard import device_of
 from ftckpt.model.training_state import Description
+from ftckpt.session.shard import device_of
 from tests.support import plain
 from tests.support.errors import a_rank_raises, raises
 from tests.support.pool import run_ranks

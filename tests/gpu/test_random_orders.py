@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.commands import check_device
-from ftckpt.commands.check_device import bench_on
-from ftckpt.windows.clock import make_clock
+from ftckpt.cli import check_device
+from ftckpt.cli.check_device import bench_on
+from ftckpt.schedule.clock import make_clock
 from tests.gpu.random_orders import train_randomly
 from tests.support.device_states import CPU
 from tests.support.real_device import needs_device

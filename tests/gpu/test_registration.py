@@ -20,8 +20,8 @@ from ftckpt.capture import device_copier, registration
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
-from ftckpt.store.locks import FileLock
-from ftckpt.windows.clock import DeviceClock
+from ftckpt.memory.locks import FileLock
+from ftckpt.schedule.clock import DeviceClock
 from tests.support.device_snapshots import DeviceSnapshots
 from tests.support.device_states import CPU, Blocked, assert_holds, laid_out, prepared, shared_slot, started
 from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, pages_present
@@ -144,7 +144,7 @@ def test_a_slot_that_cannot_be_pinned_is_waited_for_no_longer(
 HOLD = """
 import sys
 from pathlib import Path
-from ftckpt.store.locks import FileLock
+from ftckpt.memory.locks import FileLock
 lock = FileLock(Path(sys.argv[1]), 0, "a turn", "")
 print("held", flush=True)
 sys.stdin.readline()

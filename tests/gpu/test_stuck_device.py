@@ -11,7 +11,7 @@ import pytest
 
 from ftckpt.capture import capture as capture_module
 from ftckpt.errors import CaptureError
-from ftckpt.windows.bubbles import Always, Turn
+from ftckpt.schedule.bubbles import Always, Turn
 from tests.support.device_snapshots import DeviceSnapshots
 from tests.support.fake_device import SECS, FakeDevice
 from tests.support.waiting import until

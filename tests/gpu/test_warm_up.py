@@ -13,8 +13,8 @@ from ftckpt.capture import copier as host
 from ftckpt.capture import device_copier
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.windows.clock import DeviceClock
-from ftckpt.windows.pacer import Pacer
+from ftckpt.schedule.clock import DeviceClock
+from ftckpt.schedule.window_scheduler import WindowScheduler
 from tests.support.device_snapshots import DeviceSnapshots
 from tests.support.device_states import CPU, live_state
 from tests.support.fake_device import PAGE, FakeDevice
@@ -67,7 +67,7 @@ def test_slots_that_lie_in_wait_are_not_touched(fake: FakeDevice, monkeypatch: p
 def test_moments_of_training_are_provided_before_it(fake: FakeDevice, places: int) -> None:
     """As many as the schedule's model has places, for all iterations that may be looked at together."""
     clock = DeviceClock(CPU)
-    pacer = Pacer(Config(schedule="bubble"), clock, Events(None, 0), {"pp": 0})
+    pacer = WindowScheduler(Config(schedule="bubble"), clock, Events(None, 0), {"pp": 0})
     kinds = ["start", *["forward", "window"] * places]
     pacer.expect(kinds, [1.0] * len(kinds))
     provided = len(clock.events._free)

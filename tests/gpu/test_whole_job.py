@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt.capture.device_copier import _SETTLED_AFTER, DeviceCopier
-from ftckpt.windows.clock import DeviceClock
+from ftckpt.schedule.clock import DeviceClock
 from tests.support import jobs, plain
 from tests.support.fake_device import SECS, FakeDevice, install
 from tests.support.pool import run_ranks
@@ -33,7 +33,7 @@ def on_a_device(
         patch.setattr("ftckpt.capture.device_copier._STAGED_BYTES_PER_SEC", 1.0)
         patch.setattr(DeviceCopier, "_through_staging", lambda *_: pytest.fail("staged"))
     fake = install(patch)
-    patch.setattr("ftckpt.job.start.make_clock", DeviceClock)
+    patch.setattr("ftckpt.session.start.make_clock", DeviceClock)
     patch.setattr(plain, "ROW", ROW)
     checkpointer, state = plain.make(rank, world_size, settings, NODES)
     checkpointer.restore()

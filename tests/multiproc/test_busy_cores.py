@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.campaign_job import Plan, train
-from ftckpt.store.directory import clean_job, node_directory
-from ftckpt.store.pulse import Pulse
+from ftckpt.memory.directory import clean_job, node_directory
+from ftckpt.memory.heartbeat import Heartbeat
 from tests.support.event_logs import read_events
 from tests.support.pool import spawn_ranks
 from tests.support.waiting import until
@@ -50,7 +50,7 @@ def test_a_protected_snapshot_is_never_older_than_promised(
     small |= {"protect_interval": "auto", "smp_cores": 0.001}
     (tmp_path / "progress").mkdir()
     plan = Plan(settings | small, NODES, ENDLESS, tmp_path / "progress")
-    pulse, silent_secs = Pulse.open(node_directory(arena_root, plan.settings["job"], NODES[0]), None), [0.0]
+    pulse, silent_secs = Heartbeat.open(node_directory(arena_root, plan.settings["job"], NODES[0]), None), [0.0]
 
     def seen(kind: str) -> dict[int, float]:
         told = read_events(Path(plan.settings["events"]), of="rank0")

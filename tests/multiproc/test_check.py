@@ -18,10 +18,10 @@ import torch
 
 from ftckpt.capture.chunks import ChunkCopy
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.commands import check, check_device
-from ftckpt.commands.check_host import look_at_host
-from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult, attempt
-from ftckpt.commands.main import main
+from ftckpt.cli import check, check_device
+from ftckpt.cli.check_host import look_at_host
+from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult, attempt
+from ftckpt.cli.main import main
 
 pytestmark = pytest.mark.multiproc
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ftckpt.commands import check_ranks
-from ftckpt.commands.findings import FAILED, PASSED
-from ftckpt.commands.main import main
+from ftckpt.cli import check_ranks
+from ftckpt.cli.findings import FAILED, PASSED
+from ftckpt.cli.main import main
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, socket, sys, time
 from contextlib import contextmanager
-from ftckpt.commands import check_device, check_pairs, check_ranks
-from ftckpt.commands.findings import FAILED, PASSED, CheckResult
-from ftckpt.commands.main import main
+from ftckpt.cli import check_device, check_pairs, check_ranks
+from ftckpt.cli.findings import FAILED, PASSED, CheckResult
+from ftckpt.cli.main import main
 
 def of_rank_1(what):
     if os.environ["RANK"] == "1":

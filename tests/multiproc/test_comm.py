@@ -19,7 +19,7 @@ from ftckpt import connections, errors
 from ftckpt import group as comm
 from ftckpt.errors import FtckptError, LaunchError, PeerAuthError
 from ftckpt.group import Group, together
-from ftckpt.job.agreement import Agreement, Coverage, Round, Will
+from ftckpt.session.vote import Agreement, Readiness, TaskState, Vote
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.processes import is_running
@@ -124,11 +124,11 @@ def read(agreement: Any, timeout_secs: float) -> Any:
 def agree(rank: int, size: int) -> list[Any]:
     agreement = Agreement(Group(30.0))
     verdicts: list[Any] = [read(agreement, 5.0)]
-    for newest, will in [((4, 5, 3)[rank], Will.GO), (6, Will.GO if rank else Will.SKIP)]:
-        agreement.post(Round(0, newest, will))
+    for newest, will in [((4, 5, 3)[rank], Readiness.GO), (6, Readiness.GO if rank else Readiness.SKIP)]:
+        agreement.post(Vote(0, newest, will))
         verdicts.append(read(agreement, 30.0))
-    agreement.post(Round(0, -1 if rank == 2 else 7))
-    agreement.post(Round(0, 8))
+    agreement.post(Vote(0, -1 if rank == 2 else 7))
+    agreement.post(Vote(0, 8))
     verdicts.append(read(agreement, 30.0))
     verdicts.append(read(agreement, 0.0))
     return verdicts
@@ -141,8 +141,8 @@ def test_what_all_ranks_have_is_what_all_name_in_one_round() -> None:
 
 def turn_off(rank: int, size: int) -> list[Any]:
     agreement = Agreement(Group(30.0))
-    agreement.post(Round(0, 4, Will.OFF if rank == 1 else Will.SKIP))
-    agreement.post(Round(1, 5))
+    agreement.post(Vote(0, 4, Readiness.OFF if rank == 1 else Readiness.SKIP))
+    agreement.post(Vote(1, 5))
     return [read(agreement, 30.0), read(agreement, 30.0)]
 
 
@@ -154,17 +154,17 @@ def lag(rank: int, size: int) -> tuple[list[Any], float]:
     agreement = Agreement(Group(30.0))
     if rank == 1:
         time.sleep(LATE_SECS)
-    agreement.post(Round(4, 4))
+    agreement.post(Vote(4, 4))
     verdicts: list[Any] = []
     begin = time.monotonic()
     if rank == 0:
         verdicts.append(read(agreement, 0.1))
         verdicts.append(read(agreement, 0.0))
-        agreement.post(Round(5, 5))
+        agreement.post(Vote(5, 5))
         verdicts.append(read(agreement, 0.1))
     waited = time.monotonic() - begin
     if rank == 1:
-        agreement.post(Round(5, 6))
+        agreement.post(Vote(5, 6))
     verdicts.append(read(agreement, 30.0))
     return verdicts, waited
 
@@ -215,10 +215,10 @@ def test_what_is_posted_stays_until_it_is_finished_however_much_is_unread() -> N
 
 def wish(rank: int, size: int) -> list[Any]:
     agreement = Agreement(Group(30.0))
-    agreement.post(Round(4, 4, stretch=rank + 1))
-    agreement.post(Round(6, 6))
+    agreement.post(Vote(4, 4, stretch=rank + 1))
+    agreement.post(Vote(6, 6))
     reads = [agreement.read(30.0)]
-    agreement.post(Round(8, 8, stretch=5 - rank))
+    agreement.post(Vote(8, 8, stretch=5 - rank))
     reads.append(agreement.read(30.0))
     return [[(verdict.number, verdict.stretch) for verdict in verdicts] for verdicts in reads if verdicts is not None]
 
@@ -229,10 +229,10 @@ def test_the_largest_wish_of_each_round_is_read_once_and_in_order() -> None:
 
 def cover(rank: int, size: int) -> list[Any]:
     agreement = Agreement(Group(30.0))
-    agreement.post(Round(4, 4, target=3, cover=Coverage.WORKING if rank == 1 else Coverage.DONE))
-    agreement.post(Round(5, 5, target=3, cover=Coverage.CANNOT if rank == 2 else Coverage.DONE))
-    agreement.post(Round(6, 6 + rank, target=3))
-    agreement.post(Round(7, 7, target=4 if rank == 0 else 3))
+    agreement.post(Vote(4, 4, target=3, cover=TaskState.WORKING if rank == 1 else TaskState.DONE))
+    agreement.post(Vote(5, 5, target=3, cover=TaskState.CANNOT if rank == 2 else TaskState.DONE))
+    agreement.post(Vote(6, 6 + rank, target=3))
+    agreement.post(Vote(7, 7, target=4 if rank == 0 else 3))
     verdicts = agreement.read(30.0)
     return [(verdict.whole, verdict.target, int(verdict.cover)) for verdict in verdicts or ()]
 
@@ -250,7 +250,7 @@ def post_without_waiting(rank: int, size: int) -> float:
         time.sleep(LATE_SECS)
     begin = time.monotonic()
     for iteration in range(5):
-        agreement.post(Round(iteration, iteration))
+        agreement.post(Vote(iteration, iteration))
     secs = time.monotonic() - begin
     assert read(agreement, 30.0)[-1] == (4, 1)
     return secs
@@ -313,7 +313,7 @@ def outlive_a_stall(rank: int, size: int, number: int, is_recent: bool) -> list[
     for iteration in range(number):
         if (rank, iteration) == (1, 0):
             time.sleep(LATE_SECS)
-        agreement.post(Round(iteration, iteration))
+        agreement.post(Vote(iteration, iteration))
         if rank == 0:
             found.append(str(read(agreement, 0.1)))
     return [*found, str(read(agreement, 30.0))]
@@ -344,7 +344,7 @@ def outlive(rank: int, size: int, lost: int, what: str, here: str) -> tuple[str,
         if what == "gather":
             group.gather(b"x")
         else:
-            agreement.post(Round(1, 1))
+            agreement.post(Vote(1, 1))
             agreement.read(GROUP_SECS)
     except RuntimeError as error:
         told, waited = str(error), time.monotonic() - begin
@@ -472,7 +472,7 @@ FAIL_WITH_A_POST = """
 import sys, time
 import torch.distributed as dist
 from ftckpt.group import Group
-from ftckpt.job.agreement import Agreement, Round
+from ftckpt.session.vote import Agreement, Round
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 agreement = Agreement(Group(float(sys.argv[3])))

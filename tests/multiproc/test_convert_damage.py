@@ -10,13 +10,13 @@ import pytest
 import test_convert_deepspeed as deepspeed_jobs
 import test_convert_megatron as megatron_jobs
 
-from ftckpt.commands.main import main
-from ftckpt.convert.deepspeed.reader import DeepSpeedReader
-from ftckpt.convert.deepspeed.universal_reader import DeepSpeedUniversalReader
-from ftckpt.convert.foreign import archives
-from ftckpt.convert.language.spec import Spec
-from ftckpt.convert.megatron.dist_reader import MegatronDistReader
-from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
+from ftckpt.cli.main import main
+from ftckpt.universal.deepspeed.reader import DeepSpeedReader
+from ftckpt.universal.deepspeed.universal_reader import DeepSpeedUniversalReader
+from ftckpt.universal.foreign import archives
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.megatron.dist_reader import MegatronDistReader
+from ftckpt.universal.megatron.legacy_reader import MegatronLegacyReader
 from tests.support.flips import Record, flipped, noticed, of_distributed, records
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default

@@ -18,19 +18,19 @@ import numpy as np
 import pytest
 import torch
 
-from ftckpt.convert import safetensors
-from ftckpt.convert.catalog import Catalog, Reader, Tensor
-from ftckpt.convert.consolidation import Consolidator
-from ftckpt.convert.conversion import Options, convert
-from ftckpt.convert.deepspeed import files as deepspeed_files
-from ftckpt.convert.deepspeed import universal_reader as deepspeed_universal
-from ftckpt.convert.deepspeed import universal_writer as deepspeed_universal_writer
-from ftckpt.convert.deepspeed.reader import DeepSpeedReader
-from ftckpt.convert.deepspeed.universal_reader import DeepSpeedUniversalReader
-from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter
-from ftckpt.convert.language.spec import Spec
 from ftckpt.errors import ConvertError
 from ftckpt.model.objects import decode, encode
+from ftckpt.universal import safetensors
+from ftckpt.universal.catalog import Catalog, Reader, Tensor
+from ftckpt.universal.consolidation import Consolidator
+from ftckpt.universal.conversion import Options, convert
+from ftckpt.universal.deepspeed import files as deepspeed_files
+from ftckpt.universal.deepspeed import universal_reader as deepspeed_universal
+from ftckpt.universal.deepspeed import universal_writer as deepspeed_universal_writer
+from ftckpt.universal.deepspeed.reader import DeepSpeedReader
+from ftckpt.universal.deepspeed.universal_reader import DeepSpeedUniversalReader
+from ftckpt.universal.deepspeed.universal_writer import DeepSpeedUniversalWriter
+from ftckpt.universal.language.spec import Spec
 from tests.support import elements
 from tests.support.ds_jobs import BF16, SHAPES, Shape, build, fp16, zero
 from tests.support.elements import Elements, Wholes, wholes

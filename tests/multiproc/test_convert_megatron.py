@@ -11,14 +11,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ftckpt.convert.conversion import Options, convert
-from ftckpt.convert.language.spec import Spec
-from ftckpt.convert.megatron.dist_reader import MegatronDistReader
-from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
-from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
-from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES
+from ftckpt.universal.conversion import Options, convert
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.megatron.dist_reader import MegatronDistReader
+from ftckpt.universal.megatron.dist_writer import MegatronDistWriter
+from ftckpt.universal.megatron.legacy_reader import MegatronLegacyReader
+from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from tests.support import jobs
 from tests.support.elements import Elements, held, wholes
 from tests.support.megatron_loading import steps_aside

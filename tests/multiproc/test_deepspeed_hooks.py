@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.frameworks.doors import Patches
-from ftckpt.windows.schedule import pipeline_orders
+from ftckpt.frameworks.entry import Patches
+from ftckpt.schedule.pipeline import pipeline_orders
 from tests.support import ds_jobs
 from tests.support.ds_jobs import BF16, Shape, fp16, zero
 from tests.support.pool import run_ranks

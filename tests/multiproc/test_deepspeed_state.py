@@ -15,7 +15,7 @@ import torch
 from ftckpt.capture.assignment import as_bytes, assign, content_hashes, rule_holds
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
-from ftckpt.frameworks import doors
+from ftckpt.frameworks import entry
 from ftckpt.model.objects import decode, encode
 from ftckpt.model.replicas import WHOLE_SHARE
 from tests.support import ds_jobs
@@ -356,7 +356,7 @@ def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
 
     job, state = build(shape)
     described = state.describe()
-    start = doors.start(Config(job="job", node="node"), lambda: (coordinates(job.engine), layout_sizes(job.engine)))
+    start = entry.start(Config(job="job", node="node"), lambda: (coordinates(job.engine), layout_sizes(job.engine)))
     topology = start.topology
     assignment = assign(start.group, start.topology, described, 1 << 20, 1 << 20)
     places = [(p.tensor.data_ptr(), p.fragment.nbytes) for p in described.stepped if p.fragment.numel > 1]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from ftckpt.capture import sample
-from ftckpt.commands.main import main
+from ftckpt.cli.main import main
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.job.shard import Shard
-from ftckpt.job.snapshots import Snapshots
-from ftckpt.store import ledger
+from ftckpt.memory import ledger
+from ftckpt.session.shard import Shard
+from ftckpt.session.snapshot_driver import SnapshotDriver
 from tests.support import jobs
 from tests.support.faults import Fault
 from tests.support.pool import run_ranks
@@ -145,15 +145,15 @@ def drifting(rank: int, world_size: int, run: jobs.Run, at: int = DRIFTS_AT, sam
     """One element of rank 1 goes wrong right before the snapshot that is taken ``at`` an iteration."""
     sample.SAMPLE_BYTES, sample.LOOK_BYTES = sample_bytes or sample.SAMPLE_BYTES, 0
 
-    take = Snapshots.take
+    take = SnapshotDriver.take
 
-    def spoil(self: Snapshots, decision: Any, *rest: Any) -> int:
+    def spoil(self: SnapshotDriver, decision: Any, *rest: Any) -> int:
         if rank == 1 and decision.snapshot.iteration == at:
             pieces = self._shard._described.stepped
             next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
         return take(self, decision, *rest)
 
-    Snapshots.take = spoil  # type: ignore[method-assign]
+    SnapshotDriver.take = spoil  # type: ignore[method-assign]
     return jobs.train(rank, world_size, run)
 
 

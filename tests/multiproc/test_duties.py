@@ -16,22 +16,22 @@ import pytest
 
 from ftckpt.errors import SmpError
 from ftckpt.events import EVENTS
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.checks import CheckState
+from ftckpt.memory.control_block import SlotState
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.package import Package, load, mirror_dir, package_path
+from ftckpt.memory.parity_file import ParityFile, parity_path
+from ftckpt.memory.record import HEADER_BYTES
+from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.smp import arenas as arenas_module
-from ftckpt.smp import cover
-from ftckpt.smp import duties as duties_module
-from ftckpt.smp.arenas import GuardedArena
-from ftckpt.smp.cores import CoreShare
-from ftckpt.store.arena import Arena
-from ftckpt.store.checks import CheckState
-from ftckpt.store.control import SlotState
-from ftckpt.store.package import Package, load, mirror_dir, package_path
-from ftckpt.store.parity_file import ParityFile, parity_path
-from ftckpt.store.pulse import Pulse
-from ftckpt.store.record import HEADER_BYTES
-from ftckpt.store.slots import slot_name
+from ftckpt.smp import encode
+from ftckpt.smp import task_queue as duties_module
+from ftckpt.smp.arenas import MonitoredArena
+from ftckpt.smp.cpu_throttle import CoreShare
 from tests.support.smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, groups_of, parity_of
 from tests.support.waiting import until
 
@@ -55,7 +55,7 @@ def smp(node: Node) -> Iterator[Smp]:
 
 
 def test_work_waits_for_an_idle_core_but_not_for_ever(smp: Smp, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.smp.duties.has_idle_core", lambda: False)
+    monkeypatch.setattr("ftckpt.smp.task_queue.has_idle_core", lambda: False)
     assert next(smp.duties._checker.pace.memory(1)) > 0
     node.snapshot(0, 7)
     node.target(7)
@@ -120,7 +120,7 @@ def test_what_is_not_as_the_trainer_left_it_is_never_checked(node: Node, smp: Sm
 
 def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Node, smp: Smp) -> None:
     arena = node.arenas[0]
-    rank = Pulse.open(node.dir, 0)
+    rank = Heartbeat.open(node.dir, 0)
     node.snapshot(0, 7)
     rank.tell_copying(True)  # the SMP goes slowly
     smp.start()
@@ -190,7 +190,7 @@ def test_a_target_that_is_given_up_is_left_and_another_one_covered(node: Node, s
     node.snapshot(1, 2)
     smp.start()
     until(lambda: node.checked(1) and node.checked(2), "checked")
-    slow = Pulse.open(node.dir, 0)
+    slow = Heartbeat.open(node.dir, 0)
     slow.tell_copying(True)
     node.target(1)
     until(lambda: smp.duties.status()["target"] is not None, "taken up")
@@ -255,8 +255,8 @@ def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few pieces, the last of which is shorter, and a few steps for each stripe."""
-    monkeypatch.setattr(cover, "PIECE_BYTES", 12_288)
-    monkeypatch.setattr(cover, "STEP_BYTES", 100_000)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 12_288)
+    monkeypatch.setattr(encode, "STEP_BYTES", 100_000)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -353,7 +353,7 @@ def test_an_error_that_nobody_thought_of_gives_the_target_up(
     def fail(*_args: object) -> bytes:
         raise MemoryError("no room for it")
 
-    monkeypatch.setattr("ftckpt.store.package.pack", fail)
+    monkeypatch.setattr("ftckpt.memory.package.pack", fail)
     node.snapshot(0, 7)
     node.target(7)
     smp.start()
@@ -391,7 +391,7 @@ def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
         assert may_go_on.wait(60)
         return load(path)
 
-    monkeypatch.setattr("ftckpt.store.package.load", slow)
+    monkeypatch.setattr("ftckpt.memory.package.load", slow)
     smp.configure(describe(node, [node], NODE, {}, smp_rate="1GB/s"))
     assert read == [] and node.states(8) == [CheckState.CHECKED] * 3
     smp.start()
@@ -549,7 +549,7 @@ def test_an_arena_that_is_made_anew_is_opened_again(arena_root: Path, node: Node
 
 
 def test_work_goes_on_however_long_ranks_copy(node: Node, smp: Smp) -> None:
-    rank = Pulse.open(node.dir, 0)
+    rank = Heartbeat.open(node.dir, 0)
     node.snapshot(0, 7)
     node.target(7)
     smp.start()
@@ -576,14 +576,14 @@ def test_parity_reads_each_byte_once_in_small_steps(node: Node, smp: Smp, monkey
     node.snapshot(0, 7)
     until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.checked(7), "checked")
     seen: list[int | str] = []  # bytes as they are charged to the limit, and arenas whose lease is renewed
-    renew = GuardedArena.renew
+    renew = MonitoredArena.renew
 
-    def renewed(arena: GuardedArena, slot: int) -> None:
+    def renewed(arena: MonitoredArena, slot: int) -> None:
         seen.append(arena.shard)
         renew(arena, slot)
 
     monkeypatch.setattr(smp.duties._pace.read, "charge", seen.append)
-    monkeypatch.setattr(GuardedArena, "renew", renewed)
+    monkeypatch.setattr(MonitoredArena, "renew", renewed)
     node.target(7)
     until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.covered(7), "covered")
     images = [arena.image for arena in node.arenas]
@@ -601,7 +601,7 @@ def test_parity_reads_each_byte_once_in_small_steps(node: Node, smp: Smp, monkey
 def test_a_share_of_the_cores_that_is_used_up_shows(node: Node, smp: Smp) -> None:
     """One so small that the first piece of work uses it up for a minute; ranks see that in the pulse."""
     smp.configure(describe(node, [node], NODE, {}, protect_interval="auto", smp_cores=1e-6))
-    ranks = Pulse.open(node.dir, 0)
+    ranks = Heartbeat.open(node.dir, 0)
     assert not ranks.smp_rests()
     smp.cover(0, 7)
     smp.settle()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ftckpt.convert.catalog import Reader
-from ftckpt.convert.consolidation import Consolidator
-from ftckpt.convert.formats import ReadOptions, format_of, open_reader
+from ftckpt.memory.directory import clean_job
 from ftckpt.persist_setting import PERSIST_FORMATS
-from ftckpt.store.directory import clean_job
+from ftckpt.universal.catalog import Reader
+from ftckpt.universal.consolidation import Consolidator
+from ftckpt.universal.formats import ReadOptions, format_of, open_reader
 from tests.support import jobs
 
 pytestmark = pytest.mark.multiproc

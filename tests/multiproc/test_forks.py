@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import ftckpt
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt import forks
 from ftckpt.capture import copier
 from ftckpt.group import Group
-from ftckpt.plain.hooks import follow
-from ftckpt.plain.state import PlainState
-from ftckpt.store import ends
-from ftckpt.store.outcome import launcher_run
-from ftckpt.store.pulse import Pulse
+from ftckpt.memory import end_notes
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.launch_record import launcher_run
+from ftckpt.torch.hooks import follow
+from ftckpt.torch.state import PlainState
 from tests.support import ds_jobs, jobs
 from tests.support.constants import configured
 from tests.support.pool import run_ranks
@@ -78,7 +78,7 @@ def steps_of(trainer: Trainer, step: Callable[[], object]) -> tuple[list[str], b
 def plain_hooks(rank: int, world_size: int) -> Any:
     trainer, model = Trainer(), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    follow(ftckpt.plain.patches, trainer, model, optimizer, PlainState(model, optimizer, None, {}))  # type: ignore[arg-type]
+    follow(ftckpt.torch.patches, trainer, model, optimizer, PlainState(model, optimizer, None, {}))  # type: ignore[arg-type]
 
     def step() -> None:
         model(torch.ones(1, 2)).sum().backward()
@@ -152,7 +152,7 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     )  # fmt: skip
     model = torch.nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpointer = ftckpt.plain.attach(model, optimizer, config=config)
+    checkpointer = ftckpt.torch.attach(model, optimizer, config=config)
     assert checkpointer is not None
     checkpointer.restore()
 
@@ -181,10 +181,10 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     may_copy.clear()
     train(3)  # its copies are under way
     launcher_run(os.environ).end(0, "done", job="j")
-    pulse = Pulse.open(checkpointer.node_dir, None)
+    pulse = Heartbeat.open(checkpointer.node_dir, None)
     before, beats = slots(), pulse.ranks()[0].beats
     same = [in_child(child), slots() == before, pulse.ranks()[0].beats == beats]
-    same += [ends.read(checkpointer.node_dir) == [], launcher_run(os.environ).read().code == 0]
+    same += [end_notes.read(checkpointer.node_dir) == [], launcher_run(os.environ).read().code == 0]
     may_copy.set()
     train(4)
     until(lambda: checkpointer.whole is not None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.commands.main import main
+from ftckpt.cli.main import main
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -99,7 +99,7 @@ def test_a_specification_names_its_extra(bare: dict[str, str], tmp_path: Path) -
 
 
 def test_a_status_that_changes_in_its_place_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftckpt.commands import status
+    from ftckpt.cli import status
     from ftckpt.errors import ConfigError
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

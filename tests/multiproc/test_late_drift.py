@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
 from tests.support.pool import run_ranks
 from tests.support.waiting import until
@@ -28,7 +28,7 @@ def drifting(rank: int, world_size: int, settings: dict[str, Any], mode: str) ->
         model.register_comm_hook(None, own_gradients)  # type: ignore[operator]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = Config(enabled=True, **settings)
-    checkpointer = ftckpt.plain.attach(model, optimizer, config=config)
+    checkpointer = ftckpt.torch.attach(model, optimizer, config=config)
     start = checkpointer.restore() or 0
     weights = {start: inner.weight.detach().flatten().tolist()}
     if start:

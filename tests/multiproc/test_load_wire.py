@@ -16,12 +16,12 @@ import torch
 
 from ftckpt.group import Group
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.restore import exchange as wire
 from ftckpt.restore import load
-from ftckpt.restore.exchange import Stream, Strip, exchange
+from ftckpt.restore import redistribute as wire
 from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.offers import Index, Offer
 from ftckpt.restore.plan import plan
+from ftckpt.restore.redistribute import Stream, Strip, exchange
+from ftckpt.restore.tensor_index import Index, ShardEntry
 from tests.support.pool import run_ranks
 from tests.support.waiting import meet
 
@@ -98,7 +98,7 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
         for source in range(size):
             offset = 0
             for fragment in fragments(old, source):
-                offers.append(Offer(source, fragment, offset))
+                offers.append(ShardEntry(source, fragment, offset))
                 slot += value(fragment.key, fragment).tobytes() if source == rank else b""
                 offset += fragment.nbytes
         (Path(folder) / f"{seed}-a{rank}").write_bytes(slot or b"\0")

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ftckpt.model.fragment import Fragment
-from ftckpt.restore.offers import Offer
 from ftckpt.restore.plan import plan
+from ftckpt.restore.tensor_index import ShardEntry
 from tests.support import megatron_models as models
 from tests.support.elements import positions
 from tests.support.megatron_models import Model
@@ -196,7 +196,7 @@ def assert_filled(
     ``rows``: of padded keys, how many rows have values in both layouts.
     """
     haves = [
-        Offer(rank, fragment, 0)
+        ShardEntry(rank, fragment, 0)
         for rank, source in enumerate(sources)
         for fragment in source.fragments
         if not fragment.key.startswith("local/")

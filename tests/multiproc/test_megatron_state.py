@@ -12,7 +12,7 @@ import torch
 from ftckpt.capture.assignment import as_bytes, assign, content_hashes, rule_holds
 from ftckpt.config import Config
 from ftckpt.errors import MismatchError
-from ftckpt.frameworks import doors
+from ftckpt.frameworks import entry
 from ftckpt.model import objects
 from tests.support import jobs
 from tests.support.elements import Elements, held, put_together
@@ -96,7 +96,7 @@ def captured(rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
     _, state = jobs.built(*argv)
     described = state.describe()
     is_distributed = "--no-distributed-optimizer" not in argv
-    start = doors.start(Config(job="job", node="node"), lambda: (coordinates(), layout_sizes(is_distributed)))
+    start = entry.start(Config(job="job", node="node"), lambda: (coordinates(), layout_sizes(is_distributed)))
     assignment = assign(start.group, start.topology, described, 1 << 20, 1 << 20)
     return {
         "copied": sum(f.nbytes for f in assignment.manifest.stepped),

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
+from ftckpt.memory.checks import CheckState
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.package import mirror_dir
+from ftckpt.memory.parity_file import ParityFile
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
-from ftckpt.smp import sources
+from ftckpt.smp import chunk_source
 from ftckpt.smp.channel import Channel, Delivery
+from ftckpt.smp.chunk_source import Feed
 from ftckpt.smp.peers import CONNECTIONS
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
-from ftckpt.smp.sources import Feed
 from ftckpt.smp.traffic import NetworkProfile
-from ftckpt.store.checks import CheckState
-from ftckpt.store.package import mirror_dir
-from ftckpt.store.parity_file import ParityFile
-from ftckpt.store.pulse import Pulse
 from tests.support.smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of
 from tests.support.tiers import by_default
 from tests.support.waiting import until
@@ -165,7 +165,7 @@ def test_each_byte_of_state_travels_once_per_loss(cluster: Cluster) -> None:
 
 
 def test_one_that_is_late_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_REPORT_SECS", 0.02)
+    monkeypatch.setattr(chunk_source, "_REPORT_SECS", 0.02)
     cluster.build([[0], [1], [2]], PEER)
     for node in cluster.nodes[:2]:
         node.snapshot(0, 1)
@@ -264,7 +264,7 @@ def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: py
         most[0] = max(most[0], len(self._requested))
 
     monkeypatch.setattr(Feed, "_request_next", counted)
-    monkeypatch.setattr(sources, "AHEAD_BYTES", 3 * CHUNK)
+    monkeypatch.setattr(chunk_source, "AHEAD_BYTES", 3 * CHUNK)
     cluster.build([[0], [1], [2]], PEER)
     cluster.cover(0, 1)
     assert most[0] == 3
@@ -273,7 +273,7 @@ def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: py
 def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way: dict[str, int] = {}
     most = 0
-    request, take = sources.Sources.request, sources.Sources.take
+    request, take = chunk_source.Sources.request, chunk_source.Sources.take
 
     def requested(self: Any, node: str, wanted: BytesRequest, at_most: int) -> Any:
         nonlocal most
@@ -290,11 +290,11 @@ def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pyt
             del under_way[fetch.request.shard]
         return data
 
-    monkeypatch.setattr(sources.Sources, "request", requested)
-    monkeypatch.setattr(sources.Sources, "take", taken)
+    monkeypatch.setattr(chunk_source.Sources, "request", requested)
+    monkeypatch.setattr(chunk_source.Sources, "take", taken)
     cluster.build([[0, 1, 2, 3, 4], [5]], PEER, start=False)
     size = cluster.nodes[0].holdings()[0].package_bytes
-    monkeypatch.setattr("ftckpt.smp.cover.PULLED_BYTES", int(2.5 * size))
+    monkeypatch.setattr("ftckpt.smp.encode.PULLED_BYTES", int(2.5 * size))
     for node in cluster.nodes:
         node.snapshot(0, 1)
     cluster.target(1)
@@ -325,7 +325,7 @@ def test_trainers_wait_as_long_as_the_network_needs(cluster: Cluster) -> None:
         smp.start()
     until(lambda: cluster.covered(1), "covered")
     forecast_secs, sent_secs = 5 * CHUNK / 2e6, 5 * CHUNK / 2e5
-    trainer = Pulse.open(cluster.nodes[0].dir, None)
+    trainer = Heartbeat.open(cluster.nodes[0].dir, None)
     assert 4 * forecast_secs < 2 * sent_secs < trainer.smp_wait_secs() < 10 * sent_secs, "the other one sends slowly"
 
 
@@ -354,7 +354,7 @@ def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase
         assert time.monotonic() < deadline
         for smp in cluster.smps:
             smp.duties.step(time.monotonic() + 0.1)
-    pulse = Pulse.open(cluster.nodes[0].dir, 0)
+    pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
     pulse.beat(1, phase)
     [arena] = cluster.nodes[0].arenas
     service, wanted = cluster.smps[0].duties.service, ChunkRequest(SnapshotId(LINEAGE, 1), arena.manifest.shard, 0)
@@ -370,7 +370,7 @@ def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase:
     cluster.build([[0], [1]], PEER, start=False)
     cluster.snapshot(0, 1)
     cluster.target(1)
-    pulse = Pulse.open(cluster.nodes[0].dir, 0)
+    pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
     pulse.beat(1, phase)
     asked: list[float] = []
     fetch = cluster.smps[0].duties._peers.fetch
@@ -394,7 +394,7 @@ def test_transfers_wait_for_an_idle_part_whatever_the_phase(cluster: Cluster) ->
     asked: list[float] = []
     fetch = one._peers.fetch
     one._peers.fetch = lambda *a: (asked.append(time.monotonic()), fetch(*a))[1]  # type: ignore[method-assign]
-    pulse = Pulse.open(cluster.nodes[0].dir, 0)
+    pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
     pulse.beat(1, "forward")
     begun = time.monotonic()
     for smp in cluster.smps:

@@ -1,4 +1,4 @@
-"""What ftckpt.plain says of a torch model is true, and what it cannot map or guard is refused by name."""
+"""What ftckpt.torch says of a torch model is true, and what it cannot map or guard is refused by name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ftckpt
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, ConfigError, FtckptError
-from ftckpt.frameworks import doors
-from ftckpt.frameworks.doors import Patches
-from ftckpt.plain.geometry import local, place_rank
-from ftckpt.plain.hooks import follow
-from ftckpt.plain.state import PlainState
-from ftckpt.store.outcome import launcher_run
+from ftckpt.frameworks import entry
+from ftckpt.frameworks.entry import Patches
+from ftckpt.memory.launch_record import launcher_run
+from ftckpt.torch.geometry import local, place_rank
+from ftckpt.torch.hooks import follow
+from ftckpt.torch.state import PlainState
 from tests.support.elements import positions
 from tests.support.errors import message_of
 from tests.support.pool import run_ranks
@@ -124,7 +124,7 @@ def held(rank: int, world_size: int, name: str) -> tuple[list[Any], dict[str, An
             if value.dim() == parameter.dim():
                 whole[f"{kind}/{key}"] = value
     full = {k: (v.full_tensor() if isinstance(v, DTensor) else v).numpy().copy() for k, v in whole.items()}
-    topology = doors.start(Config(job="job", node="node"), lambda: place_rank(model)).topology
+    topology = entry.start(Config(job="job", node="node"), lambda: place_rank(model)).topology
     return found, full, dict(topology.me.coords), dict(topology.layout)
 
 
@@ -209,7 +209,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     for name, given in {
         "swapped": (optimizer, model), "no optimizer": (model, None), "listed": (model, optimizer, None, [model]),
     }.items():  # fmt: skip
-        said[name] = message_of(lambda given=given: ftckpt.plain.attach(*given, config=config))
+        said[name] = message_of(lambda given=given: ftckpt.torch.attach(*given, config=config))
 
     def refused(name: str, model: nn.Module, optimizer: Any = None, **more: Any) -> None:
         optimizer = optimizer or torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
@@ -364,13 +364,13 @@ def test_the_first_forward_moves_no_shard() -> None:
 def without_process_group(rank: int, world_size: int) -> str:
     model = Odd()
     optimizer = torch.optim.Adam(model.parameters())
-    assert ftckpt.plain.attach(model, optimizer) is None, "off by default"
-    return message_of(lambda: ftckpt.plain.attach(model, optimizer, config=Config(enabled=True)), ConfigError)
+    assert ftckpt.torch.attach(model, optimizer) is None, "off by default"
+    return message_of(lambda: ftckpt.torch.attach(model, optimizer, config=Config(enabled=True)), ConfigError)
 
 
 def test_a_process_group_is_needed() -> None:
     said = run_ranks(without_process_group, 1, stand_in=False, init_process_group=False)[0].value
-    assert "call ftckpt.plain.init_process_group first" in said
+    assert "call ftckpt.torch.init_process_group first" in said
 
 
 def attach_again(rank: int, world_size: int, done: str, job: str) -> Any:
@@ -384,7 +384,7 @@ def attach_again(rank: int, world_size: int, done: str, job: str) -> Any:
     model = nn.Linear(4, 4)
     try:
         config = Config(enabled=True, job=f"{job}{rank}" if job == "job" else job)
-        ftckpt.plain.attach(model, torch.optim.AdamW(model.parameters()), config=config)
+        ftckpt.torch.attach(model, torch.optim.AdamW(model.parameters()), config=config)
     except SystemExit as ended:
         return ended.code
     except ConfigError as error:
@@ -414,7 +414,7 @@ def make_a_group(rank: int, world_size: int, job: str) -> Any:
     launcher_run.__globals__["_runs"].clear()  # of the attempt before
     try:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        ftckpt.plain.init_process_group(Config(enabled=True, job=job), "gloo", **alone)
+        ftckpt.torch.init_process_group(Config(enabled=True, job=job), "gloo", **alone)
     except SystemExit as ended:
         return ended.code
     return "trains"

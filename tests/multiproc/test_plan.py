@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.commands.main import main
-from ftckpt.commands.plan_holdings import HEADER_BYTES, ProtectionPlan, resolved
-from ftckpt.commands.plan_job import JobShape, add_shape, job_of
+from ftckpt.cli.main import main
+from ftckpt.cli.plan_holdings import HEADER_BYTES, ProtectionPlan, resolved
+from ftckpt.cli.plan_job import JobShape, add_shape, job_of
 from ftckpt.config import Config
-from ftckpt.frameworks import doors
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.frameworks import entry
+from ftckpt.session.checkpointer import Checkpointer
 from tests.support import jobs
 from tests.support.ds_jobs import BF16, Shape, fp16, zero
 from tests.support.pool import run_ranks
@@ -130,7 +130,7 @@ def _layout(case: Case, config: Any) -> Any:
     built = models.build(model, case.argv)
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda _: 1.0)
     state = MegatronState(built.chunks, built.optimizer, scheduler, {})
-    begun = doors.start(config, lambda: (coordinates(), layout_sizes(sharded)))
+    begun = entry.start(config, lambda: (coordinates(), layout_sizes(sharded)))
     checkpointer = Checkpointer(begun.config, state, begun.topology, group=begun.group)
     checkpointer.restore()
     return checkpointer

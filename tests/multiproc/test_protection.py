@@ -18,14 +18,14 @@ from benchmarks.campaign_damage import survey
 from benchmarks.campaign_job import Ended, Plan, train
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.group import Group
-from ftckpt.job.checkpointer import Checkpointer
-from ftckpt.job.protection import Protection
-from ftckpt.job.shard import Shard
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import SlotState
+from ftckpt.memory.directory import SMP_LOCK_NAME, clean_job, end_smp, list_arenas
+from ftckpt.memory.locks import holder_of
 from ftckpt.parity.modes import Modes, resolve_modes
-from ftckpt.store.arena import Arena
-from ftckpt.store.control import SlotState
-from ftckpt.store.directory import SMP_LOCK_NAME, clean_job, end_smp, list_arenas
-from ftckpt.store.locks import holder_of
+from ftckpt.session.checkpointer import Checkpointer
+from ftckpt.session.protection import Protection
+from ftckpt.session.shard import Shard
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, RankGroup, run_ranks, spawn_ranks
 from tests.support.waiting import until

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import MemoryBudgetError
+from ftckpt.memory import ledger
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.slots import slot_name
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.restore import repair
-from ftckpt.store import ledger
-from ftckpt.store.arena import Arena
-from ftckpt.store.slots import slot_name
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, run_ranks

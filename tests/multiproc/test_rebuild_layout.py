@@ -16,8 +16,8 @@ from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.modes import Modes
-from ftckpt.restore.build import Build
 from ftckpt.restore.restart import Restart
+from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.protected import Job, build, contents
@@ -42,7 +42,7 @@ def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kil
         os.kill(os.getpid(), signal.SIGKILL)
 
     if kill and rank == 0:
-        setattr(Build, kill, die)
+        setattr(ShardReconstruction, kill, die)
     members = tuple(RankPlace({"dp": place}, node) for place, node in enumerate(nodes))
     topology = Topology(rank, members, {"dp": len(nodes)})
     found = Restart(Group(30.0), topology, job.node_dir(topology.me.node), Events(events, rank))

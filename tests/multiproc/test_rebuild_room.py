@@ -16,11 +16,11 @@ import pytest
 from test_rebuild_layout import chosen, started
 
 from ftckpt.errors import MemoryBudgetError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import list_arenas
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.parity_file import ParityFile, list_parity
 from ftckpt.parity.modes import Modes
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import list_arenas
-from ftckpt.store.image import SlotImage
-from ftckpt.store.parity_file import ParityFile, list_parity
 from tests.support import protected
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
@@ -200,13 +200,13 @@ def broken(job: Job, where: str, nth: int) -> None:
 
 POINTS = {
     "before anything is freed": ("ftckpt.restore.repair:give_up", 1),
-    "a slot is void but not freed": ("ftckpt.store.arena:Arena._delete", 1),
-    "half of an arena": ("ftckpt.store.arena:Arena.free", 2),
-    "one arena of two": ("ftckpt.store.ledger:_free", 2),
-    "all is freed": ("ftckpt.restore.build:Build.open", 1),
-    "an arena without a snapshot": ("ftckpt.store.control:ControlBlock.begin", 1),
-    "half rebuilt": ("ftckpt.restore.build:Build.put", 3),
-    "all but the seal": ("ftckpt.store.control:ControlBlock.seal", 1),
+    "a slot is void but not freed": ("ftckpt.memory.arena:Arena._delete", 1),
+    "half of an arena": ("ftckpt.memory.arena:Arena.free", 2),
+    "one arena of two": ("ftckpt.memory.ledger:_free", 2),
+    "all is freed": ("ftckpt.restore.shard_reconstruction:Build.open", 1),
+    "an arena without a snapshot": ("ftckpt.memory.control_block:ControlBlock.begin", 1),
+    "half rebuilt": ("ftckpt.restore.shard_reconstruction:Build.put", 3),
+    "all but the seal": ("ftckpt.memory.control_block:ControlBlock.seal", 1),
     "before newer ones are void": ("ftckpt.restore.restart:Restart.void_newer", 1),
 }
 

@@ -18,13 +18,13 @@ from ftckpt.capture.capture import Capture
 from ftckpt.capture.copier import HostCopier
 from ftckpt.capture.redundancy import Redundancy
 from ftckpt.group import Group
+from ftckpt.memory.arena import Arena
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.stripes import stripes
-from ftckpt.store.arena import Arena
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc

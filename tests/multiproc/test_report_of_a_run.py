@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ftckpt.commands.history import read_history
-from ftckpt.commands.report import summary, write_report
-from ftckpt.store.directory import clean_job, end_smp, node_directory
+from ftckpt.cli.history import read_history
+from ftckpt.cli.report import summary, write_report
+from ftckpt.memory.directory import clean_job, end_smp, node_directory
 from tests.support import plain
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks

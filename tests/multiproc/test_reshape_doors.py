@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
-from ftckpt.plain.state import PlainState
+from ftckpt.torch.state import PlainState
 from tests.support.ds_jobs import BASE, BF16, fp16, zero
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.reshaping import CONSUMED, ITERATION, STEP, fill, wrong
@@ -227,7 +227,7 @@ class PlainJob:
             for buffer in model.buffers() if kind == "ddp" else ():
                 buffer.add_(dist.get_rank())  # the first replica's count
         config = Config(enabled=True, **settings)
-        self._checkpointer: Any = ftckpt.plain.attach(model, self._optimizer, self._scheduler, {}, config)
+        self._checkpointer: Any = ftckpt.torch.attach(model, self._optimizer, self._scheduler, {}, config)
         self.start = self._checkpointer.restore()
 
     def describe(self) -> Any:
@@ -258,7 +258,7 @@ class PlainJob:
 
     def close(self) -> None:
         self._checkpointer.close()
-        ftckpt.plain.remove()
+        ftckpt.torch.remove()
 
 
 def job_of(layout: str, settings: dict[str, Any], fills: bool) -> Any:

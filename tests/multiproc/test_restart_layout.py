@@ -16,18 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ftckpt.commands.main import main
+from ftckpt.cli.main import main
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, MemoryBudgetError, MismatchError
 from ftckpt.group import Group
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.memory import ledger
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import clean_job, end_smp, list_arenas
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.persist.backend import open_storage
-from ftckpt.store import ledger
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import clean_job, end_smp, list_arenas
+from ftckpt.session.checkpointer import Checkpointer
 from tests.support import plain
 from tests.support.choosing import inventory_of
 from tests.support.errors import a_rank_raises
@@ -263,16 +263,16 @@ POINTS: dict[str, Callable[[int, Checkpointer], None]] = {
     "before the choice": lambda rank, _: _at("ftckpt.restore.restart:Restart.choose", rank, None, after=False),
     "newer ones void on one node": lambda rank, _: _at("ftckpt.restore.restart:void", rank, 0),
     "tensors there on one rank": lambda rank, _: _at("ftckpt.restore.restart:execute", rank, 1),
-    "all is freed": lambda rank, _: _at("ftckpt.restore.build:Build.open", rank, 0, after=False),
-    "half rebuilt": lambda rank, _: _at("ftckpt.restore.build:Build.put", rank, 0),
+    "all is freed": lambda rank, _: _at("ftckpt.restore.shard_reconstruction:Build.open", rank, 0, after=False),
+    "half rebuilt": lambda rank, _: _at("ftckpt.restore.shard_reconstruction:Build.put", rank, 0),
     "rebuilt": lambda rank, _: _at("ftckpt.restore.repair:Repairer.run", rank, 0),
     "objects there": lambda rank, c: _at("test_restart_layout:State.load_reshaped", rank, None),
-    "old arenas set aside by one rank": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas._free", rank, 0),
-    "one new arena": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas._create", rank, 1),
-    "all new arenas": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas.open", rank, None),
+    "old arenas set aside by one rank": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas._free", rank, 0),
+    "one new arena": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas._create", rank, 1),
+    "all new arenas": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas.open", rank, None),
     "sealed by one rank": lambda rank, c: _after_seal(rank, c, [0]),
     "sealed by all, known to none": lambda rank, c: _after_seal(rank, c, range(99)),
-    "old arenas gone with one rank": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas.remove_old", rank, 0),
+    "old arenas gone with one rank": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas.remove_old", rank, 0),
 }
 NEWER = {"sealed by all, known to none", "old arenas gone with one rank"}
 """After these the first snapshot of the new layout is whole."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from test_restart_layout import LAST, OLD, Attempt, Layout, broken, events, restarted, train, train_until_protected
 
-from ftckpt.job.protection import Protection
-from ftckpt.store.directory import end_smp, list_arenas
-from ftckpt.store.ledger import Ledger, size_of
-from ftckpt.store.locks import holder_of
+from ftckpt.memory.directory import end_smp, list_arenas
+from ftckpt.memory.ledger import Ledger, size_of
+from ftckpt.memory.locks import holder_of
+from ftckpt.session.protection import Protection
 from tests.support.mounting import leave_free, tmpfs, used
 from tests.support.pool import run_ranks
 from tests.support.waiting import until

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multiproc
 ONCE = "report()\n"
 TWICE = """
 import numpy
-from ftckpt.store.outcome import launcher_run
+from ftckpt.memory.launch_record import launcher_run
 drawn = numpy.random.random()
 report()
 (here / f"more-{attempt}-{rank}").write_text(f"{drawn} {launcher_run(os.environ).name}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.windows.schedule import Orders, Step, pipeline_orders
+from ftckpt.schedule.pipeline import Orders, Step, pipeline_orders
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default

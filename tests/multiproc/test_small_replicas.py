@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ftckpt
-import ftckpt.plain
-from ftckpt.restore.straight import StraightFetch
+import ftckpt.torch
+from ftckpt.restore.direct_read import DirectReader
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -23,19 +23,19 @@ def train(rank: int, world_size: int, arena: str, iterations: int) -> tuple[int 
     from torch.distributed.fsdp import fully_shard
 
     read: list[str] = []
-    whole = StraightFetch.bring
+    whole = DirectReader.bring
 
-    def bring(self: StraightFetch, *args: object) -> object:
+    def bring(self: DirectReader, *args: object) -> object:
         read.extend(chunk.file.image.manifest.shard for chunk in self._chunks)
         return whole(self, *args)  # type: ignore[arg-type]
 
-    StraightFetch.bring = bring  # type: ignore[assignment, method-assign]
+    DirectReader.bring = bring  # type: ignore[assignment, method-assign]
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     config = ftckpt.Config(enabled=True, job="small", node=f"node{rank // 2}", arena=arena, on_error="raise")
-    checkpointer = ftckpt.plain.attach(model, optimizer, None, {}, config)
+    checkpointer = ftckpt.torch.attach(model, optimizer, None, {}, config)
     restored = checkpointer.restore()
     steps = [float(state["step"]) for state in optimizer.state.values()]
     for iteration in range((restored or 0) + 1, (restored or 0) + iterations + 1):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 JOB = """
 import json, os, sys
 import torch
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
 
 def free():
@@ -27,10 +27,10 @@ def free():
     return status.f_bavail * status.f_frsize
 
 config = Config(enabled=True, job="small", node="node")
-ftckpt.plain.init_process_group(config, "gloo")
+ftckpt.torch.init_process_group(config, "gloo")
 model = torch.nn.Linear(1024, 1024)  # 12 MiB with the moments of Adam
 optimizer = torch.optim.Adam(model.parameters())
-checkpointer = ftckpt.plain.attach(model, optimizer, config=config)
+checkpointer = ftckpt.torch.attach(model, optimizer, config=config)
 checkpointer.restore()
 least = free()
 for iteration in range(1, 11):

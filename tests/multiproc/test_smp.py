@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 
 from ftckpt.errors import ArenaError, ConfigError, PeerAuthError, SmpError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
+from ftckpt.memory.heartbeat import Heartbeat, SmpState
+from ftckpt.memory.locks import JobLock
 from ftckpt.smp import client as client_module
 from ftckpt.smp.channel import HELLO, MAGIC, Trust, connect, socket_address
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
-from ftckpt.store.locks import JobLock
-from ftckpt.store.pulse import Pulse, SmpState
 from tests.support.arenas import Rank, ranks
 from tests.support.errors import raises
 from tests.support.interpreters import python
@@ -52,8 +52,8 @@ time.sleep(float(sys.argv[4]))  # until it is killed
 TRAIN = """
 import sys, time
 from pathlib import Path
-from ftckpt.store.locks import JobLock
-from ftckpt.store.pulse import Pulse
+from ftckpt.memory.locks import JobLock
+from ftckpt.memory.heartbeat import Pulse
 how, node_dir = sys.argv[1], Path(sys.argv[2])
 held = JobLock(node_dir, 0) if how == "lock" else Pulse.open(node_dir, 0, 0)
 print("up", flush=True)
@@ -63,7 +63,7 @@ OTHER_VERSION = """
 import socket, sys
 from pathlib import Path
 from ftckpt.smp.channel import socket_address
-from ftckpt.store.locks import FileLock
+from ftckpt.memory.locks import FileLock
 node_dir = Path(sys.argv[1])
 lock = FileLock(node_dir / "smp.lock", 0, "it", "")
 with socket.socket(socket.AF_UNIX) as listening, socket_address(node_dir) as address:
@@ -181,13 +181,13 @@ def test_modes_and_secrets(site: SmpSite) -> None:
     client.configure(site.listening())
     hello = client.hello()
     assert hello["port"] > 0 and hello["configured"] and (hello["job"], hello["node"]) == (JOB, NODE)
-    assert Pulse.open(site.node_dir, None).smp_alive(10)
+    assert Heartbeat.open(site.node_dir, None).smp_alive(10)
     for name in ("smp.lock", "smp.sock", "smp.json", "smp.log", ".pulse"):
         assert stat.S_IMODE((site.node_dir / name).stat().st_mode) == 0o600, name
     pid = hello["pid"]
     for told in (proc(pid, "cmdline"), proc(pid, "environ"), site.log, json.dumps(client.status())):
         assert SECRET.hex() not in told and str(SECRET) not in told
-    until(lambda: Pulse.open(site.node_dir, None).smp()[2] == SmpState.GUARDING)
+    until(lambda: Heartbeat.open(site.node_dir, None).smp()[2] == SmpState.GUARDING)
 
 
 def test_a_second_one_says_so_and_ends(site: SmpSite) -> None:
@@ -533,7 +533,7 @@ def test_the_command_runs_asks_and_ends_one(site: SmpSite) -> None:
     command = [
         sys.executable,
         "-m",
-        "ftckpt.commands.main",
+        "ftckpt.cli.main",
         "smp",
         "--job",
         JOB,

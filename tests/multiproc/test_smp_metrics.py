@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ftckpt.commands.job_nodes import nodes_here
+from ftckpt.cli.job_nodes import nodes_here
+from ftckpt.memory.directory import clean_job, end_smp, node_directory
+from ftckpt.memory.heartbeat import Heartbeat, HeartbeatGauge
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.metrics import METRICS, PREFIX, full_name
-from ftckpt.store.directory import clean_job, end_smp, node_directory
-from ftckpt.store.pulse import Pulse, PulseCount
 from tests.support import jobs
 from tests.support.smps import JOB, NODE, SmpSite, site_at
 from tests.support.waiting import until
@@ -54,11 +54,11 @@ def test_who_asks_gets_what_is_so_at_that_moment(site: SmpSite) -> None:
     client.configure(site.description(metrics_port="auto"))
     url = client.hello()["metrics"]
     assert url.startswith("http://127.0.0.1:")
-    pulse = Pulse.open(site.node_dir, 1, rank=5)
+    pulse = Heartbeat.open(site.node_dir, 1, rank=5)
     for iteration in (7, 8):
-        counts = [0] * len(PulseCount)
-        counts[PulseCount.SNAPSHOTS], counts[PulseCount.BLOCKED_US] = iteration, 1500 * iteration
-        counts[PulseCount.PERSISTED] = iteration
+        counts = [0] * len(HeartbeatGauge)
+        counts[HeartbeatGauge.SNAPSHOTS], counts[HeartbeatGauge.BLOCKED_US] = iteration, 1500 * iteration
+        counts[HeartbeatGauge.PERSISTED] = iteration
         pulse.tell_counts(counts)
         pulse.beat(iteration, "start")
         found = scraped(url)

@@ -15,19 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ftckpt.plain
-from ftckpt.commands import status as status_of
-from ftckpt.commands.job_nodes import nodes_here
-from ftckpt.commands.main import main
-from ftckpt.commands.status import in_lines, job_status
+import ftckpt.torch
+from ftckpt.cli import status as status_of
+from ftckpt.cli.job_nodes import nodes_here
+from ftckpt.cli.main import main
+from ftckpt.cli.status import in_lines, job_status
 from ftckpt.config import Config
+from ftckpt.memory.directory import end_smp
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.locks import holder_of
+from ftckpt.memory.parity_file import list_parity
 from ftckpt.parity.groups import mirrors
 from ftckpt.parity.modes import Modes
 from ftckpt.smp.client import SmpClient, find_or_start
-from ftckpt.store.directory import end_smp
-from ftckpt.store.locks import holder_of
-from ftckpt.store.parity_file import list_parity
-from ftckpt.store.pulse import Pulse
 from tests.support.event_logs import logged
 from tests.support.pool import run_ranks
 from tests.support.protected import JOB, Job, build, file_groups, holdings
@@ -85,7 +85,7 @@ def test_a_watch_outlives_the_job_and_ends_without_a_trace(
 
 
 def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    Pulse.open(job.node_dir("b"), 0, 2).beat(8, "forward")
+    Heartbeat.open(job.node_dir("b"), 0, 2).beat(8, "forward")
     said = status(job.root)
     assert (
         said["restart"] | {"iteration": 6, "source": "memory", "rebuilt": {}, "lost_iterations": 2} == said["restart"]
@@ -155,7 +155,7 @@ def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], d
     told = logged()
     model = torch.nn.Linear(4, 4)
     settings = Config(enabled=True, job="bare", node="a", arena=root)
-    checkpointer = ftckpt.plain.attach(model, torch.optim.SGD(model.parameters(), 0.1), None, {}, settings)
+    checkpointer = ftckpt.torch.attach(model, torch.optim.SGD(model.parameters(), 0.1), None, {}, settings)
     assert checkpointer is not None
     checkpointer.restore()
     until(lambda: checkpointer._protection.smp_guards, "its node has an SMP all the same", 30.0)

@@ -16,7 +16,7 @@ SCRIPT = """
 import sys
 import torch
 import torch.distributed as dist
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt import Config
 
 def main(last, end):
@@ -24,7 +24,7 @@ def main(last, end):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     config = Config(enabled=True, job="j", node="n", arena=sys.argv[1], protect="none")
-    checkpointer = ftckpt.plain.attach(model, optimizer, config=config)
+    checkpointer = ftckpt.torch.attach(model, optimizer, config=config)
     for iteration in range((checkpointer.restore() or 0) + 1, last + 1):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -79,9 +79,9 @@ FORGETTING = """
 for _ in range(60):
     optimizer.step()
 checkpointer.close()
-assert ftckpt.plain.attach(model, optimizer) is None
+assert ftckpt.torch.attach(model, optimizer) is None
 try:
-    ftckpt.plain.attach(model, optimizer, None, config)
+    ftckpt.torch.attach(model, optimizer, None, config)
 except ftckpt.errors.ConfigError as error:
     print(error, file=sys.stderr)
 """
@@ -99,7 +99,7 @@ from ftckpt.config import Config
 from ftckpt.frameworks import launcher
 
 def main(argv):
-    from ftckpt.job.unclosed import OpenJob
+    from ftckpt.session.missing_close import OpenJob
 
     job = OpenJob(Config(job="j"))
     job.begin(Path("/nowhere"), 3)

@@ -17,18 +17,18 @@ import torch
 from safetensors.torch import load_file
 
 from ftckpt.config import Config
-from ftckpt.convert import safetensors, storage
-from ftckpt.convert.arenas import ArenaReader
-from ftckpt.convert.conversion import Options, convert
-from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
 from ftckpt.group import Group
-from ftckpt.job import save
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.memory.arena import Arena
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
-from ftckpt.store.arena import Arena
+from ftckpt.session import save
+from ftckpt.session.checkpointer import Checkpointer
+from ftckpt.universal import safetensors, storage
+from ftckpt.universal.arenas import ArenaReader
+from ftckpt.universal.conversion import Options, convert
+from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from tests.support.arenas import check_all
 from tests.support.errors import message_of
 from tests.support.jobs import TINY

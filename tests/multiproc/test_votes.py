@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from ftckpt.memory.directory import clean_job
+from ftckpt.memory.heartbeat import FlushState
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.directory import clean_job
-from ftckpt.store.pulse import FlushState
 from tests.support import plain
 from tests.support.pool import run_ranks
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.windows.pacer import Pacer
+from ftckpt.schedule.window_scheduler import WindowScheduler
 from tests.support import jobs
 from tests.support.pool import RankResult, run_ranks
 from tests.support.tiers import by_default
@@ -23,7 +23,7 @@ ROOMS = [1000, 10**9, 1000, 10**9]
 
 def with_room(rank: int, world_size: int, run: jobs.Run, rooms: list[int]) -> jobs.Outcome:
     """A job whose ranks measured windows that take ``rooms[rank]`` bytes."""
-    Pacer.capacity_bytes = property(lambda self: rooms[rank])  # type: ignore[method-assign, assignment]
+    WindowScheduler.capacity_bytes = property(lambda self: rooms[rank])  # type: ignore[method-assign, assignment]
     return jobs.train(rank, world_size, run)
 
 

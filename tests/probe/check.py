@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ftckpt.store.directory import clean_job
+from ftckpt.memory.directory import clean_job
 from tests.probe.lines import Lines, compare, farthest, join
 from tests.probe.program import Program
 from tests.probe.runs import Run, layouts, loaded, restored, rows, train
@@ -173,7 +173,7 @@ def _convert(source: Path, destination: Path, to: str) -> None:
     command = [
         sys.executable,
         "-m",
-        "ftckpt.commands.main",
+        "ftckpt.cli.main",
         "convert",
         str(source),
         str(destination),

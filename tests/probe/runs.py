@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftckpt.store.directory import list_arenas
+from ftckpt.memory.directory import list_arenas
 from tests.probe.lines import Lines
 from tests.probe.program import Program, in_front
 from tests.probe.scenes import Kill, Scene

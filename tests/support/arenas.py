@@ -15,15 +15,15 @@ import numpy as np
 import xxhash
 
 from ftckpt.config import Config
-from ftckpt.job.arenas import NodeArenas
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.checks import Checks
+from ftckpt.memory.directory import list_arenas
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.restore.choice import Decision
-from ftckpt.store.arena import Arena
-from ftckpt.store.checks import Checks
-from ftckpt.store.directory import list_arenas
+from ftckpt.restore.decide import Decision
+from ftckpt.session.arenas import NodeArenas
 from tests.support.choosing import decided, inventory_of
 from tests.support.smp_nodes import Seen
 from tests.support.waiting import until

@@ -7,14 +7,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from ftckpt.memory.corruption import Corruption
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.groups import Member, node_groups, peer_groups
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
-from ftckpt.restore.choice import Decision, Findings, Query, decide
-from ftckpt.restore.inventory import ArenaReport, Inventory, ParityReport, Shield, SoundPackage, take_inventory
+from ftckpt.restore.decide import Decision, Findings, Query, decide
+from ftckpt.restore.inventory import (
+    ArenaReport,
+    Inventory,
+    ParityReport,
+    SnapshotProtection,
+    VerifiedPackage,
+    take_inventory,
+)
 from ftckpt.restore.locations import OpenArenas, PackageAt, SlotAt
-from ftckpt.store.damage import Damage
 
 
 def job(homes: Mapping[str, str], layout: Mapping[str, int | str | bool]) -> Topology:
@@ -28,7 +35,7 @@ def shield_of(
     modes: Modes,
     packages: Mapping[str, PackageAt],
     has_parity: Callable[[Member], bool],
-) -> Shield:
+) -> SnapshotProtection:
     """What protects a snapshot of these shards: parity of the members that have any, and a package of a shard."""
     groups = (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
     parity = [
@@ -37,18 +44,18 @@ def shield_of(
         for index, member in enumerate(group.members)
         if has_parity(member)
     ]
-    sound = {h.shard: (SoundPackage(packages[h.shard], 100, h),) for h in holdings if h.shard in packages}
-    return Shield({g.name: g for g in groups}, {(p.group, p.holder): p for p in parity}, sound)
+    sound = {h.shard: (VerifiedPackage(packages[h.shard], 100, h),) for h in holdings if h.shard in packages}
+    return SnapshotProtection({g.name: g for g in groups}, {(p.group, p.holder): p for p in parity}, sound)
 
 
 def decided(reports: Sequence[ArenaReport], topology: Topology, damaged: Collection[SlotAt] = ()) -> Decision | None:
     """The decision where no node has anything that protects a snapshot."""
-    findings = Findings(dict.fromkeys(damaged, Damage(reason="corrupt")))
+    findings = Findings(dict.fromkeys(damaged, Corruption(reason="corrupt")))
     while True:
         answer = decide(Inventory(tuple(reports)), topology, findings)
         if not isinstance(answer, Query):
             return answer
-        findings.shields[answer.snapshot] = Shield()
+        findings.shields[answer.snapshot] = SnapshotProtection()
 
 
 def inventory_of(*folders: Path) -> Inventory:

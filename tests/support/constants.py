@@ -15,13 +15,13 @@ VARIABLE = "FTCKPT_TEST_CONSTANTS"
 PATIENT = '{"earlier_secs": 30}'
 """A boundary waits for the snapshot before."""
 PLACES = {
-    "fence_secs": "ftckpt.job.deadlines.FENCE_SECS",
-    "earlier_secs": "ftckpt.job.deadlines.EARLIER_SECS",
-    "vote_secs": "ftckpt.job.deadlines.VOTE_SECS",
-    "lock_secs": "ftckpt.job.deadlines.LOCK_SECS",
+    "fence_secs": "ftckpt.session.deadlines.FENCE_SECS",
+    "earlier_secs": "ftckpt.session.deadlines.EARLIER_SECS",
+    "vote_secs": "ftckpt.session.deadlines.VOTE_SECS",
+    "lock_secs": "ftckpt.session.deadlines.LOCK_SECS",
     "flush_secs": "ftckpt.persist.commit.FLUSH_SECS",
-    "error_limit": "ftckpt.job.session.ERROR_LIMIT",
-    "timeline_every": "ftckpt.windows.pacer.TIMELINE_EVERY",
+    "error_limit": "ftckpt.session.session.ERROR_LIMIT",
+    "timeline_every": "ftckpt.schedule.window_scheduler.TIMELINE_EVERY",
 }
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.store.locks import holder_of
+from ftckpt.memory.locks import holder_of
 from tests.support.launching import ROOT
 from tests.support.waiting import until
 
 RANK = """
 import sys, time
 from pathlib import Path
-from ftckpt.store.locks import FileLock
-from ftckpt.store.pulse import Pulse
+from ftckpt.memory.locks import FileLock
+from ftckpt.memory.heartbeat import Pulse
 pulse = Pulse.open(Path(sys.argv[1]), 0, 5)
 locks = [FileLock(Path(path), 0, "it", "") for path in sys.argv[2:]]
 pulse.beat(7, "forward")

@@ -12,9 +12,9 @@ import torch
 from ftckpt.capture import capture as capture_module
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.device_copier import DeviceCopier
+from ftckpt.memory.control_block import SlotState
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.control import SlotState
-from ftckpt.windows.clock import DeviceClock
+from ftckpt.schedule.clock import DeviceClock
 from tests.support.device_states import CPU, assert_holds, live_state, plan, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice
 from tests.support.waiting import until

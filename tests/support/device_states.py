@@ -13,8 +13,8 @@ import torch
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, TellCopying, tell_nobody
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.windows.bubbles import Always, Turn
-from ftckpt.windows.clock import DeviceClock, Moment
+from ftckpt.schedule.bubbles import Always, Turn
+from ftckpt.schedule.clock import DeviceClock, Moment
 from tests.support.fake_device import PAGE, SECS
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.windows.bubbles import Bubbles, WindowPlan
-from ftckpt.windows.clock import DeviceClock
-from ftckpt.windows.iteration import IterationForecast
+from ftckpt.schedule.bubbles import Bubbles, WindowPlan
+from ftckpt.schedule.clock import DeviceClock
+from ftckpt.schedule.iteration import IterationForecast
 from tests.support.device_states import CPU, Landings, assert_holds, plan, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice
 

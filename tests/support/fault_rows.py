@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import SMP_LOCK_NAME
-from ftckpt.store.locks import holder_of
-from ftckpt.store.slots import slot_name
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import SMP_LOCK_NAME
+from ftckpt.memory.locks import holder_of
+from ftckpt.memory.slots import slot_name
 from tests.support.flips import flip
 from tests.support.waiting import until
 

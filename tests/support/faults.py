@@ -54,7 +54,11 @@ class Point:
     argument: int = 0
 
 
-_CHECKPOINTER, _CONTROL, _RESTART = "ftckpt.job.checkpointer", "ftckpt.store.control", "ftckpt.restore.restart"
+_CHECKPOINTER, _CONTROL, _RESTART = (
+    "ftckpt.session.checkpointer",
+    "ftckpt.memory.control_block",
+    "ftckpt.restore.restart",
+)
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _OPTIMIZERS = ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
 _ENGINE = "deepspeed.runtime.engine"
@@ -86,11 +90,11 @@ POINTS: dict[str, Point] = {
     "before_seal": Point((Hook(_CONTROL, "ControlBlock.seal"),), "argument", 2),
     "after_seal": Point((Hook(_CONTROL, "ControlBlock.seal", after=True),), "argument", 2),
     "between": Point((Hook(_CHECKPOINTER, "Checkpointer.step", after=True),), "argument", 1),
-    "post": Point((Hook("ftckpt.job.agreement", "Agreement.post", after=True),), "snapshot"),
+    "post": Point((Hook("ftckpt.session.vote", "Agreement.post", after=True),), "snapshot"),
     "mark": Point((Hook(_CONTROL, "ControlBlock.mark_whole", after=True),), "argument", 1),
     # Before each slot that the restore voids (the leader of a node alone does), mostly behind the last byte.
     "void": Point((Hook(_CONTROL, "ControlBlock.void"),), "restored"),
-    "load": Point((Hook(_RESTART, "execute"), Hook("ftckpt.restore.straight", "StraightFetch.bring")), "restored"),
+    "load": Point((Hook(_RESTART, "execute"), Hook("ftckpt.restore.direct_read", "StraightFetch.bring")), "restored"),
 }
 
 

@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.heartbeat import FlushState
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.commit import checkpoints, claim, folder_of
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.place import Place
+from ftckpt.persist.paths import Place
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
-from ftckpt.store.arena import Arena
-from ftckpt.store.pulse import FlushState
 from tests.support.smp_nodes import Node, Smp, describe
 from tests.support.waiting import until
 

@@ -120,14 +120,14 @@ def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, opt
     kind: Any = library.install()
     import train_plain
 
-    import ftckpt.plain
+    import ftckpt.torch
 
     train_plain.build_optimizer = lambda args, parameters: kind(parameters, lr=args.lr, **options)
     job = train_plain.build(train_plain.parse_args([*TINY, *run.argv, "--iterations", str(run.until)]))
     start = None
     if run.settings is not None:
         config = Config(enabled=True, node="node", **{"protect": "none", "interval": 1, **run.settings})
-        job.checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, config)
+        job.checkpointer = ftckpt.torch.attach(job.model, job.optimizer, job.scheduler, job.objects, config)
         start = job.checkpointer.restore()
     rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_plain.train(job)]
     hashes = train_plain.final_hashes(job)

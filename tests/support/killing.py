@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ftckpt.store.record import Stores
+from ftckpt.memory.record import Stores
 
 
 def replace_call(name: str, call: Callable[..., Any], setting: Callable[[Any, str, Any], None]) -> None:

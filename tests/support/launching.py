@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftckpt.memory.directory import SMP_LOCK_NAME, list_arenas
+from ftckpt.memory.locks import holder_of
 from ftckpt.persist.backend import open_storage
-from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
-from ftckpt.store.locks import holder_of
 from tests.support.event_logs import read_events
 from tests.support.processes import environment, kill_all, running
 from tests.support.stored import committed

@@ -15,12 +15,12 @@ from ftckpt.capture import copier
 from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
 from ftckpt.group import Group
-from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.launch_record import LauncherRun
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
-from ftckpt.store.arena import Arena
-from ftckpt.store.outcome import LauncherRun
+from ftckpt.session.checkpointer import Checkpointer
 from tests.support.constants import configured
 
 ROW = 1024

@@ -7,7 +7,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from ftckpt.job.garbage import imports_that_stay
+from ftckpt.session.gc_pause import imports_that_stay
 
 _OPTIONAL = (
     # What torch and gloo import when they are first used.
@@ -29,12 +29,12 @@ _OPTIONAL = (
     "megatron.core.transformer.moe.moe_utils",
 )
 _OURS = {
-    "ftckpt.job.checkpointer": "torch",
+    "ftckpt.session.checkpointer": "torch",
     "tests.support.smps": "torch",
     "ftckpt.megatron.hooks": "megatron",
     "ftckpt.deepspeed.hooks": "deepspeed",
     "ftckpt.deepspeed.session": "deepspeed",
-    "ftckpt.plain.hooks": "torch",
+    "ftckpt.torch.hooks": "torch",
     "train_gpt": "megatron",
     "train_deepspeed": "deepspeed",
     "train_plain": "torch",

@@ -14,6 +14,13 @@ import xxhash
 
 from ftckpt.events import Events
 from ftckpt.group import Group
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import FORMAT
+from ftckpt.memory.directory import arena_path, node_directory
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.package import pack, store
+from ftckpt.memory.parity_file import ParityFile, parity_path
+from ftckpt.memory.slots import slot_name
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section, parity_fragment
 from ftckpt.model.snapshot import SnapshotId
@@ -33,13 +40,6 @@ from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import block_length, num_blocks, stripes
 from ftckpt.restore.restart import Restart
-from ftckpt.store.arena import Arena
-from ftckpt.store.control import FORMAT
-from ftckpt.store.directory import arena_path, node_directory
-from ftckpt.store.image import SlotImage
-from ftckpt.store.package import pack, store
-from ftckpt.store.parity_file import ParityFile, parity_path
-from ftckpt.store.slots import slot_name
 from tests.support.flips import flip
 
 JOB = "job"

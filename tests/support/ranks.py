@@ -15,14 +15,22 @@ import numpy as np
 
 from ftckpt.capture.capture import writable_slots
 from ftckpt.config import Config
-from ftckpt.job import session
-from ftckpt.job.actions import Doubt, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
-from ftckpt.job.agreement import Agreement, AgreementError, Verdict, Will
-from ftckpt.job.session import RankState
-from ftckpt.job.targets import ProtectionStatus
 from ftckpt.model.sampled import Comparison
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.windows.cost import Wish
+from ftckpt.schedule.cost import IntervalRequest
+from ftckpt.session import session
+from ftckpt.session.actions import (
+    Disable,
+    Divergence,
+    MarkCommitted,
+    OldArenaRemoval,
+    SkipSnapshot,
+    TakeSnapshot,
+    UpdateTargets,
+)
+from ftckpt.session.protection_scheduler import ProtectionStatus
+from ftckpt.session.session import RankState
+from ftckpt.session.vote import Agreement, AgreementError, Readiness, VoteResult
 
 POSITIONS = 2
 """Of samples."""
@@ -144,17 +152,17 @@ class Rank:
     num_slots: int
     slots: dict[int, SnapshotId | None] = field(default_factory=dict)
     old: set[SnapshotId] = field(default_factory=set)
-    marks: TargetMarks = field(default_factory=lambda: TargetMarks(None, None))
+    marks: UpdateTargets = field(default_factory=lambda: UpdateTargets(None, None))
     covered: set[SnapshotId] = field(default_factory=set)
     flight: Flight | None = None
     waits: str = ""
     sampled: tuple[int, int] = (0, 0)
     """The number of the snapshot with which it has sampled last, and its digest."""
-    doubts: list[Doubt] = field(default_factory=list)
+    doubts: list[Divergence] = field(default_factory=list)
     read: int = 0
     """Verdicts that it has read."""
     missed: bool = False
-    decision: Take | Skip | None = None
+    decision: TakeSnapshot | SkipSnapshot | None = None
     fate: Fate = CALM
 
     def __post_init__(self) -> None:
@@ -269,7 +277,7 @@ class Rank:
         except AgreementError:
             self._disconnect()
 
-    def _learn(self, job: Job, verdicts: Sequence[Verdict]) -> None:
+    def _learn(self, job: Job, verdicts: Sequence[VoteResult]) -> None:
         self.read += len(verdicts)
         self._execute(self.state.learn(verdicts, job.now_secs))
 
@@ -293,7 +301,7 @@ class Rank:
         writable = self._writable()
         self.decision = self.state.take(bool(writable))
         sampled = self.state.interval.number, int(job.drifts and self.index == 0)
-        if not isinstance(self.decision, Take):
+        if not isinstance(self.decision, TakeSnapshot):
             if self.decision is not None and not self.state.objection:
                 self.sampled = sampled
             return
@@ -340,8 +348,8 @@ class Rank:
             gave_up=fate.smp == "gives up",
             rests=fate.smp == "rests",
         )
-        will = Will.SKIP if self.flight is not None else Will.GO
-        round_ = state.round_to_post(self.newest, will, Wish(fate.stretch), guard, job.now_secs)
+        will = Readiness.SKIP if self.flight is not None else Readiness.GO
+        round_ = state.round_to_post(self.newest, will, IntervalRequest(fate.stretch), guard, job.now_secs)
         assert not state.off, "a rank that is off posts"
         if fate.breaks == "post":
             self.group.give_up("")
@@ -367,15 +375,15 @@ class Rank:
     def _execute(self, decisions: Sequence[Any]) -> None:
         for decision in decisions:
             match decision:
-                case WholeMark(snapshot):
+                case MarkCommitted(snapshot):
                     assert snapshot in self.sealed
-                case TargetMarks():
+                case UpdateTargets():
                     self.marks = decision
                 case OldArenaRemoval():
                     self.old.clear()
-                case Doubt():
+                case Divergence():
                     self.doubts.append(decision)
-                case TurnOff():
+                case Disable():
                     assert self.state.off
                     self._drop()
 
@@ -383,7 +391,7 @@ class Rank:
         whole = self.state.whole
         self.old = {whole} if whole is not None else set()
         self.slots, self.covered = dict.fromkeys(range(self.num_slots)), set()
-        self.marks = TargetMarks(None, None)
+        self.marks = UpdateTargets(None, None)
 
 
 class Job:
@@ -543,12 +551,14 @@ class Job:
             assert len(entered) == len(self.ranks) or number in self.unproven, f"some ranks alone had proof {number}"
         heard = [rank for rank in self.on if not rank.missed and dues.get(rank.index)]
         assert len({type(rank.decision) for rank in heard}) <= 1, "some ranks alone take the snapshot"
-        assert len({rank.decision.keep for rank in heard if isinstance(rank.decision, Take)}) <= 1
+        assert len({rank.decision.keep for rank in heard if isinstance(rank.decision, TakeSnapshot)}) <= 1
         for rank in heard:
             posted = self.rounds_posted.get(rank.read - 1, [])
-            assert not isinstance(rank.decision, Take) or all(round_.will == Will.GO for round_ in posted)
+            assert not isinstance(rank.decision, TakeSnapshot) or all(
+                round_.will == Readiness.GO for round_ in posted
+            )
         for rounds in self.rounds_posted.values():
-            steps = {(round_.number, round_.due) for round_ in rounds if round_.will != Will.OFF}
+            steps = {(round_.number, round_.due) for round_ in rounds if round_.will != Readiness.OFF}
             assert len(steps) <= 1, "rounds of different steps pair up"
         shortest = min((rank.state.interval.changes for rank in self.on), key=len, default=[])
         assert all(rank.state.interval.changes[: len(shortest)] == shortest for rank in self.on)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
 
 HALF, LAST = 4, 8
@@ -23,7 +23,7 @@ class Parts(NamedTuple):
     objects: Mapping[str, Any] | None = None
 
 
-Build = Callable[[int], Parts]
+ShardReconstruction = Callable[[int], Parts]
 """Builds all of it; the number is that of the attempt: 0 without ftckpt, 1 and 2 with it."""
 
 
@@ -41,12 +41,12 @@ def rows(parts: Parts, first: int, last: int, boundary: Callable[[int], object])
 def attach(parts: Parts, arena: str) -> tuple[Any, int]:
     """A checkpointer that has restored, and the iteration to go on from."""
     config = Config(enabled=True, job="resuming", node="node", arena=arena, protect="none", interval=1)
-    checkpointer = ftckpt.plain.attach(parts.model, parts.optimizer, parts.scheduler, parts.objects, config)
+    checkpointer = ftckpt.torch.attach(parts.model, parts.optimizer, parts.scheduler, parts.objects, config)
     assert checkpointer is not None
     return checkpointer, checkpointer.restore() or 0
 
 
-def resumed(build: Build, arena: str) -> tuple[int, bool]:
+def resumed(build: ShardReconstruction, arena: str) -> tuple[int, bool]:
     """The iteration that the second attempt resumes from, and whether both together have an unbroken run's bits."""
     unbroken = rows(build(0), 1, LAST, lambda iteration: None)
     found: list[Any] = []

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from ftckpt.windows.schedule import pipeline_orders, step_times
+from ftckpt.schedule.pipeline import pipeline_orders, step_times
 
 EPOCH = 1_790_000_000.0
 FORWARD, BACKWARD, START, OPTIMIZER = 0.02, 0.04, 0.004, 0.01

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-from ftckpt.commands.main import main
+from ftckpt.cli.main import main
 from tests.support.launching import ROOT
 from tests.support.slurm_lab import NODES, SlurmLab
 from tests.support.waiting import until

@@ -19,6 +19,11 @@ import xxhash
 
 from ftckpt.errors import CorruptError
 from ftckpt.events import Events
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.checks import CheckState
+from ftckpt.memory.directory import node_directory
+from ftckpt.memory.package import load, mirror_dir
+from ftckpt.memory.parity_file import ParityFile, list_parity, parity_path
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
@@ -29,13 +34,8 @@ from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import num_blocks, stripes
 from ftckpt.smp.channel import Deadlines, Trust
-from ftckpt.smp.duties import Duties
 from ftckpt.smp.server import Server
-from ftckpt.store.arena import Arena
-from ftckpt.store.checks import CheckState
-from ftckpt.store.directory import node_directory
-from ftckpt.store.package import load, mirror_dir
-from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
+from ftckpt.smp.task_queue import TaskQueue
 from ftckpt.units import rate
 from tests.support.waiting import until
 
@@ -190,7 +190,7 @@ class Smp:
 
     def __init__(self, node: Node, deadlines: Deadlines = QUICK) -> None:
         self.node, self.events = node, Seen()
-        self.duties = Duties(node.dir, self.events, deadlines)
+        self.duties = TaskQueue(node.dir, self.events, deadlines)
         self.duties.trains = False  # checksums of all that is sealed, where no mark says what is whole
         self.server = Server({}, find=self.duties.service.find, events=self.events, deadlines=deadlines)
         self.port = 0
@@ -300,7 +300,7 @@ class SmpProcess:
 
 def child(node_dir: str, port: str) -> None:
     """The process of ``SmpProcess``: one description per line."""
-    duties = Duties(Path(node_dir), Seen(), QUICK)
+    duties = TaskQueue(Path(node_dir), Seen(), QUICK)
     duties.trains = False
     server = Server({}, find=duties.service.find, events=Seen(), deadlines=QUICK)
     print(server.listen("127.0.0.1", Trust(bytes.fromhex(SECRET)), int(port)), flush=True)

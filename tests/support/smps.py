@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import PeerError, SmpError
-from ftckpt.job.node_smp import SmpSetup
+from ftckpt.memory.directory import end_smp, node_directory
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.session.node_smp import SmpSetup
 from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import MAX_REPLY_BYTES
-from ftckpt.store.directory import end_smp, node_directory
-from ftckpt.store.pulse import Pulse
 from tests.support.event_logs import read_events
 from tests.support.processes import command_line, running
 from tests.support.waiting import until
@@ -96,7 +96,7 @@ def _want_unless_bare(setup: SmpSetup, description: Mapping[str, Any]) -> None:
 
 def lives_on(node_dir: Path, secs: float) -> None:
     """Until the SMP gives a sign of life that is so much later, and has looked at its trainers meanwhile."""
-    pulse, begin = Pulse.open(node_dir, None), time.monotonic()
+    pulse, begin = Heartbeat.open(node_dir, None), time.monotonic()
     until(lambda: time.monotonic() - begin - pulse.smp()[1] >= secs, "the SMP lives on")
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.job.agreement import Coverage, Round, Verdict, Will
+from ftckpt.session.vote import Readiness, TaskState, Vote, VoteResult
 
 ROUNDS = st.lists(
     st.builds(
-        Round,
+        Vote,
         number=st.just(7),
         newest=st.integers(-1, 3),
-        will=st.sampled_from(Will),
+        will=st.sampled_from(Readiness),
         stretch=st.integers(1, 1000),
         cost=st.integers(0, 1 << 40),
         flush_interval=st.integers(0, 1 << 30),
         target=st.integers(-1, 3),
-        cover=st.sampled_from(Coverage),
+        cover=st.sampled_from(TaskState),
         flush=st.integers(-1, 3),
-        flushed=st.sampled_from(Coverage),
+        flushed=st.sampled_from(TaskState),
         step=st.integers(1, 1 << 40),
     ),
     min_size=1,
@@ -28,11 +28,11 @@ ROUNDS = st.lists(
 
 
 @given(ROUNDS)
-def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Round]) -> None:
+def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Vote]) -> None:
     minima = [min(words) for words in zip(*(round_.words() for round_ in rounds), strict=True)]
     newest, targets = {round_.newest for round_ in rounds}, {round_.target for round_ in rounds}
     flushes = {round_.flush for round_ in rounds}
-    assert Verdict.of(minima) == Verdict(
+    assert VoteResult.of(minima) == VoteResult(
         number=7,
         whole=newest.pop() if len(newest) == 1 else -1,
         will=min(round_.will for round_ in rounds),

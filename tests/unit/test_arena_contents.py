@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import xxhash
 
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.checks import CHECKS_NAME, FORMAT, Checks
+from ftckpt.memory.control_block import SealId, SlotState
+from ftckpt.memory.directory import node_directory
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section, parity_fragment
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.arena import Arena
-from ftckpt.store.checks import CHECKS_NAME, FORMAT, Checks
-from ftckpt.store.control import SealId, SlotState
-from ftckpt.store.directory import node_directory
 from tests.support.flips import flip
 from tests.support.smp_nodes import LINEAGE, fill
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError, ConfigError, CorruptError
+from ftckpt.memory.control_block import FORMAT, ControlBlock, SlotState, control_bytes
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.record import HEADER_BYTES, MARK_BYTES, RECORD_BYTES
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.control import FORMAT, ControlBlock, SlotState, control_bytes
-from ftckpt.store.image import SlotImage
-from ftckpt.store.record import HEADER_BYTES, MARK_BYTES, RECORD_BYTES
 
 CHUNKS = 3
 WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))

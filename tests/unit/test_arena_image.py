@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError, MismatchError
+from ftckpt.memory.image import SlotImage, Span, parse_image
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest
-from ftckpt.store.image import SlotImage, Span, parse_image
 from tests.support.errors import raises
 
 
@@ -138,7 +138,7 @@ def test_sizes_must_be_possible(objects_bytes: int, chunk_bytes: int) -> None:
 
 
 def test_a_header_too_long_for_safetensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.store.image.MAX_HEADER_BYTES", 3000)
+    monkeypatch.setattr("ftckpt.memory.image.MAX_HEADER_BYTES", 3000)
     with pytest.raises(ConfigError):
         SlotImage.of(PLAIN)
 

@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import ArenaError
-from ftckpt.model.fragment import Box, Fragment
-from ftckpt.model.manifest import Manifest
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import (
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import (
     arena_path,
     clean_job,
     list_arenas,
@@ -28,7 +26,9 @@ from ftckpt.store.directory import (
     remove_half_made,
     remove_job_if_empty,
 )
-from ftckpt.store.locks import FileLock, JobLock
+from ftckpt.memory.locks import FileLock, JobLock
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
 from tests.support.errors import lacks, raises
 
 pytestmark = pytest.mark.usefixtures("as_flags")
@@ -56,16 +56,16 @@ def holder(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 LOCK_FILE = """
-from ftckpt.store.locks import FileLock
+from ftckpt.memory.locks import FileLock
 lock = FileLock(Path(sys.argv[1]), 0, 'x', 'y')
 """
 LOCK_ARENA = """
-from ftckpt.store.arena import Arena
+from ftckpt.memory.arena import Arena
 arena = Arena.open(Path(sys.argv[1]), writable=True)
 arena.lock(0)
 """
 LOCK_JOB = """
-from ftckpt.store.locks import JobLock
+from ftckpt.memory.locks import JobLock
 lock = JobLock(Path(sys.argv[1]), 0)
 """
 
@@ -73,7 +73,7 @@ lock = JobLock(Path(sys.argv[1]), 0)
 TRY_LOCK = """
 import sys
 from pathlib import Path
-from ftckpt.store.locks import FileLock
+from ftckpt.memory.locks import FileLock
 try:
     FileLock(Path(sys.argv[1]), 0, "it", "wait")
 except Exception as error:
@@ -277,7 +277,7 @@ def test_what_is_none_of_ftckpts_stays(arena_root: Path) -> None:
 STARTS = """
 import sys
 from pathlib import Path
-from ftckpt.store.locks import JobLock
+from ftckpt.memory.locks import JobLock
 for number in range(300):
     with JobLock(Path(sys.argv[1]), 10) as lock:
         arena = lock.path.with_name(f"tp0.{number:08x}")

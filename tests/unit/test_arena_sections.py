@@ -15,10 +15,10 @@ from test_arena_image import slot_bytes, vector
 
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError
+from ftckpt.memory.image import SectionSpan, SlotImage, Span, parse_image, section_layout
 from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section, parity_fragment
-from ftckpt.store.image import SectionSpan, SlotImage, Span, parse_image, section_layout
 from tests.support.errors import raises
 
 KINDS = ("private", "shared", "copy", "parity")

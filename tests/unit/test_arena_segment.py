@@ -18,14 +18,14 @@ import xxhash
 from safetensors import safe_open
 
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.memory import slots
+from ftckpt.memory.arena import Arena, clear_arena
+from ftckpt.memory.control_block import FORMAT, SlotState
+from ftckpt.memory.directory import LOCK_NAME, arena_path, list_arenas, node_directory
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.smp.arenas import GuardedArena
-from ftckpt.store import slots
-from ftckpt.store.arena import Arena, clear_arena
-from ftckpt.store.control import FORMAT, SlotState
-from ftckpt.store.directory import LOCK_NAME, arena_path, list_arenas, node_directory
+from ftckpt.smp.arenas import MonitoredArena
 from tests.support.choosing import inventory_of
 from tests.support.errors import lacks, raises
 from tests.support.flips import flip
@@ -99,7 +99,7 @@ def test_modes_and_sizes(node_dir: Path) -> None:
 def test_an_smp_knows_of_slots_that_it_has_not_mapped_yet(node_dir: Path) -> None:
     """What a job has as it ends may lie in one that has just got its memory."""
     with closing(Arena.create(node_dir, MANIFEST, 2, allocate=0)) as arena:
-        guarded = GuardedArena(arena.path)
+        guarded = MonitoredArena(arena.path)
         assert not guarded.behind
         arena.allocate(1)
         write(arena, 1, 7)
@@ -257,7 +257,7 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_whole(
     node_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("ftckpt.store.directory.remove_tree", lambda path: None)
+        patch.setattr("ftckpt.memory.directory.remove_tree", lambda path: None)
         arena.remove()
     assert list_arenas(node_dir) == [] and len(list(node_dir.iterdir())) == 1
     again = Arena.create(node_dir, MANIFEST, 2)

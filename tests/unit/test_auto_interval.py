@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ftckpt.windows.auto_interval import AutoInterval
-from ftckpt.windows.cost import CYCLE, CostMeter
+from ftckpt.schedule.auto_interval import AutoInterval
+from ftckpt.schedule.cost import CYCLE, CostMeter
 
 BUDGET = 0.01
 DELAY = 8

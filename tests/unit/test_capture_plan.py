@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ftckpt.capture.chunks import CopyPart, Segment, chunk_copies
 from ftckpt.capture.copier import copy_chunk
+from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section, parity_fragment
-from ftckpt.store.image import SlotImage
 
 TYPES = {"U8": torch.uint8, "BOOL": torch.bool, "BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 PAGE = 4096

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from ftckpt.job.checkpointer import Checkpointer
-from ftckpt.job.numbers import RankNumbers
 from ftckpt.megatron.charts import Charts
+from ftckpt.memory.heartbeat import HeartbeatGauge
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.pulse import PulseCount
+from ftckpt.session.checkpointer import Checkpointer
+from ftckpt.session.counters import RankNumbers
 
 
 class Writers:
@@ -77,7 +77,7 @@ def test_numbers_are_of_the_time_since_they_were_asked_for() -> None:
         numbers.took(1000)
         numbers.bounded(0.002)
         numbers.fenced(0.001)
-    numbers.counts[PulseCount.SKIPPED] += 1
+    numbers.counts[HeartbeatGauge.SKIPPED] += 1
     numbers.fenced(0.0)  # of a step that no snapshot was taken before
     first = numbers.report("", 20, SnapshotId(b"l" * 16, 18), None)
     assert first["blocked_ms"] == pytest.approx(3.0) and first["blocked_ms_most"] == pytest.approx(3.0)
@@ -103,5 +103,5 @@ def test_how_many_intervals_a_mark_is_behind() -> None:
         (101, None, None), (140, None, None), (150, at(140), None), (199, at(140), at(120)), (50, at(40), None),
     ):  # fmt: skip
         numbers.passed(iteration, 10, whole, protected)
-        behind.append((numbers.counts[PulseCount.WHOLE_BEHIND], numbers.counts[PulseCount.PROTECTED_BEHIND]))
+        behind.append((numbers.counts[HeartbeatGauge.WHOLE_BEHIND], numbers.counts[HeartbeatGauge.PROTECTED_BEHIND]))
     assert behind == [(0, 0), (3, 3), (1, 4), (5, 7), (1, 0)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ftckpt.capture import affinity
-from ftckpt.commands import check_device
-from ftckpt.commands.check_host import look_at_host
-from ftckpt.commands.findings import PASSED, SKIPPED, WARNED, CheckResult
+from ftckpt.cli import check_device
+from ftckpt.cli.check_host import look_at_host
+from ftckpt.cli.findings import PASSED, SKIPPED, WARNED, CheckResult
 from tests.support.errors import lacks
 
 

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from ftckpt.commands.check_pairs import arranged_pairs, rounds_of
+from ftckpt.cli.check_pairs import arranged_pairs, rounds_of
 from ftckpt.parity.groups import mirrors, peer_groups
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes

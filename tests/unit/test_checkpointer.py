@@ -16,25 +16,25 @@ from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError, StorageError
 from ftckpt.events import Events
-from ftckpt.job import checkpointer as checkpointer_module
-from ftckpt.job import start
-from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
-from ftckpt.job.agreement import AgreementError
-from ftckpt.job.attempt import AttemptRecord, AttemptSight
-from ftckpt.job.checkpointer import Checkpointer
-from ftckpt.job.flushes import NO_FLUSH
-from ftckpt.job.garbage import imports_that_stay
-from ftckpt.job.numbers import RankNumbers
-from ftckpt.job.protection import ArenaRemains, Protection, in_all_arenas
-from ftckpt.job.rank_parts import RankParts
-from ftckpt.job.session import RankState
-from ftckpt.job.snapshots import Snapshots
-from ftckpt.job.targets import ProtectionStatus
+from ftckpt.memory.launch_record import LauncherRun
 from ftckpt.model.lineage import NO_CHECKPOINT, UNKNOWN
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.store.outcome import LauncherRun
-from ftckpt.windows.cost import Wish
+from ftckpt.schedule.cost import IntervalRequest
+from ftckpt.session import checkpointer as checkpointer_module
+from ftckpt.session import start
+from ftckpt.session.actions import Disable, OldArenaRemoval, UpdateTargets
+from ftckpt.session.attempt import AttemptRecord, AttemptReport
+from ftckpt.session.checkpointer import Checkpointer
+from ftckpt.session.counters import RankNumbers
+from ftckpt.session.flush_scheduler import NO_FLUSH
+from ftckpt.session.gc_pause import imports_that_stay
+from ftckpt.session.protection import ArenaRemains, Protection, in_all_arenas
+from ftckpt.session.protection_scheduler import ProtectionStatus
+from ftckpt.session.rank_parts import RankContext
+from ftckpt.session.session import RankState
+from ftckpt.session.snapshot_driver import SnapshotDriver
+from ftckpt.session.vote import AgreementError
 from tests.support.errors import raises
 
 LINEAGE = b"l" * 16
@@ -70,8 +70,8 @@ def shard_of(capture: Any = None) -> Any:
     )
 
 
-def snapshots_of(capture: Any = None, **parts: Any) -> Snapshots:
-    return Snapshots(rank_of(**parts), shard_of(capture), None, None)  # type: ignore[arg-type]
+def snapshots_of(capture: Any = None, **parts: Any) -> SnapshotDriver:
+    return SnapshotDriver(rank_of(**parts), shard_of(capture), None, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def attach(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkpointer]:
 
     def make(**parts: Any) -> Checkpointer:
         rank = rank_of(**parts)
-        monkeypatch.setattr(RankParts, "attach", lambda *_: rank)
+        monkeypatch.setattr(RankContext, "attach", lambda *_: rank)
         return Checkpointer(rank.config, rank.training_state, rank.topology)
 
     return make
@@ -114,7 +114,7 @@ def test_an_action_that_fails_keeps_none_from_being_done() -> None:
     events = SimpleNamespace(emit=lambda event, **_: done.append(event))
     snapshots = snapshots_of(events=events, arenas=SimpleNamespace(remove_old=remove_old))
     with pytest.raises(OSError, match=str(errno.ENOTEMPTY)):
-        snapshots.execute([OldArenaRemoval(), TurnOff("why")])
+        snapshots.execute([OldArenaRemoval(), Disable("why")])
     assert done == ["turned_off"]
 
 
@@ -178,7 +178,7 @@ class Lessened:
 
     def __init__(self) -> None:
         self.on = self.protects = True
-        self.marks: list[TargetMarks] = []
+        self.marks: list[UpdateTargets] = []
 
     def survey(
         self, restored: SnapshotId | None, rebuilt: bool = False
@@ -188,7 +188,7 @@ class Lessened:
     def arrange(self, arena: object, coming_bytes: int, slots: int) -> None:
         self.on = self.protects = False
 
-    def mark(self, marks: TargetMarks) -> None:
+    def mark(self, marks: UpdateTargets) -> None:
         self.marks.append(marks)
 
 
@@ -204,7 +204,7 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
     else:
         protection.on = protection.protects = False  # by the time that the arena is there
         snapshots.begin(LINEAGE, SnapshotId(LINEAGE, 5), True)
-    assert protection.marks == [TargetMarks(None, None)], "nor does a mark of an earlier attempt stay in the arena"
+    assert protection.marks == [UpdateTargets(None, None)], "nor does a mark of an earlier attempt stay in the arena"
     assert state.targets.protected is None and not state.targets.interval
 
 
@@ -226,7 +226,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     rank = rank_of(state=state, protection=protection, storage=SimpleNamespace(snapshots=""))
     rank.training_state = SimpleNamespace()
     loaded = start.load(rank, SimpleNamespace(), None, NO_CHECKPOINT, True)  # type: ignore[arg-type]
-    Snapshots(rank, SimpleNamespace(capture=SimpleNamespace(arena=object()), positions=0), None, None).begin(  # type: ignore[arg-type]
+    SnapshotDriver(rank, SimpleNamespace(capture=SimpleNamespace(arena=object()), positions=0), None, None).begin(  # type: ignore[arg-type]
         loaded.lineage, loaded.snapshot, loaded.in_memory, loaded.rebuilt
     )
     assert (state.targets.protected, state.targets.target) == (None if rebuilt else snapshot, snapshot)
@@ -262,7 +262,7 @@ def test_turning_off_stops_copies_and_unpins_nothing() -> None:
     done: list[str] = []
     capture = SimpleNamespace(stop=lambda: done.append("stop"), close=lambda: done.append("close"))
     events = SimpleNamespace(emit=lambda event, **_: done.append(event))
-    snapshots_of(capture, events=events).execute([TurnOff("why")])
+    snapshots_of(capture, events=events).execute([Disable("why")])
     assert done == ["turned_off", "stop"]
 
 
@@ -278,7 +278,9 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
         raise AgreementError("a rank has gone")
 
     links.agreement = SimpleNamespace(post=unreachable, read=lambda _: entered.append("read"))
-    pacer = SimpleNamespace(wish=Wish(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer"))
+    pacer = SimpleNamespace(
+        wish=IntervalRequest(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
+    )
     events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))
     config = Config()
     checkpointer = restored(pacer, config=config, state=(state := RankState(config)), links=links, events=events)
@@ -301,11 +303,11 @@ def test_what_is_sealed_is_posted_while_the_rank_computes(
     restored: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the fence alone: where the boundary comes right behind it all ranks would wait for each other."""
-    monkeypatch.setattr("ftckpt.job.snapshots._LOOK_SECS", 0.0)
+    monkeypatch.setattr("ftckpt.session.snapshot_driver._LOOK_SECS", 0.0)
     rounds: list[Any] = []
     guard, state = ProtectionStatus(), RankState(Config())
     links = SimpleNamespace(broken=False, agreement=SimpleNamespace(post=lambda round_, *_: rounds.append(round_)))
-    pacer = SimpleNamespace(wish=Wish(), enter=lambda kind: None)
+    pacer = SimpleNamespace(wish=IntervalRequest(), enter=lambda kind: None)
     protection = SimpleNamespace(observe=lambda target: guard)
     capture = SimpleNamespace(
         sealed=False, flying=True, newest=None, in_graph=False, is_ready=lambda keep: True, fence=lambda secs: None
@@ -350,7 +352,7 @@ def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(starts: list[in
     """A node that comes and goes has failed in a row while others made snapshots; -1: a rank that speaks for none."""
     members = tuple(RankPlace({"dp": rank}, "node") for rank in range(2))
     attempt = AttemptRecord(Config(), Topology(1, members, {"dp": 2}), LauncherRun(""), Events(None, 1))
-    sights = [AttemptSight(num) for num in starts]
+    sights = [AttemptReport(num) for num in starts]
     if stalled:
         with raises(StalledError, "3"):
             attempt.begin(sights)
@@ -392,7 +394,7 @@ def test_what_training_goes_back_from_does_not_come_to_storage(
 
     storage = SimpleNamespace(wants_last=True, bring_last=bring_last)
     links = SimpleNamespace(broken=False, meet=lambda _, action: action(), part=lambda _: None)
-    pacer = SimpleNamespace(enter=lambda kind: None, pause=lambda: None, wish=Wish())
+    pacer = SimpleNamespace(enter=lambda kind: None, pause=lambda: None, wish=IntervalRequest())
     checkpointer = restored(pacer, storage=storage, links=links, state=(state := RankState(Config())))
     state.turn_off("why")
     checkpointer.close(done=done)

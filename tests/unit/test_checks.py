@@ -20,10 +20,10 @@ import pytest
 import xxhash
 
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.memory.checks import Check, Checks, CheckState, checks_bytes
+from ftckpt.memory.record import Stores
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.smp.cover import take_back
-from ftckpt.store.checks import Check, Checks, CheckState, checks_bytes
-from ftckpt.store.record import Stores
+from ftckpt.smp.encode import take_back
 from tests.support.errors import raises
 from tests.support.waiting import until
 
@@ -242,7 +242,7 @@ def test_no_room_leaves_nothing_behind(arena_root: Path, monkeypatch: pytest.Mon
 CREATE = """
 import sys
 from pathlib import Path
-from ftckpt.store import checks
+from ftckpt.memory import checks
 print("ready", flush=True)
 while True:
     checks._create(Path(sys.argv[1]) / "checks", 2, 3, b"d" * 16)

@@ -11,25 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import LostError
+from ftckpt.memory.corruption import Corruption
 from ftckpt.model.codec import decode, encode
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore.choice import Decision, Findings, Query, decide, newest_whole
+from ftckpt.restore.decide import Decision, Findings, Query, decide, newest_whole
 from ftckpt.restore.inventory import (
     ArenaReport,
     Inventory,
     NodeProtection,
     PackageReport,
     Problem,
-    Shield,
     SlotReport,
+    SnapshotProtection,
 )
 from ftckpt.restore.locations import PackageAt, SlotAt
-from ftckpt.restore.rebuild import NEW_SLOT, Fix
+from ftckpt.restore.reconstruction_plan import NEW_SLOT, ShardRepair
 from ftckpt.restore.search import is_of_one_layout
-from ftckpt.store.damage import Damage
 from tests.support.choosing import decided, job, shield_of
 from tests.support.errors import lacks, raises
 
@@ -263,7 +263,7 @@ SIX = job(NODES, LAYOUT)
 
 
 def outcome(
-    reports: list[ArenaReport], known: Known, bad: Mapping[SlotAt, Damage] | None = None
+    reports: list[ArenaReport], known: Known, bad: Mapping[SlotAt, Corruption] | None = None
 ) -> Decision | Query | None:
     findings = replace(known[1], damage=dict(bad or {}))
     answer = decide(Inventory(tuple(reports), known[0].packages), SIX, findings)
@@ -276,7 +276,7 @@ def unasked(known: Known) -> Known:
     return known[0], Findings()
 
 
-def rebuilt(decision: Decision | Query | None) -> dict[str, Fix]:
+def rebuilt(decision: Decision | Query | None) -> dict[str, ShardRepair]:
     assert isinstance(decision, Decision) and decision.rebuild is not None
     assert set(decision.sources) | set(decision.rebuild.fixes) == set(RANKS)
     return dict(decision.rebuild.fixes)
@@ -287,7 +287,9 @@ def test_a_snapshot_that_is_protected_is_asked_for_before_an_older_one_is_taken(
     reports = [*six((A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
     assert outcome(reports, unasked(known)) == Query(SnapshotId(A, 5), LAYOUT, tuple(RANKS))
     fixes = rebuilt(outcome(reports, known))
-    assert fixes == {"tp1": Fix("tp1", SlotAt("n0", "tp1.0011", NEW_SLOT), (0, 1, 2, 3), fixes["tp1"].package)}
+    assert fixes == {
+        "tp1": ShardRepair("tp1", SlotAt("n0", "tp1.0011", NEW_SLOT), (0, 1, 2, 3), fixes["tp1"].package)
+    }
 
 
 def test_nothing_is_asked_where_all_is_there_or_nothing_protects() -> None:
@@ -313,7 +315,7 @@ def test_of_two_snapshots_of_one_iteration_the_one_that_is_there_is_taken() -> N
 
 
 def test_bad_chunks_are_repaired_where_they_are() -> None:
-    bad = {SlotAt("n0", "tp1.0011", 0): Damage((1, 4))}
+    bad = {SlotAt("n0", "tp1.0011", 0): Corruption((1, 4))}
     fixes = rebuilt(outcome(six((A, 5)), shielded(), bad))
     assert fixes["tp1"].in_place and fixes["tp1"].chunks == (1,), "volatile chunks are in the package"
     without = shielded(packages_of=[s for s in RANKS if s != "tp1"])
@@ -321,7 +323,7 @@ def test_bad_chunks_are_repaired_where_they_are() -> None:
 
 
 def test_objects_that_are_corrupt_need_a_package() -> None:
-    bad = {SlotAt("n0", "tp1.0011", 0): Damage(parts=("objects",))}
+    bad = {SlotAt("n0", "tp1.0011", 0): Corruption(parts=("objects",))}
     assert rebuilt(outcome(six((A, 5)), shielded(), bad))["tp1"].chunks == ()
     with raises(LostError, "tp1", "objects", "package"):
         outcome(six((A, 5)), shielded(packages_of=[]), bad)
@@ -397,12 +399,12 @@ def test_packages_alone_tell_of_a_loss_where_no_arena_of_their_node_is_left() ->
 
 
 def test_damage_has_names_and_a_json_form() -> None:
-    damage = Damage((3, 12), ("header", "objects"))
+    damage = Corruption((3, 12), ("header", "objects"))
     assert damage.names == ["header", "chunk 3", "chunk 12", "objects"] and damage and not damage.useless
-    gone = Damage(reason="/x/slot0: has 5 bytes")
+    gone = Corruption(reason="/x/slot0: has 5 bytes")
     assert gone.names == [gone.reason] and gone and gone.useless
-    assert not Damage() and Damage().names == []
-    assert [decode(encode(each), Damage) for each in (damage, gone)] == [damage, gone]
+    assert not Corruption() and Corruption().names == []
+    assert [decode(encode(each), Corruption) for each in (damage, gone)] == [damage, gone]
 
 
 def test_inventories_survive_json_and_strange_shards_are_problems() -> None:
@@ -419,10 +421,10 @@ def test_inventories_survive_json_and_strange_shards_are_problems() -> None:
     groups, parity = tuple(shield.groups.values()), tuple(shield.parity.values())
     node = NodeProtection(groups, parity, sound, (), (Problem("x", "bad"),))
     assert decode(encode(node), NodeProtection) == node
-    assert Shield.of([node, NodeProtection()], RANKS) == replace(
+    assert SnapshotProtection.of([node, NodeProtection()], RANKS) == replace(
         shield, holdings={s: holding(s) for s in RANKS}, problems=node.problems
     )
-    partly = Shield.of([node], RANKS[:5])
+    partly = SnapshotProtection.of([node], RANKS[:5])
     assert len(partly.groups) < len(groups)
     assert any(not lacks(problem.text, "tp5") for problem in partly.problems)
 

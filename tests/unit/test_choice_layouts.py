@@ -14,7 +14,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology, shard_names
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
-from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
+from ftckpt.restore.decide import Decision, Findings, Query, decide, readers_of
 from ftckpt.restore.inventory import ArenaReport, Inventory, Layout, PackageReport, SlotReport, known_shards
 from ftckpt.restore.locations import PackageAt, SlotAt
 from tests.support.choosing import decided, job, shield_of

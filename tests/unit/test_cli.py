@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ftckpt.commands.main import main
+from ftckpt.cli.main import main
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.checks import Checks
+from ftckpt.memory.control_block import FORMAT
+from ftckpt.memory.directory import PULSE_NAME, node_directory
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.locks import JobLock
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.arena import Arena
-from ftckpt.store.checks import Checks
-from ftckpt.store.control import FORMAT
-from ftckpt.store.directory import PULSE_NAME, node_directory
-from ftckpt.store.locks import JobLock
-from ftckpt.store.pulse import Pulse
 from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.golden import is_golden
@@ -88,8 +88,8 @@ def test_inspect_shows_where_ranks_that_live_are(arena_root: Path, capsys: pytes
     node_dir = path.parent
     assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
     assert str(os.getpid()) not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
-    Pulse.open(node_dir, 1, 7).beat(41, "start")
-    Pulse.open(node_dir, 0, 6).leave()
+    Heartbeat.open(node_dir, 1, 7).beat(41, "start")
+    Heartbeat.open(node_dir, 0, 6).leave()
     assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
     is_golden("inspect_live", capsys.readouterr().out, arena=path.name, pid=os.getpid())
 
@@ -218,7 +218,7 @@ def test_a_job_that_ends_while_jobs_are_listed_is_left_out(
     arena_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena_with_snapshot(arena_root)
-    monkeypatch.setattr("ftckpt.commands.status.jobs_in", lambda root: ["ended", "job"])
+    monkeypatch.setattr("ftckpt.cli.status.jobs_in", lambda root: ["ended", "job"])
     assert main(["ls", "--arena", str(arena_root)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["JOB", "job"]
 
@@ -311,7 +311,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_torch_is_not_loaded() -> None:
-    code = "import sys, ftckpt.commands.main; sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
+    code = "import sys, ftckpt.cli.main; sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 

@@ -18,18 +18,18 @@ from test_convert import Memory, array, model, read_all, wholes
 from test_universal_arenas import SHAPES, whole
 from test_universal_arenas import job as arenas_of
 
-from ftckpt.commands import convert as cli_convert
-from ftckpt.commands.main import main
-from ftckpt.commands.options import size_of
-from ftckpt.convert.catalog import Get, Unit
-from ftckpt.convert.consolidation import Consolidator
-from ftckpt.convert.conversion import Options, convert, prepare, run
-from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
-from ftckpt.convert.safetensors import WeightsReader, WeightsWriter
-from ftckpt.convert.universal import UniversalReader, UniversalWriter
-from ftckpt.convert.verification import verify
+from ftckpt.cli import convert as cli_convert
+from ftckpt.cli.main import main
+from ftckpt.cli.options import size_of
 from ftckpt.errors import ConfigError, ConvertError
 from ftckpt.model.fragment import Box, Fragment
+from ftckpt.universal.catalog import Get, Unit
+from ftckpt.universal.consolidation import Consolidator
+from ftckpt.universal.conversion import Options, convert, prepare, run
+from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
+from ftckpt.universal.safetensors import WeightsReader, WeightsWriter
+from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
+from ftckpt.universal.verification import verify
 from tests.support.errors import lacks, raises
 from tests.support.golden import is_golden
 from tests.support.pool import run_ranks

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ftckpt.commands.main import main
-from ftckpt.commands.plan_holdings import build
-from ftckpt.commands.plan_job import JobShape, StatePartition
+from ftckpt.cli.main import main
+from ftckpt.cli.plan_holdings import build
+from ftckpt.cli.plan_job import JobShape, StatePartition
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes, lessened
 from tests.support.errors import lacks

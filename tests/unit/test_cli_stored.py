@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.commands import save
-from ftckpt.commands.main import main
+from ftckpt.cli import save
+from ftckpt.cli.main import main
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.files import FileStorage

@@ -15,8 +15,8 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import (
     CheckpointName,
-    DoneMark,
-    PendingCheckpoint,
+    CheckpointTransaction,
+    NodeCommitMarker,
     claim,
     folder_of,
     readers,
@@ -69,19 +69,19 @@ def content(lineage: bytes, node: str) -> bytes:
     return f"{lineage.hex()} of {node} ".encode() * 100
 
 
-def write_part(storage: Storage, iteration: int, lineage: bytes, node: str) -> PendingCheckpoint:
-    part, data = PendingCheckpoint(storage, SnapshotId(lineage, iteration), node), content(lineage, node)
+def write_part(storage: Storage, iteration: int, lineage: bytes, node: str) -> CheckpointTransaction:
+    part, data = CheckpointTransaction(storage, SnapshotId(lineage, iteration), node), content(lineage, node)
     part.write(f"{node}.safetensors", [data[:70], data[70:]])
     part.done({"rows": len(node)})
     return part
 
 
-def write_parts(storage: Storage, iteration: int, lineage: bytes) -> PendingCheckpoint:
+def write_parts(storage: Storage, iteration: int, lineage: bytes) -> CheckpointTransaction:
     lead, _ = [write_part(storage, iteration, lineage, node) for node in NODES]
     return lead
 
 
-def manifest_of(lead: PendingCheckpoint, marks: dict[str, DoneMark]) -> bytes:
+def manifest_of(lead: CheckpointTransaction, marks: dict[str, NodeCommitMarker]) -> bytes:
     none = np.zeros(0, np.uint64)
     files = [(node, file) for node in NODES for file in marks[node].files]
     shards = {node: StoredShard(file.name, file.nbytes, file.checksum, "", 0, 0, none) for node, file in files}
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_several_nodes(storage: Storage) -> None:
 
 
 def test_without_the_marks_of_all_nodes_there_is_none(storage: Storage) -> None:
-    part = PendingCheckpoint(storage, SnapshotId(NEW, 3), "n0")
+    part = CheckpointTransaction(storage, SnapshotId(NEW, 3), "n0")
     part.write("x", [b"data"])
     assert part.marks() == {} and committed(storage) == []
     part.done({})
@@ -161,7 +161,7 @@ def test_lineages_that_commit_at_once_leave_one_whole_checkpoint(storage: Storag
         write_part(storage, 7, lineage, "n1")
     barrier = threading.Barrier(len(leads))
 
-    def end(lead: PendingCheckpoint) -> None:
+    def end(lead: CheckpointTransaction) -> None:
         marks = lead.marks()
         barrier.wait()
         lead.commit(manifest_of(lead, marks), marks)
@@ -206,7 +206,7 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
         for name in (f"{node}.safetensors", f"done.{node}")
     )
     assert read(storage, 1) and storage.size("notes") == 11
-    lead = PendingCheckpoint(storage, SnapshotId(NEW, 2), "n0")
+    lead = CheckpointTransaction(storage, SnapshotId(NEW, 2), "n0")
     marks = lead.marks()
     assert lead.commit(manifest_of(lead, marks), marks) and committed(storage) == [2, 1]
 

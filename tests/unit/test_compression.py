@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, CorruptError, StorageError
+from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import Manifest
-from ftckpt.persist.compression import Stretch, compress, decompress, packed
+from ftckpt.persist.compression import ElementRun, compress, decompress, packed
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredShard
-from ftckpt.store.image import SlotImage
-from ftckpt.store.landings import LoadTarget
 from tests.support.errors import raises
 
 OBJECTS = 5000
@@ -122,7 +122,7 @@ def test_bytes_are_grouped_by_significance(dtype: str) -> None:
     plain = bytearray(content(image))
     plain[span.begin : span.end] = data
     _, file = compressed(image, bytes(plain), 0)
-    as_they_are = len(compress(data, [Stretch(len(data), 1)]))
+    as_they_are = len(compress(data, [ElementRun(len(data), 1)]))
     assert len(file) - len(image.header) < 0.95 * as_they_are
 
 
@@ -195,15 +195,15 @@ def test_a_file_that_is_another_is_refused() -> None:
 def test_a_damaged_frame_makes_no_room_for_what_it_claims() -> None:
     claims = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little")
     with raises(CorruptError, str(1 << 50), "70"):
-        decompress(claims + b"\x01\x00\x00", [Stretch(70, 1)])
+        decompress(claims + b"\x01\x00\x00", [ElementRun(70, 1)])
 
 
 def test_without_the_library_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = compress(b"abcd", [Stretch(4, 2)])
-    assert bytes(decompress(frame, [Stretch(4, 2)])) == b"abcd"
+    frame = compress(b"abcd", [ElementRun(4, 2)])
+    assert bytes(decompress(frame, [ElementRun(4, 2)])) == b"abcd"
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with raises(ConfigError, "persist_compress: zstd", "ftckpt[storage"):
         Config(persist_compress="zstd")
     assert Config().persist_compress == "none"
     with raises(ConfigError, "ftckpt[storage"):
-        decompress(frame, [Stretch(4, 2)])
+        decompress(frame, [ElementRun(4, 2)])

@@ -20,8 +20,8 @@ from ftckpt import errors
 from ftckpt.config import Config, add_flags
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written, written
+from ftckpt.memory.control_block import MAX_SLOTS
 from ftckpt.setting import kind_of
-from ftckpt.store.control import MAX_SLOTS
 from ftckpt.units import rate, seconds, size
 from tests.support.errors import lacks, raises
 

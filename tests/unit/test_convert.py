@@ -19,16 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.array_types import Bytes
-from ftckpt.convert.catalog import Catalog, Reader, Tensor
-from ftckpt.convert.consolidation import Consolidator, cast, take
-from ftckpt.convert.conversion import Options, convert, prepare
-from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter
-from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
-from ftckpt.convert.safetensors import WeightsWriter
-from ftckpt.convert.storage import CheckedOnce, Destination, Journal
-from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
+from ftckpt.universal.catalog import Catalog, Reader, Tensor
+from ftckpt.universal.consolidation import Consolidator, cast, take
+from ftckpt.universal.conversion import Options, convert, prepare
+from ftckpt.universal.deepspeed.universal_writer import DeepSpeedUniversalWriter
+from ftckpt.universal.megatron.dist_writer import MegatronDistWriter
+from ftckpt.universal.safetensors import WeightsWriter
+from ftckpt.universal.storage import CheckedOnce, Destination, Journal
+from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from tests.support.errors import raises
 
 NUMPY = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
@@ -330,7 +330,7 @@ def test_a_partial_one_of_something_else_is_refused(tmp_path: Path, change: str)
 
 def test_killed_between_the_name_and_the_end_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = model()
-    monkeypatch.setattr("ftckpt.convert.storage.Journal.end", lambda self: None)
+    monkeypatch.setattr("ftckpt.universal.storage.Journal.end", lambda self: None)
     convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
     monkeypatch.undo()
     assert (tmp_path / "out.partial.jsonl").exists()
@@ -377,7 +377,7 @@ def test_a_full_disk_is_an_error_also_where_part_of_a_line_fits(
     journal.begin()
     (tmp_path / "out.partial" / "a").write_text("a")
     write = os.write
-    monkeypatch.setattr("ftckpt.convert.storage.os.write", lambda file, data: write(file, data[:5]))
+    monkeypatch.setattr("ftckpt.universal.storage.os.write", lambda file, data: write(file, data[:5]))
     with raises(ConvertError, "out.partial.jsonl"):
         journal.add("a")
 
@@ -414,7 +414,7 @@ def test_workers_together_stay_in_their_memory(tmp_path: Path) -> None:
 def test_no_room_is_said_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = model()
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("ftckpt.convert.conversion.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("ftckpt.universal.conversion.shutil.disk_usage", lambda path: usage)
     with raises(ConvertError, "1000"):
         convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
     monkeypatch.undo()

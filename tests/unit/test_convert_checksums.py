@@ -17,13 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
-from ftckpt.commands.main import main
-from ftckpt.convert.foreign import archives, pickles
-from ftckpt.convert.foreign.archives import SMALL_BYTES
-from ftckpt.convert.foreign.distributed import CheckpointDirectory
-from ftckpt.convert.language.spec import Spec
-from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
+from ftckpt.cli.main import main
 from ftckpt.errors import ConvertError
+from ftckpt.universal.foreign import archives, pickles
+from ftckpt.universal.foreign.archives import SMALL_BYTES
+from ftckpt.universal.foreign.distributed import CheckpointDirectory
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.megatron.legacy_reader import MegatronLegacyReader
 from tests.support.errors import lacks, raises
 from tests.support.flips import Record, flipped, noticed, of_distributed, records
 

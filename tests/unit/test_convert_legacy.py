@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ftckpt.convert.conversion import Options, convert
-from ftckpt.convert.language.spec import Spec
-from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
-from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
+from ftckpt.universal.conversion import Options, convert
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.megatron.legacy_reader import MegatronLegacyReader
+from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from tests.support.errors import raises
 
 EXPERT = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight"

@@ -13,12 +13,12 @@ import pytest
 import torch
 from test_convert import Memory, array, wholes
 
-from ftckpt.convert.catalog import Catalog
-from ftckpt.convert.conversion import Options, convert, prepare
-from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
-from ftckpt.convert.universal import UniversalWriter
-from ftckpt.convert.verification import verify
 from ftckpt.errors import ConvertError
+from ftckpt.universal.catalog import Catalog
+from ftckpt.universal.conversion import Options, convert, prepare
+from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
+from ftckpt.universal.universal_format import UniversalWriter
+from ftckpt.universal.verification import verify
 from tests.support.errors import raises
 
 Change = Callable[[Any], object]

@@ -15,8 +15,8 @@ from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk
 from ftckpt.capture.device_copier import make_copier
-from ftckpt.windows.bubbles import Always
-from ftckpt.windows.clock import HostClock
+from ftckpt.schedule.bubbles import Always
+from ftckpt.schedule.clock import HostClock
 
 LONG_SECS = 20.0
 """Deadline of what is expected to happen."""

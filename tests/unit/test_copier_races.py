@@ -14,8 +14,8 @@ import torch
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
-from ftckpt.windows.bubbles import Always, Bubbles, WindowPlan
-from ftckpt.windows.iteration import IterationForecast
+from ftckpt.schedule.bubbles import Always, Bubbles, WindowPlan
+from ftckpt.schedule.iteration import IterationForecast
 
 LONG_SECS = 20.0
 NUM = 8

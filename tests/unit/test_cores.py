@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ftckpt.config import MAX_REST_SECS
-from ftckpt.smp import cores as cores_module
-from ftckpt.smp.cores import CoreSecs, CoreShare, core_secs
+from ftckpt.smp import cpu_throttle as cores_module
+from ftckpt.smp.cpu_throttle import CoreSecs, CoreShare, core_secs
 
 CORES = 4.0
 

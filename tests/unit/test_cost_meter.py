@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.windows.cost import CYCLE, NEAR, Cost, CostMeter, shortest_interval
+from ftckpt.schedule.cost import CYCLE, NEAR, Cost, CostMeter, shortest_interval
 
 
 def lived(

@@ -168,7 +168,7 @@ initialize.install()
 assert deepspeed.initialize is wrapped
 ftckpt.deepspeed.remove()
 assert deepspeed.initialize is wrapped.__wrapped__
-assert not [name for name in sys.modules if name in ("ftckpt.job.checkpointer", "ftckpt.deepspeed.session")]
+assert not [name for name in sys.modules if name in ("ftckpt.session.checkpointer", "ftckpt.deepspeed.session")]
 """
 BROKEN = """
 import ftckpt.deepspeed

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.deepspeed import initialize
 from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers, torch_state
-from ftckpt.frameworks.doors import Door, Patches, Proxy
+from ftckpt.frameworks.entry import Integration, Patches, Proxy
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
 from ftckpt.frameworks.tensors import LogicalBox, fragments, frozen_pieces, number_piece
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.plain.hooks import follow
-from ftckpt.plain.state import PlainState
+from ftckpt.torch.hooks import follow
+from ftckpt.torch.state import PlainState
 from tests.support.errors import raises
 from tests.support.recorder import Recorder
 
@@ -102,7 +102,7 @@ def test_what_others_put_before_a_patch_stays_and_reaches_the_original() -> None
 
 
 def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
-    door, engine = Door(), Framework()
+    door, engine = Integration(), Framework()
     door.hooks.wrap(engine, "step", shout)
     door.hooks.undo.append(lambda: [].remove(0))
     door.hooks.shadow(engine, "extra", 1)
@@ -120,7 +120,7 @@ def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
 
 
 def test_a_door_that_is_left_keeps_the_patches_of_modules_and_drops_those_of_the_job() -> None:
-    door, module, engine = Door(), Framework(), Framework()
+    door, module, engine = Integration(), Framework(), Framework()
     door.patches.wrap(module, "step", shout)
     door.hooks.wrap(engine, "step", shout)
     door.checkpointer, door.is_installed = Any, True  # type: ignore[assignment]
@@ -135,7 +135,7 @@ def test_what_is_installed_twice_is_wrapped_once(monkeypatch: pytest.MonkeyPatch
     """The runner installs, and so does a script that imports ftckpt.deepspeed."""
     framework = types.ModuleType("deepspeed")
     framework.initialize = framework.init_distributed = original = lambda: "built"  # type: ignore[attr-defined]
-    door = Door()
+    door = Integration()
     monkeypatch.setitem(sys.modules, "deepspeed", framework)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(initialize, "door", door)
@@ -347,13 +347,13 @@ def test_the_fence_stands_before_the_write_until_hooks_are_removed() -> None:
     model, optimizer, state = plain_job()
     state.describe()
     recorder = Recorder()
-    follow(ftckpt.plain.patches, recorder, model, optimizer, state)  # type: ignore[arg-type]
+    follow(ftckpt.torch.patches, recorder, model, optimizer, state)  # type: ignore[arg-type]
     optimizer.register_step_pre_hook(lambda *_: recorder.log.append("write"))  # called after ours
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state.save_objects()
     assert recorder.log == ["forward", "backward", "fence", "write"]
-    ftckpt.plain.remove()
+    ftckpt.torch.remove()
     recorder.log.clear()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, LaunchError
 from ftckpt.frameworks import launcher, rendezvous
 from ftckpt.frameworks.launcher import is_drawn, job_name, node_name, tell_if_drawn
+from ftckpt.memory.launch_record import AgentProcess
 from ftckpt.setting_checks import is_name
-from ftckpt.store.outcome import AgentProcess
 from tests.support.errors import raises
 
 TORCH = importlib.import_module("torch.distributed.rendezvous")
@@ -305,8 +305,8 @@ def test_an_unreachable_store_is_an_error_with_the_remedy(monkeypatch: pytest.Mo
 def test_a_process_group_of_torch_s_own_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a restart would read in torchrun's store where dead ones have listened, and use up all restarts."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with raises(LaunchError, "ftckpt.plain.init_process_group(config"):
-        ftckpt.plain.attach(torch.nn.Linear(1, 1), None, config=Config(enabled=True))  # type: ignore[arg-type]
+    with raises(LaunchError, "ftckpt.torch.init_process_group(config"):
+        ftckpt.torch.attach(torch.nn.Linear(1, 1), None, config=Config(enabled=True))  # type: ignore[arg-type]
 
 
 def test_a_poll_of_the_store_is_no_wait_that_times_out() -> None:

@@ -14,15 +14,15 @@ import pytest
 
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.job.attempt import AttemptRecord, AttemptSight
+from ftckpt.memory import end_notes
+from ftckpt.memory.end_notes import ExitNote
+from ftckpt.memory.exit_watch import Exit
+from ftckpt.memory.heartbeat import RankHeartbeat
+from ftckpt.memory.launch_record import LauncherRun
+from ftckpt.memory.page import owner_word
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.smp.living import DeathWatch
-from ftckpt.store import ends
-from ftckpt.store.ends import EndNote
-from ftckpt.store.exits import Exit
-from ftckpt.store.outcome import LauncherRun
-from ftckpt.store.page import owner_word
-from ftckpt.store.pulse import RankPulse
+from ftckpt.session.attempt import AttemptRecord, AttemptReport
+from ftckpt.smp.liveness import DeathWatch
 from tests.support.errors import lacks
 from tests.support.waiting import until
 
@@ -36,27 +36,27 @@ def memory_group(root: Path, name: str) -> Path:
     return counts
 
 
-ALIVE = RankPulse(0, 3, 77, 11, "forward", 5, 1, True)
+ALIVE = RankHeartbeat(0, 3, 77, 11, "forward", 5, 1, True)
 
 
 def test_lines_of_several_processes_are_read_by_their_time(tmp_path: Path) -> None:
-    assert ends.read(tmp_path) == []
-    ends.tell(tmp_path, EndNote(2.5, "second\nline"))
-    ends.tell(tmp_path, EndNote(1.25, "first"))
+    assert end_notes.read(tmp_path) == []
+    end_notes.tell(tmp_path, ExitNote(2.5, "second\nline"))
+    end_notes.tell(tmp_path, ExitNote(1.25, "first"))
     with (tmp_path / ".ends").open("a") as file:
         file.write("torn")
-    assert ends.read(tmp_path) == [EndNote(1.25, "first"), EndNote(2.5, "second line")]
-    ends.forget(tmp_path)
-    assert ends.read(tmp_path) == []
-    ends.forget(tmp_path)
-    ends.tell(tmp_path / "gone", EndNote(1.0, "nobody hears it"))
+    assert end_notes.read(tmp_path) == [ExitNote(1.25, "first"), ExitNote(2.5, "second line")]
+    end_notes.forget(tmp_path)
+    assert end_notes.read(tmp_path) == []
+    end_notes.forget(tmp_path)
+    end_notes.tell(tmp_path / "gone", ExitNote(1.0, "nobody hears it"))
 
 
 def test_it_does_not_grow_without_end(tmp_path: Path) -> None:
     for number in range(500):
-        ends.tell(tmp_path, EndNote(number, "x" * 1000))
+        end_notes.tell(tmp_path, ExitNote(number, "x" * 1000))
     assert (tmp_path / ".ends").stat().st_size < 17 << 10
-    assert ends.read(tmp_path)[0].time == 0, "the first one is the cause"
+    assert end_notes.read(tmp_path)[0].time == 0, "the first one is the cause"
 
 
 def test_who_is_gone_is_told_once(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_killer_is_seen_in_the_groups_of_ranks(tmp_path: Path, line: str) ->
     assert not lacks(end.text, "11") and "oom_kill" not in end.text, "it has struck another time"
 
 
-Sleeping = list[tuple[subprocess.Popen[bytes], RankPulse]]
+Sleeping = list[tuple[subprocess.Popen[bytes], RankHeartbeat]]
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def sleeping() -> Iterator[Sleeping]:
         process.wait()
 
 
-def end_by(sleeping: Sleeping, rank: int, number: int) -> RankPulse:
+def end_by(sleeping: Sleeping, rank: int, number: int) -> RankHeartbeat:
     """Ends by that signal, and waits for its parent."""
     process, pulse = sleeping[rank]
     process.send_signal(number)
@@ -144,7 +144,7 @@ def test_the_signal_is_named_and_its_consequences_come_behind_it(tmp_path: Path,
     assert not lacks(segv.text, "2", str(pid), "SIGSEGV", "11")
     assert not lacks(term.text, "0", "SIGTERM")
     assert (segv.ranks, term.ranks) == ((2,), (0, 1)) and segv.time < term.time
-    assert (segv.kind, term.kind) == (ends.CAUSE, ends.CONSEQUENCE)
+    assert (segv.kind, term.kind) == (end_notes.CAUSE, end_notes.CONSEQUENCE)
     watch.close()
 
 
@@ -168,14 +168,14 @@ def test_who_knows_how_a_rank_has_ended_says_it_in_place_of_who_does_not(tmp_pat
     watch.look([pulse for _, pulse in sleeping])
     dead = [end_by(sleeping, rank, signal.SIGABRT) for rank in (0, 1, 2)]
     # Of those, 1 is told of by a rank that has come too late, and 2 has said itself what is wrong.
-    for told in ends.silent_ends([dead[1]], exit_of=lambda owner: Exit(0, 5.0)):
-        ends.tell(tmp_path, told)
-    assert told.kind == ends.UNKNOWN
-    ends.tell(tmp_path, EndNote(4.0, "rank 2: ValueError: loss is nan", (2,)))
-    assert ends.told_of(tmp_path) == {1: False, 2: True}
-    for one in watch.look(dead, ends.told_of(tmp_path)):
-        ends.tell(tmp_path, one)
-    first, second = ends.read(tmp_path)
+    for told in end_notes.silent_ends([dead[1]], exit_of=lambda owner: Exit(0, 5.0)):
+        end_notes.tell(tmp_path, told)
+    assert told.kind == end_notes.UNKNOWN
+    end_notes.tell(tmp_path, ExitNote(4.0, "rank 2: ValueError: loss is nan", (2,)))
+    assert end_notes.told_of(tmp_path) == {1: False, 2: True}
+    for one in watch.look(dead, end_notes.told_of(tmp_path)):
+        end_notes.tell(tmp_path, one)
+    first, second = end_notes.read(tmp_path)
     assert first.text == "rank 2: ValueError: loss is nan"
     assert second.ranks == (0, 1) and not lacks(second.text, "SIGABRT")
     assert watch.look(dead, {}) == []
@@ -187,9 +187,9 @@ def test_a_rank_that_loses_another_says_how_that_has_ended(tmp_path: Path) -> No
     script = KILLED.format(node_dir=str(tmp_path), place=1, signal=int(signal.SIGABRT))
     process = subprocess.Popen([sys.executable, "-c", script])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    ends.tell_silent(tmp_path)
-    ends.tell_silent(tmp_path)
-    (told,) = ends.read(tmp_path)
+    end_notes.tell_silent(tmp_path)
+    end_notes.tell_silent(tmp_path)
+    (told,) = end_notes.read(tmp_path)
     assert not lacks(told.text, "1", str(process.pid), "SIGABRT")
     process.wait()
 
@@ -211,7 +211,7 @@ def test_who_has_said_why_it_ended_did_not_end_without_a_word(tmp_path: Path) ->
 KILLED = """
 import os, resource
 from pathlib import Path
-from ftckpt.store.pulse import Pulse
+from ftckpt.memory.heartbeat import Pulse
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 Pulse.open(Path({node_dir!r}), {place}, {place}).beat(7, "forward")
 os.kill(os.getpid(), {signal})
@@ -229,24 +229,24 @@ def test_a_rank_that_loses_another_says_which(tmp_path: Path) -> None:
     killed_rank(tmp_path, 1)
     script = SCRIPT.replace('raise ValueError("loss is\\nnan")', LOSES_ANOTHER)
     assert ended_by(script, tmp_path).returncode == 1
-    first, second = ends.read(tmp_path)
+    first, second = end_notes.read(tmp_path)
     assert not lacks(first.text, "1")
-    assert second.text.startswith("rank 5: DistStoreError: ") and second.kind == ends.CONSEQUENCE
+    assert second.text.startswith("rank 5: DistStoreError: ") and second.kind == end_notes.CONSEQUENCE
     killed_rank(tmp_path, 2)
-    ends.tell_silent(tmp_path)
-    assert [end.ranks for end in ends.read(tmp_path)] == [(1,), (2,), (5,)], "the cause is before what it made"
+    end_notes.tell_silent(tmp_path)
+    assert [end.ranks for end in end_notes.read(tmp_path)] == [(1,), (2,), (5,)], "the cause is before what it made"
 
 
 def test_causes_of_all_nodes_are_told_first() -> None:
     """A rank notices at once that it has lost another one, of another node, whose SMP looks now and then."""
     topology = Topology(0, (RankPlace({"dp": 0}, "n0"), RankPlace({"dp": 1}, "n1")), {"dp": 2})
     attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
-    lost = EndNote(1.0, "rank 0: RuntimeError: [pair.cc:553] Connection closed by peer", (0,), ends.CONSEQUENCE)
-    gone = EndNote(1.4, "rank 1 (pid 7) ended without a word", (1,), ends.UNKNOWN)
-    own = EndNote(1.3, "rank 1: ConnectionError: Connection closed by peer", (1,))
-    term = EndNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in forward", (2,), ends.CONSEQUENCE)
+    lost = ExitNote(1.0, "rank 0: RuntimeError: [pair.cc:553] Connection closed by peer", (0,), end_notes.CONSEQUENCE)
+    gone = ExitNote(1.4, "rank 1 (pid 7) ended without a word", (1,), end_notes.UNKNOWN)
+    own = ExitNote(1.3, "rank 1: ConnectionError: Connection closed by peer", (1,))
+    term = ExitNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in forward", (2,), end_notes.CONSEQUENCE)
     for others, first in ((gone, "node n1: rank 1 (pid 7)"), (own, "node n1: rank 1: ConnectionError")):
-        attempt.begin([AttemptSight(-1, (lost, term)), AttemptSight(-1, (others,))])
+        attempt.begin([AttemptReport(-1, (lost, term)), AttemptReport(-1, (others,))])
         assert len(attempt.ends) == 3 and attempt.ends[0].startswith(first)
 
 
@@ -265,7 +265,7 @@ def test_what_befalls_another_job_or_was_long_ago_is_no_cause(
     assert watch.look([replace(ALIVE, owner=78)]) == []
     (tmp_path / "slurm" / "job_1" / "memory.events.local").write_text("oom_kill 1\n")
     assert watch.look([replace(ALIVE, owner=78)]) == []
-    monkeypatch.setattr("ftckpt.smp.living._OOM_SECS", 0.0)
+    monkeypatch.setattr("ftckpt.smp.liveness._OOM_SECS", 0.0)
     (end,) = watch.look([replace(ALIVE, owner=78, lives=False)])
     assert not lacks(end.text, "11") and "oom_kill" not in end.text
 
@@ -274,7 +274,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from ftckpt.frameworks.launcher import follow_uncaught
-from ftckpt.store import ends
+from ftckpt.memory import ends
 follow_uncaught()
 ends.are_told_in(Path(sys.argv[1]))
 raise ValueError("loss is\\nnan")
@@ -298,7 +298,7 @@ def ended_by(script: str, node_dir: Path) -> subprocess.CompletedProcess[str]:
 def test_an_exception_is_the_last_word_of_a_rank(tmp_path: Path) -> None:
     done = ended_by(SCRIPT, tmp_path)
     assert done.returncode == 1 and not lacks(done.stderr, "ValueError"), "and it is shown as ever"
-    assert [end.text for end in ends.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
+    assert [end.text for end in end_notes.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
 
 
 def test_torch_s_own_hook_between_two_of_ours_is_called_once(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ ends.are_told_in""",
     done = ended_by(script, tmp_path)
     assert done.stderr.count("ValueError: loss is") == 1 and "[rank0]: ValueError" in done.stderr, done.stderr
     assert "Error in sys.excepthook" not in done.stderr
-    assert [end.text for end in ends.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
+    assert [end.text for end in end_notes.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
 
 
 def test_an_error_of_ours_is_one_line(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_an_error_of_ours_is_one_line(tmp_path: Path) -> None:
 def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:
     topology = Topology(0, (RankPlace({"dp": 0}, "n0"),), {"dp": 1})
     (tmp_path / "dp0.12341234").mkdir()
-    ends.tell(tmp_path, EndNote(1.0, "rank 0 ended without a word"))
+    end_notes.tell(tmp_path, ExitNote(1.0, "rank 0 ended without a word"))
     attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
     for _ in range(2):  # a start that fails before it trains leaves them
         sight = attempt.look(tmp_path)

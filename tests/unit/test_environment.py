@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ftckpt.store.environment import Hazard, hazards
+from ftckpt.memory.environment import Hazard, hazards
 from tests.support.errors import lacks
 
 USER = 54321

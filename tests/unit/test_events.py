@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from ftckpt import event_file
-from ftckpt.commands.event_log import EventLog
+from ftckpt.cli.event_log import EventLog
 from ftckpt.events import ADVICE, EVENTS, WORDS, Events, reference
 from tests.support.errors import lacks
 from tests.support.repository import files_in

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.store import page
-from ftckpt.store.exits import ExitWatch, exit_now
-from ftckpt.store.page import exit_status, owner_word
+from ftckpt.memory import page
+from ftckpt.memory.exit_watch import ExitWatch, exit_now
+from ftckpt.memory.page import exit_status, owner_word
 from tests.support.waiting import until
 
 ENDS = {

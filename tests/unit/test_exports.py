@@ -15,7 +15,7 @@ from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.export_record import ExportRecords
 from ftckpt.persist.exports import Exports, prepare
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.place import ExportPlace, Place
+from ftckpt.persist.paths import ExportPlace, Place
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.export import export

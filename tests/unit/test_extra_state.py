@@ -10,7 +10,7 @@ import torch
 
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.extra_state import ExtraState, scaling_states
-from ftckpt.plain.state import PlainState
+from ftckpt.torch.state import PlainState
 from tests.support import te
 from tests.support.errors import raises
 from tests.support.te import fp8, modules

@@ -8,13 +8,13 @@ from itertools import combinations
 import pytest
 from test_survive import ALL_MODES, CHUNK, build, small
 
+from ftckpt.memory.parity_file import parity_bytes
 from ftckpt.parity.groups import mirrors, node_groups, peer_groups
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import Forecast
 from ftckpt.parity.table import ProtectionTable, protection_table
-from ftckpt.store.parity_file import parity_bytes
 from tests.support.failure_rows import ONE_ARENA, ONE_NODE, ONE_RACK, ONE_SMP, TWO_ARENAS, TWO_NODES
 
 MIB = 1 << 20

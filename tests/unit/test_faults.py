@@ -112,7 +112,7 @@ def test_unknown_points_and_actions_are_refused(tmp_path: Path) -> None:
 
 def test_remove_puts_everything_back(tmp_path: Path) -> None:
     from ftckpt.capture import copier, device_copier
-    from ftckpt.store.control import ControlBlock
+    from ftckpt.memory.control_block import ControlBlock
 
     def current() -> list[object]:
         return [ControlBlock.begin, *(vars(module)["copy_chunk"] for module in (copier, device_copier))]

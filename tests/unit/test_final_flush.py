@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import SmpError, StorageError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.heartbeat import FlushState
+from ftckpt.memory.lineage_file import write_lineage
 from ftckpt.model.lineage import FIRST
 from ftckpt.parity.modes import Modes
 from ftckpt.persist import commit
@@ -22,9 +25,6 @@ from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
 from ftckpt.smp.flush import Flush
 from ftckpt.smp.requests import PersistRequest
-from ftckpt.store.arena import Arena
-from ftckpt.store.lineage_file import write_lineage
-from ftckpt.store.pulse import FlushState
 from tests.support.errors import lacks, raises
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import describe, fill

@@ -17,25 +17,25 @@ import pytest
 from ftckpt.config import Config
 from ftckpt.errors import StorageError
 from ftckpt.group import Group
-from ftckpt.job.node_smp import NodeSmp
+from ftckpt.memory.heartbeat import FlushState
+from ftckpt.memory.lineage_file import write_lineage
 from ftckpt.model import codec
 from ftckpt.model.lineage import FIRST, Lineage, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import commit, retention
-from ftckpt.persist.commit import CheckpointName, PendingCheckpoint, claim, folder_of, require_own, require_owner
+from ftckpt.persist.commit import CheckpointName, CheckpointTransaction, claim, folder_of, require_own, require_owner
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.place import locate
+from ftckpt.persist.paths import locate
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore.shelf import Shelf
+from ftckpt.restore.storage_catalog import StorageCatalog
+from ftckpt.session.node_smp import NodeSmp
 from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
-from ftckpt.smp.arenas import GuardedArenas
+from ftckpt.smp.arenas import MonitoredArenas
 from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.requests import PersistRequest
-from ftckpt.smp.work import Pace
-from ftckpt.store.lineage_file import write_lineage
-from ftckpt.store.pulse import FlushState
+from ftckpt.smp.work import Throttle
 from tests.support.errors import lacks, raises
 from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
@@ -288,16 +288,16 @@ def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.
 def test_what_is_committed_meanwhile_is_not_begun_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second SMP of a node looks for its mark when the commit has taken it away."""
     promised(job)
-    looks, go_on, own_mark = threading.Event(), threading.Event(), PendingCheckpoint.own_mark
+    looks, go_on, own_mark = threading.Event(), threading.Event(), CheckpointTransaction.own_mark
     begun = begun_by_b(monkeypatch)
 
-    def late(pending: PendingCheckpoint) -> commit.DoneMark | None:
+    def late(pending: CheckpointTransaction) -> commit.NodeCommitMarker | None:
         if pending._node == "b":
             looks.set()
             go_on.wait(20)
         return own_mark(pending)
 
-    monkeypatch.setattr(PendingCheckpoint, "own_mark", late)
+    monkeypatch.setattr(CheckpointTransaction, "own_mark", late)
     job.nodes[1].flush(7)
     assert looks.wait(20)
     job.nodes[0].flush(7)
@@ -425,16 +425,16 @@ def stop(job: Job, smp: int) -> Flush:
 
 def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks for marks while storage hangs; what was gone on to may be of another past."""
-    reached, go_on, marks = threading.Event(), threading.Event(), PendingCheckpoint.marks
+    reached, go_on, marks = threading.Event(), threading.Event(), CheckpointTransaction.marks
 
-    def late(pending: PendingCheckpoint) -> dict[str, commit.DoneMark]:
+    def late(pending: CheckpointTransaction) -> dict[str, commit.NodeCommitMarker]:
         found = marks(pending)
         if len(found) == len(NODES):
             reached.set()
             go_on.wait(20)
         return found
 
-    monkeypatch.setattr(PendingCheckpoint, "marks", late)
+    monkeypatch.setattr(CheckpointTransaction, "marks", late)
     stopped = stopped_once(job, reached)
     go_on.set()
     stopped.join(20)
@@ -445,13 +445,13 @@ def test_what_a_job_branches_from_while_it_is_on_its_way_is_of_the_history_befor
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new attempt rolls back before iteration 7 when all nodes have written their part, before one commits it."""
-    go_on, marks = threading.Event(), PendingCheckpoint.marks
+    go_on, marks = threading.Event(), CheckpointTransaction.marks
 
-    def late(pending: PendingCheckpoint) -> dict[str, commit.DoneMark]:
+    def late(pending: CheckpointTransaction) -> dict[str, commit.NodeCommitMarker]:
         go_on.wait(20)
         return marks(pending)
 
-    monkeypatch.setattr(PendingCheckpoint, "marks", late)
+    monkeypatch.setattr(CheckpointTransaction, "marks", late)
     on_branch(job, FIRST)
     job.request(0, 7)
     job.start()
@@ -464,14 +464,14 @@ def test_what_a_job_branches_from_while_it_is_on_its_way_is_of_the_history_befor
     until(lambda: committed(storage) == [7])
     stored = retention.read_manifest(storage, CheckpointName(7))
     assert stored.lineage == FIRST, "no start of the new branch takes it"
-    assert not Shelf(None, (stored,)).selected(Selection(FIRST.branch(6))).snapshots
+    assert not StorageCatalog(None, (stored,)).selected(Selection(FIRST.branch(6))).snapshots
 
 
 def test_a_mark_of_a_node_has_the_lineage_of_what_it_has_read() -> None:
-    mark = commit.DoneMark("a", (), {}, FIRST.branch(90))
-    assert commit.DoneMark.decode(codec.encode(mark), "") == mark
+    mark = commit.NodeCommitMarker("a", (), {}, FIRST.branch(90))
+    assert commit.NodeCommitMarker.decode(codec.encode(mark), "") == mark
     with raises(StorageError):
-        commit.DoneMark.decode(b'{"node": "a", "files": [], "parts": {}}', "")
+        commit.NodeCommitMarker.decode(b'{"node": "a", "files": [], "parts": {}}', "")
 
 
 def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
@@ -527,8 +527,8 @@ def test_slots_that_get_their_memory_meanwhile_disturb_nothing(arena_root: Path,
     job.close()
 
 
-def guarded(node: Node) -> GuardedArenas:
-    arenas = GuardedArenas(node.dir)
+def guarded(node: Node) -> MonitoredArenas:
+    arenas = MonitoredArenas(node.dir)
     arenas.want([arena.path.name for arena in node.arenas])
     arenas.refresh()
     return arenas
@@ -538,7 +538,7 @@ def flush_here(nodes: Sequence[Node], where: str, iteration: int) -> None:
     """Both nodes' parts, in this process, to the end."""
     flushes = [
         Flush(
-            FlushOrders(where, "job", "", node.name, NODES, keep=1), guarded(node), Pace(bool, bool), Seen(),
+            FlushOrders(where, "job", "", node.name, NODES, keep=1), guarded(node), Throttle(bool, bool), Seen(),
             max(nodes[0].arenas[0].snapshots()),
         )
         for node in nodes
@@ -632,7 +632,7 @@ def test_snapshots_beside_what_others_load_are_found_and_not_taken_for_them(name
 def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
     """What a node has said before it was given what a lost one held is not all that it will write."""
     storage = FileStorage(job.where)
-    PendingCheckpoint(storage, SnapshotId(LINEAGE, 7), "b").done({})
+    CheckpointTransaction(storage, SnapshotId(LINEAGE, 7), "b").done({})
     job.request(0, 7)
     job.smps[0].start()
     until(lambda: job.smps[0].events.of("storage_fails"))
@@ -657,7 +657,7 @@ def test_a_flush_that_was_stopped_removes_nothing_any_more(job: Job, monkeypatch
 
     monkeypatch.setattr(commit, "sweep", slowly)
     stopped = stopped_once(job, reached)
-    PendingCheckpoint(storage, SnapshotId(LINEAGE, 5), "b").write("dp2.safetensors", [b"of others"])
+    CheckpointTransaction(storage, SnapshotId(LINEAGE, 5), "b").write("dp2.safetensors", [b"of others"])
     go_on.set()
     stopped.join(20)
     assert leftovers(job.where) == [f"iter_0000005/{LINEAGE.hex()}-dp2.safetensors"]

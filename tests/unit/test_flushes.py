@@ -13,42 +13,42 @@ import pytest
 from test_commit import Unconditional
 
 from ftckpt.config import Config
-from ftckpt.job import rank_storage
-from ftckpt.job.agreement import Coverage, Verdict, Will
-from ftckpt.job.flushes import Flushes, FlushStatus
-from ftckpt.job.rank_storage import _NodeWatch
-from ftckpt.job.session import RankState
-from ftckpt.job.targets import ProtectionStatus
+from ftckpt.memory.heartbeat import FlushState
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.lineage import FIRST, Request, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore.shelf import Shelf, _read
-from ftckpt.store.pulse import FlushState
-from ftckpt.windows.cost import Wish
+from ftckpt.restore.storage_catalog import StorageCatalog, _read
+from ftckpt.schedule.cost import IntervalRequest
+from ftckpt.session import rank_storage
+from ftckpt.session.flush_scheduler import FlushScheduler, FlushStatus
+from ftckpt.session.protection_scheduler import ProtectionStatus
+from ftckpt.session.rank_storage import _NodeWatch
+from ftckpt.session.session import RankState
+from ftckpt.session.vote import Readiness, TaskState, VoteResult
 from tests.support.errors import lacks
 from tests.support.smp_nodes import Seen
 
 LINEAGE = b"l" * 16
 READY = FlushStatus(ready=True, sealed=True, state=FlushState.WORKING)
-DONE, CANNOT, WORKING = Coverage.DONE, Coverage.CANNOT, Coverage.WORKING
+DONE, CANNOT, WORKING = TaskState.DONE, TaskState.CANNOT, TaskState.WORKING
 
 
 def at(iteration: int, lineage: bytes = LINEAGE) -> SnapshotId:
     return SnapshotId(lineage, iteration)
 
 
-def verdict(flush: int = -1, flushed: Coverage = DONE, whole: int = -1) -> Verdict:
-    return Verdict(0, whole, flush=flush, flushed=flushed)
+def verdict(flush: int = -1, flushed: TaskState = DONE, whole: int = -1) -> VoteResult:
+    return VoteResult(0, whole, flush=flush, flushed=flushed)
 
 
-def learn(flushes: Flushes, one: Verdict, newest: int, now_secs: float = 0.0) -> list[str]:
+def learn(flushes: FlushScheduler, one: VoteResult, newest: int, now_secs: float = 0.0) -> list[str]:
     return [news.event for news in flushes.learn(one, at(newest), now_secs)]
 
 
 def test_the_first_at_or_behind_each_multiple_goes_to_storage() -> None:
-    flushes = Flushes(10, 100.0)
+    flushes = FlushScheduler(10, 100.0)
     for newest in (8, 9):
         assert learn(flushes, verdict(), newest) == [] and flushes.current is None
     learn(flushes, verdict(), 13)
@@ -63,7 +63,7 @@ def test_the_first_at_or_behind_each_multiple_goes_to_storage() -> None:
 
 
 def test_a_job_that_goes_on_counts_from_there() -> None:
-    flushes = Flushes(10, 100.0)
+    flushes = FlushScheduler(10, 100.0)
     flushes.begin(25)
     learn(flushes, verdict(), 29)
     assert flushes.current is None
@@ -72,7 +72,7 @@ def test_a_job_that_goes_on_counts_from_there() -> None:
 
 
 def test_one_that_does_not_come_there_makes_way_for_a_newer_one_after_a_rest() -> None:
-    flushes = Flushes(10, 100.0)
+    flushes = FlushScheduler(10, 100.0)
     learn(flushes, verdict(), 10)
     failed = READY._replace(state=FlushState.CANNOT)
     assert flushes.report(failed, 50.0) == (10, CANNOT)
@@ -86,7 +86,7 @@ def test_one_that_does_not_come_there_makes_way_for_a_newer_one_after_a_rest() -
 
 
 def test_what_a_rank_reports() -> None:
-    flushes = Flushes(10, 100.0)
+    flushes = FlushScheduler(10, 100.0)
     assert flushes.report(READY._replace(ready=False), 0.0) == (-1, CANNOT)
     learn(flushes, verdict(), 10, 5.0)
     assert flushes.report(READY, 104.0) == (10, WORKING)
@@ -94,11 +94,11 @@ def test_what_a_rank_reports() -> None:
     assert flushes.report(READY._replace(state=FlushState.DONE, sealed=False), 6.0) == (10, DONE)
     for guard, now_secs in ((READY._replace(sealed=False), 6.0), (READY, 106.0)):
         assert flushes.report(guard, now_secs) == (10, CANNOT)
-    assert Flushes(0).report(READY, 0.0) == (-1, DONE)
+    assert FlushScheduler(0).report(READY, 0.0) == (-1, DONE)
 
 
 def test_an_older_verdict_settles_nothing() -> None:
-    flushes = Flushes(10, 100.0)
+    flushes = FlushScheduler(10, 100.0)
     learn(flushes, verdict(), 10)
     assert learn(flushes, verdict(-1), 11) == [] and flushes.current == at(10)
 
@@ -107,15 +107,15 @@ def test_what_is_on_its_way_is_kept_and_marked() -> None:
     state = RankState(Config(persist="/there", persist_interval=4))
     state.begin(LINEAGE, None, 0.0)
     state.boundary(4)
-    actions = state.learn([Verdict(1, 4)], 0.0)
+    actions = state.learn([VoteResult(1, 4)], 0.0)
     assert state.marks.flush == at(4) and state.marks in actions
     state.boundary(5)
-    state.learn([Verdict(2, 5, flush=4, flushed=WORKING)], 0.0)
+    state.learn([VoteResult(2, 5, flush=4, flushed=WORKING)], 0.0)
     assert state.keep == {at(4), at(5)}
-    round_ = state.round_to_post(at(5), Will.GO, Wish(), ProtectionStatus(), 0.0, flush=READY)
+    round_ = state.round_to_post(at(5), Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0, flush=READY)
     assert (round_.flush, round_.flushed) == (4, WORKING)
     state.boundary(6)
-    state.learn([Verdict(3, 6, flush=4)], 0.0)
+    state.learn([VoteResult(3, 6, flush=4)], 0.0)
     assert state.keep == {at(6)} and state.flushes.persisted == at(4)
 
 
@@ -127,7 +127,7 @@ def test_where_nothing_can_be_protected_what_is_whole_goes_to_storage() -> None:
         # No target is protected: each is given up.
         target = state.targets.target
         given_up = {"target": target.iteration, "cover": CANNOT} if target else {}
-        state.learn([Verdict(number, number, **given_up)], 0.0)  # type: ignore[arg-type]
+        state.learn([VoteResult(number, number, **given_up)], 0.0)  # type: ignore[arg-type]
         assert (state.marks.flush is not None) == (number >= 4), number
 
 
@@ -175,7 +175,7 @@ def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pyt
 def test_what_was_abandoned_does_not_come_back_from_storage() -> None:
     before = StoredSnapshot(at(90), "job", {}, {}, FIRST, "iter_0000090")
     after = StoredSnapshot(at(50, b"n" * 16), "job", {}, {}, FIRST.branch(40), "iter_0000050")
-    shelf = Shelf(None, (before, after))
+    shelf = StorageCatalog(None, (before, after))
     head = FIRST.branch(40)
     chosen = shelf.selected(Selection(head, assumed=head))
     assert chosen.snapshots == (after,) and chosen.newest == 50 and chosen.abandoned == ("iter_0000090",)
@@ -197,15 +197,15 @@ def test_what_was_abandoned_takes_the_place_of_nothing_that_counts() -> None:
     assert len(found.abandoned) == 25 and found.named[0] == "iter_0000020"
 
 
-def tuning(mtbf_secs: float = 1e6) -> Flushes:
+def tuning(mtbf_secs: float = 1e6) -> FlushScheduler:
     """One that has measured that a flush takes 50 s."""
-    flushes = Flushes.of(Config(persist="/there", persist_interval="auto", mtbf=f"{mtbf_secs:.0f}s"))
+    flushes = FlushScheduler.of(Config(persist="/there", persist_interval="auto", mtbf=f"{mtbf_secs:.0f}s"))
     flushes.resume(-47)
     learn(flushes, verdict(), 2, 100.0)
     assert flushes.current is None, "iterations that compile"
     learn(flushes, verdict(), 3, 100.0)
     assert flushes.current == at(3), "an early one, to know what it takes"
-    assert flushes.wish(Wish(iteration_secs=2.0)) == 0, "nothing is known yet"
+    assert flushes.wish(IntervalRequest(iteration_secs=2.0)) == 0, "nothing is known yet"
     assert learn(flushes, verdict(3), 8, 150.0) == ["persisted"] and flushes.current is None
     return flushes
 
@@ -214,7 +214,7 @@ def tuning(mtbf_secs: float = 1e6) -> Flushes:
     ("mtbf_secs", "share", "cost_secs"), [(1e6, 0.2, 10.0), (1e6, 0.0, 0.5), (1e8, 0.2, 10.0), (1e4, 0.001, 0.5)]
 )
 def test_a_wish_follows_from_what_a_flush_takes_and_costs(mtbf_secs: float, share: float, cost_secs: float) -> None:
-    wish = tuning(mtbf_secs).wish(Wish(iteration_secs=2.0, flush_share=share))
+    wish = tuning(mtbf_secs).wish(IntervalRequest(iteration_secs=2.0, flush_share=share))
     assert wish == round(best_interval_secs(cost_secs, 50.0, mtbf_secs) / 2.0)
 
 
@@ -234,7 +234,7 @@ def test_no_other_interval_loses_less() -> None:
 def test_the_more_nodes_the_more_often_memory_is_lost() -> None:
     hours = [mtbf_secs("auto", nodes) / 3600 for nodes in (1, 32, 64, 2048)]
     assert hours == pytest.approx([168.0, 168.0, 115.4, 3.6], abs=0.1)
-    assert Flushes.of(Config(persist="/there", persist_interval="auto"), 64).mtbf_secs == mtbf_secs("auto", 64)
+    assert FlushScheduler.of(Config(persist="/there", persist_interval="auto"), 64).mtbf_secs == mtbf_secs("auto", 64)
 
 
 def test_what_ranks_wish_for_counts_from_the_last_one() -> None:
@@ -247,21 +247,21 @@ def test_what_ranks_wish_for_counts_from_the_last_one() -> None:
 
 def test_a_rank_judges_once_behind_each_flush() -> None:
     flushes = tuning()
-    first = flushes.wish(Wish(iteration_secs=2.0, flush_share=0.2))
-    assert flushes.wish(Wish(iteration_secs=20.0, flush_share=0.9)) == first
+    first = flushes.wish(IntervalRequest(iteration_secs=2.0, flush_share=0.2))
+    assert flushes.wish(IntervalRequest(iteration_secs=20.0, flush_share=0.9)) == first
     learn(flushes, verdict(), 600, 200.0)
     learn(flushes, verdict(600), 620, 251.0)
-    assert flushes.wish(Wish(iteration_secs=2.1, flush_share=0.2)) == first, "no small change moves it"
+    assert flushes.wish(IntervalRequest(iteration_secs=2.1, flush_share=0.2)) == first, "no small change moves it"
     learn(flushes, verdict(), 1200, 300.0)
     learn(flushes, verdict(1200), 1250, 350.0)
-    assert flushes.wish(Wish(iteration_secs=8.0, flush_share=0.2)) < first / 3
+    assert flushes.wish(IntervalRequest(iteration_secs=8.0, flush_share=0.2)) < first / 3
 
 
 def test_a_number_is_kept_whatever_ranks_wish_for() -> None:
-    flushes = Flushes.of(Config(persist="/there", persist_interval=10))
+    flushes = FlushScheduler.of(Config(persist="/there", persist_interval=10))
     learn(flushes, verdict(), 13, 0.0)
     learn(flushes, verdict(13), 14, 50.0)
-    assert flushes.wish(Wish(iteration_secs=2.0)) == 0
+    assert flushes.wish(IntervalRequest(iteration_secs=2.0)) == 0
     assert learn(flushes, verdict()._replace(flush_interval=40), 15) == [] and flushes.interval == 10
 
 
@@ -278,7 +278,7 @@ def test_ranks_that_wish_for_different_intervals_choose_the_same_snapshots() -> 
     """What one rank has measured is its own; what all have read is the same."""
     ranks, chosen = [tuning() for _ in range(3)], []
     for number in range(9, 1500):
-        wishes = [rank.wish(Wish(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]
+        wishes = [rank.wish(IntervalRequest(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]
         current = ranks[0].current
         read = verdict(current.iteration if current else -1)._replace(flush_interval=max(wishes))
         for rank in ranks:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.convert.megatron.common import hyperparameters
 from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers
+from ftckpt.universal.megatron.common import hyperparameters
 from tests.support import apex
 from tests.support.errors import raises
 from tests.support.te.optimizers import FusedAdam

@@ -77,24 +77,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"commands.main"},
 }  # fmt: skip
 NO_PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
-PICKLES = "ftckpt.convert.foreign.pickles"
-DATA_PICKLES = "ftckpt.convert.foreign.distributed"
+PICKLES = "ftckpt.universal.foreign.pickles"
+DATA_PICKLES = "ftckpt.universal.foreign.distributed"
 NO_PICKLE_NAMES = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list", "allow_pickle", "object_to_tensor", "tensor_to_object",
 }  # fmt: skip
 NO_TORCH = ("model", "store", "smp", "parity", "windows")
-ON_THE_DEVICE = {f"ftckpt.windows.{name}" for name in ("clock", "bubbles", "pacer")}
+ON_THE_DEVICE = {f"ftckpt.schedule.{name}" for name in ("clock", "bubbles", "pacer")}
 """Take moments where training happens."""
 IN_THE_SMP = [name for name in MODULES if f"{name}.".startswith(tuple(f"ftckpt.{s}." for s in NO_TORCH))]
 WITHOUT_TORCH = [name for name in IN_THE_SMP if name not in ON_THE_DEVICE] + [
     "ftckpt",
     "ftckpt.restore.inventory",
-    "ftckpt.restore.choice",
-    "ftckpt.frameworks.doors",
+    "ftckpt.restore.decide",
+    "ftckpt.frameworks.entry",
     "ftckpt.config",
     "ftckpt.events",
-    "ftckpt.commands.main",
+    "ftckpt.cli.main",
 ]
 
 
@@ -263,7 +263,7 @@ def python(code: str) -> str:
     return run.stdout.strip()
 
 
-@pytest.mark.parametrize("names", [[name] for name in ("ftckpt", "ftckpt.commands.main")] + [WITHOUT_TORCH], ids=len)
+@pytest.mark.parametrize("names", [[name] for name in ("ftckpt", "ftckpt.cli.main")] + [WITHOUT_TORCH], ids=len)
 def test_what_manages_snapshots_starts_without_torch(names: list[str]) -> None:
     assert len(set(names)) == len(names)
     code = f"import sys, {', '.join(names)}\n"
@@ -322,7 +322,7 @@ def test_the_registrys_apex_is_no_dependency() -> None:
         assert not wanted.strip().lower().replace("_", "-").startswith(("apex", "nvidia-apex")), wanted
 
 
-@pytest.mark.parametrize("door", ["ftckpt.plain", "ftckpt.deepspeed", "ftckpt.megatron"])
+@pytest.mark.parametrize("door", ["ftckpt.torch", "ftckpt.deepspeed", "ftckpt.megatron"])
 def test_an_import_leaves_the_hook_for_uncaught_errors(door: str) -> None:
     code = f"import sys; hook = sys.excepthook; import {door}; assert sys.excepthook is hook"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

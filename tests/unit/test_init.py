@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.commands import init
-from ftckpt.commands.main import main
+from ftckpt.cli import init
+from ftckpt.cli.main import main
 from tests.support.errors import lacks
 from tests.support.launching import ROOT
 

@@ -11,15 +11,15 @@ import torch
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.job import rank_storage
-from ftckpt.job.actions import Take
-from ftckpt.job.last_snapshot import End, JobEnd, RankEnd
-from ftckpt.job.rank_storage import RankStorage
-from ftckpt.job.session import RankState
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description, Piece
+from ftckpt.session import rank_storage
+from ftckpt.session.actions import TakeSnapshot
+from ftckpt.session.last_snapshot import JobEnd, RankShutdown, RankShutdownReport
+from ftckpt.session.rank_storage import RankStorage
+from ftckpt.session.session import RankState
 from tests.support.errors import lacks
 
 
@@ -34,24 +34,30 @@ def have(*iterations: int) -> tuple[SnapshotId, ...]:
 @pytest.mark.parametrize(
     ("ranks", "newest", "lacking"),
     [
-        ([End(10, sealed=have(7))] * 2, at(7), 10),
-        ([End(10, sealed=have(10, 7))] * 2, at(10), -1),
-        ([End(10, sealed=have(10, 7)), End(10, sealed=have(7))], at(7), 10),  # on one rank it has failed
-        ([End(10, sealed=have(8, 7)), End(10, sealed=have(9, 7))], at(7), 10),
-        ([End(10, sealed=have(7)), End(10)], None, 10),
-        ([End(-1, sealed=have(7))] * 2, at(7), -1),  # nothing was trained
-        ([End()] * 2, None, -1),
+        ([RankShutdown(10, sealed=have(7))] * 2, at(7), 10),
+        ([RankShutdown(10, sealed=have(10, 7))] * 2, at(10), -1),
+        (
+            [RankShutdown(10, sealed=have(10, 7)), RankShutdown(10, sealed=have(7))],
+            at(7),
+            10,
+        ),  # on one rank it has failed
+        ([RankShutdown(10, sealed=have(8, 7)), RankShutdown(10, sealed=have(9, 7))], at(7), 10),
+        ([RankShutdown(10, sealed=have(7)), RankShutdown(10)], None, 10),
+        ([RankShutdown(-1, sealed=have(7))] * 2, at(7), -1),  # nothing was trained
+        ([RankShutdown()] * 2, None, -1),
     ],
 )
-def test_what_is_missing_is_what_no_arena_lacks(ranks: list[End], newest: SnapshotId | None, lacking: int) -> None:
+def test_what_is_missing_is_what_no_arena_lacks(
+    ranks: list[RankShutdown], newest: SnapshotId | None, lacking: int
+) -> None:
     ending = JobEnd.of(ranks)
     assert (ending.newest, ending.lacking) == (newest, lacking) and not ending.objection
 
 
 def test_what_one_rank_calls_whole_all_ranks_keep() -> None:
     """One has read a verdict more than the other; each would write over what the other keeps."""
-    behind = End(10, sealed=have(8, 7, 6, 5), protected=at(5), going=at(5))
-    ahead = End(10, sealed=have(9, 8, 7, 6), protected=at(7), going=at(6))
+    behind = RankShutdown(10, sealed=have(8, 7, 6, 5), protected=at(5), going=at(5))
+    ahead = RankShutdown(10, sealed=have(9, 8, 7, 6), protected=at(7), going=at(6))
     ending = JobEnd.of([behind, ahead])
     assert ending.newest == at(8) and ending.keep == {at(8), at(7), at(6)}
     assert JobEnd.of([ahead, behind]) == ending
@@ -59,7 +65,7 @@ def test_what_one_rank_calls_whole_all_ranks_keep() -> None:
 
 
 def test_any_objection_counts_and_so_do_other_iterations() -> None:
-    end = End(10, sealed=have(7))
+    end = RankShutdown(10, sealed=have(7))
     assert not lacks(JobEnd.of([end, end._replace(objection="why not")]).objection, "1")
     apart = JobEnd.of([end, end._replace(boundary=9)])
     assert not lacks(apart.objection, "9", "10") and apart.lacking == 10
@@ -131,12 +137,12 @@ def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_o
     state.take_over(at(5), at(7))
     marks, taken = [], []
 
-    def begin(take: Take) -> int:
+    def begin(take: TakeSnapshot) -> int:
         taken.append(take)
         capture.done.append("begin")
         return 3
 
-    rank = RankEnd(
+    rank = RankShutdownReport(
         Config(), Events(None, 0), state, SimpleNamespace(mark=marks.append),  # type: ignore[arg-type]
         shard=SimpleNamespace(capture=capture, complete=lambda keep: None), kept=None,  # type: ignore[arg-type]
         boundary=10, begin=begin,
@@ -163,6 +169,6 @@ def test_the_last_snapshot_comes_to_storage_unless_it_is_there(
     protection: Any = SimpleNamespace(mark=lambda marks: None)
     nothing: Any = None
     storage = RankStorage(Config(persist="/there"), nothing, nothing, protection, RankState(Config()))
-    rank = SimpleNamespace(find=lambda: End(sealed=have(7, 9), going=at(7), persisted=persisted))
+    rank = SimpleNamespace(find=lambda: RankShutdown(sealed=have(7, 9), going=at(7), persisted=persisted))
     assert not storage.bring_last(rank)  # type: ignore[arg-type]
     assert came == brought

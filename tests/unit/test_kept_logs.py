@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.commands.main import main
-from ftckpt.store import directory, kept_logs
-from ftckpt.store.directory import SMP_LOG_NAME, clean_job, node_directory, remove_job_if_empty
-from ftckpt.store.kept_logs import SmpLog, keep_logs, take_log
+from ftckpt.cli.main import main
+from ftckpt.memory import directory, log_archive
+from ftckpt.memory.directory import SMP_LOG_NAME, clean_job, node_directory, remove_job_if_empty
+from ftckpt.memory.log_archive import SmpLog, keep_logs, take_log
 from tests.support.errors import lacks
 
 QUIET = b"2026-01-01 00:00:00,000 INFO SMP of job train\n"
@@ -75,8 +75,8 @@ def test_where_there_is_no_room_for_it_that_is_told(state: Path, monkeypatch: py
 def hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Home is on storage that hangs."""
     answers = threading.Event()
-    monkeypatch.setattr(kept_logs, "kept_path", lambda job, node: answers.wait() and tmp_path / "late")
-    monkeypatch.setattr(kept_logs, "_WAIT_SECS", 0.2)
+    monkeypatch.setattr(log_archive, "kept_path", lambda job, node: answers.wait() and tmp_path / "late")
+    monkeypatch.setattr(log_archive, "_WAIT_SECS", 0.2)
     yield
     answers.set()
 

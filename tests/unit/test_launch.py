@@ -386,7 +386,7 @@ def test_deepspeeds_launcher_saves_on_all_of_its_nodes(standins: Standins, filte
         return
     (save,) = saves
     where = ["--hostfile", str(hosts), "--num_gpus", "1", "--ssh_port=9", "--master_port", "5001"]
-    module = ["--module", "--no_local_rank", "ftckpt.commands.main", "save", "a", "--at-end", "--arena", "/dev/shm"]
+    module = ["--module", "--no_local_rank", "ftckpt.cli.main", "save", "a", "--at-end", "--arena", "/dev/shm"]
     assert save.argv == [*where, *module, "--timeout", "90"]
 
 

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store import ledger as ledger_module
-from ftckpt.store.directory import SMP_LOCK_NAME
-from ftckpt.store.ledger import (
+from ftckpt.memory import ledger as ledger_module
+from ftckpt.memory.directory import SMP_LOCK_NAME
+from ftckpt.memory.ledger import (
     FileKind,
     Ledger,
     LedgerEntry,
@@ -24,7 +23,8 @@ from ftckpt.store.ledger import (
     require,
     slots_to_allocate,
 )
-from ftckpt.store.locks import FileLock
+from ftckpt.memory.locks import FileLock
+from ftckpt.model.snapshot import SnapshotId
 
 SNAPSHOTS = [SnapshotId(lineage, iteration) for lineage in (b"a" * 16, b"b" * 16) for iteration in (3, 4, 5)]
 _named = st.sampled_from([None, *SNAPSHOTS])

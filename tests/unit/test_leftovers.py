@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.store import ledger
-from ftckpt.store.directory import clean_job, node_directory
-from ftckpt.store.ledger import Leftover, leftovers, name_leftovers, require
-from ftckpt.store.locks import JobLock
+from ftckpt.memory import ledger
+from ftckpt.memory.directory import clean_job, node_directory
+from ftckpt.memory.ledger import Leftover, leftovers, name_leftovers, require
+from ftckpt.memory.locks import JobLock
 from tests.support.arenas import Rank, on_all, ranks
 from tests.support.errors import lacks, raises
 

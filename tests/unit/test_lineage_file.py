@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ftckpt.errors import ArenaError
+from ftckpt.memory.directory import LINEAGE_NAME
+from ftckpt.memory.lineage_file import read_lineage, write_lineage
 from ftckpt.model.lineage import FIRST, UNKNOWN
-from ftckpt.store.directory import LINEAGE_NAME
-from ftckpt.store.lineage_file import read_lineage, write_lineage
 
 
 def test_a_lineage_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.smp.living import Liveness
-from ftckpt.store.directory import LOCK_NAME, node_directory
-from ftckpt.store.locks import JOB_LOCK_NAME
-from ftckpt.store.pulse import Pulse
+from ftckpt.memory.directory import LOCK_NAME, node_directory
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.locks import JOB_LOCK_NAME
+from ftckpt.smp.liveness import Liveness
 from tests.support.containers import RANK, rank_elsewhere
 from tests.support.launching import ROOT
 
@@ -33,7 +33,7 @@ def living(node_dir: Path) -> Liveness:
 
 
 def test_one_that_writes_its_arena_lives_until_its_lock_is_gone(node_dir: Path) -> None:
-    observer, judge = Pulse.open(node_dir, None), living(node_dir)
+    observer, judge = Heartbeat.open(node_dir, None), living(node_dir)
     with rank_elsewhere(node_dir, node_dir / ARENA / LOCK_NAME):
         (seen,) = observer.ranks()
         assert (seen.lives, seen.is_here) == (None, False)
@@ -47,7 +47,7 @@ def test_one_that_writes_its_arena_lives_until_its_lock_is_gone(node_dir: Path) 
 
 
 def test_one_that_begins_may_live(node_dir: Path) -> None:
-    observer, judge = Pulse.open(node_dir, None), living(node_dir)
+    observer, judge = Heartbeat.open(node_dir, None), living(node_dir)
     with rank_elsewhere(node_dir, node_dir / JOB_LOCK_NAME):
         assert [one.lives for one in judge.judge(observer.ranks())] == [None]
     assert [one.lives for one in judge.judge(observer.ranks())] == [False]
@@ -61,7 +61,7 @@ def test_ranks_of_this_namespace_are_judged_by_their_pids(node_dir: Path) -> Non
         cwd=ROOT,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        observer = Pulse.open(node_dir, None)
+        observer = Heartbeat.open(node_dir, None)
         assert [one.lives for one in living(node_dir).judge(observer.ranks())] == [True]
         process.send_signal(signal.SIGKILL)
     with rank_elsewhere(node_dir.parent, node_dir / ARENA / LOCK_NAME):

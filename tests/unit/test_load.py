@@ -21,12 +21,12 @@ from ftckpt.group import Group
 from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.restore import exchange as wire
 from ftckpt.restore import locations
+from ftckpt.restore import redistribute as wire
 from ftckpt.restore.load import Item, Traffic, Transfer, execute, fetch, transfer, transfers_of
 from ftckpt.restore.locations import BlockAt, ChunkAt, Location, OpenArenas, PackageAt, SlotAt, location_of
-from ftckpt.restore.offers import Index, Offer
 from ftckpt.restore.plan import ReadItem, StridedCopy, run
+from ftckpt.restore.tensor_index import Index, ShardEntry
 from tests.support.arenas import ThreadGroup as Gathering
 from tests.support.errors import lacks
 
@@ -151,7 +151,7 @@ def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:
     return results
 
 
-Wish = tuple[int, int, list[StridedCopy]]
+IntervalRequest = tuple[int, int, list[StridedCopy]]
 """The rank that holds the slot, its number, and the bytes of it."""
 
 NODES = ["n0", "n0", "n1", "n1"]
@@ -175,7 +175,7 @@ def blocks(draw: st.DrawFn) -> StridedCopy:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> list[list[Wish]]:
+def plans(draw: st.DrawFn) -> list[list[IntervalRequest]]:
     """Per rank what it wants; ranks often want the same as others, in another order."""
     size = draw(st.integers(1, 4))
     wish = st.tuples(st.integers(0, size - 1), st.integers(0, 1), st.lists(blocks(), max_size=3))
@@ -194,7 +194,7 @@ def held(slot: bytes, block: StridedCopy) -> bytes:
     return np.frombuffer(slot, np.uint8)[at].tobytes()
 
 
-def wanted(rank: int, wish: Wish, spread_out: bool) -> tuple[Transfer, torch.Tensor, list[int]]:
+def wanted(rank: int, wish: IntervalRequest, spread_out: bool) -> tuple[Transfer, torch.Tensor, list[int]]:
     """One item with the bytes of all blocks, behind each other or with gaps, in a tensor of its own."""
     owner, slot, found = wish
     step = 2 if spread_out else 1
@@ -212,12 +212,12 @@ def wanted(rank: int, wish: Wish, spread_out: bool) -> tuple[Transfer, torch.Ten
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plans(), st.sampled_from([7, 64, 1000, 1 << 20]), st.integers(1, 3), st.booleans())
 def test_every_rank_gets_every_byte_it_wants(
-    monkeypatch: pytest.MonkeyPatch, plan: list[list[Wish]], bound: int, window: int, spread_out: bool
+    monkeypatch: pytest.MonkeyPatch, plan: list[list[IntervalRequest]], bound: int, window: int, spread_out: bool
 ) -> None:
     monkeypatch.setattr(wire, "MESSAGE_BYTES", bound)
     monkeypatch.setattr(wire, "ALONE_BYTES", 200)
     monkeypatch.setattr(wire, "OPEN_STEPS", window)
-    monkeypatch.setattr("ftckpt.restore.exchange.GRAIN_BYTES", 16)
+    monkeypatch.setattr("ftckpt.restore.redistribute.GRAIN_BYTES", 16)
     bits = np.random.default_rng(0)
     slots = {(f"a{r}", s): bits.bytes(SLOT_BYTES) for r in range(len(plan)) for s in range(2)}
 
@@ -255,7 +255,7 @@ def test_every_rank_gets_every_byte_it_wants(
 
 
 def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.restore.exchange.GRAIN_BYTES", 16)
+    monkeypatch.setattr("ftckpt.restore.redistribute.GRAIN_BYTES", 16)
     slot = np.random.default_rng(0).bytes(SLOT_BYTES)
     stretches = [(0, 300), (300, 1000), (1300, 77), (2000, 512)]
 
@@ -285,7 +285,7 @@ def test_a_rank_of_many_has_few_partners() -> None:
     places = tuple(RankPlace({"dp": rank}, f"n{rank // local}") for rank in range(size))
     parts = [np.random.default_rng(rank).bytes(part) for rank in range(size)]
     fragments = [Fragment("w", "U8", (numel,), whole, rank * part, (rank + 1) * part) for rank in range(size)]
-    index = Index(Offer(rank, fragment, 0) for rank, fragment in enumerate(fragments))
+    index = Index(ShardEntry(rank, fragment, 0) for rank, fragment in enumerate(fragments))
     slots = [SlotAt(place.node, f"a{rank}", 0) for rank, place in enumerate(places)]
 
     def rank_main(group: ThreadGroup) -> tuple[bool, int]:
@@ -307,7 +307,7 @@ def test_a_rank_reads_its_own_arena_where_that_has_what_others_have_too() -> Non
     """To open another one costs a large model a tenth of a second."""
     places = tuple(RankPlace({"dp": rank}, "n") for rank in range(3))
     fragment = Fragment("w", "U8", (64,), Box((0,), (64,)), 0, 64)
-    index = Index(Offer(source, fragment, 0) for source in range(3))
+    index = Index(ShardEntry(source, fragment, 0) for source in range(3))
     slots = [SlotAt("n", f"a{rank}", 0) for rank in range(3)]
     for rank, own in enumerate(slots):
         needs = [(fragment, torch.zeros(64, dtype=torch.uint8))] * 4
@@ -383,7 +383,9 @@ def test_elements_of_a_read_land_at_their_bytes(name: str) -> None:
     live = [torch.zeros(4, dtype=dtype), torch.zeros(6, dtype=dtype)]
     runs = [(2, 1, 3), (7, 4, 2)]
     source = SlotAt("n", "a0", 0)
-    planned = transfer(source, 0, [ReadItem(Offer(0, fragment, 64), 1, tuple(run(*found) for found in runs))], live)
+    planned = transfer(
+        source, 0, [ReadItem(ShardEntry(0, fragment, 64), 1, tuple(run(*found) for found in runs))], live
+    )
     assert planned.nbytes == 5 * item
     assert planned.items[0].copies == (run(64 + 2 * item, item, 3 * item), run(64 + 7 * item, 4 * item, 2 * item))
     data = bytes([0, 1] * (SLOT_BYTES // 2))

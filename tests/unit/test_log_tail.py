@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ftckpt.memory.directory import SMP_LOG_NAME
 from ftckpt.smp.client import LogTail
 from ftckpt.smp.footprint import BoundedLog
-from ftckpt.store.directory import SMP_LOG_NAME
 from tests.support.errors import lacks
 
 

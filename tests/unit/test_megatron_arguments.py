@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ftckpt.config import Config
-from ftckpt.convert.megatron.common import arguments_of, make_common
 from ftckpt.megatron import callbacks
 from ftckpt.megatron.counters import Counters
 from ftckpt.model import objects
+from ftckpt.universal.megatron.common import arguments_of, make_common
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.store import memory
-from ftckpt.store.mapping import create_mapping
-from ftckpt.store.memory import check_budget, may_hang, reserve_of, room_in
+from ftckpt.memory import memory_limits
+from ftckpt.memory.mapping import create_mapping
+from ftckpt.memory.memory_limits import check_budget, may_hang, reserve_of, room_in
 from tests.support.errors import lacks, raises
 
 pytestmark = pytest.mark.usefixtures("as_flags")
@@ -68,7 +68,7 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     """One on which nothing is reserved for others."""
-    monkeypatch.setattr(memory, "reserve_of", lambda size_bytes: 0)
+    monkeypatch.setattr(memory_limits, "reserve_of", lambda size_bytes: 0)
     return Host(tmp_path, monkeypatch)
 
 
@@ -76,7 +76,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     """One on which arenas lie where others have shared memory: 64 MiB, of which 60 are free."""
     host = Host(tmp_path, monkeypatch)
-    monkeypatch.setattr(memory, "_SHARED", host.path)
+    monkeypatch.setattr(memory_limits, "_SHARED", host.path)
     host.put(host.proc / "meminfo", f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {12 * GIB >> 10} kB\n")
     host.statvfs = SimpleNamespace(f_blocks=(64 << 20) // 4096, f_bavail=(60 << 20) // 4096, f_frsize=4096)
     return host
@@ -105,7 +105,7 @@ def test_memory_of_the_host_and_of_a_cgroup_is_not_taken_to_the_last(shared: Hos
 
 
 def test_a_tmpfs_of_arenas_alone_is_taken_to_the_last(shared: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SHARED", Path("/dev/shm"))
+    monkeypatch.setattr(memory_limits, "_SHARED", Path("/dev/shm"))
     shared.check(60 << 20)
     assert room_in(shared.path) == 60 << 20
 

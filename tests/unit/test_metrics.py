@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ftckpt.memory.heartbeat import HeartbeatGauge
 from ftckpt.smp.metrics import METRICS, full_name, reference
-from ftckpt.store.pulse import PulseCount
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "configs" / "monitoring"
@@ -22,7 +22,7 @@ def status(**changes: Any) -> dict[str, Any]:
     """Of a node with one rank."""
     trainer = {
         "rank": 3, "place": 0, "pid": 1, "iteration": 9, "secs": 0.5, "lives": True,
-        "counts": {count.label: 10 * (count + 1) for count in PulseCount},
+        "counts": {count.label: 10 * (count + 1) for count in HeartbeatGauge},
     }  # fmt: skip
     duties = {
         "flushing": None, "cannot": None, "protects": True, "received_bytes": 5, "sent_bytes": 6,

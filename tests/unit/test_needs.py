@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from ftckpt.errors import CorruptError, MismatchError
+from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import private_key
 from ftckpt.model.training_state import Piece
 from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.offers import (
+from ftckpt.restore.plan import plan
+from ftckpt.restore.tensor_index import (
     Index,
     SlotContents,
     check_copies,
@@ -24,8 +26,6 @@ from ftckpt.restore.offers import (
     needs_of,
     whole_in,
 )
-from ftckpt.restore.plan import plan
-from ftckpt.store.image import SlotImage
 from tests.support.errors import raises
 
 NONE: frozenset[str] = frozenset()

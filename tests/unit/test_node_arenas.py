@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
-from ftckpt.job import node_entry
-from ftckpt.job.outlook import absent_slots
-from ftckpt.job.protection import ArenaRemains, in_all_arenas
+from ftckpt.memory import ledger, mapping
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import SlotState
+from ftckpt.memory.directory import list_arenas, remove_arena
+from ftckpt.memory.image import SlotImage
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store import ledger, mapping
-from ftckpt.store.arena import Arena
-from ftckpt.store.control import SlotState
-from ftckpt.store.directory import list_arenas, remove_arena
-from ftckpt.store.image import SlotImage
+from ftckpt.session import node_join
+from ftckpt.session.memory_forecast import absent_slots
+from ftckpt.session.protection import ArenaRemains, in_all_arenas
 from tests.support import arenas
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
 from tests.support.errors import raises
@@ -160,7 +160,7 @@ def test_who_waits_for_another_job_of_the_name_says_so(
 ) -> None:
     caplog.set_level("INFO", "ftckpt")
     members = ranks(arena_root, 2)
-    monkeypatch.setattr(node_entry, "holder_of", lambda _path: 4242)
+    monkeypatch.setattr(node_join, "holder_of", lambda _path: 4242)
     on_all(members, lambda member: member.arenas.entry.enter())
     (said,) = (text for text in caplog.messages if "for the end of process" in text)
     assert "process 4242" in said
@@ -408,7 +408,7 @@ def test_an_old_arena_that_resists_is_removed_at_a_later_boundary(
     members = trained(arena_root)
     on_all(members, replace)
     with monkeypatch.context() as patch:
-        patch.setattr("ftckpt.job.arenas.remove_arena", os.rmdir)
+        patch.setattr("ftckpt.session.arenas.remove_arena", os.rmdir)
         on_all(members, lambda member: member.arenas.remove_old())
     assert [files(member) for member in members] == [[1, 1]] * 2
     assert on_all(members, complete) == [[1]] * 2

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ftckpt.memory import end_notes
+from ftckpt.memory.directory import PULSE_NAME, clean_job, node_directory, remove_job_if_empty
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.locks import JobLock
 from ftckpt.smp.footprint import store_description
-from ftckpt.store import ends
-from ftckpt.store.directory import PULSE_NAME, clean_job, node_directory, remove_job_if_empty
-from ftckpt.store.locks import JobLock
-from ftckpt.store.pulse import Pulse
 
 
 def test_pages_and_notes_go_with_the_job(arena_root: Path) -> None:
     node_dir = node_directory(arena_root, "job", "node")
     with JobLock(node_dir, 0):
-        Pulse.open(node_dir, 0).leave()
-        ends.tell(node_dir, ends.EndNote(1.0, "rank 0: ConfigError: a start that was refused"))
+        Heartbeat.open(node_dir, 0).leave()
+        end_notes.tell(node_dir, end_notes.ExitNote(1.0, "rank 0: ConfigError: a start that was refused"))
         assert remove_job_if_empty(arena_root, "job", "node")
     assert list(arena_root.iterdir()) == []
-    Pulse.open(node_directory(arena_root, "job", "node"), 0)  # what a killed job leaves
+    Heartbeat.open(node_directory(arena_root, "job", "node"), 0)  # what a killed job leaves
     assert clean_job(arena_root, "job") == []
     assert list(arena_root.iterdir()) == []
 

@@ -16,12 +16,12 @@ import pytest
 
 from ftckpt.config import Config
 from ftckpt.errors import SmpError
-from ftckpt.job import node_smp
-from ftckpt.job.node_smp import NodeSmp
+from ftckpt.memory.environment import Hazard
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import ArenaLayout
+from ftckpt.session import node_smp
+from ftckpt.session.node_smp import NodeSmp
 from ftckpt.smp.requests import guard_digest
-from ftckpt.store.environment import Hazard
 from tests.support.errors import lacks
 from tests.support.waiting import until
 

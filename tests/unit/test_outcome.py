@@ -18,10 +18,10 @@ from torch.distributed import DistNetworkError
 
 from ftckpt.errors import ConfigError, FtckptError, LostError
 from ftckpt.frameworks import launcher
+from ftckpt.memory import launch_record
+from ftckpt.memory.launch_record import LauncherRun, RunOutcome, agent_of, launcher_run
+from ftckpt.memory.page import owner_word, pid_namespace
 from ftckpt.runner import worker
-from ftckpt.store import outcome
-from ftckpt.store.outcome import LauncherRun, RunOutcome, agent_of, launcher_run
-from ftckpt.store.page import owner_word, pid_namespace
 from tests.support.errors import lacks
 from tests.support.interpreters import run_python
 from tests.support.repository import ROOT
@@ -30,7 +30,7 @@ from tests.support.repository import ROOT
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(outcome, "_runs", {})
+    monkeypatch.setattr(launch_record, "_runs", {})
     for name in ("TORCHELASTIC_RUN_ID", "FTCKPT_RUN", "RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / f"ftckpt-runs-{os.geteuid()}"
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launched(env: Mapping[str, str] = os.environ) -> LauncherRun:
     """What another process of this launcher run finds."""
-    outcome._runs.clear()
+    launch_record._runs.clear()
     return launcher_run(env)
 
 
@@ -179,7 +179,7 @@ def test_a_folder_of_somebody_else_is_not_believed(folder: Path, tmp_path: Path)
 
 def test_records_of_agents_that_ended_go(folder: Path) -> None:
     dead = subprocess.Popen(["sleep", "60"])
-    names = [f"{owner_word(pid):x}-{outcome.this_machine()}-0f" for pid in (dead.pid, os.getpid())]
+    names = [f"{owner_word(pid):x}-{launch_record.this_machine()}-0f" for pid in (dead.pid, os.getpid())]
     # Of another container, and of another machine with this folder: nobody here knows of their processes.
     others = [f"{owner_word(dead.pid):x}-{where}-0f" for where in ("1-0a", f"{pid_namespace()}-0a")]
     dead.kill()
@@ -192,7 +192,7 @@ def test_records_of_agents_that_ended_go(folder: Path) -> None:
 
 def test_records_go_after_some_days_where_nobody_knows_of_the_launcher(folder: Path) -> None:
     """On a node where no script has forgotten them. An agent that lives may be silent for weeks."""
-    lives = f"{owner_word(os.getpid()):x}-{outcome.this_machine()}-0f"
+    lives = f"{owner_word(os.getpid()):x}-{launch_record.this_machine()}-0f"
     for name, days in ((lives, 60), ("here.n0", 15), ("there-1-0a-0f", 15), ("waits.n0", 13)):
         LauncherRun(name).end(0, "done")
         at = time.time() - days * 86400
@@ -203,7 +203,7 @@ def test_records_go_after_some_days_where_nobody_knows_of_the_launcher(folder: P
 
 def test_a_wrapper_is_not_taken_for_the_agent() -> None:
     """The name must be that of the process that stays; a shell between it and the rank is another in each attempt."""
-    command = "import os; from ftckpt.store.outcome import launcher_run as r; print(r(os.environ).name)"
+    command = "import os; from ftckpt.memory.launch_record import launcher_run as r; print(r(os.environ).name)"
     names = [
         subprocess.run(
             ["sh", "-c", '"$@"; true', "wrapper", sys.executable, "-c", command],
@@ -215,7 +215,9 @@ def test_a_wrapper_is_not_taken_for_the_agent() -> None:
         ).stdout.strip()
         for _ in range(2)
     ]
-    assert names[0] == names[1] and names[0].startswith(f"{owner_word(os.getpid()):x}-{outcome.this_machine()}-")
+    assert names[0] == names[1] and names[0].startswith(
+        f"{owner_word(os.getpid()):x}-{launch_record.this_machine()}-"
+    )
 
 
 def rank_env(run: Path, count: int, rank: int = 0, **more: str) -> dict[str, str]:
@@ -249,13 +251,13 @@ def test_a_configuration_that_is_launched_twice_has_two_records(
 ) -> None:
     """torch makes the directory of the first attempt anew in the same place. On several nodes it does so as well
     where another one has failed, and that must find the record."""
-    monkeypatch.setattr(outcome, "_words", lambda pid, name: ["python", command] if name == "cmdline" else [])
+    monkeypatch.setattr(launch_record, "_words", lambda pid, name: ["python", command] if name == "cmdline" else [])
     names = []
     for at in (1e9, 2e9):
         for count in (0, 1):
             env = rank_env(tmp_path / "x_1", count, GROUP_WORLD_SIZE=nodes)
             os.utime(tmp_path / "x_1" / "attempt_0", (at, at))
-            outcome._made_ns.cache_clear()  # of another process
+            launch_record._made_ns.cache_clear()  # of another process
             names.append(launcher_run(env).name)
     assert names[0] == names[1] and names[2] == names[3] and (names[0] != names[2]) == is_another
 
@@ -273,7 +275,7 @@ def test_a_run_is_named_by_who_starts_it_again(monkeypatch: pytest.MonkeyPatch) 
     agent = agent_of({"TORCHELASTIC_RUN_ID": "x"})
     assert agent is not None and agent.owner == owner_word(os.getppid())
     assert agent.directory == Path(os.readlink(f"/proc/{os.getppid()}/cwd"))
-    monkeypatch.setattr(outcome, "_environment", lambda pid: (_ for _ in ()).throw(PermissionError()))
+    monkeypatch.setattr(launch_record, "_environment", lambda pid: (_ for _ in ()).throw(PermissionError()))
     assert agent_of({"TORCHELASTIC_RUN_ID": "x"}) is None and launcher_run({"TORCHELASTIC_RUN_ID": "x"}).name == ""
 
 
@@ -415,7 +417,7 @@ def test_a_script_that_fails_after_its_end_is_not_done(
 ENDED = """
 import os, sys
 from ftckpt.frameworks import launcher
-from ftckpt.store.outcome import launcher_run
+from ftckpt.memory.launch_record import launcher_run
 
 def main(argv):
     launcher_run(os.environ).end(0, "done")
@@ -466,7 +468,7 @@ def test_arguments_that_have_trained_are_tried_again(tmp_path: Path, monkeypatch
 LEAVING = """
 import atexit, concurrent.futures, sys, threading, time
 from ftckpt.frameworks import launcher
-from ftckpt.job.garbage import imports_that_stay
+from ftckpt.session.gc_pause import imports_that_stay
 
 def main(argv):
     global text, raw

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.smp.work import MOST_SECS, NETWORK_MOST_SECS, Bucket, Courtesy, Pace
+from ftckpt.smp.work import MOST_SECS, NETWORK_MOST_SECS, Bucket, CooperativeYield, Throttle
 
 
 class Clock:
@@ -34,8 +34,10 @@ def clock() -> Clock:
     return Clock()
 
 
-def pace(clock: Clock, copying: Callable[[], bool] = bool, network: Callable[[], bool] = bool, **rates: Any) -> Pace:
-    return Pace(copying, network, clock=clock, **rates)
+def pace(
+    clock: Clock, copying: Callable[[], bool] = bool, network: Callable[[], bool] = bool, **rates: Any
+) -> Throttle:
+    return Throttle(copying, network, clock=clock, **rates)
 
 
 def test_nothing_is_waited_for_where_all_is_quiet_and_nothing_is_limited(clock: Clock) -> None:
@@ -117,7 +119,7 @@ def test_copies_of_ranks_go_first(clock: Clock) -> None:
 
 @pytest.mark.parametrize("work_secs", [0.0005, 0.01, 0.1, 2.0])
 def test_work_goes_on_however_busy_the_ranks_are(clock: Clock, work_secs: float) -> None:
-    busy, begun, pieces = Courtesy(lambda: True, clock), clock.now, 0
+    busy, begun, pieces = CooperativeYield(lambda: True, clock), clock.now, 0
     while clock.now < begun + 30:
         clock.spend(busy.wait())
         clock.now += work_secs
@@ -126,7 +128,7 @@ def test_work_goes_on_however_busy_the_ranks_are(clock: Clock, work_secs: float)
 
 
 def test_ranks_that_are_always_busy_are_let_go_first_half_of_the_time(clock: Clock) -> None:
-    busy, waited, worked = Courtesy(lambda: True, clock), 0.0, 0.0
+    busy, waited, worked = CooperativeYield(lambda: True, clock), 0.0, 0.0
     while worked < 30:
         waited += clock.spend(busy.wait())
         clock.now += 0.02
@@ -135,14 +137,14 @@ def test_ranks_that_are_always_busy_are_let_go_first_half_of_the_time(clock: Clo
 
 
 def test_no_wait_is_longer_than_its_bound(clock: Clock) -> None:
-    busy = Courtesy(lambda: True, clock)
+    busy = CooperativeYield(lambda: True, clock)
     for _ in range(20):
         assert clock.spend(busy.wait()) <= MOST_SECS + 0.02
         clock.now += 7
 
 
 def test_a_loop_that_comes_late_does_not_make_the_next_piece_wait(clock: Clock) -> None:
-    busy = Courtesy(lambda: True, clock)
+    busy = CooperativeYield(lambda: True, clock)
     for _ in busy.wait():
         clock.now += 3.0  # the caller did something else
     clock.now += 0.1

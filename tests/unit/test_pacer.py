@@ -12,8 +12,8 @@ import torch
 from ftckpt.capture.copier import Flight
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.windows.cost import Wish
-from ftckpt.windows.pacer import Pacer
+from ftckpt.schedule.cost import IntervalRequest
+from ftckpt.schedule.window_scheduler import WindowScheduler
 from tests.support.event_logs import read_events
 
 PLACES = (("window", 2.0), ("forward", 1.0), ("window", 0.0), ("backward", 2.0), ("tail", 1.0), ("fence", 0.0))
@@ -46,7 +46,7 @@ class Rank:
         self.clock = clock or Clock()
         self.folder = folder
         self.events = Events(folder, 0)
-        self.pacer = Pacer(Config(**settings), self.clock, self.events, {"pp": 1})
+        self.pacer = WindowScheduler(Config(**settings), self.clock, self.events, {"pp": 1})
         self.number = 0
         self.pacer.boundary()
 
@@ -262,14 +262,14 @@ def test_auto_without_a_budget_wishes_for_nothing(tmp_path: Path) -> None:
 def test_auto_goes_on_from_what_an_earlier_attempt_has_found(tmp_path: Path) -> None:
     rank = Auto(tmp_path, overhead_budget=0.1)
     rank.pacer.resume(7)
-    assert rank.pacer.wish == Wish(7, -1.0)
+    assert rank.pacer.wish == IntervalRequest(7, -1.0)
     assert rank.live(26, 4.0, spacing=7) == 7 and rank.pacer.wish.cost == pytest.approx(4 / 6)
     assert rank.live(30, 0.0, spacing=7) == 1
 
 
 def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
     rank = Auto(tmp_path, overhead_budget=0.1)
-    rank.pacer = Pacer(Config(overhead_budget=0.1), rank.clock, rank.events, {"pp": 1}, speaks=False)
+    rank.pacer = WindowScheduler(Config(overhead_budget=0.1), rank.clock, rank.events, {"pp": 1}, speaks=False)
     rank.pacer.boundary()
     assert rank.live(26, 60.0) == 1 and rank.pacer.wish.cost == -1.0
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ladder import window_share
-from ftckpt.windows.bubbles import Bubbles, Turn, WindowPlan
-from ftckpt.windows.iteration import IDLE, Iteration, IterationForecast, Profile, divide, in_windows
+from ftckpt.schedule.bubbles import Bubbles, Turn, WindowPlan
+from ftckpt.schedule.iteration import IDLE, Iteration, IterationForecast, Profile, divide, in_windows
 
 KINDS = ("boundary", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
 SECS = (0.0, 2.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5)

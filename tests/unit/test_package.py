@@ -16,15 +16,12 @@ import pytest
 import xxhash
 
 from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError
-from ftckpt.model.fragment import Box, Fragment
-from ftckpt.model.manifest import Manifest
-from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store import mapping, package
-from ftckpt.store.arena import Arena
-from ftckpt.store.checks import Checks
-from ftckpt.store.directory import list_arenas, node_directory
-from ftckpt.store.image import SlotImage
-from ftckpt.store.package import (
+from ftckpt.memory import mapping, package
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.checks import Checks
+from ftckpt.memory.directory import list_arenas, node_directory
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.package import (
     MAX_PACKAGE_BYTES,
     Package,
     list_packages,
@@ -36,6 +33,9 @@ from ftckpt.store.package import (
     store,
     unpack,
 )
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import raises
 from tests.support.interpreters import running
 from tests.support.syscalls import fails_with
@@ -283,7 +283,7 @@ def test_two_writers_of_one_package_do_not_meet(node_dir: Path) -> None:
 STORE = """
 import sys
 from pathlib import Path
-from ftckpt.store.package import store
+from ftckpt.memory.package import store
 data = Path(sys.argv[2]).read_bytes()
 print("up", flush=True)
 while True:

@@ -20,12 +20,12 @@ import pytest
 import xxhash
 
 from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError
+from ftckpt.memory import parity_file
+from ftckpt.memory.parity_file import FORMAT, ParityFile, list_parity, parity_bytes, parity_path
+from ftckpt.memory.record import SEALED, Header
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import Member, ParityGroup
 from ftckpt.parity.stripes import block_length, num_blocks
-from ftckpt.store import parity_file
-from ftckpt.store.parity_file import FORMAT, ParityFile, list_parity, parity_bytes, parity_path
-from ftckpt.store.record import SEALED, Header
 from tests.support.errors import raises
 from tests.support.interpreters import running
 from tests.support.syscalls import fails_with
@@ -282,7 +282,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.parity_file import ParityFile
+from ftckpt.memory.parity_file import ParityFile
 file = ParityFile.open(Path(sys.argv[1]), True)
 print("up", flush=True)
 iteration = 10

@@ -21,15 +21,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ftckpt.array_types import Bytes
-from ftckpt.convert.catalog import Catalog, Tensor
-from ftckpt.convert.conversion import Options, convert
-from ftckpt.convert.deepspeed.reader import DeepSpeedReader
-from ftckpt.convert.foreign import pickles
-from ftckpt.convert.foreign.distributed import CheckpointDirectory, read_data
-from ftckpt.convert.megatron.dist_reader import MegatronDistReader
-from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model import objects
+from ftckpt.universal.catalog import Catalog, Tensor
+from ftckpt.universal.conversion import Options, convert
+from ftckpt.universal.deepspeed.reader import DeepSpeedReader
+from ftckpt.universal.foreign import pickles
+from ftckpt.universal.foreign.distributed import CheckpointDirectory, read_data
+from ftckpt.universal.megatron.dist_reader import MegatronDistReader
+from ftckpt.universal.megatron.dist_writer import MegatronDistWriter
 
 MARK = "FTCKPT_TEST_RAN"
 
@@ -221,7 +221,7 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 def write(path: Path, **options: Any) -> Path:
     """A small torch_dist checkpoint; its directory."""
-    from ftckpt.convert.catalog import DTYPE_NAMES
+    from ftckpt.universal.catalog import DTYPE_NAMES
 
     writer = MegatronDistWriter(path, **options)
     catalog = Catalog("universal", 5, {}, (), {})
@@ -336,7 +336,7 @@ def test_parameters_flattened_by_older_versions(tmp_path: Path) -> None:
     metadata.mcore_data = {name: {"nd_reformulated_orig_global_shape": torch.Size((3, 4, 2))}}  # type: ignore[attr-defined]
     FileSystemWriter(directory).finish(metadata, [results])
     source = MegatronDistReader(tmp_path / "x")
-    from ftckpt.convert.universal import UniversalReader, UniversalWriter
+    from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 
     convert(source, UniversalWriter(tmp_path / "u"), Options())
     read = UniversalReader(tmp_path / "u")

@@ -10,7 +10,7 @@ import pytest
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
-from ftckpt.frameworks.doors import prepare_storage
+from ftckpt.frameworks.entry import prepare_storage
 from tests.support.errors import raises
 from tests.support.interpreters import run_python
 from tests.support.syscalls import fails_with

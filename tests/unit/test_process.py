@@ -11,8 +11,8 @@ from tests.support.syscalls import PIDFD_OPEN, PIDFD_SEND_SIGNAL
 
 WITHOUT = """
 import atexit, logging, os, signal, subprocess, sys, time
-from ftckpt.store.page import owner_word
-from ftckpt.store.process import Process
+from ftckpt.memory.page import owner_word
+from ftckpt.memory.process import Process
 from tests.support.syscalls import forbid
 logging.basicConfig(level=logging.INFO)
 forbid(*map(int, sys.argv[1:]))
@@ -36,7 +36,7 @@ process.close()
 """
 REUSED = """
 import errno, os, signal, subprocess, sys
-from ftckpt.store.process import Process
+from ftckpt.memory.process import Process
 from tests.support.syscalls import PIDFD_OPEN, forbid
 forbid(errno.ENOSYS, PIDFD_OPEN)
 process = Process.open(os.getpid())

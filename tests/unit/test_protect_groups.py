@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ConfigError
+from ftckpt.memory.image import SlotImage
 from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section
@@ -30,7 +31,6 @@ from ftckpt.parity.groups import (
 from ftckpt.parity.holding import ArenaLayout, HoldingSection, pack_lengths, unpack_lengths
 from ftckpt.parity.modes import TRAITS, Modes, possible_modes, resolve_modes
 from ftckpt.setting_checks import MODES
-from ftckpt.store.image import SlotImage
 from tests.support.errors import lacks, raises
 
 CHUNK = 4096

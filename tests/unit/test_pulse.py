@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ftckpt.memory.directory import PULSE_NAME
+from ftckpt.memory.heartbeat import FlushState, Heartbeat, SmpState
+from ftckpt.memory.page import map_page
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.directory import PULSE_NAME
-from ftckpt.store.page import map_page
-from ftckpt.store.pulse import FlushState, Pulse, SmpState
 from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 RANK = """
 import sys, time
 from pathlib import Path
-from ftckpt.store.pulse import Pulse
+from ftckpt.memory.heartbeat import Pulse
 pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 pulse.beat(int(sys.argv[4]), sys.argv[5])
 print(pulse.problem, flush=True)
@@ -48,7 +48,7 @@ def words(directory: Path) -> np.memmap[tuple[int, int], np.dtype[np.uint64]]:
 
 
 def test_an_observer_reads_what_ranks_of_other_processes_told(arena_root: Path) -> None:
-    observer = Pulse.open(arena_root, None)
+    observer = Heartbeat.open(arena_root, None)
     assert observer.ranks() == []
     processes = [rank(arena_root, 3, 17, 41, "optimizer"), rank(arena_root, 0, 9, 0, "a phase longer than that")]
     try:
@@ -68,7 +68,7 @@ def test_an_observer_reads_what_ranks_of_other_processes_told(arena_root: Path) 
 
 
 def test_each_beat_moves_and_a_rank_that_left_is_not_waited_for(arena_root: Path) -> None:
-    mine, observer = Pulse.open(arena_root, 254, 5), Pulse.open(arena_root, None)
+    mine, observer = Heartbeat.open(arena_root, 254, 5), Heartbeat.open(arena_root, None)
     (joined,) = observer.ranks()
     assert (joined.iteration, joined.phase, joined.beats) == (-1, "", 0)
     seen = []
@@ -85,7 +85,7 @@ def test_each_beat_moves_and_a_rank_that_left_is_not_waited_for(arena_root: Path
 
 
 def test_a_process_that_got_the_pid_of_another_is_not_that_one(arena_root: Path) -> None:
-    mine, observer = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    mine, observer = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
     mine.beat(1, "start")
     page = words(arena_root)
     page[0, 0] += np.uint64(1 << 22)  # the same pid, started a tick later
@@ -95,21 +95,21 @@ def test_a_process_that_got_the_pid_of_another_is_not_that_one(arena_root: Path)
 
 
 def test_how_far_all_ranks_came_is_known_when_they_have_left(arena_root: Path) -> None:
-    ranks = [Pulse.open(arena_root, place) for place in range(2)]
+    ranks = [Heartbeat.open(arena_root, place) for place in range(2)]
     assert ranks[0].furthest() == -1
     for iteration, one in zip((7, 6), ranks, strict=True):
         one.beat(iteration, "start")
         one.leave()
-    Pulse.open(arena_root, None).beat_smp(SmpState.GUARDING)
-    assert Pulse.open(arena_root, None).furthest() == 7
-    again = Pulse.open(arena_root, 0)
+    Heartbeat.open(arena_root, None).beat_smp(SmpState.GUARDING)
+    assert Heartbeat.open(arena_root, None).furthest() == 7
+    again = Heartbeat.open(arena_root, 0)
     assert again.furthest() == 6
 
 
 def test_a_new_attempt_begins_its_entry_anew(arena_root: Path) -> None:
-    old = Pulse.open(arena_root, 0, 1)
+    old = Heartbeat.open(arena_root, 0, 1)
     old.beat(500, "backward")
-    observer, new = Pulse.open(arena_root, None), Pulse.open(arena_root, 0, 2)
+    observer, new = Heartbeat.open(arena_root, None), Heartbeat.open(arena_root, 0, 2)
     (told,) = observer.ranks()
     assert (told.rank, told.iteration, told.phase, told.beats) == (2, -1, "", 0)
     new.beat(3, "start")
@@ -117,7 +117,7 @@ def test_a_new_attempt_begins_its_entry_anew(arena_root: Path) -> None:
 
 
 def test_until_when_an_smp_rests_is_told(arena_root: Path) -> None:
-    trainer, smp = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
     assert not trainer.smp_rests()
     smp.tell_rest(time.monotonic() + 60.0)
     assert trainer.smp_rests()
@@ -126,7 +126,11 @@ def test_until_when_an_smp_rests_is_told(arena_root: Path) -> None:
 
 
 def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
-    trainer, other, smp = Pulse.open(arena_root, 1), Pulse.open(arena_root, 3), Pulse.open(arena_root, None)
+    trainer, other, smp = (
+        Heartbeat.open(arena_root, 1),
+        Heartbeat.open(arena_root, 3),
+        Heartbeat.open(arena_root, None),
+    )
     assert smp.began_secs() == 0
     other.beat(4, "forward")
     trainer.beat(4, "forward")
@@ -140,14 +144,14 @@ def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
 
 
 def test_how_long_an_smp_needs_is_told(arena_root: Path) -> None:
-    trainer, smp = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
     assert trainer.smp_wait_secs() == 0
     smp.tell_wait(384.5)
     assert trainer.smp_wait_secs() == 384.5
 
 
 def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
-    trainer, smp = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
     assert not trainer.smp_alive(60) and trainer.smp()[0] == 0
     smp.beat_smp(SmpState.WAITING)
     assert trainer.smp_alive(60) and trainer.smp()[2] == SmpState.WAITING
@@ -172,7 +176,7 @@ def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
 def test_foreign_bytes_name_no_live_process_and_hurt_nobody(arena_root: Path, seed: int) -> None:
     (arena_root / PULSE_NAME).write_bytes(random.Random(seed).randbytes(70000))
     (arena_root / PULSE_NAME).chmod(0o644)
-    mine = Pulse.open(arena_root, 3, 4)
+    mine = Heartbeat.open(arena_root, 3, 4)
     assert mine.problem is None and not mine.smp_alive(60)
     told = {pulse.place: pulse for pulse in mine.ranks()}
     assert not any(pulse.lives for place, pulse in told.items() if place != 3)
@@ -186,7 +190,7 @@ def test_without_a_page_training_goes_on(arena_root: Path) -> None:
     (arena_root / "elsewhere").write_bytes(b"")
     (arena_root / PULSE_NAME).symlink_to(arena_root / "elsewhere")
     for directory, place in ((arena_root, 0), (arena_root / "nowhere", 0), (arena_root, 255), (arena_root, -1)):
-        pulse = Pulse.open(directory, place)
+        pulse = Heartbeat.open(directory, place)
         assert pulse.problem is not None and PULSE_NAME in pulse.problem
         pulse.beat(1, "start")
         pulse.leave()
@@ -195,14 +199,14 @@ def test_without_a_page_training_goes_on(arena_root: Path) -> None:
 
 
 def test_no_number_can_stop_a_beat(arena_root: Path) -> None:
-    pulse = Pulse.open(arena_root, 0, -7)
+    pulse = Heartbeat.open(arena_root, 0, -7)
     for iteration, phase in ((-1, "start"), (-99, "é\0\n"), (1 << 62, "")):
         pulse.beat(iteration, phase)
     assert pulse.ranks()[0].iteration == 1 << 62 and pulse.ranks()[0].rank == -1
 
 
 def test_a_beat_takes_microseconds(arena_root: Path) -> None:
-    pulse, took = Pulse.open(arena_root, 0), []
+    pulse, took = Heartbeat.open(arena_root, 0), []
     for _ in range(20):
         begin = time.perf_counter()
         for _ in range(1000):
@@ -214,18 +218,18 @@ def test_a_beat_takes_microseconds(arena_root: Path) -> None:
 def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
     """In another pid namespace nobody could tell that they do not live: a pod that came back with fewer ranks."""
     for place in range(4):
-        Pulse.open(arena_root, place, place).beat(7, "optimizer")
+        Heartbeat.open(arena_root, place, place).beat(7, "optimizer")
     words(arena_root)[:4, 1] += 1
-    smp = Pulse.open(arena_root, None)
+    smp = Heartbeat.open(arena_root, None)
     smp.beat_smp(SmpState.GUARDING, digest=5)
-    mine = Pulse.open(arena_root, 0, 0)
+    mine = Heartbeat.open(arena_root, 0, 0)
     mine.forget_others(2)
     assert [pulse.place for pulse in smp.ranks()] == [0, 1]
     assert mine.smp_guards(5) and mine.smp_alive(60.0)
 
 
 def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
-    smp, rank = Pulse.open(arena_root, None), Pulse.open(arena_root, 0)
+    smp, rank = Heartbeat.open(arena_root, None), Heartbeat.open(arena_root, 0)
     one, other = SnapshotId(b"a" * 16, 7), SnapshotId(b"b" * 16, 7)
     assert rank.flush_state(one) == FlushState.NONE
     smp.beat_smp(SmpState.GUARDING, digest=5)
@@ -240,7 +244,7 @@ def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
 HAMMER = """
 import sys
 from pathlib import Path
-from ftckpt.store.page import map_page
+from ftckpt.memory.page import map_page
 words = map_page(Path(sys.argv[1]))
 print(None, flush=True)
 while True:
@@ -265,7 +269,7 @@ def test_a_word_is_never_seen_half_written(arena_root: Path) -> None:
 
 
 def test_any_rank_that_copies_is_seen(arena_root: Path) -> None:
-    ranks, smp = [Pulse.open(arena_root, place) for place in (0, 254)], Pulse.open(arena_root, None)
+    ranks, smp = [Heartbeat.open(arena_root, place) for place in (0, 254)], Heartbeat.open(arena_root, None)
     for rank in ranks:
         assert not smp.ranks_copy()
         rank.tell_copying(True)
@@ -278,7 +282,7 @@ def test_any_rank_that_copies_is_seen(arena_root: Path) -> None:
 
 
 def test_a_rank_killed_in_its_copy_copies_no_longer(arena_root: Path) -> None:
-    smp = Pulse.open(arena_root, None)
+    smp = Heartbeat.open(arena_root, None)
     process = started(RANK.replace("pulse.beat", "pulse.tell_copying(True)\npulse.beat"), arena_root, 3, 17, 41, "")
     process.kill()
     process.communicate(timeout=10)

@@ -18,18 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError, MismatchError
+from ftckpt.memory import checks, control_block, package, parity_file
+from ftckpt.memory.checks import Checks
+from ftckpt.memory.control_block import ControlBlock, control_bytes
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.mapping import create_mapping, open_mapping
+from ftckpt.memory.package import Package
+from ftckpt.memory.parity_file import ParityFile
+from ftckpt.memory.record import EMPTY, HEADER_BYTES, RECORD_BYTES, SEALED, WRITING, Format, Mark, Records, Stores
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import Member, ParityGroup
-from ftckpt.store import checks, control, package, parity_file
-from ftckpt.store.checks import Checks
-from ftckpt.store.control import ControlBlock, control_bytes
-from ftckpt.store.image import SlotImage
-from ftckpt.store.mapping import create_mapping, open_mapping
-from ftckpt.store.package import Package
-from ftckpt.store.parity_file import ParityFile
-from ftckpt.store.record import EMPTY, HEADER_BYTES, RECORD_BYTES, SEALED, WRITING, Format, Mark, Records, Stores
 
 OLD, NEW = SnapshotId(b"o" * 16, 1), SnapshotId(b"n" * 16, 3)
 OTHER = SnapshotId(b"o" * 16, 2)
@@ -107,7 +107,7 @@ def read_control(path: Path) -> Claims:
 
 
 CONTROL = Kind(
-    control.FORMAT,
+    control_block.FORMAT,
     make_control,
     read_control,
     {

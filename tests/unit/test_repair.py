@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.package import Package, load, package_path
+from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.codecs import encode
 from ftckpt.parity.groups import Member, ParityGroup, slot_group, slot_group_name
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
-from ftckpt.restore.build import Build
 from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
-from ftckpt.restore.rebuild import NEW_SLOT, Fix, Input, RepairTask, batches, levels, solve_slice
-from ftckpt.store.arena import Arena
-from ftckpt.store.package import Package, load, package_path
-from ftckpt.store.slots import slot_name
+from ftckpt.restore.reconstruction_plan import NEW_SLOT, Input, RepairTask, ShardRepair, batches, levels, solve_slice
+from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import raises
 from tests.support.protected import (
     LINEAGE,
@@ -125,7 +125,7 @@ def test_every_lost_chunk_comes_back_byte_for_byte(group: ParityGroup, data: st.
     whole, world.chunks = world.chunks, known
     world.blocks = {block: array for block, array in world.blocks.items() if block not in gone}
     page, solver = 16, pytest.MonkeyPatch()
-    solver.setattr("ftckpt.restore.rebuild.PAGE_BYTES", page)
+    solver.setattr("ftckpt.restore.reconstruction_plan.PAGE_BYTES", page)
     try:
         for level in levels(repairs):
             for parts in batches([world.task(repair, lost_shards, far) for repair in level], bound):
@@ -178,9 +178,11 @@ def at(*iterations: int) -> frozenset[SnapshotId]:
     return frozenset(SnapshotId(LINEAGE, iteration) for iteration in iterations)
 
 
-def new_slot(job: Job, package: Package, keep: Sequence[frozenset[SnapshotId]] = (at(4, 5), at(4, 5))) -> Build:
-    fix = Fix("dp1", SlotAt("a", job.path(1).name, NEW_SLOT), tuple(range(6)))
-    return Build(job.node_dir("a"), fix, package, 3, keep)
+def new_slot(
+    job: Job, package: Package, keep: Sequence[frozenset[SnapshotId]] = (at(4, 5), at(4, 5))
+) -> ShardReconstruction:
+    fix = ShardRepair("dp1", SlotAt("a", job.path(1).name, NEW_SLOT), tuple(range(6)))
+    return ShardReconstruction(job.node_dir("a"), fix, package, 3, keep)
 
 
 def chunks_of(job: Job, iteration: int = 5) -> list[np.ndarray]:
@@ -197,7 +199,7 @@ def sealed(job: Job) -> set[int]:
         return {record.snapshot.iteration for record in records if record.snapshot is not None}
 
 
-def put_all(building: Build, chunks: list[np.ndarray]) -> None:
+def put_all(building: ShardReconstruction, chunks: list[np.ndarray]) -> None:
     for chunk, data in enumerate(chunks):
         building.put(chunk, 0, data)
         assert building.check(chunk)
@@ -299,8 +301,8 @@ def test_a_slot_that_is_repaired_in_place_stays_what_it_is(arena_root: Path) -> 
         flip(job.path(1) / slot_name(slot), arena.image.objects.begin + 9)
         flip(job.path(1) / slot_name(slot), 2000)
         record = arena.control.record(slot)
-    fix = Fix("dp1", SlotAt("a", job.path(1).name, slot), (3,), None, ("objects", "header"))
-    building = Build(job.node_dir("a"), fix, package, 3, ())
+    fix = ShardRepair("dp1", SlotAt("a", job.path(1).name, slot), (3,), None, ("objects", "header"))
+    building = ShardReconstruction(job.node_dir("a"), fix, package, 3, ())
     assert building.new_bytes() == 0
     building.open()
     assert not building.check(3)
@@ -315,9 +317,9 @@ def test_a_slot_that_is_repaired_in_place_stays_what_it_is(arena_root: Path) -> 
 def test_chunks_of_a_slot_without_checksums_cannot_be_repaired_without_a_package(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "a", "a"), Modes(node=True))
     build(job, (3, 4, 5), (), hashed=False)
-    fix = Fix("dp1", SlotAt("a", job.path(1).name, 2), (3,))
+    fix = ShardRepair("dp1", SlotAt("a", job.path(1).name, 2), (3,))
     with raises(CorruptError, "dp1", "slot 2"):
-        Build(job.node_dir("a"), fix, None, 3, ()).open()
+        ShardReconstruction(job.node_dir("a"), fix, None, 3, ()).open()
 
 
 def test_an_arena_that_another_process_writes_is_left_alone(arena_root: Path) -> None:
@@ -326,7 +328,7 @@ def test_an_arena_that_another_process_writes_is_left_alone(arena_root: Path) ->
         arena.lock(0)
         building = new_slot(job, package)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ftckpt.restore.build._LOCK_SECS", 0.05)
+            patch.setattr("ftckpt.restore.shard_reconstruction._LOCK_SECS", 0.05)
             with pytest.raises(ArenaError):
                 building.open()
         building.close()

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftckpt.commands.attempts import Age
-from ftckpt.commands.event_log import MOST_LINE_BYTES, event_logs
-from ftckpt.commands.history import read_history
-from ftckpt.commands.main import main
-from ftckpt.commands.recovery import PARTS, ascending_runs
-from ftckpt.commands.report import render, write_report
-from ftckpt.commands.sections import Additions, PageSection
-from ftckpt.commands.timeline import read_timeline
+from ftckpt.cli.attempts import Age
+from ftckpt.cli.event_log import MOST_LINE_BYTES, event_logs
+from ftckpt.cli.history import read_history
+from ftckpt.cli.main import main
+from ftckpt.cli.recovery import PARTS, ascending_runs
+from ftckpt.cli.report import render, write_report
+from ftckpt.cli.sections import Additions, PageSection
+from ftckpt.cli.timeline import read_timeline
 from ftckpt.errors import EventLogError
 from ftckpt.events import EVENTS
-from ftckpt.job.start import conditions
+from ftckpt.session.start import conditions
 from tests.support.errors import lacks, raises
 from tests.support.run_logs import EPOCH, LINE, PROTECTION, Logs, RunLogs, check_page
 

@@ -17,6 +17,11 @@ from test_load import run_ranks
 
 from ftckpt.errors import ConfigError, LostError, MismatchError, StorageError
 from ftckpt.group import Group
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import list_arenas, node_directory
+from ftckpt.memory.lineage_file import read_lineage, write_lineage
+from ftckpt.memory.package import list_packages
+from ftckpt.memory.parity_file import list_parity, parity_path
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.lineage import NO_CHECKPOINT, NO_REQUEST, UNKNOWN, Branch, Lineage, LoadedCheckpoint, Request
@@ -27,17 +32,12 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.files import FileStorage
-from ftckpt.restore import shelf
-from ftckpt.restore.build import Build
-from ftckpt.restore.choice import Decision
+from ftckpt.restore import storage_catalog
+from ftckpt.restore.decide import Decision
+from ftckpt.restore.direct_read import DirectReader
 from ftckpt.restore.load import Traffic
 from ftckpt.restore.restart import Restart
-from ftckpt.restore.straight import StraightFetch
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import list_arenas, node_directory
-from ftckpt.store.lineage_file import read_lineage, write_lineage
-from ftckpt.store.package import list_packages
-from ftckpt.store.parity_file import list_parity, parity_path
+from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import raises
 from tests.support.flips import flip
 from tests.support.protected import LINEAGE, Job, build, contents, flip_chunk, slot_of
@@ -167,7 +167,7 @@ def test_a_rebuild_that_fails_has_not_taken_what_comes_in_its_place(
         slot = slot_of(arena, 5)
         arena.control.begin(slot)
         arena.control.seal(slot, SnapshotId(bytes(16), 4))
-    monkeypatch.setattr(Build, "check", lambda self, chunk: False)
+    monkeypatch.setattr(ShardReconstruction, "check", lambda self, chunk: False)
     starts = restart(job.topology, job.node_dir)
     assert all(start.decision is not None and start.decision.snapshot.iteration == 3 for start in starts)
     assert [contents(job, rank, 3) for rank in range(3)] == wanted
@@ -449,7 +449,7 @@ def test_what_was_loaded_counts_for_the_newest_only_where_storage_is_seen(
 
     job = trained(arena_root, FIRST, 250)
     with monkeypatch.context() as patch:
-        patch.setattr(shelf, "_PATIENCE_SECS", 0.01)
+        patch.setattr(storage_catalog, "_PATIENCE_SECS", 0.01)
         patch.setattr(FileStorage, "list", failing)
         with raises(StorageError, "Input/output"):
             restart(job.topology, job.node_dir, loaded=ONE(300), storage=str(tmp_path))
@@ -603,13 +603,13 @@ def test_only_beside_its_own_layout_is_a_snapshot_proven_on_the_way(
         with monkeypatch.context() as patch:  # before the job was restarted in another layout
             patch.setattr(f"{__name__}.LINEAGE", b"before".ljust(16))
             Model(arena_root, ("a",)).write(3)
-    brought, bring = list[StraightFetch](), StraightFetch.bring
+    brought, bring = list[DirectReader](), DirectReader.bring
 
-    def told(fetch: StraightFetch, end_part: Callable[[str], None]) -> Traffic:
+    def told(fetch: DirectReader, end_part: Callable[[str], None]) -> Traffic:
         brought.append(fetch)
         return bring(fetch, end_part)
 
-    monkeypatch.setattr(StraightFetch, "bring", told)
+    monkeypatch.setattr(DirectReader, "bring", told)
     states, _ = loaded(model, unproven=True)
     assert len(brought) == (0 if others else 2)
     assert [tensors(state) for state in states] == [[v.tolist() for v in model.values(rank)] for rank in range(2)]

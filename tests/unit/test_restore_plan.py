@@ -14,9 +14,9 @@ from numpy.lib.stride_tricks import as_strided
 
 from ftckpt.errors import CorruptError, LostError
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.restore import offers as indexing
-from ftckpt.restore.offers import Index, Offer, bounds, encode_table, row_of
+from ftckpt.restore import tensor_index as indexing
 from ftckpt.restore.plan import ReadItem, StridedCopy, cut, in_bytes, overlap, plan, regions, run, simplified, stream
+from ftckpt.restore.tensor_index import Index, ShardEntry, bounds, encode_table, row_of
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -93,9 +93,9 @@ def apply(reads: Sequence[ReadItem], needs: Sequence[Fragment]) -> tuple[list[np
 def test_any_partition_fills_any_other(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     sources, needs = data.draw(grids(shape)), data.draw(grids(shape))
-    offers = [Offer(i, f, 0) for i, f in enumerate(sources)]
-    offers += [Offer(i, f, 0) for i, f in enumerate(sources) if data.draw(st.booleans())]  # replicas
-    offers += [Offer(99, f, 0) for f in data.draw(st.lists(parts(shape), max_size=3))]  # of other shapes
+    offers = [ShardEntry(i, f, 0) for i, f in enumerate(sources)]
+    offers += [ShardEntry(i, f, 0) for i, f in enumerate(sources) if data.draw(st.booleans())]  # replicas
+    offers += [ShardEntry(99, f, 0) for f in data.draw(st.lists(parts(shape), max_size=3))]  # of other shapes
     needs += data.draw(st.lists(parts(shape), max_size=2))
     offers = data.draw(st.permutations(offers))
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +123,7 @@ def test_a_missing_part_is_named(data: st.DataObject) -> None:
     shape = data.draw(SHAPES.filter(lambda s: math.prod(s) > 1))
     sources, needs = data.draw(grids(shape)), data.draw(grids(shape))
     dropped = data.draw(st.integers(0, len(sources) - 1))
-    offers = [Offer(0, f, 0) for i, f in enumerate(sources) if i != dropped]
+    offers = [ShardEntry(0, f, 0) for i, f in enumerate(sources) if i != dropped]
     with pytest.raises(LostError, match="w\\["):
         plan(offers, needs, cost=lambda source: 0)
 
@@ -134,7 +134,7 @@ def test_padding_is_neither_read_nor_touched(data: st.DataObject) -> None:
     inner = data.draw(st.lists(st.integers(1, 4), max_size=2).map(tuple))
     old, new = ((data.draw(st.integers(1, 7)), *inner) for _ in range(2))
     sources, needs = data.draw(grids(old)), data.draw(grids(new))
-    reads = plan([Offer(i, f, 0) for i, f in enumerate(sources)], needs, lambda source: 0, frozenset({"w"}))
+    reads = plan([ShardEntry(i, f, 0) for i, f in enumerate(sources)], needs, lambda source: 0, frozenset({"w"}))
     got, written = apply(reads, needs)
     rows = math.prod(inner) * min(old[0], new[0])
     for need, filled, count in zip(needs, got, written, strict=True):
@@ -150,10 +150,10 @@ def test_padding_is_for_named_keys_and_the_first_dimension() -> None:
     padded = frozenset({"w"})
     for have, need in [(whole(8, 4), whole(8, 6)), (whole(8), whole(8, 1)), (whole(8, key="v"), whole(6, key="v"))]:
         with pytest.raises(LostError):
-            plan([Offer(0, have, 0)], [need], lambda source: 0, padded)
+            plan([ShardEntry(0, have, 0)], [need], lambda source: 0, padded)
     lacking = whole(8, 4).part(0, 16)
     with pytest.raises(LostError):  # rows that the source's shape has are needed
-        plan([Offer(0, lacking, 0)], [whole(6, 4)], lambda source: 0, padded)
+        plan([ShardEntry(0, lacking, 0)], [whole(6, 4)], lambda source: 0, padded)
 
 
 @given(st.data())
@@ -248,13 +248,13 @@ def whole(key: str = "w") -> Fragment:
 
 
 def test_the_cheapest_source_wins() -> None:
-    reads = plan([Offer(0, whole(), 0), Offer(1, whole(), 0)], [whole()], cost=lambda source: 1 - source)
+    reads = plan([ShardEntry(0, whole(), 0), ShardEntry(1, whole(), 0)], [whole()], cost=lambda source: 1 - source)
     assert [read.offer.source for read in reads] == [1]
 
 
 def test_sources_that_cost_the_same_are_read_alike_and_in_turn() -> None:
     keys = [f"w{number}" for number in range(8)]
-    index = Index(Offer(source, whole(key), 0) for source in range(4) for key in keys)
+    index = Index(ShardEntry(source, whole(key), 0) for source in range(4) for key in keys)
     for turn in range(4):
         reads = plan(index, [whole(key) for key in keys], cost=lambda source: 0, turn=turn)
         sources = [read.offer.source for read in reads]
@@ -273,7 +273,7 @@ def test_of_what_several_shards_hold_alike_all_ranks_take_that_of_the_first(
     index = Index(once=True)
     index.add_tables(((n, encode_table(have, [0] * len(have))) for n, have in enumerate(held)), lambda key: key)
     for source in range(4):  # proven alike before anything is read: the nearest does
-        index.add(Offer(source, whole("u"), 0))
+        index.add(ShardEntry(source, whole("u"), 0))
     for turn in range(4):
         reads = plan(index, [whole(), whole("v"), whole("u")], cost=lambda source: -source, turn=turn)
         assert {(read.need, read.offer.source) for read in reads} == {(0, 0), (0, 1), (1, 1), (2, 3)}
@@ -281,8 +281,8 @@ def test_of_what_several_shards_hold_alike_all_ranks_take_that_of_the_first(
 
 def test_another_dtype_or_shape_is_no_source() -> None:
     wrong = [
-        Offer(0, Fragment.whole("w", "BF16", (8,), Box((0,), (8,))), 0),
-        Offer(1, Fragment.whole("w", "F32", (16,), Box((0,), (16,))), 0),
+        ShardEntry(0, Fragment.whole("w", "BF16", (8,), Box((0,), (8,))), 0),
+        ShardEntry(1, Fragment.whole("w", "F32", (16,), Box((0,), (16,))), 0),
     ]
     with pytest.raises(LostError):
         plan(wrong, [whole()], cost=lambda source: 0)
@@ -297,7 +297,7 @@ def test_only_wanted_keys_of_a_table_are_looked_at() -> None:
     index.add_tables(tables, lambda key: "u" if key == "v1" else None)
     assert index.shapes("w", "F32") == index.shapes("v0", "F32") == index.shapes("v1", "F32") == frozenset()
     reads = plan(index, [whole("u")], cost=lambda source: -source)
-    assert [read.offer for read in reads] == [Offer(3, whole("u"), 128)]
+    assert [read.offer for read in reads] == [ShardEntry(3, whole("u"), 128)]
 
 
 @pytest.mark.parametrize(

@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 from test_load import run_ranks
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
-from ftckpt.job.protection import Arrangement
+from ftckpt.memory import ledger, parity_file
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.directory import list_arenas
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.ledger import give_up, in_use
+from ftckpt.memory.package import package_path
+from ftckpt.memory.parity_file import ParityFile, list_parity, parity_path
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import mirrors
 from ftckpt.parity.modes import Modes
-from ftckpt.restore.choice import Decision, Findings, Query, decide, worth_keeping
-from ftckpt.restore.inventory import ArenaReport, Inventory, PackageReport, Shield, SlotReport
+from ftckpt.restore.decide import Decision, Findings, Query, decide, worth_keeping
+from ftckpt.restore.inventory import ArenaReport, Inventory, PackageReport, SlotReport, SnapshotProtection
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.repair import Need, make_room
-from ftckpt.store import ledger, parity_file
-from ftckpt.store.arena import Arena
-from ftckpt.store.damage import Damage
-from ftckpt.store.directory import list_arenas
-from ftckpt.store.image import SlotImage
-from ftckpt.store.ledger import give_up, in_use
-from ftckpt.store.package import package_path
-from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
+from ftckpt.session.protection import Arrangement
 from tests.support import choosing, protected
 from tests.support.errors import raises
 from tests.support.protected import LINEAGE, Job, build, contents
@@ -88,14 +88,14 @@ def test_no_decision_that_follows_uses_what_is_not_needed(
         chosen = decision.snapshot
         if isinstance(decision, Query):  # it may be rebuilt, or not
             findings.given_up[chosen] = "no"
-            findings.shields[chosen] = Shield()
+            findings.shields[chosen] = SnapshotProtection()
         if kept is None:
             with_newer, kept = worth_keeping(inventory, topology, chosen)
             assert kept <= with_newer and all(snapshot.iteration > chosen.iteration for snapshot in with_newer - kept)
         assert chosen in kept
         if isinstance(decision, Decision):
             worse = data.draw(st.sets(st.sampled_from(sorted(set(slots_there) - set(findings.damage))), min_size=1))
-            findings.damage.update(dict.fromkeys(worse, Damage(reason="corrupt")))
+            findings.damage.update(dict.fromkeys(worse, Corruption(reason="corrupt")))
 
 
 # --- what is freed ---

@@ -23,7 +23,7 @@ from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, surplus, unpin, voided
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
-from ftckpt.restore.shelf import _hold, _read
+from ftckpt.restore.storage_catalog import _hold, _read
 from tests.support.errors import lacks, raises
 from tests.support.s3_server import BUCKET
 from tests.support.smp_nodes import Seen

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture.sample import SAMPLE_BYTES, ends_of, num_positions, reduced, slices
-from ftckpt.job.cadence import ReplicaTrust
 from ftckpt.model.replicas import CUT_BYTES
 from ftckpt.model.sampled import Comparison, SampleOutcome, position_of
+from ftckpt.session.cadence import ReplicaTrust
 
 
 @given(st.lists(st.integers(0, 700), max_size=12), st.integers(1, 40))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.windows.schedule import Orders, Step, pipeline_orders, pipeline_places, step_times
+from ftckpt.schedule.pipeline import Orders, Step, pipeline_orders, pipeline_places, step_times
 
 LENGTHS = {"forward": 1, "backward": 2}
 

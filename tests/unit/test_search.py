@@ -7,12 +7,12 @@ from typing import Any
 
 from test_load import run_ranks
 
+from ftckpt.memory.control_block import SlotState
+from ftckpt.memory.corruption import Corruption
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.restore.choice import Decision
+from ftckpt.restore.decide import Decision
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.search import Search
-from ftckpt.store.control import SlotState
-from ftckpt.store.damage import Damage
 
 RANKS = 3
 SNAPSHOT = SnapshotId(b"1" * 16, 5)
@@ -28,8 +28,8 @@ class FakeArena:
     def state(self, slot: int) -> SlotState:
         return SlotState.SEALED
 
-    def verify(self, slot: int, progress: Any = None, hashes_of: Any = None) -> Damage:
-        return Damage() if self._good else Damage((0,))
+    def verify(self, slot: int, progress: Any = None, hashes_of: Any = None) -> Corruption:
+        return Corruption() if self._good else Corruption((0,))
 
     def unchecked(self, slot: int) -> bool:
         return False

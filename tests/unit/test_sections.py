@@ -21,6 +21,7 @@ from ftckpt.capture.copier import copy_chunk
 from ftckpt.capture.redundancy import Redundancy, SharePlan, SlotParts, burden, lay_out
 from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.group import Group
+from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import CUT_BYTES, ReplicaSets, identity
@@ -29,7 +30,6 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.groups import ParityGroup, slot_groups
 from ftckpt.parity.stripes import stripes
-from ftckpt.store.image import SlotImage
 from tests.support.errors import raises
 
 TYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Doubt, IntervalConclusion
-from ftckpt.job.agreement import Coverage, Verdict
-from ftckpt.job.cadence import Interval, Proofs
-from ftckpt.job.session import RankState
-from ftckpt.job.targets import ProtectionStatus, Targets
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.session.actions import Divergence, IntervalConclusion
+from ftckpt.session.cadence import Interval, Proofs
+from ftckpt.session.protection_scheduler import ProtectionScheduler, ProtectionStatus
+from ftckpt.session.session import RankState
+from ftckpt.session.vote import TaskState, VoteResult
 
 LINEAGE = b"l" * 16
 NOW_SECS = 100.0
@@ -22,53 +22,53 @@ NOW_SECS = 100.0
 numbers = itertools.count(1)
 
 
-def verdict(whole: int, target: int = -1, cover: Coverage = Coverage.READY) -> Verdict:
+def verdict(whole: int, target: int = -1, cover: TaskState = TaskState.READY) -> VoteResult:
     """Of the round of one more snapshot."""
-    return Verdict(next(numbers), whole, target=target, cover=cover)
+    return VoteResult(next(numbers), whole, target=target, cover=cover)
 
 
 def at(iteration: int) -> SnapshotId:
     return SnapshotId(LINEAGE, iteration)
 
 
-def learn(targets: Targets, *verdicts: Verdict) -> list[str]:
+def learn(targets: ProtectionScheduler, *verdicts: VoteResult) -> list[str]:
     """The events of what happens to targets."""
     return [news.event for verdict in verdicts for news in targets.learn(verdict, LINEAGE, NOW_SECS)]
 
 
-def kept(targets: Targets) -> set[SnapshotId]:
+def kept(targets: ProtectionScheduler) -> set[SnapshotId]:
     return {snapshot for snapshot in (targets.protected, targets.target) if snapshot is not None}
 
 
 def test_a_whole_snapshot_is_the_target_until_all_have_covered_it() -> None:
-    targets = Targets(1)
+    targets = ProtectionScheduler(1)
     learn(targets, verdict(4))
     assert targets.target == at(4) and targets.protected is None
-    assert learn(targets, verdict(5, 4, Coverage.WORKING)) == [] and kept(targets) == {at(4)}
+    assert learn(targets, verdict(5, 4, TaskState.WORKING)) == [] and kept(targets) == {at(4)}
     assert learn(targets, verdict(6, 4)) == ["protected"]
     assert targets.protected == at(4) and targets.target == at(6)
 
 
 def test_a_target_that_cannot_be_covered_is_given_up_and_the_protected_one_stays() -> None:
-    targets = Targets(1)
+    targets = ProtectionScheduler(1)
     learn(targets, verdict(4), verdict(5, 4))
-    assert learn(targets, verdict(6, 5, Coverage.CANNOT), verdict(7)) == ["not_protected"]
+    assert learn(targets, verdict(6, 5, TaskState.CANNOT), verdict(7)) == ["not_protected"]
     assert targets.protected == at(4) and targets.target == at(7) and targets.degraded
-    assert learn(targets, verdict(8, 7, Coverage.CANNOT)) == [], "one event for all that fail in a row"
+    assert learn(targets, verdict(8, 7, TaskState.CANNOT)) == [], "one event for all that fail in a row"
     assert learn(targets, verdict(9), verdict(10, 9)) == ["protected"] and not targets.degraded
 
 
 def test_what_was_given_up_is_not_tried_again_before_there_is_a_newer_one() -> None:
-    targets = Targets(1)
-    learn(targets, verdict(4), verdict(4, 4, Coverage.CANNOT), verdict(4), verdict(4))
+    targets = ProtectionScheduler(1)
+    learn(targets, verdict(4), verdict(4, 4, TaskState.CANNOT), verdict(4), verdict(4))
     assert targets.target is None and not targets.pending
     learn(targets, verdict(5))
     assert targets.target == at(5) and targets.pending
 
 
 def test_no_target_is_chosen_while_a_node_could_not_protect_it() -> None:
-    targets = Targets(1)
-    learn(targets, verdict(4), verdict(5, 4, Coverage.CANNOT), verdict(6, -1, Coverage.CANNOT))
+    targets = ProtectionScheduler(1)
+    learn(targets, verdict(4), verdict(5, 4, TaskState.CANNOT), verdict(6, -1, TaskState.CANNOT))
     assert targets.target is None and kept(targets) == set()
     learn(targets, verdict(7))
     assert targets.target == at(7)
@@ -78,49 +78,49 @@ def test_no_target_is_chosen_while_a_node_could_not_protect_it() -> None:
 
 
 def test_a_verdict_about_an_older_target_settles_nothing() -> None:
-    targets = Targets(1)
+    targets = ProtectionScheduler(1)
     learn(targets, verdict(4), verdict(5, 4), verdict(6, 4))
     assert targets.protected == at(4) and targets.target == at(5)
 
 
 def test_each_kth_snapshot_is_a_target_and_the_first_one_too() -> None:
-    targets, chosen = Targets(3), []
+    targets, chosen = ProtectionScheduler(3), []
     for iteration in range(12):
         target = targets.target
         learn(targets, verdict(iteration, target.iteration if target else -1))
         if targets.target is not None:
             chosen.append(targets.target.iteration)
     assert chosen == [0, 3, 6, 9]
-    targets, rounds = Targets(3), [verdict(0), verdict(1, 0), verdict(2)]
+    targets, rounds = ProtectionScheduler(3), [verdict(0), verdict(1, 0), verdict(2)]
     learn(targets, *rounds, *rounds[2:] * 3)
     assert targets.protected == at(0) and targets.target is None, "rounds of one snapshot count as one"
 
 
 def test_without_protection_there_is_no_target() -> None:
-    targets = Targets(0)
+    targets = ProtectionScheduler(0)
     assert learn(targets, verdict(4), verdict(5)) == [] and kept(targets) == set()
 
 
 def test_a_restored_snapshot_is_the_first_target_and_what_was_protected_before_stays() -> None:
     older, old = SnapshotId(b"o" * 16, 7), SnapshotId(b"o" * 16, 9)
-    targets = Targets(1, protected=older, target=old)
-    learn(targets, verdict(10, 9, Coverage.WORKING))
+    targets = ProtectionScheduler(1, protected=older, target=old)
+    learn(targets, verdict(10, 9, TaskState.WORKING))
     assert kept(targets) == {older, old}
     learn(targets, verdict(11, 9))
     assert targets.protected == old and targets.target == at(11)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from(Coverage)), max_size=30), st.integers(1, 3), st.data())
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from(TaskState)), max_size=30), st.integers(1, 3), st.data())
 def test_verdicts_read_at_once_lead_to_the_same_as_one_by_one(
-    rounds: list[tuple[bool, Coverage]], interval: int, data: st.DataObject
+    rounds: list[tuple[bool, TaskState]], interval: int, data: st.DataObject
 ) -> None:
     """A rank that reads late comes to where the others are."""
-    one, verdicts = Targets(interval), []
+    one, verdicts = ProtectionScheduler(interval), []
     for iteration, (alike, cover) in enumerate(rounds):
         target = one.target
         verdicts.append(verdict(iteration if alike else -1, target.iteration if target else -1, cover))
         learn(one, verdicts[-1])
-    other = Targets(interval)
+    other = ProtectionScheduler(interval)
     cut = data.draw(st.integers(0, len(verdicts)))
     learn(other, *verdicts[:cut])
     learn(other, *verdicts[cut:])
@@ -131,53 +131,53 @@ GUARDING = ProtectionStatus(alive=True, configured=True, sealed=True)
 
 
 def test_how_far_a_node_is_with_the_target() -> None:
-    targets = Targets(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
-    assert targets.report(GUARDING, NOW_SECS) == (4, Coverage.WORKING)
-    assert targets.report(GUARDING._replace(covered=True), NOW_SECS) == (4, Coverage.READY)
+    targets = ProtectionScheduler(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
+    assert targets.report(GUARDING, NOW_SECS) == (4, TaskState.WORKING)
+    assert targets.report(GUARDING._replace(covered=True), NOW_SECS) == (4, TaskState.READY)
     for trouble in ({"alive": False}, {"configured": False}, {"sealed": False}, {"gave_up": True}):
-        assert targets.report(GUARDING._replace(**trouble), NOW_SECS) == (4, Coverage.CANNOT), trouble
+        assert targets.report(GUARDING._replace(**trouble), NOW_SECS) == (4, TaskState.CANNOT), trouble
     covered = GUARDING._replace(covered=True)
-    assert targets.report(covered._replace(alive=False), NOW_SECS) == (4, Coverage.READY), "what is covered stays so"
-    assert targets.report(covered._replace(configured=False), NOW_SECS) == (4, Coverage.CANNOT), "by other groups"
+    assert targets.report(covered._replace(alive=False), NOW_SECS) == (4, TaskState.READY), "what is covered stays so"
+    assert targets.report(covered._replace(configured=False), NOW_SECS) == (4, TaskState.CANNOT), "by other groups"
 
 
 def test_after_a_target_that_took_too_long_a_node_rests() -> None:
-    targets = Targets(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
-    assert targets.report(GUARDING, NOW_SECS + 30.0) == (4, Coverage.WORKING)
-    assert targets.report(GUARDING, NOW_SECS + 31.0) == (4, Coverage.CANNOT)
+    targets = ProtectionScheduler(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
+    assert targets.report(GUARDING, NOW_SECS + 30.0) == (4, TaskState.WORKING)
+    assert targets.report(GUARDING, NOW_SECS + 31.0) == (4, TaskState.CANNOT)
     targets.target = None
-    assert targets.report(GUARDING, NOW_SECS + 90.0) == (-1, Coverage.CANNOT)
-    assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, Coverage.READY)
+    assert targets.report(GUARDING, NOW_SECS + 90.0) == (-1, TaskState.CANNOT)
+    assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, TaskState.READY)
 
 
 def test_a_target_for_which_the_network_needs_longer_is_waited_for() -> None:
-    targets = Targets(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
+    targets = ProtectionScheduler(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
     slow = GUARDING._replace(wait_secs=400.0)
-    assert targets.report(slow, NOW_SECS + 399.0) == (4, Coverage.WORKING)
-    assert targets.report(slow, NOW_SECS + 401.0) == (4, Coverage.CANNOT)
+    assert targets.report(slow, NOW_SECS + 399.0) == (4, TaskState.WORKING)
+    assert targets.report(slow, NOW_SECS + 401.0) == (4, TaskState.CANNOT)
     targets.target = None
-    assert targets.report(slow, NOW_SECS + 1200.0) == (-1, Coverage.CANNOT), "it rests as much longer"
+    assert targets.report(slow, NOW_SECS + 1200.0) == (-1, TaskState.CANNOT), "it rests as much longer"
 
 
 def test_a_node_that_has_taken_its_share_of_the_cores_rests_once_anything_is_protected() -> None:
-    targets, resting = Targets(1), GUARDING._replace(covered=True, rests=True)
+    targets, resting = ProtectionScheduler(1), GUARDING._replace(covered=True, rests=True)
     targets.protected, targets.target, targets.chosen_secs = at(3), at(4), NOW_SECS
-    assert targets.report(resting, NOW_SECS) == (4, Coverage.DONE)
+    assert targets.report(resting, NOW_SECS) == (4, TaskState.DONE)
     targets.target = None
-    assert targets.report(resting, NOW_SECS) == (-1, Coverage.DONE)
-    assert targets.report(resting._replace(rests=False), NOW_SECS) == (-1, Coverage.READY)
-    assert targets.report(resting._replace(alive=False), NOW_SECS) == (-1, Coverage.CANNOT)
+    assert targets.report(resting, NOW_SECS) == (-1, TaskState.DONE)
+    assert targets.report(resting._replace(rests=False), NOW_SECS) == (-1, TaskState.READY)
+    assert targets.report(resting._replace(alive=False), NOW_SECS) == (-1, TaskState.CANNOT)
     targets.protected = None
-    assert targets.report(resting, NOW_SECS) == (-1, Coverage.READY), "nothing is protected yet"
+    assert targets.report(resting, NOW_SECS) == (-1, TaskState.READY), "nothing is protected yet"
 
 
 def test_protection_that_is_behind_is_logged_once_until_it_is_in_time_again() -> None:
     """Each of these snapshots takes so many seconds from the moment when it is chosen."""
-    targets, number, now_secs, logged = Targets(1, timeout_secs=120.0), 0, NOW_SECS, []
+    targets, number, now_secs, logged = ProtectionScheduler(1, timeout_secs=120.0), 0, NOW_SECS, []
     learn(targets, verdict(number))
     for index, took_secs in enumerate((20, 20, 40, 50, 20, 40, 10, 40)):
         now_secs += took_secs
-        for cover in (Coverage.WORKING, Coverage.READY):
+        for cover in (TaskState.WORKING, TaskState.READY):
             number += 1
             assert targets.target is not None
             news = targets.learn(verdict(number, targets.target.iteration, cover), LINEAGE, now_secs)
@@ -186,10 +186,10 @@ def test_protection_that_is_behind_is_logged_once_until_it_is_in_time_again() ->
 
 
 def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
-    targets = Targets(1, timeout_secs=30.0)
+    targets = ProtectionScheduler(1, timeout_secs=30.0)
     learn(targets, verdict(4))
-    assert learn(targets, verdict(5, 4, Coverage.DONE)) == ["protected"] and kept(targets) == {at(4)}
-    resting = [(verdict(n, cover=Coverage.DONE), NOW_SECS + n) for n in range(6, 20)]
+    assert learn(targets, verdict(5, 4, TaskState.DONE)) == ["protected"] and kept(targets) == {at(4)}
+    resting = [(verdict(n, cover=TaskState.DONE), NOW_SECS + n) for n in range(6, 20)]
     assert [news.event for v, secs in resting for news in targets.learn(v, LINEAGE, secs)] == []
     assert targets.target is None
     learn(targets, verdict(20))
@@ -198,8 +198,8 @@ def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
 
 def test_that_none_can_be_protected_for_long_is_told_once() -> None:
     """As where no signs of life are shared: no target is ever chosen, so that none is given up."""
-    targets = Targets(1, timeout_secs=30.0)
-    later = [(verdict(n, cover=Coverage.CANNOT), NOW_SECS + 10 * n) for n in range(1, 12)]
+    targets = ProtectionScheduler(1, timeout_secs=30.0)
+    later = [(verdict(n, cover=TaskState.CANNOT), NOW_SECS + 10 * n) for n in range(1, 12)]
     told = [(n.event, n.fields["iteration"]) for v, secs in later for n in targets.learn(v, LINEAGE, secs)]
     assert told == [("not_protected", 5)]
     assert learn(targets, verdict(12)) == [] and targets.target == at(12)
@@ -249,7 +249,7 @@ def test_what_was_taken_since_all_was_the_same_is_in_doubt_where_a_proof_finds_a
         found.append(state.mistrust())
         if iteration == 2:
             state.proved(stepped=True, changed=False, new_arenas=False)
-    assert found == [[], [Doubt(-1, 1)], [], [Doubt(2, 3)], [Doubt(2, 4)]]
+    assert found == [[], [Divergence(-1, 1)], [], [Divergence(2, 3)], [Divergence(2, 4)]]
 
 
 def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:
@@ -293,6 +293,6 @@ def test_only_what_was_concluded_is_kept_for_the_next_attempt() -> None:
     state.begin(LINEAGE, None, 0.0)
     kept = []
     for stretch, cost in ((1, -1), (6, -1), (6, -1), (6, 60_000), (6, 60_000), (1, 5_000)):
-        actions = state.learn([Verdict(next(numbers), -1, stretch=stretch, cost=cost)], 0.0)
+        actions = state.learn([VoteResult(next(numbers), -1, stretch=stretch, cost=cost)], 0.0)
         kept.append([action.interval for action in actions if isinstance(action, IntervalConclusion)])
     assert kept == [[], [], [], [6], [], [1]]

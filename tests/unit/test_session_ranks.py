@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Doubt, Skip, Take
-from ftckpt.job.agreement import Verdict, Will
-from ftckpt.job.session import RankState
-from ftckpt.job.targets import ProtectionStatus
-from ftckpt.job.votes import Votes, VoteStep
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.windows.cost import Wish
+from ftckpt.schedule.cost import IntervalRequest
+from ftckpt.session.actions import Divergence, SkipSnapshot, TakeSnapshot
+from ftckpt.session.protection_scheduler import ProtectionStatus
+from ftckpt.session.session import RankState
+from ftckpt.session.vote import Readiness, VoteResult
+from ftckpt.session.vote_schedule import VoteSchedule, VoteStep
 from tests.support.ranks import CALM, Fate, Job
 
 Order = Callable[[int], int]
@@ -191,7 +191,7 @@ def test_nothing_is_taken_of_what_a_proof_has_shown_to_be_wrong() -> None:
         ranks.iterate([CALM, CALM], in_order)
     ranks.changed_replicas = True
     ranks.iterate([CALM, Fate(impatient=True)], lambda num_ready: num_ready - 1)
-    assert ranks.wrong and not isinstance(ranks.ranks[0].decision, Take)
+    assert ranks.wrong and not isinstance(ranks.ranks[0].decision, TakeSnapshot)
     for _ in range(4):
         ranks.iterate([CALM, CALM], in_order)
         if not ranks.wrong:
@@ -241,7 +241,7 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow(interv
         if state.off:
             break
         while state.owes_round:
-            state.posted(state.round_to_post(None, Will.GO, Wish(), ProtectionStatus(), 0.0))
+            state.posted(state.round_to_post(None, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0))
             num_posted += 1
         if not state.boundary(iteration):
             continue
@@ -259,16 +259,16 @@ def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
     state.begin(b"1" * 16, None, 0.0)
     state.boundary(1)
     state.agree()
-    assert isinstance(state.take(has_room=True), Take)
+    assert isinstance(state.take(has_room=True), TakeSnapshot)
     one = SnapshotId(b"1" * 16, 1)
-    state.posted(state.round_to_post(one, Will.GO, Wish(), ProtectionStatus(), 0.0))
+    state.posted(state.round_to_post(one, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0))
     state.give_up("its step is captured")
     state.boundary(2)
-    state.learn([Verdict(1, 1, will=Will.GO)], 0.0)
+    state.learn([VoteResult(1, 1, will=Readiness.GO)], 0.0)
     state.agree()
-    assert isinstance(state.take(has_room=True), Skip)
-    last = state.round_to_post(one, Will.GO, Wish(), ProtectionStatus(), 0.0)
-    assert (last.newest, last.will) == (1, Will.OFF)
+    assert isinstance(state.take(has_room=True), SkipSnapshot)
+    last = state.round_to_post(one, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0)
+    assert (last.newest, last.will) == (1, Readiness.OFF)
 
 
 def test_a_drift_that_a_sample_shows_is_proven_by_all_and_what_came_since_the_last_match_is_doubtful() -> None:
@@ -287,7 +287,7 @@ def test_a_drift_that_a_sample_shows_is_proven_by_all_and_what_came_since_the_la
         train(ranks, 1)
         assert ranks.iteration < 33
     ranks.changed_replicas = False
-    assert {tuple(rank.doubts) for rank in ranks.ranks} == {(Doubt(18, 20),)}
+    assert {tuple(rank.doubts) for rank in ranks.ranks} == {(Divergence(18, 20),)}
     assert {rank.state.trusted for rank in ranks.ranks} == {ranks.iteration}
     progresses(ranks)
 
@@ -296,10 +296,10 @@ def test_copies_that_run_past_a_boundary_skip_its_snapshot_on_all_ranks_and_coun
     ranks = job(2)
     train(ranks, 9)
     ranks.iterate([CALM, Fate(copies="longer")], in_order)
-    assert {type(rank.decision) for rank in ranks.ranks} == {Skip}
+    assert {type(rank.decision) for rank in ranks.ranks} == {SkipSnapshot}
     assert {rank.state.whole for rank in ranks.ranks} == {SnapshotId(ranks.ranks[0].state.lineage, 8)}
     train(ranks, 1)
-    assert {type(rank.decision) for rank in ranks.ranks} == {Take}
+    assert {type(rank.decision) for rank in ranks.ranks} == {TakeSnapshot}
     assert {rank.state.whole for rank in ranks.ranks} == {SnapshotId(ranks.ranks[0].state.lineage, 9)}
 
 
@@ -341,14 +341,14 @@ def test_what_stays_unsettled_for_long_has_few_rounds_and_is_known_soon_after_it
 
 
 def test_steps_that_a_late_rank_has_missed_have_no_round() -> None:
-    votes = Votes()
+    votes = VoteSchedule()
     votes.boundary(1, due=True, pending=False)
     assert votes.next(pending=False) == VoteStep(1, 1, due=True)
     votes.posted()
     for _ in range(4):
         votes.boundary(1, due=False, pending=False)
     assert votes.next(pending=False) is None and votes.waits, "what the verdict leaves is not known"
-    votes.read(Verdict(1, 1, step=5))
+    votes.read(VoteResult(1, 1, step=5))
     assert votes.next(pending=True) is None and not votes.waits
     votes.boundary(1, due=False, pending=True)
     assert votes.next(pending=True) == VoteStep(6, 1, due=False)

@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import load
 
 from ftckpt.errors import CorruptError, DamagedError, StorageError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.image import parse_image
 from ftckpt.model.lineage import FIRST
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import PIECE_BYTES, ShardImage, StoredShard, StoredSnapshot, contents, files_of
-from ftckpt.store.arena import Arena
-from ftckpt.store.image import parse_image
 from tests.support.errors import raises
 from tests.support.protected import LINEAGE, Job, build, slot_of
 

@@ -21,7 +21,8 @@ from ftckpt.capture.assignment import Assignment, as_bytes, assign, content_hash
 from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.events import Events
 from ftckpt.group import Group
-from ftckpt.job.shard import Proof, Shard
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import arena_path
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import CUT_BYTES, Gather
@@ -29,11 +30,10 @@ from ftckpt.model.shares import MOST_BYTES, Run, bounded_capacities, choose, dea
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
-from ftckpt.restore.choice import Decision
+from ftckpt.restore.decide import Decision
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.restart import Restart
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import arena_path
+from ftckpt.session.shard import Proof, Shard
 from tests.support.errors import raises
 
 SIZE = 6

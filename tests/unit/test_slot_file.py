@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.memory import destinations
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.directory import node_directory
+from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore import slot_file
 from ftckpt.restore.slot_file import SlotFile, SlotShard
 from ftckpt.restore.threads import in_order
-from ftckpt.store import landings
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import node_directory
-from ftckpt.store.landings import LoadTarget
-from ftckpt.store.slots import slot_name
 from tests.support.errors import raises
 from tests.unit.test_arena_segment import MANIFEST, write
 
@@ -38,7 +38,7 @@ def test_a_chunk_has_the_same_checksum_by_calls(
     arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(landings, "_of_thread", threading.local())
+    monkeypatch.setattr(destinations, "_of_thread", threading.local())
     chunks = range(len(arena.image.chunks))
     with closing(SlotFile(arena, 0)) as file:
         hashes = [file.take(chunk) for chunk in chunks]
@@ -53,7 +53,7 @@ def test_what_is_wanted_of_a_chunk_comes_with_its_checksum(
     arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(landings, "_of_thread", threading.local())
+    monkeypatch.setattr(destinations, "_of_thread", threading.local())
     rng = random.Random(3)
     with closing(SlotFile(arena, 0)) as file:
         for chunk, span in list(enumerate(arena.image.chunks)) * 5:
@@ -104,15 +104,15 @@ def test_a_file_that_ends_early_is_an_error(arena: Arena) -> None:
 
 
 def test_memory_between_begins_with_a_page_and_is_of_one_process() -> None:
-    memory = landings.scratch(5000)
+    memory = destinations.scratch(5000)
     assert np.frombuffer(memory, np.uint8).ctypes.data % mmap.PAGESIZE == 0
-    assert len(memory) == 5000 and landings.scratch(10) is not memory
+    assert len(memory) == 5000 and destinations.scratch(10) is not memory
     memory[0] = 1
     if (child := os.fork()) == 0:
-        landings.scratch(10)[0] = 2
+        destinations.scratch(10)[0] = 2
         os._exit(0)
     os.waitpid(child, 0)
-    assert memory[0] == landings.scratch(10)[0] == 1
+    assert memory[0] == destinations.scratch(10)[0] == 1
 
 
 @pytest.mark.parametrize("threads", [1, 3])

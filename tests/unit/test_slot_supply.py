@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ftckpt.job.slot_supply import SlotSupply
+from ftckpt.memory import mapping
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import node_directory
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store import mapping
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import node_directory
+from ftckpt.session.slot_allocator import SlotAllocator
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
 from tests.support.waiting import until
 from tests.unit.test_arena_segment import MANIFEST
@@ -219,7 +219,7 @@ def test_slots_get_their_memory_when_all_ranks_are_through(arena_root: Path, mon
         return build(*args)
 
     monkeypatch.setattr(arena, "build", built)
-    supply = SlotSupply(arena, [1], None, None, through)
+    supply = SlotAllocator(arena, [1], None, None, through)
     assert asked.wait(SECS) and not begun
     go.set()
     until(lambda: supply.take() == [1], "it has its memory")

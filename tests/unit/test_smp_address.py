@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ftckpt.errors import ConfigError
-from ftckpt.job.addresses import listening_address, machine, nccl_names
-from ftckpt.job.node_smp import SECRET_BYTES, read_secret
+from ftckpt.session.addresses import listening_address, machine, nccl_names
+from ftckpt.session.node_smp import SECRET_BYTES, read_secret
 from tests.support.errors import lacks, raises
 
 
@@ -24,7 +24,7 @@ def test_one_machine_needs_only_loopback() -> None:
 IN_A_NETWORK = """
 import json, subprocess, sys
 from ftckpt.errors import ConfigError
-from ftckpt.job.addresses import interfaces, listening_address
+from ftckpt.session.addresses import interfaces, listening_address
 up, asked = json.loads(sys.argv[1])
 for line in up:
     subprocess.run(["ip", *line.split()], check=True)

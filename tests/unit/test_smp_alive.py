@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ftckpt.errors import SmpError
+from ftckpt.memory.locks import JOB_LOCK_NAME
 from ftckpt.smp import __main__ as smp_main
 from ftckpt.smp.requests import PersistRequest
-from ftckpt.store.locks import JOB_LOCK_NAME
 from tests.support.containers import rank_elsewhere
 from tests.support.smps import JOB, NODE, SmpSite, answers, site_at
 from tests.support.waiting import until
@@ -75,7 +75,7 @@ def test_nothing_is_saved_while_ranks_of_another_container_train(site: SmpSite, 
 
 
 def test_the_command_line_hands_both_on(site: SmpSite) -> None:
-    command = [word.replace("ftckpt.smp", "ftckpt.commands.main") for word in site.command()]
+    command = [word.replace("ftckpt.smp", "ftckpt.cli.main") for word in site.command()]
     command.insert(3, "smp")
     assert subprocess.run([*command, "--alive"], capture_output=True, check=False).returncode == 1
     client = site.start()

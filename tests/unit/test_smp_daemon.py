@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ftckpt.smp import daemon, living
+from ftckpt.smp import daemon, liveness
 from ftckpt.smp.daemon import Daemon
-from ftckpt.smp.duties import Duties
 from ftckpt.smp.server import Server
+from ftckpt.smp.task_queue import TaskQueue
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_a_look_that_fails_is_told_once_and_taken_again(
             raise OSError("vanished")
         return []
 
-    monkeypatch.setattr(living, "list_arenas", list_failing)
+    monkeypatch.setattr(liveness, "list_arenas", list_failing)
     monkeypatch.setattr(daemon, "_LOOK_SECS", 0.0)
     with caplog.at_level(logging.WARNING, "ftckpt"):
         Daemon(arena_root, "test", "node", idle_secs=1.0).run()
@@ -55,8 +55,8 @@ def test_a_loop_that_finds_nothing_to_do_looks_less_often(
     """And as often as before once there was something, or while what is under way waits for something."""
     waits: list[float] = []
     monkeypatch.setattr(daemon, "time", SimpleNamespace(monotonic=lambda: 5.0 + sum(waits), time=time.time))
-    monkeypatch.setattr(Duties, "step", lambda self, deadline: len(waits) == 20)
-    monkeypatch.setattr(Duties, "busy", busy)
+    monkeypatch.setattr(TaskQueue, "step", lambda self, deadline: len(waits) == 20)
+    monkeypatch.setattr(TaskQueue, "busy", busy)
 
     def poll(self: Server, timeout_secs: float) -> None:
         waits.append(timeout_secs)

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+from ftckpt.memory.directory import SMP_LOCK_NAME, node_directory
+from ftckpt.memory.locks import FileLock
 from ftckpt.smp.daemon import Daemon
 from ftckpt.smp.footprint import load_description, store_description
-from ftckpt.store.directory import SMP_LOCK_NAME, node_directory
-from ftckpt.store.locks import FileLock
 from tests.support.interpreters import run_python
 
 SCRIPT = """

@@ -12,8 +12,8 @@ import pytest
 from ftckpt.errors import SmpError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.inventory import NodeProtection, Problem
-from ftckpt.smp.duties import Duties
 from ftckpt.smp.reports import MarkHistory, packed, unpacked
+from ftckpt.smp.task_queue import TaskQueue
 
 ONE, OTHER = b"a" * 16, b"b" * 16
 
@@ -38,7 +38,7 @@ def marks_of(*whole: SnapshotId | None) -> SnapshotId | None:
     """What the SMP of a node takes for whole whose ranks have marked these."""
     controls = [SimpleNamespace(whole=lambda mark=mark: mark, protected=lambda: None) for mark in whole]
     arenas = [SimpleNamespace(mapped=SimpleNamespace(control=control)) for control in controls]
-    found, protected = Duties.marks(cast(Duties, SimpleNamespace(_arenas=SimpleNamespace(all=arenas))))
+    found, protected = TaskQueue.marks(cast(TaskQueue, SimpleNamespace(_arenas=SimpleNamespace(all=arenas))))
     assert protected is None
     return found
 

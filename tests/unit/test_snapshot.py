@@ -19,13 +19,13 @@ from ftckpt.capture.capture import Capture
 from ftckpt.capture.chunks import CopyPart
 from ftckpt.capture.copier import Flight, HostCopier
 from ftckpt.errors import CaptureError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import ControlBlock
+from ftckpt.memory.directory import node_directory
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Piece
-from ftckpt.store.arena import Arena
-from ftckpt.store.control import ControlBlock
-from ftckpt.store.directory import node_directory
 from tests.support.errors import raises
 from tests.support.waiting import until
 

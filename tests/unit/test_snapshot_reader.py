@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.convert import snapshots
-from ftckpt.convert.snapshots import SnapshotReader
 from ftckpt.errors import ConvertError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import retention, shard_file
 from ftckpt.persist.files import FileStorage
+from ftckpt.universal import snapshots
+from ftckpt.universal.snapshots import SnapshotReader
 from tests.support.errors import lacks, raises
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import CHUNK, LINEAGE

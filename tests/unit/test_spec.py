@@ -12,11 +12,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.convert.language.patterns import Pattern, evaluate, fill_template
-from ftckpt.convert.language.placing import BoxMap, LocalTensor, Placement, place
-from ftckpt.convert.language.spec import READY, Spec
 from ftckpt.errors import SpecError
 from ftckpt.model.fragment import Box
+from ftckpt.universal.language.patterns import Pattern, evaluate, fill_template
+from ftckpt.universal.language.placing import BoxMap, LocalTensor, Placement, place
+from ftckpt.universal.language.spec import READY, Spec
 from tests.support.errors import raises
 
 Held = list[tuple[LocalTensor, np.ndarray]]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from test_spec import at, placed
 
-from ftckpt.convert.language.placing import LocalTensor
-from ftckpt.convert.language.spec import Spec
 from ftckpt.model.fragment import Box
+from ftckpt.universal.language.placing import LocalTensor
+from ftckpt.universal.language.spec import Spec
 from tests.support.megatron_models import Model, build, fill, parallel
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default

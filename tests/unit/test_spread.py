@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.restore import exchange
-from ftckpt.restore.exchange import NAME_BYTES, name_of, part_of, sharers
+from ftckpt.restore import redistribute
 from ftckpt.restore.plan import StridedCopy, run
+from ftckpt.restore.redistribute import NAME_BYTES, name_of, part_of, sharers
 
 NAMES = [name_of(b"place", [run(number, 0, 4)]) for number in range(6)]
 
@@ -35,7 +35,7 @@ def test_half_a_name_is_not_the_name() -> None:
 def test_parts_fill_the_whole_and_are_of_a_size(name: bytes, nbytes: int, count: int, grain: int) -> None:
     ranks = tuple(range(3, 3 + 2 * count, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "GRAIN_BYTES", grain)
+        patch.setattr(redistribute, "GRAIN_BYTES", grain)
         parts = sorted(part_of(name, nbytes, ranks, rank) for rank in ranks)
     position = 0
     for begin, end in parts:

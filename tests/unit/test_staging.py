@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ftckpt.restore import staging as staging_module
-from ftckpt.restore.exchange import Strip
 from ftckpt.restore.load import _staged
+from ftckpt.restore.redistribute import Strip
 from ftckpt.restore.staging import StagingBuffers, free_pinned, pin_ahead
 from ftckpt.restore.threads import in_order
 from tests.support.fake_device import SECS, FakeDevice, install

@@ -9,12 +9,12 @@ from typing import cast
 
 import torch
 
+from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.image import Span
 from ftckpt.persist.shard_file import ShardFile
+from ftckpt.restore.direct_read import Part, begin_of, bring, chunks_of, reads_little_twice
 from ftckpt.restore.plan import StridedCopy, run
 from ftckpt.restore.staging import StagingBuffers
-from ftckpt.restore.straight import Part, begin_of, bring, chunks_of, reads_little_twice
-from ftckpt.store.image import Span
-from ftckpt.store.landings import LoadTarget
 
 
 class Image:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftckpt.commands.figures import merged, shown
-from ftckpt.commands.figures import timeline as drawn
-from ftckpt.commands.history import read_history
-from ftckpt.commands.sections import Additions, sections_of
-from ftckpt.commands.timeline import Copy, Timeline, parse_rank, read_timeline, trace_of
+from ftckpt.cli.figures import merged, shown
+from ftckpt.cli.figures import timeline as drawn
+from ftckpt.cli.history import read_history
+from ftckpt.cli.sections import Additions, sections_of
+from ftckpt.cli.timeline import Copy, Timeline, parse_rank, read_timeline, trace_of
 from ftckpt.errors import EventLogError
 from tests.support.errors import lacks, raises
 from tests.support.run_logs import CHUNK_BYTES, EPOCH, LINE, OPTIMIZER, Logs

@@ -12,9 +12,9 @@ import torch
 
 from ftckpt.capture import registration
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.store import mapping as mapping_module
-from ftckpt.store.mapping import Mapping, create_mapping, join_pages, open_mapping
-from ftckpt.windows.bubbles import Always
+from ftckpt.memory import mapping as mapping_module
+from ftckpt.memory.mapping import Mapping, create_mapping, join_pages, open_mapping
+from ftckpt.schedule.bubbles import Always
 from tests.support.waiting import until
 
 NBYTES = 8 << 20

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.windows.bubbles import Bubbles, Turn, WindowPlan
-from ftckpt.windows.iteration import IDLE, IterationForecast
+from ftckpt.schedule.bubbles import Bubbles, Turn, WindowPlan
+from ftckpt.schedule.iteration import IDLE, IterationForecast
 
 LONG_SECS = 20.0
 KINDS = ("start", "window", "forward", "window", "backward", "tail", "fence", "optimizer")

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from ftckpt.convert.arenas import ArenaReader, ShardFragment, recognises, without_doubles
-from ftckpt.convert.formats import ReadOptions, open_reader
 from ftckpt.errors import ConvertError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import list_arenas
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.arena import Arena
-from ftckpt.store.directory import list_arenas
+from ftckpt.universal.arenas import ArenaReader, ShardFragment, recognises, without_doubles
+from ftckpt.universal.formats import ReadOptions, open_reader
 from tests.support.errors import lacks, raises
 
 LINEAGE = b"l" * 16

@@ -24,13 +24,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ftckpt.array_types import Bytes
-from ftckpt.convert.catalog import Catalog, Get, Rows, Tensor, Unit, Writer
-from ftckpt.convert.consolidation import cast, deriving
-from ftckpt.convert.safetensors import TensorFile, WeightsWriter, by_role, header, pack, parse_header, strips
-from ftckpt.convert.storage import Destination, map_file
-from ftckpt.convert.universal import MANIFEST_NAME, OBJECTS_NAME, UniversalManifest, UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES
+from ftckpt.universal.catalog import Catalog, Get, Rows, Tensor, Unit, Writer
+from ftckpt.universal.consolidation import cast, deriving
+from ftckpt.universal.safetensors import TensorFile, WeightsWriter, by_role, header, pack, parse_header, strips
+from ftckpt.universal.storage import Destination, map_file
+from ftckpt.universal.universal_format import (
+    MANIFEST_NAME,
+    OBJECTS_NAME,
+    UniversalManifest,
+    UniversalReader,
+    UniversalWriter,
+)
 from tests.support.errors import raises
 from tests.support.flips import flip
 from tests.support.killing import replace_call
@@ -187,7 +193,7 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
     """Edit the manifest and make its checksum right again, as nobody but a test would."""
 
     def edit(path: Path) -> None:
-        from ftckpt.convert import universal as module
+        from ftckpt.universal import universal_format as module
 
         described = json.loads((path / MANIFEST_NAME).read_text())
         described.pop("checksum")

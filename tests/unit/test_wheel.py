@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import ftckpt
-from ftckpt.commands.init import KITS
+from ftckpt.cli.init import KITS
 from tests.support.errors import lacks
 from tests.support.repository import ROOT, files_in
 from tests.support.waiting import until

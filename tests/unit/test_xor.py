@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, split, xor_onto, xor_parts
 from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
-from ftckpt.windows.bubbles import Always
+from ftckpt.schedule.bubbles import Always
 
 TYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn]
 BEGIN, SIZE = 4096, 3000

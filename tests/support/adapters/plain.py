@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-import ftckpt.plain
+import ftckpt.torch
 from ftckpt.config import Config
-from ftckpt.plain.state import PlainState
+from ftckpt.torch.state import PlainState
 from tests.support.adapters import ScriptJob
 from tests.support.conformance.adapter import Adapter
 
@@ -40,7 +40,7 @@ class PlainJob(ScriptJob):
 
     def attach(self, config: Config) -> Any:
         job = self._job
-        job.checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, config)
+        job.checkpointer = ftckpt.torch.attach(job.model, job.optimizer, job.scheduler, job.objects, config)
         job.checkpointer.restore()
         return job.checkpointer
 

@@ -12,7 +12,7 @@ from ftckpt.model.training_state import TrainingState
 if TYPE_CHECKING:
     import torch
 
-    from ftckpt.job.checkpointer import Checkpointer
+    from ftckpt.session.checkpointer import Checkpointer
 
 
 class Job(Protocol):

@@ -12,9 +12,9 @@ import torch
 
 from ftckpt.capture.assignment import as_bytes, rule_holds
 from ftckpt.config import Config
-from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.training_state import Description, Piece
+from ftckpt.session.checkpointer import Checkpointer
 from tests.support import faults
 from tests.support.conformance.adapter import Adapter, Job
 

@@ -1,0 +1,175 @@
+"""``ftckpt check``: whether the machines of a job to come do what it will need of them, before it depends on it.
+
+Alone, or on every rank under torchrun, or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; the first
+rank prints what all of them have found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ftckpt.cli.check_host import arena_problem, look_at_host
+from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult
+from ftckpt.cli.options import add_arena, add_node_memory, size_of
+from ftckpt.errors import ConfigError, FtckptError, in_words
+from ftckpt.model import codec
+from ftckpt.model.text import aligned, listed
+
+_AREAS = ("host", "device", "network")
+
+
+def add_check(commands: Any) -> None:
+    """Add the sub-command to the parser of ``ftckpt``."""
+    parser = commands.add_parser(
+        "check", help="whether machines do what a job will need of them; run it as the job will run; status 1: no"
+    )
+    add_arena(parser)
+    add_node_memory(parser, "that a node needs, as ftckpt plan says, such as 400GiB: whether it is there")
+    parser.add_argument(
+        "--size", type=size_of("--size", "1MiB"), default="256MiB", metavar="SIZE",
+        help="state to copy from a device (default: %(default)s)",
+    )  # fmt: skip
+    for area in _AREAS:
+        what = f"look at the {area} alone, or with others that are named so"
+        parser.add_argument(f"--{area}", action="append_const", const=area, dest="only", help=what)
+    parser.add_argument(
+        "--smp-listen", default="", metavar="ADDRESS", help="where other nodes reach this one, as --ftckpt-smp-listen"
+    )
+    parser.add_argument("--rack", default="", metavar="LABEL", help="of this node, as --ftckpt-rack")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table and return the exit status: 1 where anything failed."""
+    if arguments.json is not None and int(os.environ.get("RANK", "0")) == 0:
+        _require_writable(arguments.json)
+    begin, rank, site, found = time.time(), int(os.environ.get("RANK", "0")), None, list[CheckResult]()
+    try:
+        site = _site(arguments)
+    except RuntimeError as error:
+        _tell(found, _lost(error))
+    else:
+        _find(arguments, site, found)
+    everything = {rank: found} if site is None else site.collect(found)
+    try:
+        if site is None or rank == 0:
+            _show(everything, alone=site is None)
+        if arguments.json is not None and rank == 0:
+            arguments.json.write_text(json.dumps(_as_json(everything, begin), indent=1) + "\n")
+    finally:
+        if site is not None:
+            site.leave()
+    return int(any(one.state == FAILED for of_rank in everything.values() for one in of_rank))
+
+
+def _site(arguments: argparse.Namespace) -> Any:
+    """The other ranks; None: alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from ftckpt.cli.check_ranks import LaunchedRanks
+
+    return LaunchedRanks(arguments.smp_listen, arguments.rack)
+
+
+def _find(arguments: argparse.Namespace, site: Any, found: list[CheckResult]) -> None:
+    """Look, and append to ``found``: whatever ends that early, what was found by then is there."""
+    try:
+        for finding in _look(arguments, arguments.only or _AREAS, site):
+            if site is None:
+                _tell(found, finding)
+            else:
+                found.append(finding)
+    except (RuntimeError, OSError, FtckptError) as error:
+        if site is None:
+            raise
+        found.append(_lost(error))
+        site.group.give_up(in_words(error))  # the others wait for this rank
+
+
+def _lost(error: Exception) -> CheckResult:
+    how = "see what the logs of all ranks say; ranks meet at the interface that GLOO_SOCKET_IFNAME names"
+    return CheckResult("network", "ranks", FAILED, in_words(error), how)
+
+
+def _tell(found: list[CheckResult], finding: CheckResult) -> None:
+    found.append(finding)
+    print(f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}", flush=True)
+
+
+def _require_writable(path: Path) -> None:
+    """A check takes minutes: its result is not to be lost for a place that cannot take it."""
+    is_new = not path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from None
+    if is_new:  # until there is something to write
+        path.unlink()
+
+
+def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[CheckResult]:
+    no_arena = arena_problem(arguments.arena)
+    # Of a look that all ranks take together, none is left out on some of them alone.
+    without = [no_arena is not None] if site is None else codec.gather(site.group, no_arena is not None, bool)
+    if "host" in areas and (site is None or site.leads):
+        cores = [os.sched_getaffinity(0)] if site is None else site.cores
+        yield from look_at_host(arguments.arena, arguments.node_memory or 0, cores)
+    elif no_arena is not None:
+        yield no_arena
+    if "device" in areas and any(without):
+        yield CheckResult("device", "copies", SKIPPED, "there is no arena to copy to")
+    elif "device" in areas:
+        from ftckpt.cli.check_device import look_at_device
+
+        yield from look_at_device(arguments.arena, arguments.size)
+        if site is not None:
+            site.meet()
+    if "network" in areas:
+        if site is None:
+            yield CheckResult("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")
+        else:
+            yield from site.look(None if any(without) else arguments.arena)
+
+
+def _show(everything: dict[int, list[CheckResult]], alone: bool) -> None:
+    """A row for each thing that was looked at: the worst of all ranks, and which ranks say so."""
+    worst = {state: place for place, state in enumerate((FAILED, WARNED, SKIPPED, PASSED))}
+    by_name: dict[tuple[str, str], list[tuple[int, CheckResult]]] = {}
+    for rank, found in everything.items():
+        for one in found:
+            by_name.setdefault((one.area, one.name), []).append((rank, one))
+    rows = [("", "AREA", "WHAT", "RANKS", "FOUND")]
+    remedies = []
+    for (area, name), told in by_name.items():
+        state = min((one.state for _, one in told), key=worst.__getitem__)
+        those = [(rank, one) for rank, one in told if one.state == state]
+        rows.append((state.upper(), area, name, listed([str(rank) for rank, _ in those], 4), those[0][1].text))
+        if state in (FAILED, WARNED) and (remedy := those[0][1].remedy):
+            remedies.append(f"{state.upper()} {area}, {name}: {remedy}")
+    if not alone:
+        print(aligned(rows, len(rows[0])))
+    for remedy in remedies:
+        print(remedy)
+    counts = {state: sum(row[0] == state.upper() for row in rows) for state in (PASSED, WARNED, FAILED, SKIPPED)}
+    print(", ".join(f"{number} {state}" for state, number in counts.items()))
+
+
+def _as_json(everything: dict[int, list[CheckResult]], begin: float) -> dict[str, Any]:
+    return {
+        "environment": {
+            "time": begin, "secs": round(time.time() - begin, 3), "python": platform.python_version(),
+            "kernel": platform.release(), "command": " ".join(["ftckpt", *sys.argv[1:]]),
+        },
+        "ranks": {str(rank): [asdict(one) for one in found] for rank, found in everything.items()},
+    }  # fmt: skip

@@ -1,0 +1,176 @@
+"""What a job needs of a machine, looked at before the job depends on it: memory, what removes it, limits, cores."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
+
+from ftckpt.capture.affinity import format_cores, num_nodes
+from ftckpt.cli.findings import FAILED, PASSED, WARNED, CheckResult, Result, attempt, failed, passed, warned
+from ftckpt.memory.environment import hazards
+from ftckpt.memory.memory_limits import mount_of, tightest_limit
+from ftckpt.model.text import human
+
+_AREA = "host"
+_PROBE_BYTES = 64 << 20
+_LEAST_RATE = 1e9
+"""Bytes a second: below that a tmpfs is swapped out, or no tmpfs."""
+_SMALL_BYTES = 1 << 30
+_LEAST_FILES = 4096
+"""Descriptors of an SMP with the connections of a large job."""
+
+
+def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Iterator[CheckResult]:
+    """Each finding as it comes.
+
+    Args:
+        arena: where arenas will lie.
+        need_bytes: of a node, as ``ftckpt plan`` says; 0: unknown.
+        ranks: the cores of each rank of the job on this node, first of the one that starts the SMP.
+    """
+    no_arena = arena_problem(arena)
+    in_arena: tuple[tuple[str, Callable[[], Result]], ...] = (
+        ("arena", lambda: _file_system(arena)),
+        ("room", lambda: _room(arena, need_bytes)),
+        ("memory rate", lambda: _rate(arena)),
+        ("locks", lambda: _locks(arena)),
+    )
+    if no_arena is not None:
+        yield no_arena
+        in_arena = ()
+    for name, look in (
+        *in_arena,
+        ("descriptors", _descriptors),
+        ("locked memory", _locked_memory),
+        ("cores", lambda: _cores(ranks)),
+        ("kernel", _kernel),
+    ):
+        yield attempt(_AREA, name, look)
+    if no_arena is not None:
+        return
+    found = hazards(arena)
+    for hazard in found:
+        yield CheckResult(_AREA, hazard.name.replace("_", " "), WARNED, hazard.text, hazard.remedy)
+    if not found:
+        yield CheckResult(_AREA, "surroundings", PASSED, "nothing is known that would remove snapshots")
+
+
+def arena_problem(arena: Path) -> CheckResult | None:
+    """Why nothing can be looked at there; None: it can."""
+    if not arena.is_dir():
+        what = "is not a directory" if arena.exists() else "does not exist"
+        remedy = "make it, on a tmpfs, or name another with --arena, and for the job with --ftckpt-arena"
+        return CheckResult(_AREA, "arena", FAILED, f"{arena} {what}", remedy)
+    if not os.access(arena, os.W_OK | os.X_OK):
+        remedy = "name a tmpfs of your own with --ftckpt-arena"
+        return CheckResult(_AREA, "arena", FAILED, f"{arena} cannot be written", remedy)
+    return None
+
+
+def _file_system(arena: Path) -> Result:
+    return passed(f"{arena} can be written, on {mount_of(arena, Path('/proc')).kind}")
+
+
+def _room(arena: Path, need_bytes: int) -> Result:
+    limit = tightest_limit(arena)
+    text, free = f"{human(limit.room_bytes)} are free under {limit.name}", float(limit.room_bytes)
+    needed = f"{text}, {human(need_bytes)} are needed" if need_bytes else text
+    if free < need_bytes:
+        return failed(needed, limit.remedy, free_bytes=free)
+    if free < _SMALL_BYTES:
+        return warned(text, limit.remedy, free_bytes=free)
+    return passed(needed, free_bytes=free)
+
+
+def _rate(arena: Path) -> Result:
+    """A file as a slot is: allocated, mapped, written twice. The second time counts: pages are there."""
+    source = bytes(_PROBE_BYTES)
+    with tempfile.TemporaryFile(dir=arena) as file:
+        os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+        with mmap.mmap(file.fileno(), _PROBE_BYTES) as mapped:
+            mapped[:] = source
+            begin = time.perf_counter()
+            mapped[:] = source
+            rate = _PROBE_BYTES / (time.perf_counter() - begin)
+    text = f"one core writes {rate / 1e9:.1f} GB/s into {arena}"
+    if rate < _LEAST_RATE:
+        return warned(text, "see whether memory is swapped, or shared with others", bytes_per_sec=rate)
+    return passed(text, bytes_per_sec=rate)
+
+
+def _locks(arena: Path) -> Result:
+    """Record locks, by which ranks and SMPs know who lives, hold between processes."""
+    with tempfile.NamedTemporaryFile(dir=arena) as file:
+        fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with suppress(BaseException):  # a fork must not run on in the frames of its parent
+                try:
+                    fcntl.lockf(os.open(file.name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    code = 0
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+    if status == 0:
+        return passed("locks hold between processes")
+    remedy = "name a tmpfs with --ftckpt-arena: two jobs would write over each other"
+    return failed(f"{arena} does not keep locks between processes", remedy)
+
+
+def _descriptors() -> Result:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= _LEAST_FILES:
+        return passed(f"a process may open {hard} files")
+    return warned(f"a process may open {hard} files", f"ulimit -Hn {_LEAST_FILES}, for large jobs")
+
+
+def _locked_memory() -> Result:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return passed("a process may lock as much memory as it likes")
+    # Drivers that count it refuse, and then copies go through a small buffer.
+    remedy = "ulimit -l unlimited, where the device's driver counts what it pins (ROCm, RDMA)"
+    return warned(f"a process may lock {human(soft)}", remedy)
+
+
+def _cores(ranks: Sequence[Set[int]]) -> Result:
+    """Of all ranks together: a launcher may have bound each to its own. The SMP runs where the first rank does, which
+    starts it."""
+    cores, first = set[int]().union(*ranks), ranks[0]
+    text = f"{len(cores)} cores for {len(ranks)} rank(s) and the SMP, {_per_rank(ranks)}"
+    text += f"{max(1, num_nodes())} NUMA node(s)"
+    figures = {"cores": float(len(cores)), "ranks": float(len(ranks)), "smp_cores": float(len(first))}
+    if len(cores) > len(ranks) and len(first) > 1:
+        return passed(text, **figures)
+    if len(cores) > len(ranks):
+        text += f"; the SMP has core {format_cores(first)} alone, which is its node's first rank's"
+    remedy = "give ranks more cores (--cpus-per-task), or take --ftckpt-smp-cores lower"
+    return warned(f"{text}: what ftckpt computes, training does not get", remedy, **figures)
+
+
+def _per_rank(ranks: Sequence[Set[int]]) -> str:
+    """How many each rank has, where no two share one."""
+    sizes = sorted(map(len, ranks))
+    if len(ranks) == 1 or sum(sizes) > len(set[int]().union(*ranks)):
+        return ""
+    return (
+        f"{sizes[0]} of its own each, " if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]} of its own each, "
+    )
+
+
+def _kernel() -> Result:
+    release = os.uname().release
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        remedy = "Linux 5.3 or newer, and a container that allows pidfd_open"
+        return warned(f"{release} gives no handles of processes ({error})", remedy)
+    return passed(f"Linux {release}")

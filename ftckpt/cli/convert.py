@@ -1,0 +1,229 @@
+"""``ftckpt convert``: a checkpoint of one format and layout into one that any layout, or another program, loads."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftckpt.cli.options import size_of
+from ftckpt.errors import ConfigError
+from ftckpt.model.layouts import layout_name
+from ftckpt.model.text import human
+
+if TYPE_CHECKING:
+    from ftckpt.universal.conversion import Conversion, Options
+    from ftckpt.universal.language.spec import Spec
+
+FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
+_INTERRUPTED = 130
+"""What shells say of a command that Ctrl-C ended."""
+# Between lines of progress in a log that nobody watches live.
+_LINE_SECS = 5.0
+
+
+def add_convert(commands: Any) -> None:
+    """Add the sub-command to the parser of ``ftckpt``."""
+    parser = commands.add_parser("convert", help="write a checkpoint in another format, free of its layout")
+    parser.add_argument("source", nargs="+", type=Path, metavar="SRC", help="checkpoint, or directories with arenas")
+    parser.add_argument("destination", type=Path, metavar="DST", help="directory to make; broken off, DST.partial")
+    parser.add_argument("--to", choices=FORMATS, default="universal", help="format of DST (default: %(default)s)")
+    parser.add_argument("--spec", metavar="FILE|NAME", help="where parameters lie, if the checkpoint does not say it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the specification"
+    )
+    parser.add_argument("--iteration", type=int, metavar="N", help="which snapshot of arenas (default: the newest)")
+    parser.add_argument("--roles", metavar="LIST", help="only these: weight,master,exp_avg,… (default: all)")
+    for option, of in (("--max-memory", "all workers"), ("--max-file", "one file")):
+        text = f"of {of} (default: %(default)s)"
+        parser.add_argument(option, type=size_of(option), default="4GiB", metavar="SIZE", help=text)
+    parser.add_argument("--workers", type=int, metavar="N", help="files at once (default: cores, 8 at most)")
+    parser.add_argument("--verify", action="store_true", help="read DST again and compare all with SRC")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
+    parser.add_argument(
+        "--background", action="store_true", help="be last at cores and disks, and end when standard input does"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, and return the exit status. Raises ConfigError or ConvertError."""
+    if arguments.background:
+        _stay_behind()
+    try:
+        _run(arguments)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command resumes where this one stopped") from None
+    return 0
+
+
+def _stay_behind() -> None:
+    """Memory is bounded by ``--max-memory`` alone, whatever the SMP that starts this may take."""
+    from ftckpt.smp.footprint import yield_cores, yield_disks
+
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    yield_cores()
+    yield_disks()
+    threading.Thread(target=_end_with_input, name="ftckpt-input", daemon=True).start()
+
+
+def _end_with_input() -> None:
+    # Nothing is ever written there: it ends with the process that holds the other end, however that ends.
+    while os.read(0, 4096):
+        pass
+    os._exit(_INTERRUPTED)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    # Here and below: torch takes seconds to load, and ``--help`` and wrong options need none of it.
+    from ftckpt.universal.conversion import prepare
+    from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
+
+    options = _options(arguments)
+    spec = _spec(arguments)
+    with closing(open_reader(arguments.source, ReadOptions(spec, arguments.iteration, options.roles))) as reader:
+        writer = open_writer(arguments.destination, arguments.to, arguments.max_file)
+        conversion = prepare(reader, writer, options)
+        for line in _described(conversion, options, spec, arguments):
+            print(line)
+        if arguments.dry_run:
+            print("dry run: nothing was written")
+            return
+        _convert(conversion, options)
+        if arguments.verify:
+            _verify(conversion, options, arguments.destination)
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    from ftckpt.universal.conversion import Options
+
+    roles = frozenset(filter(None, arguments.roles.split(","))) if arguments.roles is not None else None
+    if roles is not None and not roles:
+        raise ConfigError("--roles: names no role; give a list such as weight,master")
+    identity = {
+        # Resolved: the same command from another directory goes on with what was begun.
+        "source": " ".join(str(path.resolve()) for path in arguments.source),
+        "--to": arguments.to,
+        "--spec": f"{arguments.spec or ''} {' '.join(sorted(arguments.set))}".strip(),
+    }
+    options = Options(max_memory=arguments.max_memory, roles=roles, identity=identity)
+    if arguments.workers is None:
+        return options
+    if arguments.workers < 1:
+        raise ConfigError(f"--workers: {arguments.workers} is too small; the least is 1")
+    return replace(options, workers=arguments.workers)
+
+
+def _spec(arguments: argparse.Namespace) -> Spec | None:
+    from ftckpt.universal.language.spec import Spec
+
+    given = {}
+    for text in arguments.set:
+        name, _, value = text.partition("=")
+        if not name.isidentifier() or not re.fullmatch(r"-?\d+", value):
+            raise ConfigError(f"--set: {text!r} is not NAME=VALUE with an integer")
+        given[name] = int(value)
+    if arguments.spec is None:
+        if given:
+            raise ConfigError("--set: is for variables of a specification; give one with --spec")
+        return None
+    return Spec.load(arguments.spec, given)
+
+
+def _convert(conversion: Conversion, options: Options) -> None:
+    from ftckpt.universal.conversion import run as run_conversion
+
+    with _bar("writing", conversion.nbytes) as on_bytes:
+        report = run_conversion(conversion, options, on_bytes)
+    resumed = f", {report.resumed} of them from before" if report.resumed else ""
+    print(f"written {report.files} files{resumed}, {human(report.nbytes)} in {report.secs:.1f} s")
+
+
+def _verify(conversion: Conversion, options: Options, destination: Path) -> None:
+    from ftckpt.universal.formats import ReadOptions, open_reader
+    from ftckpt.universal.verification import verify
+
+    began = time.monotonic()
+    with (
+        closing(open_reader([destination], ReadOptions())) as written,
+        _bar("verifying", conversion.nbytes) as on_bytes,
+    ):
+        tensors = verify(conversion, written, options.workers, on_bytes)
+        also = "" if written.catalog.origin == "safetensors" else ", and all objects that both have"
+    print(f"verified {tensors} tensors, read from both ends{also}, in {time.monotonic() - began:.1f} s")
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A progress bar on stderr where that is a terminal, otherwise a line now and then."""
+    # A conversion must not fail for want of a bar: tqdm is there with the extra "cli".
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield _lines(what, total)
+        return
+    from tqdm import tqdm
+
+    look: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    with tqdm(desc=what, total=total, file=sys.stderr, **look) as bar:
+        yield bar.update
+
+
+def _lines(what: str, total: int) -> Callable[[int], object]:
+    done, begun = 0, time.monotonic()
+    printed = begun
+
+    def update(nbytes: int) -> None:
+        nonlocal done, printed
+        done, now = done + nbytes, time.monotonic()
+        if now - printed >= _LINE_SECS:
+            printed = now
+            rate = human(int(done / (now - begun)))
+            print(f"ftckpt: {what}: {human(done)} of {human(total)}, {rate}/s", file=sys.stderr, flush=True)
+
+    return update
+
+
+def _described(
+    conversion: Conversion, options: Options, spec: Spec | None, arguments: argparse.Namespace
+) -> Iterator[str]:
+    """What is there and what will be written; with ``--dry-run`` every tensor, file and rule."""
+    catalog = conversion.catalog
+    layout = layout_name(catalog.layout) if catalog.layout else ""
+    yield f"source       {catalog.origin}, iteration {catalog.iteration}{f', layout {layout}' if layout else ''}"
+    by_role: dict[str, list[int]] = {}
+    for tensor in conversion.tensors:
+        by_role.setdefault(tensor.role, []).append(tensor.nbytes)
+    for role, sizes in by_role.items():
+        yield f"  {role:<11}{len(sizes)} tensors, {human(sum(sizes))}"
+    if catalog.derived:
+        yield f"  {len(catalog.derived)} weights are casts of their masters"
+    yield f"destination  {arguments.to}, {len(conversion.units)} files, {human(conversion.nbytes)}"
+    memory = min(options.max_memory, options.workers * conversion.memory())
+    yield f"memory       {human(memory)} at most, {options.workers} workers, limit {human(options.max_memory)}"
+    if conversion.left_out:
+        yield f"left out     {len(conversion.left_out)} tensors that {arguments.to} has no place for"
+    if not arguments.dry_run:
+        return
+    if arguments.destination.exists():
+        yield f"refused      {arguments.destination} exists: name another one"
+    if conversion.memory() > options.max_memory:
+        yield f"refused      one file takes {human(conversion.memory())}: raise --max-memory or lower --max-file"
+    for line in spec.summary if spec is not None else ():
+        yield f"  {line}"
+    for unit in conversion.units:
+        yield f"{unit.name}  {human(unit.nbytes)}"
+        for part in unit.parts:
+            shape = "×".join(map(str, part.tensor.shape)) or "scalar"
+            yield f"  {part.tensor.key}  {part.tensor.dtype} {shape}"
+    for key in conversion.left_out:
+        yield f"left out: {key}"

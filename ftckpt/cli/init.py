@@ -1,0 +1,181 @@
+"""``ftckpt init``: scripts and configurations to start a job with, written where they can be changed."""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import shlex
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from errno import EISDIR
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ftckpt
+from ftckpt.errors import ConfigError
+from ftckpt.memory.directory import fresh_name
+
+
+class Kit(NamedTuple):
+    """What one way of starting jobs needs: files by their patterns, as they lie in the repository, and how to go on.
+
+    In a command ``{here}`` is the directory in front of them, as the user named it, ``{root}`` its whole path.
+    ``needs``: what must be installed beside ftckpt. ``on_cpus``: what trains without a GPU, too.
+    """
+
+    help: str
+    patterns: tuple[str, ...]
+    commands: tuple[str, ...]
+    needs: str = "The first needs Megatron-core: pip install 'ftckpt[megatron]'"
+    on_cpus: str = ""
+
+
+_PAGES = ("launch/README.md", "launch/RUNBOOK.md")
+_ALWAYS = ("launch/job.sh", *_PAGES, "configs/ftckpt.flags")
+_MEGATRON = (
+    "launch/torchrun.sh",
+    "launch/train_gpt.py",
+    "launch/train_plain.py",
+    "launch/text_data.py",
+    "configs/*.flags",
+)
+
+_WATCH = "ftckpt status    # from another terminal, while it trains"
+
+KITS = {
+    "torchrun": Kit(
+        "one or several nodes under torchrun, for Megatron or plain torch",
+        (*_ALWAYS, *_MEGATRON),
+        (
+            "bash {here}launch/torchrun.sh --job first {here}launch/train_gpt.py --pp 2 --iterations 1000 --ftckpt",
+            "bash {here}launch/torchrun.sh --job plain --runner none {here}launch/train_plain.py --iterations 1000 "
+            "--ftckpt",
+            _WATCH,
+        ),
+        needs="The first needs GPUs and Megatron-core: pip install 'ftckpt[megatron]'",
+        on_cpus="Without a GPU the second trains on CPU cores: put --nproc 4 before the script",
+    ),
+    "slurm": Kit(
+        "batch scripts for nodes with 8 A100, and for Frontier",
+        (*_ALWAYS, *_MEGATRON, "launch/slurm.sh", "launch/smp_step.sh", "launch/smp_process.sh",
+         "launch/*.sbatch"),
+        (
+            "export FTCKPT_ROOT={root}",
+            "sbatch --nodes=3 {here}launch/a100.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 --ftckpt",
+            "sbatch -A PROJECT --nodes=3 {here}launch/frontier.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 "
+            "--ftckpt",
+        ),
+    ),
+    "k8s": Kit(
+        "pods under Kubernetes, by JobSet or Kubeflow's training operator",
+        (*_ALWAYS, *_MEGATRON, "launch/smp_pod.sh", "launch/smp_process.sh", "launch/k8s/*"),
+        (
+            "head -c 32 /dev/urandom | kubectl create secret generic run1-ftckpt --from-file=secret=/dev/stdin",
+            "kubectl apply --dry-run=server -f {here}launch/k8s/jobset.yaml",
+        ),
+        needs="",
+    ),
+    "deepspeed": Kit(
+        "DeepSpeed's launcher, or torchrun with DeepSpeed",
+        (*_ALWAYS, "launch/deepspeed.sh", "launch/torchrun.sh", "launch/*deepspeed*.py", "launch/text_data.py",
+         "configs/*.json"),
+        (
+            "bash {here}launch/deepspeed.sh --job first {here}launch/train_deepspeed.py --deepspeed_config "
+            "{here}configs/deepspeed_zero2.json",
+            _WATCH,
+        ),
+        needs="It needs DeepSpeed: pip install 'ftckpt[deepspeed]'",
+        on_cpus="Without a GPU it trains on CPU cores: put --nproc 4 before the script. The first start compiles for "
+        "some minutes",
+    ),
+    "monitoring": Kit(
+        "alerts for Prometheus and a dashboard for Grafana",
+        ("configs/monitoring/*", *_PAGES),
+        ("promtool check rules {here}configs/monitoring/alerts.yaml",),
+        needs="",
+    ),
+    "patches": Kit(
+        "source patches of Megatron-LM, for sites without hooks at run time",
+        ("patches/*.patch", "patches/apply.sh"),
+        ("bash {here}patches/apply.sh --list", "bash {here}patches/apply.sh MEGATRON-LM"),
+        needs="",
+    ),
+}  # fmt: skip
+
+
+def add_init(commands: Any) -> None:
+    """Add ``init`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("init", help="write scripts and configurations that start a job")
+    kits = "; ".join(f"{name}: {kit.help}" for name, kit in KITS.items())
+    parser.add_argument("kit", choices=KITS, metavar="KIT", help=kits)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where they go; made where it is missing")
+    parser.add_argument("--force", action="store_true", help="replace files that differ from ftckpt's")
+    parser.set_defaults(run=run_init)
+
+
+def shipped() -> Path:
+    """The directory above ``launch``, ``configs`` and ``patches``: inside an installed package, above one in a
+    checkout."""
+    package = Path(ftckpt.__file__).parent
+    inside = package / "shipped"
+    return inside if inside.is_dir() else package.parent
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write the kit.
+
+    Raises:
+        ConfigError: something else lies there under such a name, or it cannot be written; nothing was written.
+    """
+    kit, to, root = KITS[arguments.kit], arguments.directory, shipped()
+    names = sorted({str(path.relative_to(root)) for pattern in kit.patterns for path in root.glob(pattern)})
+    missing = [pattern for pattern in kit.patterns if not any(root.glob(pattern))]
+    if missing:
+        raise ConfigError(
+            f"this installation has no {', '.join(missing)} in {root}: install ftckpt's wheel, or a checkout"
+        )
+    there = [name for name in names if (to / name).exists() or (to / name).is_symlink()]
+    other = [name for name in there if not _same(root / name, to / name)]
+    if other and not arguments.force:
+        raise ConfigError(
+            f"{to} has other files under these names: {', '.join(other)}; name another directory, or replace them "
+            "with --force"
+        )
+    _write(root, to, names)
+    for name in names:
+        print(f"{to / name}{' (was there)' if name in there and name not in other else ''}")
+    places = {"here": "" if to == Path(".") else shlex.quote(f"{to}/"), "root": shlex.quote(str(to.resolve()))}
+    print("\nNow, for example:\n" + "\n".join(f"  {command.format(**places)}" for command in kit.commands))
+    for sentence in filter(None, (kit.needs, kit.on_cpus)):
+        print(f"{sentence}.")
+    return 0
+
+
+def _write(root: Path, to: Path, names: Sequence[str]) -> None:
+    """Write all of the files or, where one cannot be written, none; directories that were made go with them."""
+    made: list[Path] = []
+    try:
+        with ExitStack() as half_made:
+            fresh: dict[str, Path] = {}
+            for name in names:
+                target = to / name
+                if target.is_dir() and not target.is_symlink():
+                    raise IsADirectoryError(EISDIR, "it is a directory", str(target))
+                made += [path for path in reversed(target.parents) if not path.exists()]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                fresh[name] = half_made.enter_context(fresh_name(target))
+                shutil.copy(root / name, fresh[name])
+            for name, path in fresh.items():
+                path.replace(to / name)
+    except OSError as error:
+        for path in reversed(made):
+            with suppress(OSError):
+                path.rmdir()
+        raise ConfigError(
+            f"{error.filename or to} cannot be written: {error.strerror}; name another directory"
+        ) from None
+
+
+def _same(ours: Path, theirs: Path) -> bool:
+    return theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)

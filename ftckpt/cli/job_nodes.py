@@ -1,0 +1,247 @@
+"""What the nodes of a job tell: this machine's by what lies in its memory, with or without ranks or an SMP; others by
+their SMPs, whose addresses and secret an SMP on this machine has stored."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ftckpt.errors import ArenaError, FtckptError, SmpError
+from ftckpt.memory.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas, list_directories, user_name
+from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.launch_record import RUNS_PREFIX
+from ftckpt.memory.locks import holder_of
+from ftckpt.memory.memory_limits import used_bytes
+from ftckpt.model import codec
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.restore.decide import Query
+from ftckpt.restore.inventory import Inventory, NodeProtection, read_protection, take_inventory
+from ftckpt.restore.locations import OpenArenas
+from ftckpt.setting_checks import is_name
+from ftckpt.smp.channel import Deadlines, Trust, connect
+from ftckpt.smp.client import SmpClient
+from ftckpt.smp.footprint import load_description
+from ftckpt.smp.liveness import Liveness
+from ftckpt.smp.reports import rank_report, unpacked
+from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
+
+_MOST_AT_ONCE = 32
+"""Nodes that are asked at a time; each answers in a moment, or takes the whole of the time to wait."""
+
+_PREFIX = "ftckpt-"
+"""Of the directory of a job."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What is known of one node.
+
+    ``told``: its memory was seen, ``inventory`` is what lies there, and ``trainers`` are its ranks as
+    ``smp.reports.rank_report`` has them. ``whole``, ``protected``: the newest such snapshot, by its marks. ``smp``:
+    the answer of its SMP to ``status``; None: none answers, for the reason ``problem``. Of nodes on this machine,
+    which ``is_here``, alone: ``nbytes`` of memory.
+    """
+
+    node: str
+    told: bool = False
+    inventory: Inventory = field(default_factory=Inventory)
+    trainers: tuple[dict[str, Any], ...] = ()
+    whole: int = -1
+    protected: int = -1
+    nbytes: int = 0
+    smp: dict[str, Any] | None = None
+    problem: str = ""
+    is_here: bool = False
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """The nodes of one job; ``description`` is what an SMP on this machine was told last, empty where none was."""
+
+    root: Path
+    job: str
+    nodes: tuple[NodeState, ...]
+    description: dict[str, Any]
+    timeout_secs: float
+
+    @property
+    def protects(self) -> bool:
+        """Whether anything is protected, as far as this machine knows."""
+        return bool(self.description.get("modes", True))
+
+    @property
+    def inventory(self) -> Inventory:
+        """What lies in the memory of all nodes that have told."""
+        return Inventory.join(node.inventory for node in self.nodes)
+
+    def protection(self, query: Query) -> list[NodeProtection]:
+        """What those nodes have for a snapshot that does not lie in slots; of a node that is gone by now nothing."""
+        shards, job_dir = tuple(sorted(query.lacking(self.inventory, ()))), job_directory(self.root, self.job)
+
+        def ask(node: NodeState) -> NodeProtection:
+            if node.is_here:
+                with closing(OpenArenas(job_dir / node.node)) as arenas:
+                    return read_protection(arenas, node.node, query.snapshot, shards, query.layout)
+            request = ProtectionRequest(query.snapshot, shards, dict(query.layout))
+            with suppress(FtckptError):
+                return unpacked(str(self._ask(node.node, request).fields.get("protection")))
+            return NodeProtection()
+
+        return _each(ask, [node for node in self.nodes if node.told])
+
+    def ask_others(self) -> JobNodes:
+        """With the nodes of other machines."""
+        here = {node.node for node in self.nodes}
+        others = [name for name in self.description.get("nodes", ()) if name not in here]
+        return replace(self, nodes=(*self.nodes, *_each(self._other, others)))
+
+    def _other(self, name: str) -> NodeState:
+        try:
+            fields = dict(self._ask(name, ReportRequest()).fields)
+            inventory = codec.from_json(fields.pop("inventory", None), Inventory)
+        except (FtckptError, ValueError) as error:
+            return NodeState(name, problem=str(error))
+        whole, protected = (int((fields.get(mark) or {}).get("iteration", -1)) for mark in ("whole", "protected"))
+        return NodeState(name, True, inventory, tuple(fields.get("trainers", ())), whole, protected, smp=fields)
+
+    def _ask(self, node: str, request: SmpRequest) -> Reply:
+        """Raises FtckptError: it does not answer, or refuses."""
+        deadline = time.monotonic() + self.timeout_secs
+        deadlines = Deadlines(self.timeout_secs, self.timeout_secs, self.timeout_secs)
+        settings = self.description.get("settings", {})
+        try:
+            host, port = self.description["peers"][node]
+            trust = Trust(bytes.fromhex(self.description["secret"]), bool(settings.get("encrypt")))
+            with closing(connect((str(host), int(port)), self.timeout_secs)) as channel:
+                channel.end_by(deadline)
+                channel.greet(trust, deadline)
+                reply = exchange(channel, request, deadlines, most_payload=MAX_REPLY_BYTES)
+        except (FtckptError, KeyError, TypeError, ValueError) as error:
+            reason = "no address of its SMP is known" if isinstance(error, KeyError) else str(error)
+            raise SmpError(reason) from None
+        if reply.error:
+            raise reply.refusal()
+        return reply
+
+
+def job_directory(root: Path, job: str) -> Path:
+    """Where the nodes of ``job`` have their memory on this machine."""
+    return job_node_path(root, job, "node").parent
+
+
+def jobs_in(root: Path) -> list[str]:
+    """Names of jobs that have memory on this machine, into which this user may look."""
+    paths = [path for path in _job_directories(root) if _is_open(path)]
+    return [path.name.removeprefix(_PREFIX) for path in paths if _node_names(path)]
+
+
+def own_jobs_in(root: Path) -> list[str]:
+    """Those of ``jobs_in`` that are this user's: root may look into all."""
+    own: list[str] = []
+    for job in jobs_in(root):
+        with suppress(OSError):  # a job that ends meanwhile
+            if job_directory(root, job).lstat().st_uid == os.geteuid():
+                own.append(job)
+    return own
+
+
+def closed_jobs_in(root: Path) -> list[str]:
+    """Names of jobs on this machine into whose memory this user may not look, with their users."""
+    closed: list[str] = []
+    for path in _job_directories(root):
+        with suppress(OSError):  # a job that ends meanwhile
+            if not _is_open(path) and path.is_dir():
+                closed.append(f"{path.name.removeprefix(_PREFIX)} of {user_name(path.lstat().st_uid)}")
+    return closed
+
+
+def _job_directories(root: Path) -> list[Path]:
+    # Anybody may make anything in a place that is for all: what is no name is no job, and is not printed either.
+    paths = [path for path in root.glob(f"{_PREFIX}*") if is_name(path.name.removeprefix(_PREFIX))]
+    return sorted(path for path in paths if path.is_dir() and not path.name.startswith(RUNS_PREFIX))
+
+
+def _is_open(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.X_OK, effective_ids=True)
+
+
+def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
+    """The nodes of ``job`` on this machine.
+
+    Raises:
+        ArenaError: there is none; names the jobs that are there.
+    """
+    job_dir = job_directory(root, job)
+    if job_dir.is_dir() and not _is_open(job_dir):
+        raise ArenaError(f"job {job!r} belongs to {user_name(job_dir.stat().st_uid)}: no other sees what it has")
+    names = _node_names(job_dir)
+    if not names:
+        jobs = ", ".join(jobs_in(root)) or "none"
+        raise ArenaError(f"no memory of job {job!r} under {root}; jobs there: {jobs}")
+    description = next(filter(None, (_described(job_dir / name) for name in names)), {})
+    states = _each(lambda name: _look(root, job, name, timeout_secs), names)
+    return JobNodes(root, job, tuple(states), description, timeout_secs)
+
+
+def _described(node_dir: Path) -> dict[str, Any]:
+    """What an SMP of that node was told last, or would be told; empty where nothing is known."""
+    with suppress(SmpError):  # of another version: its SMP says so itself
+        return load_description(node_dir) or {}
+    return {}
+
+
+def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
+    node_dir = job_directory(root, job) / name
+    state = NodeState(name, is_here=True)
+    try:
+        with closing(OpenArenas(node_dir)) as arenas:
+            inventory = take_inventory(arenas, name)
+            controls = [arenas.get(report.name).control for report in inventory.arenas if report.layout]
+            whole = _newest(control.whole() for control in controls)
+            protected = _newest(control.protected() for control in controls)
+        state = replace(state, told=True, inventory=inventory, whole=whole, protected=protected)
+        state = replace(state, nbytes=used_bytes(node_dir))
+    except FtckptError as error:
+        state = replace(state, problem=str(error))
+    if (node_dir / PULSE_NAME).exists():  # to open it would make it
+        ranks = Liveness(node_dir).judge(Heartbeat.open(node_dir, None).ranks())
+        state = replace(state, trainers=tuple(rank_report(pulse) for pulse in ranks))
+    if holder_of(node_dir / SMP_LOCK_NAME) is None:
+        return replace(state, problem=state.problem or "no SMP runs")
+    try:
+        return replace(state, smp=SmpClient(node_dir, root, job, name).status(timeout_secs))
+    except FtckptError as error:
+        return replace(state, problem=state.problem or str(error))
+
+
+def _newest(marks: Iterable[SnapshotId | None]) -> int:
+    """The newest iteration that they name, -1: none."""
+    return max((snapshot.iteration for snapshot in marks if snapshot is not None), default=-1)
+
+
+def _node_names(job_dir: Path) -> list[str]:
+    """Of the nodes of a job: directories in its own that have arenas, or whose SMP lives."""
+    names: list[str] = []
+    with suppress(OSError):  # it ends meanwhile, or another user keeps a directory in it to himself
+        for path in list_directories(job_dir):
+            if is_name(path.name) and (list_arenas(path) or (path / SMP_LOCK_NAME).exists()):
+                names.append(path.name)
+    return names
+
+
+def _each(ask: Callable[[T], R], of: Iterable[T]) -> list[R]:
+    """The answer of each, in order; asked at the same time."""
+    every: Sequence[T] = list(of)
+    if not every:
+        return []
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(every))) as threads:
+        return list(threads.map(ask, every))

@@ -1,0 +1,51 @@
+"""``ftckpt smp``: be a node's SMP in the foreground (a Slurm step or a container of its own), ask one, end one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from ftckpt.errors import SmpError
+from ftckpt.memory.directory import end_smp, job_node_path
+from ftckpt.smp.__main__ import add_arguments, alive
+from ftckpt.smp.client import SmpClient, environment
+
+# An SMP that is hashing or sending ends at its next step: seconds, on a busy node.
+_END_SECS = 20.0
+
+
+def add_smp(commands: Any) -> None:
+    """Add the command to the parsers of ``ftckpt``."""
+    parser = commands.add_parser("smp", help="be the snapshot management process of this node, in the foreground")
+    add_arguments(parser)
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--status", action="store_true", help="show what the one that runs does, as JSON")
+    action.add_argument("--end", action="store_true", help="end the one that runs; arenas stay")
+    parser.set_defaults(run=_smp)
+
+
+def _smp(arguments: argparse.Namespace) -> int:
+    node_dir = job_node_path(arguments.arena, arguments.job, arguments.node)
+    if arguments.alive:
+        return alive(arguments)
+    if arguments.status:
+        client = SmpClient(node_dir, arguments.arena, arguments.job, arguments.node)
+        print(json.dumps(client.status(), indent=2))
+    elif not arguments.end:
+        _become_smp(arguments)
+    elif not end_smp(node_dir, _END_SECS):
+        raise SmpError(f"the SMP of node {arguments.node} does not end, or runs in another container; end it there")
+    return 0
+
+
+def _become_smp(arguments: argparse.Namespace) -> None:
+    """This process has loaded more than an SMP needs: it goes on as a fresh one with the same pid."""
+    command = [sys.executable, "-m", "ftckpt.smp", "--job", arguments.job, "--node", arguments.node]
+    command += ["--arena", str(arguments.arena), "--idle-secs", str(arguments.idle_secs)]
+    command += ["--stand-by"] * arguments.stand_by
+    # What is buffered would be lost: the process image is replaced.
+    sys.stdout.flush()
+    os.execve(command[0], command, environment())

@@ -1,0 +1,357 @@
+"""``ftckpt status``: what a job has, on all its nodes, and what a restart would take now; ``ftckpt ls``: which jobs
+have memory on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ftckpt.cli.job_nodes import JobNodes, NodeState, closed_jobs_in, jobs_in, nodes_here, own_jobs_in
+from ftckpt.cli.options import add_arena
+from ftckpt.cli.stored import usable_at
+from ftckpt.errors import ArenaError, ConfigError, FtckptError, StorageError
+from ftckpt.model.text import aligned, human, listed
+from ftckpt.persist.paths import Place
+from ftckpt.restore.forecast import forecast, unseen_shards
+
+_WARNINGS = 5
+_EVENTS, _EVENT_CHARS = 5, 160
+_WATCH_SECS = 2.0
+_MARKS = ("whole", "protected")
+
+
+def add_status(commands: Any) -> None:
+    """Add ``status`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser(
+        "status", help="show what a job has, on all its nodes, and what a restart would take now; status 1: nothing"
+    )
+    parser.add_argument("job", nargs="?", default="", help="name of the job (default: the only one on this machine)")
+    _add_common(parser)
+    parser.add_argument("--watch", nargs="?", type=float, const=_WATCH_SECS, metavar="SECS", help="again and again")
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECS", help="for a node to answer (default: %(default)s)"
+    )
+    parser.set_defaults(run=run_status)
+
+
+def add_ls(commands: Any) -> None:
+    """Add ``ls`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("ls", help="list the jobs that have memory on this machine")
+    _add_common(parser)
+    parser.set_defaults(run=run_ls)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_arena(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print it and return the exit status: 1 where a restart would not go on from any snapshot. Raises ArenaError."""
+    for name in ("timeout", "watch"):
+        secs = getattr(arguments, name)
+        if secs is not None and not 0 < secs < math.inf:
+            raise ConfigError(f"--{name} {secs:g}: name seconds, more than 0")
+    if arguments.watch is not None:
+        return _watch(arguments)
+    status = job_status(*_asked(arguments), arguments.timeout)
+    print(json.dumps(status, indent=2) if arguments.json else "\n".join(in_lines(status)))
+    return int(status["restart"]["iteration"] < 0)
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    """Print a line for each job and return the exit status: 1 where there is no place for jobs."""
+    if not arguments.arena.is_dir():
+        print(f"ftckpt: --arena: {arguments.arena} is not a directory; name the one that jobs have", file=sys.stderr)
+        return 1
+    states: dict[str, JobNodes] = {}
+    for job in jobs_in(arguments.arena):
+        with suppress(ArenaError, FileNotFoundError):  # it has ended since they were listed
+            states[job] = nodes_here(arguments.arena, job, 1.0)
+    jobs = [{"job": job, **_summary(state.nodes), **_memory(state.nodes)} for job, state in states.items()]
+    if arguments.json:
+        print(json.dumps(jobs, indent=2))
+    elif not jobs:
+        print(f"no job has memory under {arguments.arena}")
+    else:
+        columns = ("JOB", "NODES", "RANKS", "ITERATION", "WHOLE", "PROTECTED", "MEMORY")
+        rows = [
+            (
+                str(job["job"]), listed(job["nodes"]), str(job["ranks"]),
+                *(_number(job[name]) for name in ("iteration", "whole", "protected")), human(job["bytes"]),
+            )
+            for job in jobs
+        ]  # fmt: skip
+        print(aligned([columns, *rows], 2))
+    if closed := closed_jobs_in(arguments.arena):
+        print(f"ftckpt: left out, as no other user sees what they have: {listed(closed)}", file=sys.stderr)
+    return 0
+
+
+def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
+    """What ``--json`` prints.
+
+    ``nodes``: of each whether it ``answers``, or which ``problem`` it has, its ranks, its SMP, and in how many
+    seconds that ends unless a rank starts, null while one trains. ``iteration``: the last boundary that a rank has
+    passed; ``whole``, ``protected``: the newest such snapshot; -1: none; ``protects``: whether any is going to be.
+    ``restart``: a ``RestartForecast``, ``lost_iterations``, null where nobody knows how far training had come, and
+    ``gone``, the nodes that do not answer, which count as lost.
+
+    Raises:
+        ArenaError: the job has no memory on this machine.
+    """
+    seen = nodes_here(root, job, timeout_secs).ask_others()
+    storage, stored = _storage(seen)
+    summary = _summary(seen.nodes)
+    expected = forecast(seen.inventory, stored, seen.protection)
+    if expected.problem and not seen.description and (unseen := unseen_shards(seen.inventory)):
+        text = (
+            f"no SMP is known here, so what lies on other nodes cannot be seen ({listed(unseen)}): ask on each node"
+        )
+        expected = replace(expected, problem=text)
+    lost = summary["iteration"] - expected.iteration if summary["iteration"] >= 0 else None
+    return {
+        "job": job,
+        "time": time.time(),
+        **summary,
+        "nodes": [_node(node) for node in seen.nodes],
+        "protects": seen.protects,
+        "slots": sorted({slot.snapshot.iteration for report in seen.inventory.arenas for slot in report.slots}),
+        "interval": seen.description.get("settings", {}).get("interval"),
+        "storage": storage,
+        "restart": {
+            **asdict(expected),
+            "lost_iterations": lost if lost is None else max(0, lost),
+            "gone": [node.node for node in seen.nodes if not node.told],
+        },
+    }
+
+
+def in_lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """``job_status`` as text."""
+    nodes = status["nodes"]
+    yield (
+        f"job {status['job']}: {status['ranks']} ranks train on {len(nodes)} node(s), "
+        f"past iteration {_number(status['iteration'])}"
+    )
+    yield ""
+    yield aligned(
+        [("NODE", "RANKS", "ITERATION", "WHERE", "SMP", "WHOLE", "PROTECTED", "MEMORY"), *map(_row, nodes)], 1
+    )
+    yield ""
+    yield from _facts(status)
+    warnings = [f"  {node['node']}: {text}" for node in nodes for text in node["warnings"][-_WARNINGS:]]
+    if warnings:
+        yield "the SMPs' last warnings:"
+        yield from warnings
+    events = [(event, node["node"]) for node in nodes for event in node["events"]]
+    if events:
+        yield "the SMPs' last events:"
+        newest = sorted(events, key=lambda one: one[0]["time"])[-_EVENTS:]
+        yield from (f"  {node}: {_event(event)}" for event, node in newest)
+    yield ""
+    yield _outlook(status["restart"])
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    at = time.strftime("%X", time.localtime(event["time"]))
+    fields = [f"{name} {value}" for name, value in event.items() if name not in ("time", "event")]
+    return f"{at} {event['event']} {', '.join(fields)}"[:_EVENT_CHARS]
+
+
+def _facts(status: Mapping[str, Any]) -> Iterator[str]:
+    for name in _MARKS:
+        told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
+        none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
+        yield f"newest {name}: {_in_words(told[0]) if told else none}"
+    if without := _ranks_that_count(status, "no_snapshots"):
+        yield f"no snapshots are taken by {listed(without)}: the log of the job says why, once a minute"
+    waiting = {node["node"]: node["ends_in_secs"] for node in status["nodes"] if node["ends_in_secs"] is not None}
+    if waiting:
+        yield (
+            f"no rank trains on {listed(sorted(waiting))}: memory stays for a restart, until "
+            f"'ftckpt clean {status['job']}'; the SMP ends in {min(waiting.values()) / 60:.0f} min"
+        )
+    served = [f"{node['node']}: {node['metrics']}" for node in status["nodes"] if node["metrics"]]
+    if served:
+        yield f"metrics: {', '.join(served)}"
+    yield f"in slots: iterations {', '.join(map(str, status['slots'])) or 'none'}"
+    storage = status["storage"]
+    if storage["where"]:
+        newest = storage["iterations"][0] if storage["iterations"] else None
+        text = f"storage: {storage['where']}: " + ("nothing" if newest is None else f"iteration {newest}")
+        if storage["flushing"] is not None:
+            text += f"; iteration {storage['flushing']} is on its way"
+        yield f"{text}; {storage['problem']}" if storage["problem"] else text
+
+
+def _ranks_that_count(status: Mapping[str, Any], name: str) -> list[str]:
+    return [
+        f"rank {trainer['rank']} on {node['node']}"
+        for node in status["nodes"]
+        for trainer in node["trainers"]
+        if trainer.get("counts", {}).get(name)
+    ]
+
+
+def _outlook(restart: dict[str, Any]) -> str:
+    gone = f" ({listed(restart['gone'])} gone)" if restart["gone"] else ""
+    if restart["iteration"] < 0:
+        why = restart["problem"] or "memory holds no snapshot that is whole"
+        return f"a restart now{gone} {'finds none' if restart['problem'] else 'begins anew'}: {why}"
+    parts = [f"a restart now{gone} takes iteration {restart['iteration']} from {restart['source']}"]
+    if restart["rebuilt"]:
+        each = [f"{shard} from {' and '.join(of) or 'its package'}" for shard, of in restart["rebuilt"].items()]
+        parts.append(f"rebuilding {listed(each)}")
+    elif restart["source"] == "memory":
+        parts.append("rebuilding nothing")
+    if restart["lost_iterations"] is not None:
+        parts.append(f"losing {restart['lost_iterations']} iteration(s)")
+    if restart["passed_over"]:
+        parts.append(f"passing over {listed(restart['passed_over'])}")
+    return "; ".join(parts)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Until it is interrupted: a table that changes in its place, or where nobody looks at a terminal one behind the
+    other; with ``--json`` a line of JSON each time."""
+    root, job = _asked(arguments)
+    with suppress(KeyboardInterrupt), _shown(arguments.json) as show:
+        while True:
+            try:
+                status = job_status(root, job, arguments.timeout)
+            except (FtckptError, OSError) as error:  # a job that ends, or starts anew
+                status = {"error": str(error)}
+            show(status)
+            time.sleep(arguments.watch)
+    return 0
+
+
+@contextmanager
+def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """What shows a status, or an ``error`` in its place."""
+    if as_json:
+        yield lambda status: print(json.dumps(status), flush=True)
+        return
+
+    def text(status: Mapping[str, Any]) -> str:
+        lines = [status["error"]] if "error" in status else in_lines(status)
+        return "\n".join([time.strftime("%X"), *lines])
+
+    if not sys.stdout.isatty():
+        yield lambda status: print(text(status), end="\n\n", flush=True)
+        return
+    # Only here: commands in scripts should start at once.
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError:
+        raise ConfigError(
+            "--watch on a terminal needs rich, which is not installed: pip install 'ftckpt[cli]'"
+        ) from None
+
+    with Live(auto_refresh=False, screen=False) as live:
+        yield lambda status: live.update(Text(text(status)), refresh=True)
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Path, str]:
+    """Where a job has its memory, and its name; who gives that directory in place of the name means the same."""
+    if "/" in (arguments.job or ""):
+        directory = Path(os.path.abspath(arguments.job))
+        return directory.parent, directory.name.removeprefix("ftckpt-")
+    return arguments.arena, arguments.job or _only_job(arguments.arena)
+
+
+def _only_job(root: Path) -> str:
+    jobs = own_jobs_in(root)
+    if len(jobs) != 1:
+        raise ConfigError(f"name a job; under {root} are {', '.join(jobs) or 'none'} (--arena names another place)")
+    return jobs[0]
+
+
+def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
+    """What is known of the job's storage, and the snapshots there that a restart may take."""
+    settings, stored, problem = seen.description.get("settings", {}), list[int](), ""
+    where = Place.of(str(settings.get("persist") or ""), str(settings.get("persist_format") or "")).snapshots
+    if where:
+        try:
+            stored = [name.iteration for name in usable_at(where)]
+        except StorageError as error:
+            problem = f"it cannot be read: {error}"
+    flushing = None
+    for node in seen.nodes:
+        duties = (node.smp or {}).get("duties", {})
+        problem = problem or duties.get("storage", {}).get("problem", "")
+        flushing = (duties.get("flushing") or {}).get("iteration", flushing)
+    return {"where": where, "iterations": stored, "flushing": flushing, "problem": problem}, stored
+
+
+def _summary(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
+    """Of all nodes together."""
+    trainers = [trainer for node in nodes for trainer in node.trainers]
+    newest = {name: max((_mark(node, name)["iteration"] for node in nodes), default=-1) for name in _MARKS}
+    return {
+        "ranks": sum(trainer["lives"] is not False for trainer in trainers),
+        "iteration": max((trainer["iteration"] for trainer in trainers), default=-1),
+        **newest,
+    }
+
+
+def _mark(node: NodeState, name: str) -> dict[str, Any]:
+    """By its SMP, which knows since when; without one by marks in memory, which are those of another moment."""
+    return (node.smp or {}).get(name) or {"iteration": getattr(node, name)}
+
+
+def _memory(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
+    return {"nodes": [node.node for node in nodes], "bytes": sum(node.nbytes for node in nodes)}
+
+
+def _node(node: NodeState) -> dict[str, Any]:
+    smp = node.smp or {}
+    living = [trainer for trainer in node.trainers if trainer["lives"] is not False]
+    return {
+        "node": node.node,
+        "answers": node.told,
+        "problem": node.problem,
+        "smp": smp.get("pid"),
+        "ends_in_secs": smp.get("ends_in_secs"),
+        "trainers": living,
+        "iteration": max((trainer["iteration"] for trainer in node.trainers), default=-1),
+        "bytes": node.nbytes or None,
+        "warnings": smp.get("warnings", []),
+        "events": smp.get("events", []),
+        "metrics": smp.get("metrics", ""),
+        **{name: _mark(node, name) for name in _MARKS},
+    }
+
+
+def _row(node: dict[str, Any]) -> tuple[str, ...]:
+    trainers = node["trainers"]
+    slowest = min(trainers, key=lambda trainer: (trainer["iteration"], -trainer["secs"]), default=None)
+    where = (slowest["phase"] or "set-up") if slowest is not None else "-"
+    smp = str(node["smp"]) if node["smp"] is not None else node["problem"] or "-"
+    memory = human(node["bytes"]) if node["bytes"] is not None else "-"
+    marks = (_number(node[name]["iteration"]) for name in _MARKS)
+    return node["node"], str(len(trainers)), _number(node["iteration"]), where, smp, *marks, memory
+
+
+def _in_words(mark: dict[str, Any]) -> str:
+    text = f"iteration {mark['iteration']}"
+    if mark.get("age_secs") is not None:
+        text += f", seen {mark['age_secs']:.1f} s ago"
+    if mark.get("every_secs"):
+        text += f"; one in {mark['every_iterations']:.3g} iterations, {mark['every_secs']:.3g} s"
+    return text
+
+
+def _number(iteration: int) -> str:
+    return "-" if iteration < 0 else str(iteration)

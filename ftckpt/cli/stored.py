@@ -1,0 +1,250 @@
+"""``ftckpt list``, ``verify``, ``pin`` and ``unpin``: what a job has on storage, whether every byte of it is what it
+was, and which checkpoints stay there whatever the job does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ftckpt.errors import StorageError
+from ftckpt.events import Progress
+from ftckpt.model.layouts import layout_name
+from ftckpt.model.lineage import is_doubtful, last_shared, newest
+from ftckpt.model.text import human
+from ftckpt.persist.backend import open_storage
+from ftckpt.persist.commit import OWNER_NAME, CheckpointName, checkpoints, claimed_lineage, folder_of
+from ftckpt.persist.paths import locate
+from ftckpt.persist.retention import VOID_MEANS, pin, pinned, read_manifest, restorable, unpin, voided
+from ftckpt.persist.shards import StoredShard, StoredSnapshot
+from ftckpt.persist.storage import Storage
+
+_READ_BYTES = 16 << 20
+
+
+def add_list(commands: Any) -> None:
+    """Add ``list`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("list", help="show the snapshots on storage, newest first")
+    parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=run_list)
+
+
+def add_verify(commands: Any) -> None:
+    """Add ``verify`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("verify", help="read every byte of snapshots on storage; status 1: something is bad")
+    parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
+    parser.add_argument("--iteration", type=int, metavar="N", help="only this one (default: all)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=run_verify)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
+    storage, wanted = found_at(arguments.where)
+    listing = _listing(storage, wanted)
+    if arguments.json:
+        print(json.dumps(listing, indent=2))
+    else:
+        print("\n".join(_in_lines(listing, arguments.where)))
+    return int(any(one["problem"] for one in listing["snapshots"]))
+
+
+def found_at(where: str) -> tuple[Storage, int | None]:
+    """The storage that lies at ``where``, and the iteration that this names, if it is one snapshot.
+
+    Raises:
+        StorageError: the place cannot be read, or has something else.
+    """
+    located = locate(where)
+    storage = open_storage(located.where)
+    if "://" in where or storage.size(OWNER_NAME) is not None or checkpoints(storage):
+        return storage, located.iteration
+    # Here: torch takes seconds to load, and snapshots need none of it.
+    from ftckpt.universal.formats import description
+
+    path = Path(located.where)
+    if not any(path.iterdir()):
+        return storage, None
+    there = description(path) or "has no snapshots, and no checkpoint of another kind that is known here"
+    raise StorageError(f"{where} {there}", lasting=True)
+
+
+def _listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
+    """What ``ftckpt list --json`` prints, of all iterations or the one that is ``wanted``.
+
+    ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside ``name`` and ``iteration``.
+    ``void``: about to be removed. ``abandoned``: the iteration at which the job has branched before it; null where no
+    branch has left it. ``doubtful``: it may mix states of replicas that differed. ``pinned_away``: names
+    that are pinned and not there.
+    """
+    names, pins, void = _names(storage, wanted), pinned(storage), voided(storage)
+    read = {name: _read(storage, name) for name in names}
+    head = newest(
+        [claimed_lineage(storage), *(one.lineage for one in read.values() if isinstance(one, StoredSnapshot))]
+    )
+    snapshots: list[dict[str, Any]] = []
+    for name, stored in read.items():
+        listed: dict[str, Any] = {"name": str(name), "iteration": name.iteration, "problem": ""}
+        snapshots.append(listed)
+        if not isinstance(stored, StoredSnapshot):
+            listed["problem"] = stored
+            continue
+        since = last_shared(stored.lineage, head)
+        listed.update({
+            "layout": layout_name(stored.layout), "shards": len(stored.shards), "bytes": stored.nbytes,
+            "job": stored.job, "compressed": any(shard.frames is not None for shard in stored.shards.values()),
+            "pinned": name in pins, "void": stored.snapshot in void,
+            "abandoned": since if name.iteration > since else None,
+            "doubtful": is_doubtful(stored.lineage, name.iteration, head),
+        })  # fmt: skip
+    away = sorted(str(name) for name in pins.difference(checkpoints(storage)))
+    return {"snapshots": snapshots, "pinned_away": away}
+
+
+def _names(storage: Storage, wanted: int | None) -> list[CheckpointName]:
+    return [name for name in checkpoints(storage) if wanted in (None, name.iteration)]
+
+
+def _read(storage: Storage, name: CheckpointName) -> StoredSnapshot | str:
+    """The manifest, or what is wrong with it."""
+    try:
+        return read_manifest(storage, name)
+    except StorageError as error:
+        return str(error)
+
+
+def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
+    for one in listing["snapshots"]:
+        if one["problem"]:
+            yield f"{one['name']}: cannot be used: {one['problem']}"
+            continue
+        notes = [name for name in ("compressed", "pinned", "doubtful") if one[name]]
+        notes += [f"void ({VOID_MEANS})"] if one["void"] else []
+        if (since := one["abandoned"]) is not None:
+            notes.append(
+                f"abandoned: the job has branched at {since}"
+                if since >= 0
+                else "abandoned: the job has started again"
+            )
+        size = f"{one['shards']} shards, {human(one['bytes'])}"
+        yield ", ".join([f"{one['name']}: {one['layout']}, {size}, of job {one['job']}", *notes])
+    for name in listing["pinned_away"]:
+        yield f"{name}: pinned, and not there"
+    if not listing["snapshots"]:
+        yield f"{where}: no snapshot"
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print what is bad, and what a restart would take. Raises StorageError where the place cannot be read."""
+    storage, named = found_at(arguments.where)
+    iteration = named if arguments.iteration is None else arguments.iteration
+    wanted = _names(storage, iteration)
+    if not wanted:
+        which = "" if iteration is None else f" of iteration {iteration}"
+        raise StorageError(f"{arguments.where}: no snapshot{which}", lasting=True)
+    found: list[dict[str, Any]] = []
+    for name in wanted:
+        found.append(one := _verified(storage, name))
+        if not arguments.json:  # at once: the next may take minutes
+            print("\n".join(_verdict(one)))
+    good = [one["name"] for one in found if not one["problems"]]
+    usable = [str(name) for name in usable_at(storage.where) if str(name) in good]
+    if arguments.json:
+        print(json.dumps({"snapshots": found, "restart": usable[0] if usable else None}, indent=2))
+    else:
+        print(f"a restart would take {usable[0]}" if usable else "a restart could take none of them")
+    return int(len(good) < len(wanted))
+
+
+def _verified(storage: Storage, name: CheckpointName) -> dict[str, Any]:
+    """Every byte of it was read: its ``problems``, each a text."""
+    which = {"name": str(name), "iteration": name.iteration}
+    stored = _read(storage, name)
+    if isinstance(stored, str):
+        return {**which, "problems": [stored]}
+    progress, done, problems = Progress(f"verifying {name}"), 0, list[str]()
+    for shard, entry in stored.shards.items():
+        if problem := _problem(storage, f"{folder_of(name.iteration)}/{entry.file}", entry):
+            problems.append(f"{shard}: {problem}")
+        done += entry.nbytes
+        progress(done, stored.nbytes)
+    return {**which, "problems": problems, "shards": len(stored.shards), "bytes": stored.nbytes}
+
+
+def _verdict(verified: dict[str, Any]) -> Iterator[str]:
+    name = verified["name"]
+    if not verified["problems"]:
+        yield f"{name}: good, {verified['shards']} shards, {human(verified['bytes'])}"
+    yield from (f"{name}: bad: {problem}" for problem in verified["problems"])
+
+
+def _problem(storage: Storage, name: str, entry: StoredShard) -> str:
+    """What is wrong with a file; "" if nothing is."""
+    nbytes = storage.size(name)
+    if nbytes != entry.nbytes:
+        return f"{name} is missing" if nbytes is None else f"{name} has {nbytes} bytes, not {entry.nbytes}"
+    digest = xxhash.xxh3_64()
+    for begin in range(0, nbytes, _READ_BYTES):
+        digest.update(storage.read(name, begin, min(_READ_BYTES, nbytes - begin)))
+    return "" if digest.hexdigest() == entry.checksum else f"{name} does not match its checksum"
+
+
+def usable_at(where: str) -> list[CheckpointName]:
+    """The snapshots that a restart may take of what lies at ``where``, newest first; no byte of their shards is read.
+
+    Raises:
+        StorageError: the place cannot be read.
+    """
+    storage = open_storage(where)
+    void, found = voided(storage), {name: _read(storage, name) for name in checkpoints(storage)}
+    read = {name: stored for name, stored in found.items() if isinstance(stored, StoredSnapshot)}
+    lineages = {name: stored.lineage for name, stored in read.items()}
+    certain = restorable(lineages, newest([claimed_lineage(storage), *lineages.values()]))
+    return [name for name, stored in read.items() if name in certain and stored.snapshot not in void]
+
+
+def add_pin(commands: Any) -> None:
+    """Add ``pin`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("pin", help="keep a checkpoint on storage: no job removes or replaces it")
+    _add_name(parser)
+    parser.set_defaults(run=run_pin)
+
+
+def add_unpin(commands: Any) -> None:
+    """Add ``unpin`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("unpin", help="let a checkpoint go as others do")
+    _add_name(parser)
+    parser.set_defaults(run=run_unpin)
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
+    parser.add_argument("name", metavar="NAME", type=_name, help="as 'ftckpt list' prints it, or an iteration")
+
+
+def _name(text: str) -> CheckpointName:
+    name = CheckpointName(int(text)) if text.isdecimal() else CheckpointName.parse(text)
+    if name is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a name such as iter_0000012 nor an iteration")
+    return name
+
+
+def run_pin(arguments: argparse.Namespace) -> int:
+    """Pin it. Raises StorageError where there is none of that name."""
+    is_void = pin(found_at(arguments.where)[0], arguments.name)
+    print(f"{arguments.name} is pinned")
+    if is_void:
+        print("it is void, on its way out; 'ftckpt list' shows whether it stays")
+    return 0
+
+
+def run_unpin(arguments: argparse.Namespace) -> int:
+    """Take the pin away; it goes with the next checkpoint if it is one too many."""
+    was_pinned = unpin(found_at(arguments.where)[0], arguments.name)
+    print(f"{arguments.name} is {'no longer' if was_pinned else 'not'} pinned")
+    return 0

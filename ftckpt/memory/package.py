@@ -1,0 +1,275 @@
+"""Packages: what other nodes keep of one shard at one snapshot, so that what parity rebuilds can be verified.
+
+A package holds all that is small and that parity cannot prove: manifest, snapshot, sequence, the checksum of every
+chunk, the objects, and the volatile region itself. It is a record file (``record``) with the slot's own record; its
+text is the manifest, its body objects and volatile region, which the checksums in that record prove: ``FORMAT.md``.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError
+from ftckpt.memory.directory import MIRROR_NAME, SHARD_PATTERN, arena_path, fresh_name, remove_half_made
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.mapping import require_room
+from ftckpt.memory.record import Format, Header, Records, Stores
+from ftckpt.model.manifest import MAX_CHUNKS, Manifest
+from ftckpt.model.snapshot import SnapshotId
+
+if TYPE_CHECKING:
+    from ftckpt.memory.arena import Arena
+
+FORMAT = Format("package", b"FTCKPTPK", 1)
+MAX_PACKAGE_BYTES = 1 << 30
+"""Bound on a package, for whoever reads one from a socket or a file."""
+
+_FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects, their hash: as in a control block
+_FILE_NAME = re.compile(rf"({SHARD_PATTERN})\.([0-9a-f]+\.[0-9]+)")
+
+
+@dataclass(frozen=True)
+class Package:
+    """The contents of one package; ``chunk_hashes`` has one uint64 per chunk of the slot, volatile ones last."""
+
+    manifest: Manifest
+    snapshot: SnapshotId
+    sequence: int
+    chunk_hashes: npt.NDArray[np.uint64]
+    objects: bytes
+    volatile: bytes
+
+    @property
+    def shard(self) -> str:
+        """The shard it was made of."""
+        return self.manifest.shard
+
+    def encode(self) -> bytearray:
+        """The bytes that ``unpack`` reads.
+
+        Raises:
+            ArenaError: more than ``MAX_PACKAGE_BYTES``.
+        """
+        text, words = self.manifest.encode(), len(self.chunk_hashes)
+        begin = FORMAT.text_offset(1, words) + len(text)
+        behind = begin + len(self.objects)
+        nbytes = behind + len(self.volatile)
+        if nbytes > MAX_PACKAGE_BYTES:
+            raise ArenaError(
+                f"{self.shard}: a package of {nbytes} bytes, at most {MAX_PACKAGE_BYTES} are allowed; "
+                "hold less in objects and volatile state"
+            )
+        data = bytearray(nbytes)
+        with memoryview(data) as view:
+            FORMAT.write(view, Header(1, words, nbytes, text))
+            record = Records(Stores(view), FORMAT.records_offset, 1, words)
+            objects_hash = xxhash.xxh3_64_intdigest(self.objects)
+            record.put_fields(0, _FIELDS.pack(self.sequence, len(self.objects), objects_hash))
+            record.put_words(0, self.chunk_hashes.astype("<u8").tobytes())
+            record.seal(0, self.snapshot)
+            view[begin:behind], view[behind:] = self.objects, self.volatile
+        return data
+
+
+@dataclass(frozen=True, order=True)
+class PackageName:
+    """A package file: of which shard and snapshot its name says it is."""
+
+    shard: str
+    snapshot: SnapshotId
+    path: Path
+
+
+def pack(arena: Arena, slot: int) -> bytearray:
+    """The package of the snapshot in ``slot``.
+
+    What it holds is compared with the checksums while it is copied; the caller has a lease on the slot.
+
+    Raises:
+        ArenaError: no snapshot, one without checksums yet, or one that was given up meanwhile.
+        CorruptError: objects or volatile state do not match their checksums.
+    """
+    record, hashes = arena.control.record(slot), arena.hashes(slot)
+    if record.snapshot is None or hashes is None:
+        raise ArenaError(f"{arena.path}: slot {slot} holds no snapshot with checksums")
+    image = arena.image
+    with arena.slot(slot) as data:
+        volatile = bytes(data[image.volatile.begin : image.volatile.end])
+    with arena.read_objects(slot) as view:
+        objects = bytes(view)
+    # After the bytes were copied: what was overwritten meanwhile would be no snapshot's.
+    if arena.control.record(slot).seal_id != record.seal_id:
+        raise ArenaError(f"{arena.path}: slot {slot} was given up while it was read")
+    if xxhash.xxh3_64_intdigest(objects) != record.objects_hash:
+        raise CorruptError(f"{arena.path}: slot {slot}: objects do not match their checksum")
+    _check_volatile(image, hashes, volatile)
+    package = Package(image.manifest, record.snapshot, record.sequence, hashes, objects, volatile)
+    return package.encode()
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Package:
+    """Inverse of ``Package.encode``; every length is compared with the bytes at hand before it is used.
+
+    Raises:
+        CorruptError: not a package, damaged, or one that contradicts its own manifest.
+        MismatchError: a package of another format version.
+    """
+    with memoryview(data) as view, view.cast("B") as raw:
+        if len(raw) > MAX_PACKAGE_BYTES:
+            raise CorruptError(f"package: more than {MAX_PACKAGE_BYTES} bytes")
+        header = FORMAT.read(raw)
+        if header.records != 1 or header.words > MAX_CHUNKS:
+            raise CorruptError(f"package: {header.records} records of {header.words} words")
+        record = Records(Stores(raw), FORMAT.records_offset, 1, header.words).read(0)
+        if record.snapshot is None or record.flags:
+            raise CorruptError("package: its record is not sealed")
+        sequence, used, objects_hash = _FIELDS.unpack(record.fields)
+        body = FORMAT.body_offset(header)
+        # ``used`` is under the record's checksum; should it pass the body, the length of ``objects`` shows it below.
+        # Each byte is copied once: a package may be large beside what the process may have.
+        objects, volatile = bytes(raw[body : body + used]), bytes(raw[body + used :])
+    manifest = Manifest.decode(header.text)
+    try:
+        arena_path(Path(), manifest)  # a shard that is no file name is refused
+        image = SlotImage.of(manifest)
+    except (ArenaError, ConfigError, ValueError, TypeError, ArithmeticError) as error:
+        raise CorruptError(f"package: bad manifest: {str(error)[:200]}") from None
+    if header.words != len(image.chunks) or len(volatile) != image.volatile.nbytes:
+        raise CorruptError(f"package of {manifest.shard}: {header.words} checksums, {len(volatile)} bytes volatile")
+    if len(objects) != used or used > manifest.objects_bytes:
+        raise CorruptError(f"package of {manifest.shard}: {used} bytes of objects")
+    if xxhash.xxh3_64_intdigest(objects) != objects_hash:
+        raise CorruptError(f"package of {manifest.shard}: objects do not match their checksum")
+    _check_volatile(image, record.words, volatile)
+    return Package(manifest, record.snapshot, sequence, record.words, objects, volatile)
+
+
+def mirror_dir(node_dir: Path) -> Path:
+    """The directory of a node's packages."""
+    return node_dir / MIRROR_NAME
+
+
+def package_path(node_dir: Path, shard: str, snapshot: SnapshotId) -> Path:
+    """Where the package of ``shard`` at a snapshot lies in a node's directory."""
+    return mirror_dir(node_dir) / f"{shard}.{snapshot}"
+
+
+def store(node_dir: Path, data: bytes | bytearray) -> Path:
+    """Write a package, whole or not at all, in place of an older one of that name; returns its path.
+
+    One process stores and prunes in a node's directory, from any thread: the last one stays.
+
+    Raises:
+        CorruptError, MismatchError: as ``unpack``; nothing is written.
+        MemoryBudgetError: the file system has no room; nothing is left behind.
+        ArenaError: it cannot be written.
+    """
+    # It may come from another node: proven before it takes the place of a good one.
+    package = unpack(data)
+    path = package_path(node_dir, package.shard, package.snapshot)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with fresh_name(path) as fresh:
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                # Room first: a full tmpfs is known before a byte is written.
+                require_room(fresh, len(data))
+                os.posix_fallocate(fd, 0, len(data))
+                file.write(data)
+            fresh.rename(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise MemoryBudgetError(
+                f"{path}: no room for {len(data)} bytes; enlarge the tmpfs (mount -o remount,size=…) "
+                "or name another with --ftckpt-arena"
+            ) from None
+        raise ArenaError(f"{path}: cannot be written: {error.strerror}") from None
+    return path
+
+
+def load(path: Path) -> Package:
+    """Read a package file.
+
+    Raises:
+        CorruptError: missing, unreadable, too long, damaged, or not the package that its name announces.
+        MismatchError: of another format version.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            nbytes = os.fstat(fd).st_size
+            if nbytes > MAX_PACKAGE_BYTES:
+                raise CorruptError(f"{path}: more than {MAX_PACKAGE_BYTES} bytes")
+            data = file.read(nbytes + 1)  # not MAX_PACKAGE_BYTES: as much as is asked for would be allocated
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be read: {error.strerror}") from None
+    package = unpack(data)
+    if package_path(path.parent.parent, package.shard, package.snapshot).name != path.name:
+        raise CorruptError(f"{path}: holds {package.shard} at iteration {package.snapshot.iteration}")
+    return package
+
+
+@contextmanager
+def mapped_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> Iterator[memoryview]:
+    """The bytes of a package file, sound or not, in the block; many may have it, and no memory of its own is taken.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is empty, or too long for a package.
+    """
+    path = package_path(node_dir, shard, snapshot)
+    # A package is replaced whole, never changed or cut: what is mapped stays what it is.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if os.fstat(file.fileno()).st_size > MAX_PACKAGE_BYTES:
+            raise ValueError(f"{path}: more than {MAX_PACKAGE_BYTES} bytes")
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with mapping, memoryview(mapping) as data:
+        yield data
+
+
+def list_packages(node_dir: Path) -> list[PackageName]:
+    """The packages on a node, sorted, by their names alone; whether they are sound is for ``load`` to see."""
+    try:
+        entries = sorted(mirror_dir(node_dir).iterdir())
+    except OSError:
+        return []
+    names = []
+    for path in entries:
+        match = _FILE_NAME.fullmatch(path.name)
+        if match and path.is_file() and not path.is_symlink():
+            with suppress(ValueError):
+                names.append(PackageName(match[1], SnapshotId.parse(match[2]), path))
+    return sorted(names)
+
+
+def prune(node_dir: Path, keep: Collection[SnapshotId]) -> list[Path]:
+    """Delete packages of other snapshots than those to ``keep``, and half-written ones.
+
+    Returns:
+        what was deleted.
+    """
+    doomed = [name.path for name in list_packages(node_dir) if name.snapshot not in keep]
+    for path in doomed:
+        path.unlink(missing_ok=True)
+    return doomed + remove_half_made(mirror_dir(node_dir))
+
+
+def _check_volatile(image: SlotImage, hashes: npt.NDArray[np.uint64], volatile: bytes) -> None:
+    view = memoryview(volatile)
+    for chunk in range(image.num_stepped_chunks, len(image.chunks)):
+        begin, end = (at - image.volatile.begin for at in (image.chunks[chunk].begin, image.chunks[chunk].end))
+        if xxhash.xxh3_64_intdigest(view[begin:end]) != int(hashes[chunk]):
+            raise CorruptError(f"{image.manifest.shard}: volatile state does not match the checksum of chunk {chunk}")

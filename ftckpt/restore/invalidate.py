@@ -1,0 +1,85 @@
+"""Invalidation of snapshots in memory: their slots become void, and what could reconstruct them is deleted first."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from ftckpt.errors import ArenaError, FtckptError
+from ftckpt.memory.arena import open_control
+from ftckpt.memory.control_block import ControlBlock
+from ftckpt.memory.directory import list_arenas
+from ftckpt.memory.lineage_file import read_lineage, write_lineage
+from ftckpt.memory.package import list_packages
+from ftckpt.memory.parity_file import list_parity, snapshot_of
+from ftckpt.model.lineage import NO_LIMIT, Lineage, last_shared
+
+
+def void(node_dir: Path, newest: int) -> None:
+    """Make every snapshot of a node that is newer than iteration ``newest`` unusable, all of them where it is -1.
+
+    Parity and packages go first: they could reconstruct a slot that is void, but not the other way round. A kill at
+    any point leaves some newer snapshots that can still be taken, and the next start voids them again.
+    """
+    # Before the slots: a kill after this line leaves slots without protection, never parity that reconstructs a void
+    # one.
+    remove_protection(node_dir, newest)
+    for path in list_arenas(node_dir):
+        with suppress(ArenaError), open_control(path, writable=True) as control:
+            # ArenaError: nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
+            _void_slots(control, newest)
+            if newest < 0:
+                # Otherwise the next start would take the mark as proof that something was lost, and refuse.
+                control.mark_whole(None)
+
+
+def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
+    """Make ``head`` the lineage of a node: what the node has that is not in its past is void first; returns the names
+    of arenas that had any. ``assumed``: the lineage of a node that has recorded none.
+
+    A kill at any point leaves the node's old lineage, and the next start does it again.
+
+    Raises:
+        ArenaError: the node's directory takes no file.
+    """
+    own, abandoned = read_lineage(node_dir), list[str]()
+    last = last_shared(own if own.branches else assumed, head)
+    if last < NO_LIMIT:
+        remove_protection(node_dir, last)
+        for path in list_arenas(node_dir):
+            with suppress(ArenaError), open_control(path, writable=True) as control:
+                had, whole = _void_slots(control, last), control.whole()
+                if whole is not None and whole.iteration > last:  # abandoned, not lost
+                    control.mark_whole(None)
+                abandoned += [path.name] if had else []
+    write_lineage(node_dir, head)
+    return abandoned
+
+
+def _void_slots(control: ControlBlock, newest: int) -> bool:
+    """Whether a slot held a snapshot that is newer."""
+    snapshots = [control.record(index).snapshot for index in range(control.slots)]
+    for index, snapshot in enumerate(snapshots):
+        # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
+        if snapshot is None or snapshot.iteration > newest:
+            control.void(index)
+    return any(snapshot is not None and snapshot.iteration > newest for snapshot in snapshots)
+
+
+def remove_protection(node_dir: Path, newest: int) -> None:
+    """Delete a node's parity and packages of snapshots newer than iteration ``newest``.
+
+    A parity file without snapshot, because it was being written, stays unless all goes, where ``newest`` is -1.
+    """
+    for parity in list_parity(node_dir):
+        try:
+            snapshot = snapshot_of(parity.path)
+        except FtckptError:
+            # A file that cannot be read protects nothing, and says nothing of its age.
+            snapshot = None
+        gone = newest < 0 if snapshot is None else snapshot.iteration > newest
+        if gone:
+            parity.path.unlink(missing_ok=True)
+    for package in list_packages(node_dir):
+        if package.snapshot.iteration > newest:
+            package.path.unlink(missing_ok=True)

@@ -1,0 +1,332 @@
+"""What must be rebuilt so that a snapshot is whole, whether parity can do it, and the arithmetic of it: all pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ftckpt.array_types import Bytes
+from ftckpt.config import PAGE_BYTES
+from ftckpt.memory.corruption import OBJECTS, Corruption
+from ftckpt.parity.codecs import MISSING, MissingArray, decode, encode
+from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.stripes import num_blocks
+from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
+from ftckpt.restore.inventory import Candidate, SnapshotProtection, VerifiedPackage
+from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
+
+T = TypeVar("T")
+
+NEW_SLOT = -1
+"""In place of a slot's number: the shard comes into a slot that is chosen when it is rebuilt."""
+
+
+@dataclass(frozen=True)
+class ShardRepair:
+    """One shard that is not whole anywhere: it is rebuilt at ``at``, in a new slot or in place.
+
+    ``chunks`` come from parity; all else (objects and volatile chunks, manifest and checksums of a new slot) comes
+    from the ``package``, which a slot that has only bad chunks can do without. ``parts`` are those of ``Corruption``.
+    """
+
+    shard: str
+    at: SlotAt
+    chunks: tuple[int, ...]
+    package: VerifiedPackage | None = None
+    parts: tuple[str, ...] = ()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a slot that is there is repaired."""
+        return self.at.slot != NEW_SLOT
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """How the shards of ``fixes`` are made whole: by ``repairs``, in an order in which each has what it needs."""
+
+    fixes: Mapping[str, ShardRepair]
+    repairs: tuple[Repair, ...]
+
+
+def assess(
+    candidate: Candidate,
+    bad: Mapping[SlotAt, Corruption],
+    shield: SnapshotProtection,
+    bad_blocks: Collection[BlockId],
+) -> Rebuild | tuple[str, ...]:
+    """How to make ``candidate`` whole with what ``shield`` has of it, or why that cannot be done, a text per shard.
+
+    ``bad`` slots did not verify, nor did ``bad_blocks`` of parity.
+    """
+    fixes: dict[str, ShardRepair] = {}
+    arenas: dict[str, str] = {}
+    hopeless: list[str] = []
+    for shard in candidate.homes:
+        source = candidate.nearest(shard, bad)
+        if source is None:
+            fix = _fix(candidate, shard, bad, shield)
+            if fix is None:
+                hopeless.append(f"{shard}: {_state(candidate, shard, bad)} and no package of it is left")
+                continue
+            fixes[shard] = fix
+            source = fix.at
+        arenas[shard] = source.arena
+    if hopeless:
+        return tuple(hopeless)
+    groups = [group for group in shield.groups.values() if _fits(group, arenas)]
+    lost = {(shard, chunk) for shard, fix in fixes.items() for chunk in fix.chunks}
+    repairs, unsolved = solve(groups, lost, _lost_blocks(groups, shield) | set(bad_blocks))
+    if unsolved:
+        shards = sorted({shard for shard, _ in unsolved})
+        return tuple(
+            f"{shard}: {_state(candidate, shard, bad)} and {_reason(shard, groups, fixes, shield)}"
+            for shard in shards
+        )
+    return Rebuild(fixes, tuple(repairs))
+
+
+def _fix(
+    candidate: Candidate, shard: str, bad: Mapping[SlotAt, Corruption], shield: SnapshotProtection
+) -> ShardRepair | None:
+    home = candidate.homes[shard]
+    packages = sorted(shield.packages.get(shard, ()), key=lambda one: (one.at.node != home, one.at))
+    package = packages[0] if packages else None
+    damaged = [s for s in candidate.slots.get(shard, ()) if not bad[s].useless]
+    # The slot with the least to rebuild first; of those that are alike the one at home.
+    for source in sorted(damaged, key=lambda s: (len(bad[s].chunks), s.node != home, s)):
+        damage = bad[source]
+        # The name has the manifest's digest: the package was cut as this slot is.
+        if package is not None and package.holding.arena == source.arena:
+            # Parity covers the chunks in front of the first volatile one; those behind it are in the package.
+            chunks = tuple(c for c in damage.chunks if c < package.holding.volatile[0])
+            return ShardRepair(shard, source, chunks, package, damage.parts)
+        # Without a package nothing has the objects; header and padding follow from the manifest.
+        if OBJECTS not in damage.parts:
+            return ShardRepair(shard, source, damage.chunks, None, damage.parts)
+    if package is None:
+        return None
+    chunks = tuple(range(package.holding.volatile[0]))
+    return ShardRepair(shard, SlotAt(home, package.holding.arena, NEW_SLOT), chunks, package)
+
+
+def _fits(group: ParityGroup, arenas: Mapping[str, str]) -> bool:
+    """Whether the group was made for the arenas that hold the snapshot."""
+    # An arena's name has the manifest's digest: with another cut the chunk numbers of the group mean nothing here.
+    return all(arenas.get(member.shard) == member.arena for member in group.members)
+
+
+def _lost_blocks(groups: Sequence[ParityGroup], shield: SnapshotProtection) -> set[BlockId]:
+    """Blocks of parity files that are not there; blocks in slots go with their chunks."""
+    return {
+        (group.name, holder, block)
+        for group in groups
+        if not group.in_slots
+        for holder in range(len(group.members))
+        if (group.name, holder) not in shield.parity
+        for block in range(num_blocks(group, holder))
+    }
+
+
+def _state(candidate: Candidate, shard: str, bad: Mapping[SlotAt, Corruption]) -> str:
+    damaged = [bad[source] for source in candidate.slots.get(shard, ())]
+    if damaged:
+        some = min(damaged, key=lambda d: (d.useless, len(d.chunks)))
+        parts = [f"{len(some.chunks)} of its chunks"] if some.chunks else []
+        parts += some.parts
+        return f"{', '.join(parts)} are corrupt" if parts else "its slot is corrupt"
+    if candidate.homes[shard] not in candidate.nodes:
+        return "its node's arenas are gone"
+    if not candidate.ranks and shard not in candidate.arenas:
+        return "its arena is gone"
+    return "its arena does not hold it"
+
+
+def _reason(
+    shard: str, groups: Sequence[ParityGroup], fixes: Mapping[str, ShardRepair], shield: SnapshotProtection
+) -> str:
+    texts = []
+    for group in groups:
+        names = [member.shard for member in group.members]
+        if shard not in names:
+            continue
+        lost = [
+            name
+            for holder, name in enumerate(names)
+            if (name in fixes and fixes[name].chunks)
+            or (not group.in_slots and (group.name, holder) not in shield.parity)
+        ]
+        texts.append(f"group {group.mode}-{group.name[:4]} has lost {len(lost)} of {len(names)} members")
+    return ", ".join(texts) or "no parity covers it"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A chunk or a block of ``nbytes``, and the rank that reads it."""
+
+    at: ChunkAt | BlockAt
+    reader: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RepairTask:
+    """A repair as one rank does it: ``own`` are the lost chunks that it writes.
+
+    ``data`` are the stripe's arrays in order (an input, MISSING, or None: zeros), ``blocks`` those used, by row.
+    """
+
+    repair: Repair
+    own: tuple[ChunkId, ...]
+    data: tuple[Input | MissingArray | None, ...]
+    blocks: Mapping[int, Input]
+
+    @classmethod
+    def of(
+        cls,
+        repair: Repair,
+        mine: Collection[str],
+        chunk_input: Callable[[str, int, int], Input],
+        block_input: Callable[[BlockId, int], Input],
+    ) -> RepairTask:
+        """The part of ``repair`` that a rank has which rebuilds the shards ``mine``."""
+        group, stripe = repair.group, repair.stripe
+        data: list[Input | MissingArray | None] = []
+        for index, offset in stripe.data:
+            member = group.members[index]
+            chunk = (member.shard, member.first + offset)
+            # A member with fewer chunks than the others stands in the last stripes as zeros.
+            if offset < 0:
+                data.append(None)
+            elif chunk in repair.lost:
+                data.append(MISSING)
+            else:
+                data.append(chunk_input(*chunk, member.lengths[offset]))
+        blocks: dict[int, Input] = {}
+        for row, (holder, block) in enumerate(stripe.blocks):
+            if (group.name, holder, block) in repair.use:
+                in_slot = block_chunk(group, holder, block)
+                ident = (group.name, holder, block)
+                blocks[row] = chunk_input(*in_slot, stripe.length) if in_slot else block_input(ident, stripe.length)
+        own = tuple(chunk for chunk in repair.lost if chunk[0] in mine)
+        return cls(repair, own, tuple(data), blocks)
+
+    @property
+    def length(self) -> int:
+        """Bytes of the stripe's longest chunk."""
+        return self.repair.stripe.length
+
+    @property
+    def inputs(self) -> list[Input]:
+        return [i for i in self.data if isinstance(i, Input)] + list(self.blocks.values())
+
+    @property
+    def width(self) -> int:
+        """How many arrays are in memory at a time: those read, those solved and one scratch for each."""
+        return len(self.inputs) + 2 * max(1, len(self.repair.lost))
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes that are written, ends of short chunks counted as whole."""
+        return self.length * len(self.own)
+
+
+@dataclass(frozen=True)
+class TaskSlice:
+    """Bytes ``begin`` to ``end`` of every array of a task."""
+
+    task: RepairTask
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that solving it takes, inputs and scratch among it."""
+        return (self.end - self.begin) * self.task.width
+
+
+def levels(repairs: Sequence[Repair]) -> list[list[Repair]]:
+    """Repairs that can be done at the same time, in the order of the levels: each needs only earlier ones."""
+    level_of: dict[ChunkId, int] = {}
+    by_level: list[list[Repair]] = []
+    for repair in repairs:
+        level = max((level_of[chunk] + 1 for chunk in _needed(repair) if chunk in level_of), default=0)
+        if level == len(by_level):
+            by_level.append([])
+        by_level[level].append(repair)
+        level_of.update(dict.fromkeys(repair.lost, level))
+    return by_level
+
+
+def _needed(repair: Repair) -> Iterator[ChunkId]:
+    """Chunks that a repair reads."""
+    group = repair.group
+    for index, offset in repair.stripe.data:
+        member = group.members[index]
+        if offset >= 0 and (member.shard, member.first + offset) not in repair.lost:
+            yield member.shard, member.first + offset
+    for _, holder, block in repair.use:
+        chunk = block_chunk(group, holder, block)
+        if chunk is not None:
+            yield chunk
+
+
+def batches(tasks: Sequence[RepairTask], most_bytes: int) -> list[list[TaskSlice]]:
+    """Tasks cut into slices, which stand together while they take ``most_bytes`` of memory or less."""
+    slices: list[TaskSlice] = []
+    for task in tasks:
+        # ``width`` arrays of this length are in memory at a time.
+        step = max(PAGE_BYTES, most_bytes // task.width // PAGE_BYTES * PAGE_BYTES)
+        for begin in range(0, max(1, task.length), step):  # a block of a stripe without chunks has no bytes
+            slices.append(TaskSlice(task, begin, min(begin + step, task.length)))
+    return in_batches(slices, lambda one: one.nbytes, most_bytes)
+
+
+def in_batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> list[list[T]]:
+    """The items in order, which stand together while they have ``most_bytes`` or less; a larger one stands alone."""
+    batched: list[list[T]] = []
+    room_bytes = 0
+    for item in items:
+        if nbytes(item) > room_bytes or not batched:
+            batched.append([])
+            room_bytes = most_bytes
+        batched[-1].append(item)
+        room_bytes -= nbytes(item)
+    return batched
+
+
+def solve_slice(
+    task_slice: TaskSlice, index: int, received: Mapping[tuple[int, Input], Bytes], arenas: OpenArenas
+) -> dict[ChunkId, Bytes]:
+    """The bytes of this slice of each chunk that the rank rebuilds.
+
+    ``received`` has what came from other nodes, by ``index`` of the slice and input; the rest is read in place.
+    """
+    task, group = task_slice.task, task_slice.task.repair.group
+    nbytes = task_slice.end - task_slice.begin
+
+    def bytes_of(wanted: Input) -> Bytes:
+        # A short chunk has ended before this slice: to the code it is zeros from there on.
+        if wanted.nbytes <= task_slice.begin:
+            return np.empty(0, np.uint8)
+        if (index, wanted) in received:
+            return received[index, wanted]
+        return np.frombuffer(arenas.view(wanted.at), np.uint8)[task_slice.begin : task_slice.end]
+
+    data = [bytes_of(item) if isinstance(item, Input) else item for item in task.data]
+    # No block is used where the data is all there: what was lost is the block itself, encoded anew.
+    if not task.repair.use:
+        known = [None if isinstance(array, MissingArray) else array for array in data]
+        rows = {block_chunk(group, *at): row for row, at in enumerate(task.repair.stripe.blocks)}
+        return {chunk: encode(group.code, known, nbytes, rows[chunk], group.losses) for chunk in task.own}
+    blocks = {row: bytes_of(block) for row, block in task.blocks.items()}
+    solved: dict[ChunkId, Bytes] = {}
+    for place, array in decode(group.code, data, blocks, nbytes, group.losses).items():
+        member, offset = task.repair.stripe.data[place]
+        chunk = (group.members[member].shard, group.members[member].first + offset)
+        if chunk in task.own:
+            solved[chunk] = array
+    return solved

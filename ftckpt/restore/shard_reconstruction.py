@@ -1,0 +1,277 @@
+"""One shard that is made whole again in this node's memory: where its bytes go, and that they are the right ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ftckpt.array_types import Bytes
+from ftckpt.config import PAGE_BYTES
+from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.memory.arena import Arena, clear_arena
+from ftckpt.memory.control_block import control_bytes
+from ftckpt.memory.corruption import OBJECTS, Corruption
+from ftckpt.memory.directory import arena_path
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.mapping import reserve, write_at
+from ftckpt.memory.package import Package
+from ftckpt.memory.slots import slot_name
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.restore.locations import SlotAt
+from ftckpt.restore.reconstruction_plan import ShardRepair
+
+# How long the process that writes the arena, a trainer that is ending for example, may take to give it up.
+_LOCK_SECS = 5.0
+
+
+class ShardReconstruction:
+    """A slot that is being made whole: ``open``, ``put`` and ``check`` chunk by chunk, ``finish``, ``close``.
+
+    A new slot is WRITING until ``finish``: what a killed process leaves is never taken for a snapshot. A slot that
+    is repaired in place stays what it is; until its last chunk is right it does not verify, as before.
+
+    What the new slot held is gone from ``open`` on, whether the rebuild succeeds or not: it is one that nothing in
+    ``keep`` needs, where there is one.
+
+    Args:
+        package: None only where bad chunks alone are repaired in place.
+        num_slots: of an arena that must be created.
+        keep: what ``choice.worth_keeping`` says.
+    """
+
+    def __init__(
+        self,
+        node_dir: Path,
+        fix: ShardRepair,
+        package: Package | None,
+        num_slots: int,
+        keep: Sequence[Collection[SnapshotId]],
+    ) -> None:
+        self.fix = fix
+        self._node_dir = node_dir
+        self._package = package
+        self._num_slots = num_slots
+        self._keep = keep
+        self._arena: Arena | None = None
+        self._slot = fix.at.slot
+        self._file = -1  # of the slot: written to, as its mapping would ask for each page by itself
+        self._writing = threading.Lock()  # the system lets one thread at a time, and the others would spin
+        # From when the snapshot was whole, the trainer's or the SMP's: what parity gives is measured by these alone.
+        self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+
+    @property
+    def arena(self) -> Arena:
+        """The arena, locked and writable."""
+        if self._arena is None:
+            raise ArenaError(f"{self.fix.shard}: not open")
+        return self._arena
+
+    @property
+    def at(self) -> SlotAt:
+        """Where the shard lies, once it is open."""
+        return SlotAt(self.fix.at.node, self.arena.path.name, self._slot)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of one slot file, 0 for a slot that is repaired in place."""
+        return SlotImage.of(self._whole.manifest).file_bytes if not self.fix.in_place else 0
+
+    def new_bytes(self) -> int:
+        """Memory that ``open`` will take from the node."""
+        if self.fix.in_place:
+            return 0
+        slot_bytes = _in_pages(self.file_bytes)
+        try:
+            arena = Arena.open(arena_path(self._node_dir, self._whole.manifest))
+        except ArenaError:
+            image = SlotImage.of(self._whole.manifest)
+            about = control_bytes(self._num_slots, len(image.chunks)), len(image.header)
+            return slot_bytes + sum(map(_in_pages, about))
+        try:
+            return 0 if arena.slot_error(_pick(arena, self._whole.snapshot, self._keep)) is None else slot_bytes
+        finally:
+            arena.close()
+
+    def open(self) -> None:
+        """Have the slot, with everything in it that parity does not give.
+
+        Raises:
+            ArenaError: another process writes the arena, or it cannot be created.
+            MemoryBudgetError: no room.
+        """
+        if self.fix.in_place:
+            self._arena = Arena.open(self._node_dir / self.fix.at.arena, writable=True)
+            self._arena.lock(_LOCK_SECS)
+            self._open_slot()
+            self._mend()
+            return
+        path = arena_path(self._node_dir, self._whole.manifest)
+        # No slot but this one: the others get theirs when training begins, and may be what this node has no room for.
+        self._arena = self._existing(path) or Arena.create(self._node_dir, self._whole.manifest, self._num_slots, 0)
+        self._arena.lock(_LOCK_SECS)
+        self._slot = _pick(self._arena, self._whole.snapshot, self._keep)
+        self._begin()
+
+    def put(self, chunk: int, begin: int, data: Bytes) -> None:
+        """Write ``data`` at byte ``begin`` of ``chunk``; what goes past the chunk's end is zeros of the stripe. Any
+        thread may.
+
+        Raises:
+            MemoryBudgetError: no room.
+        """
+        span = self.arena.image.chunks[chunk]
+        self._write(span.begin + begin, data[: max(0, span.nbytes - begin)].data)
+
+    def clear_behind(self, chunk: int, nbytes: int) -> None:
+        """Zeros behind the first ``nbytes`` of ``chunk``: a block in a slot may be shorter than its chunk."""
+        span = self.arena.image.chunks[chunk]
+        self._write(span.begin + nbytes, bytes(max(0, span.nbytes - nbytes)))
+
+    def check(self, chunk: int) -> bool:
+        """Whether the bytes of ``chunk`` have the checksum that was taken when the snapshot was."""
+        return self.arena.hash_chunk(self._slot, chunk) == int(self._hashes[chunk])
+
+    def length(self, chunk: int) -> int:
+        return self.arena.image.chunks[chunk].nbytes
+
+    def finish(self) -> Corruption:
+        """Seal a new slot, every chunk of which was checked; what is still bad in one that was repaired in place."""
+        arena, package = self.arena, self._package
+        if self.fix.in_place:
+            # Stepped chunks were checked when their stripes were solved; what the package gave was not.
+            return arena.verify(self._slot) if self.fix.parts else self._bad_volatile()
+        whole = arena.control.whole()
+        # Sealed before it is marked: a mark that no slot answers would read as a snapshot that was lost.
+        arena.control.seal(self._slot, self._whole.snapshot)
+        if package is not None and (whole is None or whole.iteration < package.snapshot.iteration):
+            arena.control.mark_whole(package.snapshot)
+        return Corruption()
+
+    def close(self) -> None:
+        """Give the arena up; what is not finished does not count."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    @property
+    def _whole(self) -> Package:
+        if self._package is None:
+            raise ArenaError(f"{self.fix.shard}: no package to rebuild it from")
+        return self._package
+
+    def _existing(self, path: Path) -> Arena | None:
+        """The arena at ``path``; one in which nothing can be read is cleared."""
+        if not path.exists():
+            return None
+        try:
+            return Arena.open(path, writable=True)
+        except CorruptError:
+            # The new arena must have its name. Its parity stays: this very rebuild may read it.
+            clear_arena(path)
+            return None
+
+    def _begin(self) -> None:
+        """Make the slot WRITING, with everything but the stepped chunks in place."""
+        arena, package, slot = self.arena, self._whole, self._slot
+        if not arena.allocated(slot):
+            arena.allocate(slot, reserves=False)
+        elif arena.slot_error(slot) is not None:
+            arena.renew(slot)
+        # Before the first byte: a kill from here to ``finish`` leaves WRITING, which nobody takes for a snapshot.
+        arena.control.begin(slot)
+        self._open_slot()
+        self._put_frame()
+        self._put_volatile()
+        self._put_objects()
+        self._hashes = package.chunk_hashes
+        for chunk, value in enumerate(package.chunk_hashes.tolist()):
+            arena.control.set_chunk_hash(slot, chunk, value)
+        arena.control.set_objects(slot, len(package.objects), xxhash.xxh3_64_intdigest(package.objects))
+
+    def _mend(self) -> None:
+        """Put right what is not a matter of parity in a slot that is repaired in place."""
+        arena, package, slot = self.arena, self._package, self._slot
+        hashes = arena.hashes(slot)
+        # It has no checksums of its own: those of its package showed which chunks are bad.
+        if hashes is None and package is not None:
+            hashes = package.chunk_hashes
+        if hashes is None and self.fix.chunks:
+            raise CorruptError(f"{self.fix.shard}: slot {slot} has no checksums to repair it by")
+        self._hashes = hashes if hashes is not None else self._hashes
+        self._put_frame()
+        if package is not None and package.manifest.digest == arena.manifest.digest:
+            self._put_volatile()
+            if OBJECTS in self.fix.parts:
+                self._put_objects()
+
+    def _bad_volatile(self) -> Corruption:
+        image = self.arena.image
+        chunks = range(image.num_stepped_chunks, len(image.chunks)) if self._package is not None else ()
+        return Corruption(tuple(chunk for chunk in chunks if not self.check(chunk)))
+
+    def _open_slot(self) -> None:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    @property
+    def _path(self) -> Path:
+        return self.arena.path / slot_name(self._slot)
+
+    def _write(self, begin: int, data: bytes | memoryview) -> None:
+        with self._writing:
+            write_at(self._file, self._path, begin, data)
+
+    def _put_frame(self) -> None:
+        """The header, and zeros between the regions."""
+        image = self.arena.image
+        self._write(0, image.header)
+        for pad in image.pads:
+            self._write(pad.begin, bytes(pad.nbytes))
+
+    def _put_volatile(self) -> None:
+        self._write(self.arena.image.volatile.begin, self._whole.volatile)
+
+    def _put_objects(self) -> None:
+        span, data = self.arena.image.objects, self._whole.objects
+        self._write(span.begin, data)
+        reserve(self._file, self._path, span.begin, span.end)  # later snapshots may have more of them
+
+
+def _in_pages(nbytes: int) -> int:
+    """What a file of ``nbytes`` takes of a tmpfs."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _pick(arena: Arena, chosen: SnapshotId, keep: Sequence[Collection[SnapshotId]]) -> int:
+    """The slot to rebuild ``chosen`` into: one that holds nothing, or what is needed least.
+
+    A slot of ``chosen`` itself, which could not be used, comes first, then damaged ones, those without a snapshot,
+    those of snapshots that nothing in ``keep`` needs, those without memory. Only where there is none of these goes
+    one that a restart may need: a newer one, as restoring ``chosen`` voids it all the same, or else the oldest, which
+    is taken last should this rebuild fail.
+    """
+
+    def key(slot: int) -> tuple[int, int]:
+        snapshot = arena.control.record(slot).snapshot
+        if snapshot == chosen:
+            return 0, 0
+        if not arena.allocated(slot):
+            return 4, 0  # behind those of no use: memory is short where nodes were lost
+        if arena.slot_error(slot) is not None:
+            return 1, 0
+        if snapshot is None:
+            return 2, 0
+        needed = sum(snapshot in snapshots for snapshots in keep)
+        if not needed:
+            return 3, snapshot.iteration
+        return (6, snapshot.iteration) if needed == len(keep) else (5, -snapshot.iteration)
+
+    return min(range(arena.control.slots), key=key)

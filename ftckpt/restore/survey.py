@@ -1,0 +1,122 @@
+"""The first look of a restart: what all ranks have loaded, and what memory and storage have, in one round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.group import Group, gather_each
+from ftckpt.memory.arena import open_control
+from ftckpt.memory.control_block import ControlBlock
+from ftckpt.memory.directory import list_arenas
+from ftckpt.memory.lineage_file import read_lineage
+from ftckpt.model.lineage import FIRST, UNKNOWN, Lineage, LoadedCheckpoint, last_shared, newest
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import Topology
+from ftckpt.restore.inventory import Inventory
+from ftckpt.restore.locations import OpenArenas
+from ftckpt.restore.search import part_of_inventory
+from ftckpt.restore.storage_catalog import CatalogSurvey, StorageCatalog, StorageView
+
+
+class NodeMemory(NamedTuple):
+    """What a rank has loaded and, if it leads its node, what that has in memory: its lineage, the newest iteration
+    that is ``whole``, and the newest of all; -1 for none."""
+
+    loaded: LoadedCheckpoint
+    lineage: Lineage = UNKNOWN
+    whole: int = -1
+    newest: int = -1
+
+    def with_arena(self, control: ControlBlock) -> NodeMemory:
+        """With what the control block of an arena says."""
+        records = [control.record(slot).snapshot for slot in range(control.slots)]
+        whole = -1 if (snapshot := control.whole()) is None else snapshot.iteration
+        found = max((record.iteration for record in records if record is not None), default=-1)
+        return self._replace(whole=max(self.whole, whole), newest=max(self.newest, whole, found))
+
+
+class SurveyResult(NamedTuple):
+    """What all ranks have ``loaded``, what the memory of each has, the ``head`` of the job, what storage has, and the
+    inventory of all nodes: None where one cannot be taken."""
+
+    loaded: LoadedCheckpoint
+    memory: Sequence[NodeMemory]
+    head: Lineage
+    shelf: StorageCatalog
+    reports: Sequence[Inventory] | None
+
+    def whole(self, head: Lineage) -> int:
+        """The newest iteration in memory that was whole and can be in the past of ``head``; -1 for none."""
+        return max(min(one.whole, last_shared(self._lineage_of(one), head)) for one in self.memory)
+
+    def newest(self, head: Lineage) -> int:
+        """As ``whole``, of any slot."""
+        return max(min(one.newest, last_shared(self._lineage_of(one), head)) for one in self.memory)
+
+    def nodes_know(self, num_nodes: int) -> bool:
+        """Whether all of so many nodes have recorded the head."""
+        known = [one.lineage for one in self.memory if one.lineage.branches]
+        return len(known) == num_nodes and all(one == self.head for one in known)
+
+    @property
+    def in_memory(self) -> dict[SnapshotId, Lineage]:
+        """The snapshots of all slots, and the lineages of the nodes that have them."""
+        return {
+            slot.snapshot: report.lineage if report.lineage.branches else self.head
+            for report in self.reports or () for arena in report.arenas for slot in arena.slots
+        }  # fmt: skip
+
+    @property
+    def newest_there(self) -> int:
+        """The newest iteration in memory and on storage; -1 for none."""
+        return max(self.newest(self.head), self.shelf.newest)
+
+    def _lineage_of(self, memory: NodeMemory) -> Lineage:
+        return memory.lineage if memory.lineage.branches else self.head
+
+
+def look(
+    group: Group, topology: Topology, arenas: OpenArenas, shelf_look: CatalogSurvey, loaded: LoadedCheckpoint
+) -> SurveyResult:
+    """What is there, the same on all ranks. Collective.
+
+    Raises:
+        ConfigError: ranks have loaded different iterations; on all of them.
+        StorageError: storage cannot be seen, and trying again is of no use.
+    """
+
+    def read() -> NodeMemory:
+        if not topology.is_node_leader:
+            return NodeMemory(loaded)
+        memory = NodeMemory(loaded, read_lineage(arenas.node_dir))
+        for path in list_arenas(arenas.node_dir):
+            with suppress(FtckptError), open_control(path) as control:  # the inventory reports what is wrong with it
+                memory = memory.with_arena(control)
+        return memory
+
+    def report() -> Inventory | None:
+        with suppress(FtckptError):  # it may be of no importance: a search that needs it takes it again, and raises
+            return part_of_inventory(topology, arenas)
+        return None
+
+    seen, ranks, reports = gather_each(
+        group, (shelf_look.see, StorageView), (read, NodeMemory), (report, Inventory | None)
+    )
+    shelf = shelf_look.join(seen)
+    differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
+    if len(differing) > 1:
+        found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
+        raise ConfigError(
+            f"restore: ranks have loaded different iterations from storage ({found}): let all of them load one"
+        )
+    head = newest([shelf.lineage, *(one.lineage for one in ranks)])
+    return SurveyResult(
+        # One that knows is enough: others may not see what the newest on storage is.
+        replace(loaded, named=any(one.loaded.named for one in ranks)),
+        ranks, head if head.branches else FIRST,
+        shelf, reports if None not in reports else None,
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""The addresses at which the SMP of this node answers others: as configured, as gloo and NCCL are told, or found."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+
+from ftckpt.errors import ConfigError
+from ftckpt.memory.memory_limits import read_lines
+from ftckpt.smp.link import interfaces
+
+LOOPBACK = "127.0.0.1"
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of no machine (RFC 5737, RFC 3849): the way to them is the default route."""
+_OF_CONTAINERS = ("docker", "virbr", "br-", "cni", "veth")
+"""Interfaces between this machine and what runs on it: no other machine is reached there."""
+_SYSFS = Path("/sys/class/net")
+
+
+def machine() -> str:
+    """What names this machine and its network: two processes with the same text reach each other over loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Containers of one machine have its boot id, and each a network of its own.
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def whereabouts(env: Mapping[str, str]) -> str:
+    """What tells this machine, or this container of it, from others: for people."""
+    found = interfaces()
+    ways = (_towards(env.get("MASTER_ADDR", "")), *map(_towards, _ANYWHERE), *_usable(found, _between_machines))
+    address = next(filter(None, ways), "no address")
+    boot = (read_lines(Path("/proc/sys/kernel/random/boot_id")) or ["unknown"])[0]
+    try:
+        mounts = os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        mounts = "mnt:unknown"
+    return f"{socket.gethostname()} ({address}, boot {boot[:8]}, {mounts})"
+
+
+def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
+    """Where the SMP of this node listens, addresses with commas between: loopback where all ``machines`` are one.
+
+    Otherwise an interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or the way to MASTER_ADDR; and the
+    interfaces of the same kind, of those that are named where any is.
+
+    Raises:
+        ConfigError: no address can be found, or what is configured is neither an address of this machine nor an
+            interface that has one.
+    """
+    there = interfaces()
+    if configured:
+        return _with_alike(_configured(configured), there, _exact(configured))
+    if len(set(machines)) == 1:
+        return LOOPBACK
+    towards = _towards(env.get("MASTER_ADDR", ""))
+    for variable, names in (("GLOO_SOCKET_IFNAME", _exact), ("NCCL_SOCKET_IFNAME", nccl_names)):
+        wanted = env.get(variable, "")
+        candidates = _usable(there, names(wanted)) if wanted else []
+        if candidates:
+            # Of several rails first the one on which the ranks meet.
+            first = towards if towards in candidates else candidates[0]
+            return _with_alike(first, there, names(wanted))
+    # Not loopback: Debian's hosts file has the machine's own name at 127.0.1.1.
+    ways = (towards, _towards(socket.gethostname()), *map(_towards, _ANYWHERE))
+    found = next(filter(_is_reached, ways), "") or next(iter(_usable(there, _between_machines)), "")
+    if not found:
+        raise ConfigError(
+            "--ftckpt-smp-listen: no address at which other nodes reach this one was found; name one of this "
+            f"machine's, or an interface ({_listed(there)})"
+        )
+    return _with_alike(found, there, _between_machines)
+
+
+def _with_alike(first: str, there: Mapping[str, list[str]], wanted: Callable[[str], bool]) -> str:
+    """``first``, and addresses of its family of the ``wanted`` interfaces that are of the same kind as its own."""
+    kinds = {name: _kind(name) for name, addresses in there.items() if first in addresses}
+    family = ":" in first
+    alike = [
+        next(filter(lambda one: (":" in one) == family, addresses), "")
+        for name, addresses in there.items()
+        if name not in kinds and wanted(name) and _kind(name) in kinds.values()
+    ]
+    return ",".join([first, *filter(_is_reached, alike)])
+
+
+def _kind(name: str) -> tuple[str, ...]:
+    """What rails of one machine have in common: the name but for its numbers, the type and the speed of the link."""
+    facts = (read_lines(_SYSFS / name / fact) for fact in ("type", "speed"))
+    return re.sub("[0-9]", "", name), *(" ".join(lines) for lines in facts)
+
+
+def nccl_names(setting: str) -> Callable[[str], bool]:
+    """Which interfaces ``NCCL_SOCKET_IFNAME`` means: prefixes, ``=`` exact names; ``^`` excludes either."""
+    excludes = setting.startswith("^")
+    rest = setting.removeprefix("^")
+    exact = rest.startswith("=")
+    words = [word for word in rest.removeprefix("=").split(",") if word]
+
+    def wanted(name: str) -> bool:
+        listed = name in words if exact else name.startswith(tuple(words))
+        return listed != excludes
+
+    return wanted
+
+
+def _exact(setting: str) -> Callable[[str], bool]:
+    return [word.strip() for word in setting.split(",")].__contains__
+
+
+def _between_machines(name: str) -> bool:
+    return not name.startswith(_OF_CONTAINERS)
+
+
+def _usable(there: Mapping[str, Iterable[str]], wanted: Callable[[str], bool]) -> list[str]:
+    """Addresses of the interfaces that are ``wanted`` at which other machines may reach this one."""
+    return [
+        address for name, addresses in there.items() if wanted(name) for address in addresses if _is_reached(address)
+    ]
+
+
+def _configured(setting: str) -> str:
+    """The first address that is this machine's, or that of an interface which has one."""
+    there = interfaces()
+    problem = ""
+    for word in filter(None, map(str.strip, setting.split(","))):
+        addresses = there.get(word, [word])
+        for address in addresses:
+            problem = _refusal(address)
+            if not problem:
+                return address
+        problem = problem or f"{word!r} has no address"
+    raise ConfigError(
+        f"--ftckpt-smp-listen: {setting!r} cannot be listened at here: {problem}; name an address of this machine, "
+        f"or an interface ({_listed(there)})"
+    )
+
+
+def _refusal(address: str) -> str:
+    """Why nothing can listen at ``address``; empty where it can."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(target[0]).is_unspecified:
+            return f"{address!r} stands for all addresses, and other nodes need one"
+        with closing(socket.socket(family, kind, protocol)) as probe:
+            probe.bind(target)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _is_reached(address: str) -> bool:
+    """Whether other machines may reach this one at ``address``."""
+    return bool(address) and not ipaddress.ip_address(address).is_loopback
+
+
+def _towards(host: str) -> str:
+    """This machine's address on the way to ``host``; nothing is sent. Empty where there is none."""
+    return next(filter(_is_reached, _ways(host)), "") if host else ""
+
+
+def _ways(host: str) -> Iterator[str]:
+    try:
+        # Any port would do: a UDP socket that connects sends nothing, and knows its own address.
+        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return
+    for family, kind, _, _, target in targets:
+        with suppress(OSError), closing(socket.socket(family, kind)) as probe:
+            probe.connect(target)
+            address = str(probe.getsockname()[0])
+            # One of a single link is no address for others.
+            if not address.startswith("fe80:"):
+                yield address
+
+
+def _listed(there: Mapping[str, Iterable[str]]) -> str:
+    return ", ".join(f"{name} {'/'.join(addresses) or 'without address'}" for name, addresses in there.items())

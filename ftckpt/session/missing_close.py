@@ -1,0 +1,74 @@
+"""A script that ends without ``close()``: its snapshots stay in memory, which nobody would see otherwise."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from pathlib import Path
+
+from ftckpt.config import Config
+from ftckpt.forks import off_in_children
+from ftckpt.memory.memory_limits import used_bytes
+from ftckpt.model.text import human
+from ftckpt.session.rank_storage import clean_command
+
+log = logging.getLogger("ftckpt")
+
+_MOST_FENCES = 50
+"""Changes of stepped state before the first boundary, after which a script seems to have forgotten it."""
+
+
+class OpenJob:
+    """A job whose snapshots stay in memory until it is closed. It refers to no model: scripts may drop theirs."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._node_dir = Path()
+        self.iteration = -1
+        """Of the last boundary, or what was restored; -1: there is nothing to resume from."""
+        self._has_stepped = False
+        self._num_fences = 0
+
+    def begin(self, node_dir: Path, iteration: int) -> None:
+        """Snapshots are stored in ``node_dir``; training resumes after ``iteration``."""
+        self._node_dir, self.iteration = node_dir, iteration
+        _open[self._config.job] = self
+
+    def step(self, iteration: int) -> None:
+        """A boundary."""
+        self.iteration, self._has_stepped = iteration, True
+
+    def fence(self) -> None:
+        """Stepped state changes."""
+        self._num_fences += 1
+        if self._num_fences == _MOST_FENCES and not self._has_stepped:
+            log.warning(
+                "ftckpt: the optimizer has stepped %d times and step() was never called: no snapshot is taken; call "
+                "step(iteration) at the end of each iteration", _MOST_FENCES,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """The script has closed it."""
+        _open.pop(self._config.job, None)
+
+    def __str__(self) -> str:
+        step, nbytes = "" if self._has_stepped else ", and without a step", human(used_bytes(self._node_dir))
+        return (
+            f"the script ended without close(){step}, after iteration {self.iteration}: snapshots of job "
+            f"{self._config.job} stay in memory, {nbytes} on this node, and the next start resumes from them; "
+            f"call close() when training is done, or remove them with {clean_command(self._config)}"
+        )
+
+
+_open: dict[str, OpenJob] = {}
+"""By the job: one that was begun again in this process is one job."""
+off_in_children(_open.clear)
+
+
+@atexit.register
+def _log_open() -> None:
+    # After an error memory stays on purpose: the next start needs it. The interpreter keeps an uncaught one there.
+    if not hasattr(sys, "last_value"):
+        for job in [job for job in _open.values() if job.iteration >= 0]:
+            log.warning("ftckpt: %s", job)

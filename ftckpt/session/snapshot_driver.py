@@ -1,0 +1,388 @@
+"""One rank's snapshots, as agreed with all others: at the fence, and at each boundary.
+
+What is to be done ``ftckpt.session.session`` decides; this does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from ftckpt.capture.boundary import LastBoundary
+from ftckpt.capture.capture import Capture
+from ftckpt.errors import CaptureError, FtckptError, SilentCorruptionError, StorageError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.heartbeat import HeartbeatGauge
+from ftckpt.memory.lineage_file import mark_doubtful
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.schedule.window_scheduler import WindowScheduler
+from ftckpt.session import deadlines
+from ftckpt.session.actions import (
+    Action,
+    Announcement,
+    Disable,
+    Divergence,
+    IntervalConclusion,
+    MarkCommitted,
+    OldArenaRemoval,
+    SkipSnapshot,
+    TakeSnapshot,
+    UpdateTargets,
+)
+from ftckpt.session.rank_parts import RankContext
+from ftckpt.session.shard import Shard, corruption_text
+from ftckpt.session.vote import Readiness, TaskState, Vote
+
+_LOOK_SECS = 0.01
+"""Between the first two looks at what the SMP is at, each pause twice the one before it: a long pipeline comes to
+hundreds of places in an iteration."""
+
+_MEASURED_AT = 16
+"""The snapshot of this rank at which what the windows take is stored, for the shares that the next start cuts: the
+medians of the last 9 iterations hold none of the first, slow ones any more, even of a rank that measures late."""
+
+
+class SnapshotDriver:
+    """Of one rank, from the load of its state on. Every method is called by the training thread.
+
+    Args:
+        shard: as it is laid out.
+        kept: of each boundary, where the last snapshot is to come to storage.
+    """
+
+    def __init__(self, rank: RankContext, shard: Shard, pacer: WindowScheduler, kept: LastBoundary | None) -> None:
+        self._config, self._topology = rank.config, rank.topology
+        self._events, self._links, self._numbers = rank.events, rank.links, rank.numbers
+        self._protection, self._storage, self._arenas = rank.protection, rank.storage, rank.arenas
+        self._attempt, self._state, self._training_state = rank.attempt, rank.state, rank.training_state
+        self._shard = shard
+        self._pacer = pacer
+        self.kept = kept
+        """None where it is not wanted any more."""
+        self._last_fenced = 0  # the number of a snapshot that was due
+        self._raised: StorageError | None = None  # at the next boundary with a snapshot, where all ranks raise it
+        self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
+        self.begun = -1
+        """The iteration of the last snapshot that this rank has begun; -1: none."""
+        self._num_begun = 0
+
+    @property
+    def capture(self) -> Capture | None:
+        """What copies this rank's shard into its arena; None where no arena could be had."""
+        return self._shard.capture
+
+    @property
+    def arena(self) -> Arena | None:
+        """Where this rank's snapshots lie; None as ``capture``."""
+        return self.capture.arena if self.capture is not None else None
+
+    def begin(self, lineage: bytes, restored: SnapshotId | None, in_memory: bool, rebuilt: bool = False) -> None:
+        """Snapshots have ``lineage`` from now on, and training goes on from ``restored``, of which this start may
+        have ``rebuilt`` a part."""
+        self._state.begin(lineage, restored, time.monotonic(), in_memory)
+        self._state.lay_out(self._shard.positions)
+        self._state.take_over(*self._protection.survey(restored, rebuilt))
+        self._mark_arrangement()
+
+    def require_calls(self) -> None:
+        """A step of the optimizer that is captured is fenced once, and each replay of it writes below the copies."""
+        if self.capture is not None and self.capture.in_graph:
+            self.execute(self._state.give_up("the optimizer's step is captured into a graph; step outside of it"))
+
+    def fence(self) -> None:
+        """Wait for the copies of the last snapshot, once, and post what this rank has if that is known by then."""
+        begin, waits = time.perf_counter(), self._last_fenced != self._state.interval.number
+        # Both: where copies have failed the others must learn it.
+        for action in (self._wait_for_copies, self._vote) if waits else (self._vote,):
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+                self.fail(error)
+        if waits:
+            self._numbers.fenced(secs := time.perf_counter() - begin)
+            self._events.emit("fence", blocked_secs=secs)
+
+    def post_if_known(self) -> None:
+        """Post what this rank has where the fence would have nothing to add; all else it finds out. Looks seldom."""
+        state = self._state
+        if not (state.owes_round or state.waits) or self.capture is None or not self.capture.sealed:
+            return
+        if (now_secs := time.monotonic()) < self._look_again_secs:
+            return
+        self._look_again_secs, self._pause_secs = now_secs + self._pause_secs, 2 * self._pause_secs
+        try:
+            if state.waits:
+                self._read()
+            if not state.owes_round:
+                return
+            round_ = self._round()
+            # Protection that is under way may be done by the fence: all would learn of it a step later.
+            if round_.cover != TaskState.WORKING:
+                self._send(round_)
+        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+            self.fail(error)
+
+    def boundary(self, iteration: int, begin: float) -> None:
+        """Take the snapshot of ``iteration`` if one is due and all ranks take it. ``begin``: of this boundary, by
+        ``time.perf_counter``.
+
+        Raises:
+            SilentCorruptionError: on all ranks, under ``on_corruption: abort``.
+            Exception: what kept this rank from it, for ``fail``.
+        """
+        if self.capture is not None:
+            self.capture.at_boundary()
+        if self._state.off:  # since the fence of this step
+            return
+        self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
+        if self._state.boundary(iteration):
+            self._snapshot(iteration, begin)
+        else:
+            if self._state.unread:
+                self._read()
+            self._vote()
+            self._pacer.learn()
+
+    def settle(self, wait_secs: float) -> None:
+        """Wait so long at most for the copies of the last snapshot that was fenced."""
+        try:
+            if self.capture is not None:
+                self.capture.poll(deadlines.FENCE_SECS, wait_secs)
+        except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
+            self.fail(error)
+
+    def let_go(self) -> bool:
+        """Off, and a boundary later, behind the last proof: whether training's memory is training's alone now."""
+        if not self._shard.let_go():
+            return False
+        self.kept = None
+        return True
+
+    def take(self, decision: TakeSnapshot, room: Sequence[int] | None = None) -> int:
+        """Begin the snapshot; returns the slot. ``room``: what ``Capture.writable`` has said at this boundary."""
+        capture = self.capture
+        assert capture is not None
+        base = self._pacer.begin(capture.stepped_bytes, capture.unit_bytes)
+        objects = self._training_state.save_objects() if self.kept is None else {}
+        slot = capture.begin(decision.snapshot, decision.keep, objects, base, kept=self.kept, slots=room)
+        self._pacer.follow(capture.flight, decision.snapshot.iteration)
+        if self._config.schedule == "sync":
+            # Sealed when ``step`` returns: who ends the job right behind it has this snapshot.
+            capture.settle(deadlines.FENCE_SECS)
+        return slot
+
+    def execute(self, actions: Iterable[Action]) -> None:
+        """Do all of it, then raise what failed first: an action comes once, and one after it may turn ftckpt off."""
+        failure: Exception | None = None
+        for action in actions:
+            try:
+                self._perform(action)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def fail(self, error: Exception) -> None:
+        """A snapshot failed: past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
+        self._numbers.failed(self._state.interval.number)
+        if self._links.broken:
+            self._disconnect(error)
+        else:
+            self.execute(self._state.fail(repr(error)))
+        if self._config.on_error == "raise":
+            raise error
+
+    def _snapshot(self, iteration: int, begin: float) -> None:
+        """Take the snapshot of ``iteration`` if all ranks do."""
+        problem: Exception | None = None
+        try:
+            self._agree()
+            if self._num_begun + 1 == _MEASURED_AT:
+                self._shard.note_capacity()
+        except Exception as error:  # noqa: BLE001 - raised below
+            problem = error
+        # Collective: every rank enters a proof that is due, whatever it has read and whatever failed here.
+        if self._state.proof_due and not self._links.agreement.broken:
+            self._prove()
+        self._pacer.learn()
+        if problem is not None:
+            raise problem
+        capture = self.capture
+        room = capture.writable(self._state.keep) if capture is not None else []
+        prepared = capture.prepared(room) if capture is not None else []
+        obstacle = ""
+        if capture is not None and not prepared and (room or capture.lacks_slots):
+            obstacle = "slots are still being pinned" if room else "slots are still being allocated"
+        decision = self._state.take(has_room=bool(room), obstacle=obstacle)
+        if isinstance(decision, SkipSnapshot):
+            self._numbers.counts[HeartbeatGauge.SKIPPED] += 1
+            self._events.emit("skipped", iteration=iteration, reason=decision.reason)
+        elif decision is not None and capture is not None:
+            slot = self.take(decision, prepared)
+            self.begun, self._num_begun = iteration, self._num_begun + 1
+            self._numbers.took(capture.stepped_bytes)
+            self._events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
+        # Of a snapshot that is skipped, too, but not where it is known by now that replicas differ.
+        if decision is not None and not self._state.objection:
+            self._shard.sample(self._state.interval.number)
+
+    def _agree(self) -> None:
+        """Learn what is whole on all ranks. Here, and nowhere else, ranks are waited for: a slot is needed now.
+
+        Raises:
+            AgreementError, CaptureError: the others cannot be reached, or did not answer in time.
+        """
+        self.settle(deadlines.EARLIER_SECS)
+        self._post(now=True)
+        deadline = time.monotonic() + deadlines.VOTE_SECS
+        while True:
+            verdicts = self._links.agreement.read(deadline - time.monotonic())
+            if verdicts is None:
+                self._state.miss()
+                raise CaptureError(f"other ranks did not answer within {deadlines.VOTE_SECS:g} s")
+            self.execute(self._state.learn(verdicts, time.monotonic()))
+            if not self._state.owes_round:  # one may follow from what was read now
+                break
+            self._post(now=True)
+        self.execute(self._state.agree())
+        self._shard.complete(self._state.keep)
+        failure, self._raised = self._raised, None
+        if failure is not None:
+            raise failure
+
+    def _vote(self) -> None:
+        """Post what this rank owes, as soon as it is known what that is; never waits."""
+        if self._state.waits:
+            self._read()
+        self._post()
+
+    def _read(self) -> None:
+        """Learn what all ranks have posted by now."""
+        if verdicts := self._links.agreement.read_complete():
+            self.execute(self._state.learn(verdicts, time.monotonic()))
+
+    def _post(self, now: bool = False) -> None:
+        """Post what this rank has once for each round that it owes, as soon as the host knows it, or ``now``: the
+        others wait.
+
+        Copies that are still on their way take no round away and add none: this one names what was sealed before them
+        and skips the next snapshot, a later one names theirs.
+        """
+        while self._state.owes_round:
+            if not now and self.capture is not None and self.capture.flying:
+                return
+            problem: Exception | None = None
+            try:
+                round_ = self._round()
+            except Exception as error:  # noqa: BLE001 - told below, when the others have a round to go on with
+                round_, problem = self._state.empty_round(), error
+            self._send(round_)
+            if problem is not None:
+                self.fail(problem)
+
+    def _send(self, round_: Vote) -> None:
+        sample = self._shard.sampled(round_.number) if round_.due else ()
+        self._links.agreement.post(round_, *sample)  # where it raises, the round is still owed
+        self._state.posted(round_)
+
+    def _round(self) -> Vote:
+        capture, now_secs = self.capture, time.monotonic()
+        will = (
+            Readiness.OFF
+            if capture is None
+            else Readiness.GO
+            if capture.is_ready(self._state.keep)
+            else Readiness.SKIP
+        )
+        round_ = self._state.round_to_post(
+            capture.newest if capture is not None else None,
+            will,
+            self._pacer.wish,
+            self._protection.observe(self._state.targets.target),
+            now_secs,
+            flush=self._protection.observe_flush(self._state.flushes.current),
+        )
+        if round_.flush >= 0 and round_.flushed == TaskState.CANNOT:
+            self._storage.tell_problem(round_.flush)
+        return round_
+
+    def _prove(self) -> None:
+        """Replicas still hold the same bits, and derived state still follows; else all ranks lay out anew."""
+        state, shard = self._state, self._shard
+        late = state.late or (shard.capture is not None and shard.capture.busy)
+        try:
+            proof = shard.prove(late, state.has_stepped, state.whole)
+        except FtckptError as error:
+            self.execute([*state.mistrust(), state.turn_off(f"no new arena: {error}")])
+            return
+        trusted, doubts = state.trusted, state.mistrust() if proof.parted else []
+        state.proved(proof.stepped, proof.changed, proof.new_arenas)
+        try:
+            self.execute(doubts)
+        except Exception as error:  # noqa: BLE001 - the other ranks go on with the proof
+            self.fail(error)
+        if proof.ends:
+            raise SilentCorruptionError(corruption_text(self._topology, proof, state.iteration, trusted))
+        if proof.new_arenas:
+            state.lay_out(shard.positions)
+            self._protect_anew()
+            shard.supply()
+            shard.complete(state.keep)  # as long as there is no slot the old arena holds all that is whole
+
+    def _protect_anew(self) -> None:
+        """The arenas were laid out anew: what cannot be protected in them is not, and training goes on."""
+        if self.arena is not None:
+            try:
+                self._protection.arrange(self.arena, self._arenas.coming_bytes, self._arenas.slots)
+            except FtckptError as error:
+                self._events.emit("not_protected", error=str(error))
+                self.execute(self._state.not_protected())
+            else:
+                self._mark_arrangement()
+
+    def _mark_arrangement(self) -> None:
+        """Marks go to the arena as it is laid out. No mode may be left where no replica set spans nodes: what no
+        parity guards must never be called protected."""
+        if self._protection.protects:
+            self._protection.mark(self._state.marks)
+        else:
+            self.execute(self._state.not_protected())
+
+    def _wait_for_copies(self) -> None:
+        if self.capture is not None:
+            self.capture.fence(deadlines.FENCE_SECS)
+        self._last_fenced = self._state.interval.number  # only here: what has failed otherwise is tried again
+
+    def _disconnect(self, error: Exception) -> None:
+        """The connections to other ranks broke: no rank can agree with the others on a snapshot any more."""
+        self._links.give_up(str(error))
+        if not self._state.off:
+            self.execute([self._state.turn_off(f"the connections to other ranks broke: {error}")])
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case MarkCommitted(snapshot):
+                if self.arena is not None:
+                    self.arena.control.mark_whole(snapshot)
+                self._attempt.progress()
+            case UpdateTargets():
+                self._protection.mark(action)
+            case OldArenaRemoval():
+                self._arenas.remove_old()
+            case Divergence(after, until):
+                self._events.emit("replicas_drift", after=after, until=until)
+                if self._topology.is_node_leader:
+                    self._protection.smp.claim_again(mark_doubtful(self._arenas.path, after, until))
+            case IntervalConclusion(interval):
+                self._arenas.entry.keep_interval(interval)
+            case Announcement(event, fields, text):
+                self._events.emit(event, **fields)
+                if text:
+                    self._events.announce(text)
+                if action.error and self._config.on_error == "raise":
+                    problem = self._storage.problem(fields["iteration"])
+                    self._raised = StorageError(f"{action.error}: {problem}", lasting=True)
+            case Disable(reason):
+                self._events.emit("turned_off", reason=reason)
+                if self.capture is not None:
+                    self.capture.stop()

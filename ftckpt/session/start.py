@@ -1,0 +1,183 @@
+"""Before the first boundary: all ranks meet, and training state is loaded from where it lies."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ftckpt.capture.affinity import Locality, locality
+from ftckpt.capture.boundary import LastBoundary
+from ftckpt.errors import ConfigError
+from ftckpt.group import gather_each
+from ftckpt.memory.directory import list_arenas
+from ftckpt.model import objects
+from ftckpt.model.lineage import LoadedCheckpoint, Request
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.training_state import Description
+from ftckpt.restore.restart import Restart
+from ftckpt.restore.staging import pin_ahead
+from ftckpt.restore.threads import threads_of
+from ftckpt.schedule.clock import make_clock
+from ftckpt.schedule.window_scheduler import WindowScheduler
+from ftckpt.session.attempt import AttemptReport
+from ftckpt.session.node_join import NodeReport
+from ftckpt.session.rank_parts import RankContext
+from ftckpt.session.shard import Shard, device_of
+
+
+class Preparation(NamedTuple):
+    """What a rank has before it looks for anything to load. ``kept``: of each boundary, where the last snapshot is to
+    come to storage."""
+
+    described: Description
+    near: Locality
+    pacer: WindowScheduler
+    kept: LastBoundary | None
+
+
+class LoadResult(NamedTuple):
+    """The lineage of what follows, what the training state holds now, where it came from in words and in short,
+    whether that lies in memory, ``cast`` as of ``Restart``, and whether any of it had to be rebuilt."""
+
+    lineage: bytes
+    snapshot: SnapshotId | None
+    where: str
+    source: str | None = None
+    in_memory: bool = False
+    cast: frozenset[str] = frozenset()
+    rebuilt: bool = False
+
+
+def meet(rank: RankContext) -> Preparation:
+    """All ranks are there, see what they are to see, and are prepared. Collective; raises as ``restore``."""
+    rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node, launch=rank.attempt.launch)
+    if rank.topology.is_node_leader:
+        rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
+    # Before anything is read: from here on no other attempt writes these arenas.
+    rank.arenas.entry.enter()
+    rank.protection.smp.tell_hazards(rank.arenas.path)
+    prepared: list[Preparation] = []
+    places, attempts, _ = gather_each(
+        rank.group, (rank.arenas.entry.look, NodeReport),
+        (lambda: rank.attempt.look(rank.arenas.path), AttemptReport),
+        (lambda: prepared.append(_prepare(rank)), type(None)),
+    )  # fmt: skip
+    rank.arenas.entry.require_one_directory(places)
+    rank.attempt.begin(attempts)
+    if interval := max(place.interval for place in places):  # nodes may not have read of the last one
+        rank.state.interval.resume(interval)
+        prepared[0].pacer.resume(interval)
+    return prepared[0]
+
+
+def _prepare(rank: RankContext) -> Preparation:
+    """What this rank does by itself before the first look at what is there."""
+    config, training_state = rank.config, rank.training_state
+    rank.storage.prepare()
+    described, topology = training_state.describe(), rank.topology
+    device = device_of(described)
+    if list_arenas(rank.arenas.path):  # there may be something to load
+        nbytes = sum(piece.tensor.nbytes for piece in (*described.stepped, *described.volatile))
+        pin_ahead(nbytes, threads_of(topology))
+    kept = LastBoundary(described) if rank.storage.wants_last else None
+    # What cannot be saved is an error at start, not at each snapshot of a job that trains.
+    needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
+    if needed > room:
+        raise ConfigError(
+            f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-size, which is "
+            f"{config.objects_size} now"
+        )
+    near = locality(device)
+    rank.arenas.cores = near.cores
+    pacer = WindowScheduler(config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0)
+    return Preparation(described, near, pacer, kept)
+
+
+def load(
+    rank: RankContext, shard: Shard, described: Description, checkpoint: LoadedCheckpoint, unproven: bool
+) -> LoadResult:
+    """The newest state that all ranks can have, ``checkpoint`` among it, and no newer one anywhere.
+
+    Collective; raises as ``restore``.
+    """
+    config, training_state = rank.config, rank.training_state
+    restart = Restart(
+        rank.group, rank.topology, rank.arenas.path, rank.events,
+        storage=rank.storage.snapshots, slots=config.slots, job=config.job,
+    )  # fmt: skip
+    try:
+        request = Request(config.rollback_before, config.restore_from)
+        decision = restart.choose(config.on_lost, checkpoint, request, unproven)
+        # Before anybody trains: a kill behind that must not find a newer slot to go on from.
+        rank.events.end_part("decide")
+        lineage = restart.void_newer(decision)
+        if decision is not None:
+            decision = restart.load(decision, training_state, described)
+        restart.record_lineage()
+        rank.protection.smp.lineage = restart.lineage
+        # Behind the load, which may find that something is bad.
+        rank.state.flushes.begin(restart.on_storage)
+        if decision is None:
+            return LoadResult(lineage, None, checkpoint.as_start(restart.why))
+        shard.capacities = restart.capacities()
+        snapshot, source = decision.snapshot, restart.source
+        other = writer if (writer := restart.written_by(decision)) not in ("", config.job) else ""
+        of_other = f" of job {other}" if other else ""  # one place, one training: a path that was copied
+        where = f"iteration {snapshot.iteration} from {source}{of_other}{checkpoint.beside(config.job)}"
+        return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast, bool(restart.usage))
+    finally:
+        restart.close()
+
+
+_PACKAGES = {"ftckpt": "ftckpt", "torch": "torch", "megatron.core": "megatron-core", "deepspeed": "deepspeed"}
+"""Distributions by the module that this process has loaded if it uses them."""
+
+
+def conditions() -> dict[str, Any]:
+    """Fields of the event ``conditions``: hardware and versions, without which no number of a report means anything.
+    Never raises: what cannot be learnt is named so."""
+    versions = {"python": platform.python_version()}
+    for module, name in _PACKAGES.items():
+        if module in sys.modules:
+            versions[name] = _version(module, name)
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": _device(),
+        "versions": versions,
+    }
+
+
+def _version(module: str, name: str) -> str:
+    # Of the module where it says so: a look into the package takes milliseconds, and all ranks wait for this one.
+    if isinstance(told := getattr(sys.modules[module], "__version__", None), str):
+        return told
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _device() -> str:
+    # The stand-in for CUDA answers as a device would, and is none.
+    if os.environ.get("FTCKPT_DEVICE") or not torch.cuda.is_available():
+        return "cpu"
+    with suppress(RuntimeError, AssertionError):
+        return torch.cuda.get_device_name()
+    return "unknown"

@@ -1,0 +1,287 @@
+"""Bytes of a snapshot: read of slots here, requested of other nodes a few at a time, and checked for other nodes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import xxhash
+
+from ftckpt.array_types import Bytes
+from ftckpt.errors import ArenaError, CorruptError, ProtectionUnavailableError
+from ftckpt.events import Events
+from ftckpt.memory.package import mapped_package
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.stripes import Stripe
+from ftckpt.smp.arenas import CheckedSlot, MonitoredArena, MonitoredArenas
+from ftckpt.smp.channel import Delivery
+from ftckpt.smp.peers import Fetch, Peers
+from ftckpt.smp.requests import BytesRequest, ChunkRequest
+from ftckpt.smp.work import Throttle, Work
+
+AHEAD = 4
+AHEAD_BYTES = 64 << 20
+"""Chunks that are requested, or have come, and are not used yet: no more than these, but one."""
+_POLL_SECS = 0.002
+"""Shorter than elsewhere: parity waits for each chunk that comes."""
+_AGAIN_SECS = 0.02
+"""First pause before what is not there yet is requested again; each is twice the one before it."""
+_MAX_AGAIN_SECS = 0.5
+_REPORT_SECS = 1.0
+"""Failures that last longer are told: a connection that broke is mostly made again before."""
+
+
+class Sources:
+    """Where bytes of a snapshot come from, each chunk with its checksum.
+
+    Args:
+        node: name of this node.
+        patience_secs: how long another node may fail, again and again, before it is given up.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        arenas: MonitoredArenas,
+        peers: Peers,
+        pace: Throttle,
+        *,
+        events: Events,
+        patience_secs: float,
+    ) -> None:
+        self.node = node
+        self.arenas = arenas
+        self.pace = pace
+        self.received_bytes = 0
+        self.failing: dict[str, str] = {}
+        """Nodes that do not answer, and why."""
+        self._peers = peers
+        self._events = events
+        self._patience_secs = patience_secs
+        self._since: dict[str, float] = {}
+
+    def local(self, shard: str, chunk: int, snapshot: SnapshotId) -> LocalChunk:
+        """Chunk ``chunk`` of a slot of this node; raises ArenaError if it is not there, or not checked."""
+        if (found := self.arenas.find(shard, snapshot)) is None:
+            raise ArenaError(f"{shard}: iteration {snapshot.iteration} is not here, or not checked")
+        return LocalChunk(*found, chunk)
+
+    def request(self, node: str, request: BytesRequest, at_most: int) -> Work[Fetch]:
+        """Request bytes of another node, once training leaves the network to us and what came so far is paid for."""
+        yield from self.pace.receive(at_most)
+        return self._peers.fetch(node, request, at_most, self.pace.received.charge)
+
+    def take(self, node: str, fetch: Fetch, problem: Callable[[bytearray], str]) -> Work[bytearray]:
+        """Wait for a fetch, and repeat it while the other node does not have it or fails.
+
+        Args:
+            problem: what is wrong with the bytes that came; "" if nothing is.
+
+        Raises:
+            ProtectionUnavailableError: it has failed for too long.
+        """
+        pause = _AGAIN_SECS
+        try:
+            while True:
+                while not fetch.done.is_set():
+                    yield _POLL_SECS
+                data, error = fetch.data, fetch.error
+                if data is not None and (wrong := problem(data)):
+                    error = f"{node}: {fetch.request.shard} at {fetch.request.snapshot.iteration}: {wrong}"
+                if error:
+                    self._failed(node, error, fetch.tried)
+                else:
+                    self._answered(node)
+                    if data is not None:
+                        self.received_bytes += len(data)
+                        return data
+                # Not there yet is the usual case: nodes seal and check at different times.
+                yield pause
+                pause = min(2 * pause, _MAX_AGAIN_SECS)
+                fetch = yield from self.request(node, fetch.request, fetch.at_most)
+        finally:
+            fetch.cancel()  # given up: nobody waits for it, and it is not transferred
+
+    def _failed(self, node: str, error: str, tried: bool) -> None:
+        now = time.monotonic()
+        since = self._since.setdefault(node, now)
+        if now - since >= min(_REPORT_SECS, self._patience_secs) and node not in self.failing:
+            self._events.emit("peer_lost", node=node, reason=error)
+            self.failing[node] = error
+        # What was not tried, because of a failure a moment ago, must not use the patience up by itself.
+        if tried and now - since >= self._patience_secs:
+            raise ProtectionUnavailableError(f"{error} (for {now - since:.0f} s)")
+
+    def _answered(self, node: str) -> None:
+        self._since.pop(node, None)
+        if self.failing.pop(node, None) is not None:
+            self._events.announce(f"the SMP of node {node} answers again")
+
+
+class Chunk:
+    """A chunk that goes into parity; this one came from another node, and was verified when it came."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+
+    def read(self, begin: int, end: int) -> Bytes:
+        """The next piece, from the first byte on; empty behind the end."""
+        return self.data[begin:end]
+
+
+class LocalChunk(Chunk):
+    """One in a slot of this node, read in place: hashed as it is read, and nothing is known of it before its end."""
+
+    def __init__(self, arena: MonitoredArena, checked: CheckedSlot, chunk: int) -> None:
+        span = arena.mapped.image.chunks[chunk]
+        super().__init__(np.frombuffer(arena.mapped.slot(checked.slot), np.uint8, span.nbytes, span.begin))
+        self._arena, self._slot, self._chunk = arena, checked.slot, chunk
+        self._expected, self._hash = int(checked.hashes[chunk]), xxhash.xxh3_64()
+
+    def read(self, begin: int, end: int) -> Bytes:
+        piece = self.data[begin:end]
+        self._hash.update(piece.data)
+        return piece
+
+    def renew(self) -> None:
+        """Prolong the lease on its slot."""
+        self._arena.renew(self._slot)
+
+    def verify(self) -> None:
+        """Raises CorruptError if what was read, all of it, is not what was checked."""
+        if self._hash.intdigest() != self._expected:
+            raise CorruptError(
+                f"{self._arena.name}: chunk {self._chunk} of slot {self._slot} does not match its checksum"
+            )
+
+
+class Feed:
+    """Data chunks of the stripes of one group, in order, one snapshot. A few are requested ahead of time.
+
+    Whoever makes one closes it: what was requested in vain is not transferred then.
+    """
+
+    def __init__(self, sources: Sources, group: ParityGroup, stripes: Iterable[Stripe], snapshot: SnapshotId) -> None:
+        self._sources = sources
+        self._group = group
+        self._snapshot = snapshot
+        self._todo = deque(
+            (member, chunk)
+            for stripe in stripes
+            for member, chunk in stripe.data
+            if chunk >= 0 and group.members[member].node != sources.node
+        )
+        self._requested: dict[tuple[int, int], Fetch] = {}
+
+    def next(self, stripe: Stripe) -> Work[list[Chunk | None]]:
+        """Returns the chunks of ``stripe.data``; None where a member has none.
+
+        Raises:
+            ArenaError, ProtectionUnavailableError: as ``Sources``.
+        """
+        chunks: list[Chunk | None] = []
+        for index, chunk in stripe.data:
+            member = self._group.members[index]
+            if chunk < 0:
+                chunks.append(None)
+            elif member.node == self._sources.node:
+                chunks.append(self._sources.local(member.shard, member.first + chunk, self._snapshot))
+            else:
+                data = yield from self._remote(index, chunk)
+                chunks.append(Chunk(np.frombuffer(data, np.uint8)))
+        return chunks
+
+    def close(self) -> None:
+        """Nobody wants what was requested ahead of time any more."""
+        for fetch in self._requested.values():
+            fetch.cancel()
+        self._requested.clear()
+
+    def _remote(self, index: int, chunk: int) -> Work[bytearray]:
+        while (index, chunk) not in self._requested:
+            yield from self._request_next()
+        # The network fetches the next chunks while this one is encoded; how many is bounded by memory, not by number.
+        most = max(1, min(AHEAD, AHEAD_BYTES // self._group.chunk_bytes))
+        while self._todo and len(self._requested) < most:
+            yield from self._request_next()
+        member, fetch = self._group.members[index], self._requested.pop((index, chunk))
+        nbytes = member.lengths[chunk]
+        return (yield from self._sources.take(member.node, fetch, lambda data: _wrong_length(data, nbytes)))
+
+    def _request_next(self) -> Work[None]:
+        index, chunk = self._todo.popleft()
+        member = self._group.members[index]
+        request = ChunkRequest(self._snapshot, member.shard, member.first + chunk)
+        self._requested[index, chunk] = yield from self._sources.request(member.node, request, member.lengths[chunk])
+
+
+def _wrong_length(data: bytearray, nbytes: int) -> str:
+    return "" if len(data) == nbytes else f"{len(data)} bytes instead of {nbytes}"
+
+
+class Service:
+    """Finds what other nodes request; called from many threads, which wait here until ``pace`` lets them send."""
+
+    def __init__(self, arenas: MonitoredArenas, pace: Throttle) -> None:
+        self.arenas = arenas
+        self.pace = pace
+        self.sent_bytes = 0
+
+    @contextmanager
+    def find(self, request: BytesRequest) -> Iterator[Delivery | None]:
+        """What is requested, leased while the block runs; None: not here, not yet, or not now."""
+        with ExitStack() as stack:
+            try:
+                if isinstance(request, ChunkRequest):
+                    answer = self._chunk(request, stack)
+                else:
+                    answer = self._package(request, stack)
+            # The arena, or its file, may be closed, replaced or deleted by another thread or process meanwhile.
+            except (ArenaError, ValueError, OSError):
+                answer = None
+            yield answer
+
+    def _chunk(self, request: ChunkRequest, stack: ExitStack) -> Delivery | None:
+        if (found := self.arenas.find(request.shard, request.snapshot)) is None:
+            return None
+        arena, checked = found
+        if request.chunk >= len(arena.mapped.image.chunks):
+            return None
+        span = arena.mapped.image.chunks[request.chunk]
+        if not self._may_send(span.nbytes):
+            return None
+        # The lease first, then the record once more: who takes the slot over in between is seen.
+        stack.enter_context(arena.lease(checked.slot))
+        if not arena.still_holds(checked.slot, checked.record):
+            return None
+        self.pace.read.charge(span.nbytes)
+        whole = stack.enter_context(arena.mapped.slot(checked.slot))
+        view = stack.enter_context(whole[span.begin : span.end])
+
+        def valid() -> bool:
+            try:
+                return arena.still_holds(checked.slot, checked.record)
+            except (ArenaError, ValueError):
+                return False
+
+        return Delivery(view, int(checked.hashes[request.chunk]), valid)
+
+    def _package(self, request: BytesRequest, stack: ExitStack) -> Delivery | None:
+        data = stack.enter_context(mapped_package(self.arenas.node_dir, request.shard, request.snapshot))
+        if not self._may_send(len(data)):
+            return None
+        return Delivery(data, xxhash.xxh3_64_intdigest(data), lambda: True)
+
+    def _may_send(self, nbytes: int) -> bool:
+        """Wait for this thread's turn; False where it does not come soon: whoever asks will ask again."""
+        turn = self.pace.send(nbytes)
+        while True:
+            try:
+                time.sleep(next(turn))
+            except StopIteration as end:
+                self.sent_bytes += nbytes if end.value else 0
+                return bool(end.value)

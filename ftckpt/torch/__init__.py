@@ -1,0 +1,150 @@
+"""ftckpt for plain torch: a model as it is, under DDP, or under FSDP2 (``fully_shard``).
+
+::
+
+    ftckpt.torch.init_process_group(config, "nccl")
+    checkpointer = ftckpt.torch.attach(model, optimizer, scheduler, {"data": data}, config)
+    start = checkpointer.restore() or 0
+    ...
+        checkpointer.step(iteration)
+    checkpointer.close()
+
+``config`` is ``ftckpt.Config(enabled=True, ...)``, or that of ``config, rest = Config.from_flags(sys.argv[1:])``;
+``rest`` are the arguments that are not ftckpt's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError
+from ftckpt.forks import off_in_children
+from ftckpt.frameworks import entry
+from ftckpt.frameworks.launcher import follow_uncaught, leave_if_over
+
+if TYPE_CHECKING:
+    import torch
+
+    from ftckpt.frameworks.torch_state import Stateful
+    from ftckpt.session.checkpointer import Checkpointer
+
+patches = entry.Patches()
+"""On all models and optimizers that were attached. Checkpointers are the scripts' own, so that models can go."""
+off_in_children(patches.remove)
+log = logging.getLogger("ftckpt")
+
+
+def init_process_group(config: Config, *args: Any, **options: Any) -> None:
+    """``torch.distributed.init_process_group(*args, **options)``, blind to the addresses of earlier attempts.
+
+    torchrun keeps one store for all attempts of a job: see ``ftckpt.frameworks.rendezvous``. Where ftckpt is off
+    this is torch's own call and nothing else.
+
+    Raises:
+        LaunchError: torchrun's store is shared among attempts and cannot be divided; the text has the remedy.
+    """
+    import torch.distributed as dist
+
+    if config.enabled:
+        from ftckpt.frameworks.rendezvous import isolate_attempts
+
+        follow_uncaught()
+        leave_if_over(config.job)
+        entry.prepare_storage(config)
+        isolate_attempts()
+    dist.init_process_group(*args, **options)
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Stateful | None = None,
+    objects: Mapping[str, Stateful] | None = None,
+    config: Config | None = None,
+) -> Checkpointer | None:
+    """A checkpointer for this rank's training state, fenced before each step of the optimizer.
+
+    Collective. Call it when all that it is given is built and any checkpoint on storage is loaded. Then call
+    ``restore`` once, as the last thing before training, ``step`` at the end of each iteration, when optimizer,
+    scheduler and counters have advanced and no batch is drawn, and ``close`` after the last. Returns None where
+    ftckpt is not switched on.
+
+    Parameters are written by the optimizer's step alone. What else writes them while training goes on (averaged
+    weights swapped in for an evaluation) must call ``fence`` of the checkpointer first.
+
+    Args:
+        model: as it is trained: wrapped in DDP, sharded by ``fully_shard``, or neither; compiled, if it is to be.
+        optimizer: torch's Adam, AdamW or SGD over parameters of ``model``.
+        scheduler: of the learning rate, if there is one.
+        objects: what else must come back, by name: a data loader, counters, a GradScaler, a generator.
+        config: None is the default configuration, which is off.
+
+    Raises:
+        UnsupportedError: FSDP1, or state that ftckpt cannot map.
+        ConfigError: no name of the job, no process group, an argument of another kind, an object without state, or
+            layouts.
+        LaunchError: under torchrun, which keeps one store for all attempts, the process group is of torch's own call.
+    """
+    if isinstance(objects, Config):
+        raise ConfigError("attach: the configuration stands in the place of objects; name it: config=")
+    if config is None:
+        log.warning("ftckpt is off: attach() was given no config=, such as that of Config.from_flags()")
+    if config is None or not config.enabled:
+        return None
+    follow_uncaught()
+    _check(config)
+    optimizer = _inner(optimizer)
+    _check_kinds(model, optimizer, objects)
+    from ftckpt.torch.geometry import place_rank, unwrap
+    from ftckpt.torch.hooks import follow
+    from ftckpt.torch.state import PlainState
+
+    start = entry.start(config, lambda: place_rank(unwrap(model)))
+    state = start.build(lambda: PlainState(model, optimizer, scheduler, objects or {}))
+    checkpointer = start.checkpointer(state)
+    follow(patches, checkpointer, model, optimizer, state)
+    return checkpointer
+
+
+def _check(config: Config) -> None:
+    import torch.distributed as dist
+
+    if config.layouts:
+        raise ConfigError(
+            "--ftckpt-layouts: a script in plain torch builds its own layout, and restarts in any; leave them out"
+        )
+    if not dist.is_initialized():
+        raise ConfigError("torch.distributed: call ftckpt.torch.init_process_group first, with a single rank too")
+    from ftckpt.frameworks.rendezvous import check_isolated
+
+    check_isolated("call ftckpt.torch.init_process_group(config, ...) in place of torch's own")
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that steps, inside wrappers that pose as one (accelerate's)."""
+    from torch.optim import Optimizer
+
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _check_kinds(model: Any, optimizer: Any, objects: Any) -> None:
+    from torch import nn, optim
+
+    wanted = {
+        "model": (model, nn.Module, "a torch.nn.Module"),
+        "optimizer": (optimizer, optim.Optimizer, "a torch.optim.Optimizer"),
+        "objects": ({} if objects is None else objects, Mapping, "a mapping of names to objects"),
+    }
+    for name, (given, kind, text) in wanted.items():
+        if not isinstance(given, kind):
+            raise ConfigError(f"attach: {name} is of type {type(given).__name__}: give {text}")
+
+
+def remove() -> None:
+    """Take all hooks off models and optimizers; snapshots stay in memory."""
+    patches.remove()

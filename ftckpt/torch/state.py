@@ -1,0 +1,237 @@
+"""One rank's training state under plain torch, for ``ftckpt.Checkpointer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from ftckpt.errors import CaptureError, ConfigError
+from ftckpt.frameworks import optimizers, schedulers
+from ftckpt.frameworks.extra_state import ExtraState
+from ftckpt.frameworks.flags import TrainingFlags
+from ftckpt.frameworks.generators import as_object, generators_in
+from ftckpt.frameworks.late_changes import LateChanges
+from ftckpt.frameworks.live_tensors import Holders, LiveTensors
+from ftckpt.frameworks.optimizers import ParameterRange
+from ftckpt.frameworks.tensors import as_real, frozen_pieces, unwrapped, whole_piece
+from ftckpt.frameworks.torch_state import (
+    Stateful,
+    derive_generators,
+    load_all,
+    load_all_reshaped,
+    load_generators,
+    save_all,
+    save_generators,
+)
+from ftckpt.model.text import with_article
+from ftckpt.model.training_state import Description
+from ftckpt.torch.ddp import CommHooks, buckets_of
+from ftckpt.torch.geometry import (
+    LOCAL,
+    follows_buffers,
+    keeps_replicas,
+    local,
+    named_parameters,
+    places,
+    settle_shards,
+    unwrap,
+)
+
+_memory = attrgetter(LOCAL)
+_writes = attrgetter("_version")
+
+
+class PlainState:
+    """Implements ``ftckpt.model.training_state.TrainingState``.
+
+    Stepped: parameters and what the optimizer keeps for them. Volatile: buffers; those that DDP overwrites with the
+    first replica's before each forward are not carried into another layout. Objects: RNG, the optimizer's
+    hyperparameters, the scheduler and ``objects``.
+
+    ``is_fenced`` is set by whoever fences the optimizer's step, ``has_run`` by whoever sees a forward in training;
+    each boundary clears both.
+
+    Raises:
+        ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Stateful | None,
+        objects: Mapping[str, Stateful],
+    ) -> None:
+        self.model = unwrap(model)
+        settle_shards(self.model)  # before what may fail on one rank alone: the others would wait for it
+        self.is_fenced = self.has_run = False
+        self._optimizer = optimizer
+        self._objects = {f"objects: {name}": as_object(value) for name, value in objects.items()}
+        self._objects |= generators_in(unwrapped(self.model.named_modules()))
+        self._scheduler = scheduler
+        self._comm_hooks = CommHooks(model)
+        self._replicated = keeps_replicas(model, self._comm_hooks.are_plain)
+        self._buckets = buckets_of(model, self._comm_hooks)
+        self._follows_buffers = follows_buffers(model)
+        if self._buckets is not None:
+            self._objects["DDP buckets"] = self._buckets
+        kept = self._objects if scheduler is None else {**self._objects, "scheduler": scheduler}
+        for name, value in kept.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(
+                    f"{name} is {with_article(type(value).__name__)} without state_dict and load_state_dict"
+                )
+        self._live = LiveTensors(self._live_tensors, lambda: Holders((self.model,), (optimizer,)), LOCAL)
+        self._extra = ExtraState(self.model)
+        self.late_changes = LateChanges(self._changing, "call step() last in each iteration")
+        self._load_hooks: Callable[[], None] | None = None
+        self._num_writes = 0
+        self._stepped: tuple[list[Any], list[Any]] = [], []  # parameters that the optimizer steps: DTensors, others
+        self._rng: Mapping[str, Any] | None = None
+        self._built: Mapping[str, Any] | None = None
+
+    def describe(self) -> Description:
+        if self._built is None:
+            # As the job's own set-up seeded them, before a restore: those of another layout follow from these.
+            self._built = save_generators()
+        self._extra.refuse()
+        boxes = places(self.model)
+        optimizers.materialise(self._optimizer)
+        trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        # After ``materialise``: moments that do not exist yet would not be described.
+        stepped = [
+            *optimizers.stepped_pieces(boxes, self._ranges(), self._tensors_of),
+            *frozen_pieces(boxes, trained, lambda parameter: (0, as_real(local(parameter)))),
+        ]
+        role = "local" if self._follows_buffers else "buffer"
+        volatile = [whole_piece(f"{role}/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
+        self._live.note()
+        if "flags" not in self._objects:
+            modules = unwrapped(self.model.named_modules())
+            self._objects["flags"] = TrainingFlags(named_parameters(self.model), modules)
+        self._stepped = [p for p in trained if hasattr(p, LOCAL)], [p for p in trained if not hasattr(p, LOCAL)]
+        self._num_writes = self._count_writes()
+        return Description(tuple(stepped), tuple(volatile), replicated=self._replicated)
+
+    def save_objects(self) -> dict[str, Any]:
+        """See TrainingState.
+
+        Raises:
+            CaptureError: a tensor was replaced since ``describe``, parameters were written and no fence came before,
+                gradients wait for the optimizer, or a communication hook was registered.
+            UnsupportedError: a module keeps extra state now, and none was described.
+        """
+        self._extra.look_again()
+        self._live.check("attach after the last load, and write into tensors instead of replacing them")
+        self._check_fence()
+        self._comm_hooks.check()
+        self.late_changes.boundary()
+        return {
+            "rng": save_generators(),
+            "scheduler": schedulers.save(self._scheduler),
+            "optimizer": {
+                "kind": optimizers.kind_of(self._optimizer),
+                "groups": optimizers.save_groups(self._optimizer),
+            },
+            "objects": save_all(self._objects),
+            "comm hooks": save_all(self._comm_hooks.states),
+        }
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        optimizers.check_kind(self._optimizer, objects["optimizer"]["kind"])
+        schedulers.load(self._scheduler, objects["scheduler"])  # first: it may write learning rates
+        optimizers.load_groups(self._optimizer, objects["optimizer"]["groups"])
+        load_all(self._objects, objects["objects"])
+        self._load_hooks = lambda: load_all(self._comm_hooks.states, objects["comm hooks"])
+        self._rng = objects["rng"]
+
+    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        assert self._built is not None, "describe comes first"
+        optimizers.check_kind(self._optimizer, objects[0]["optimizer"]["kind"])
+        schedulers.load_reshaped(self._scheduler, [saved["scheduler"] for saved in objects])
+        optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"]["groups"] for saved in objects])
+        # Not the order of DDP's buckets: bits of sums are others in another layout.
+        registered = {name: value for name, value in self._objects.items() if value is not self._buckets}
+        load_all_reshaped(registered, [saved["objects"] for saved in objects])
+        self._load_hooks = lambda: load_all_reshaped(self._comm_hooks.states, [o["comm hooks"] for o in objects])
+        self._rng = derive_generators(self._built, iteration)
+
+    def finish_load(self) -> None:
+        """Forget what FSDP2 gathered and DDP arranged before state was loaded, then set RNG."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                # Full parameters that are gathered are copies of the shards as they were.
+                module.reshard()
+        if self._buckets is not None:
+            self._buckets.replay()
+        if self._load_hooks is not None:
+            self._load_hooks()  # after the replay, which calls them
+        # What the restore wrote came without a fence, and rightly.
+        self._num_writes = self._count_writes()
+        if self._rng is not None:
+            # Last: what comes before may draw random numbers.
+            load_generators(self._rng)
+        self.late_changes.boundary()
+
+    def _ranges(self) -> Iterator[ParameterRange]:
+        for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
+            mine = as_real(local(parameter))
+            yield ParameterRange(parameter, 0, mine, mine)
+
+    def _tensors_of(self, part: ParameterRange) -> dict[str, Any]:
+        state = self._optimizer.state.get(part.parameter, {})
+        return {n: as_real(local(value)) if isinstance(value, torch.Tensor) else value for n, value in state.items()}
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, local(buffer)) for name, buffer in unwrapped(self.model.named_buffers()))
+
+    def _check_fence(self) -> None:
+        writes_before, was_fenced, has_run = self._num_writes, self.is_fenced, self.has_run
+        # Before the error: the next boundary must not report the same writes again.
+        self._num_writes, self.is_fenced, self.has_run = self._count_writes(), False, False
+        if self._num_writes != writes_before and not was_fenced:
+            raise CaptureError(
+                "parameters were written and the optimizer's step hooks were not called; step with the optimizer "
+                "that ftckpt.torch.attach was given"
+            )
+        if has_run and not was_fenced:
+            self._refuse_pending_gradients()
+
+    def _changing(self) -> dict[str, Any]:
+        return {
+            "random numbers": save_generators(),
+            "the scheduler": schedulers.save(self._scheduler),
+            "parameter groups": optimizers.save_groups(self._optimizer),
+            **{name: value.state_dict() for name, value in self._objects.items() if name.startswith("objects: ")},
+        }
+
+    def _refuse_pending_gradients(self) -> None:
+        """The optimizer has not stepped in this iteration: what it is going to step by is in no snapshot.
+
+        A gradient that is not finite is one that a GradScaler has skipped, and nobody uses.
+        """
+        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        pending = [parameter for parameter in parameters if parameter.grad is not None]
+        if pending and all(bool(local(parameter.grad).isfinite().all()) for parameter in pending):
+            name = next(name for name, parameter in named_parameters(self.model) if parameter is pending[0])
+            raise CaptureError(
+                f"the gradient of {name} waits for the optimizer, and no snapshot has it: where gradients are "
+                "accumulated, call step() only after optimizer.step(), not after each micro-batch"
+            )
+
+    def _count_writes(self) -> int:
+        """Grows with each write to a parameter that the optimizer steps: torch counts them, for autograd."""
+        apart, whole = self._stepped
+        return sum(map(_writes, chain(whole, map(_memory, apart))))
+
+    def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
+        names = {parameter: name for name, parameter in named_parameters(self.model)}
+        yield from (("parameter", name, local(parameter)) for parameter, name in names.items())
+        yield from (("buffer", name, buffer) for name, buffer in self._buffers())
+        for what, name, value in optimizers.state_tensors(self._optimizer, names=names):
+            yield what, name, local(value)

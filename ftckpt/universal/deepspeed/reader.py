@@ -1,0 +1,341 @@
+"""Reads checkpoints that ``save_checkpoint`` of a DeepSpeed engine wrote: ZeRO 1, 2 and 3, none, and pipelines.
+
+Masters and optimizer state come out of partitions, weights and buffers out of modules and layers. Where parts of
+tensor-parallel ranks lie a specification says, or else the ``universal_checkpoint_info`` of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftckpt.array_types import Bytes
+from ftckpt.errors import ConvertError
+from ftckpt.model.fragment import Box, Fragment, Shape
+from ftckpt.model.text import with_article
+from ftckpt.universal.catalog import Catalog, Reader, dtype_name
+from ftckpt.universal.consolidation import take
+from ftckpt.universal.deepspeed.division import place_by_info, whole
+from ftckpt.universal.deepspeed.files import FileNumbers, Files, find_files, iteration_of, objects_of, precision
+from ftckpt.universal.deepspeed.optimizers import ParameterSlice, parameter_shapes, read_partitions, read_plain
+from ftckpt.universal.foreign import archives
+from ftckpt.universal.language.placing import BoxMap, LocalTensor, Placement, place
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.storage import fingerprint_of
+
+_TIED = "tied_modules."
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""Names of the stages of ZeRO, as DeepSpeed has them."""
+
+
+def read_weights(files: Files) -> Iterator[ParameterSlice]:
+    """Every weight and buffer that the files hold, in the order in which modules list them.
+
+    Those that ZeRO 3 has cut into partitions are not there: their masters are.
+
+    Raises:
+        ConvertError: a layer that is tied to others has a weight whose name is not known.
+    """
+    groups = parameter_shapes(files)
+    known = {mp: dict(item for shapes in groups_of for item in shapes.items()) for mp, groups_of in groups.items()}
+    for numbers, path in files.models():
+        yield from _of_module(files, numbers, path, known.get(numbers.mp, {}))
+        yield from _frozen(files, numbers, path)
+    by_tp: dict[int, dict[str, Shape]] = {}
+    for mp, shapes in known.items():
+        by_tp.setdefault(mp % files.tp, {}).update(shapes)
+    buffers = {name for _, path in files.models() for name in files.load(path).get("buffer_names") or ()}
+    for numbers, path in files.of("layer"):
+        for name, tensor in flat_module(path, files.load(path)):
+            full_name = _layer_name(path, numbers.layer, name, tuple(tensor.shape), by_tp.get(numbers.mp, {}))
+            role = "buffer" if full_name in buffers else "weight"
+            # Layers are in files of their own, whatever stage holds them: layer numbers are the same in all layouts.
+            yield _slice(role, full_name, (0, numbers.mp), tensor, path)
+    for numbers, path in files.of("expert"):
+        for name, tensor in flat_module(path, files.load(path)):
+            yield _slice("weight", name, files.stage(numbers), tensor, path)
+
+
+def flat_module(path: Path, module: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a state dict; those of nested ones, joined by dots.
+
+    Raises:
+        ConvertError: something that is no tensor.
+    """
+    for name, value in module.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value.detach()
+        elif isinstance(value, Mapping):
+            yield from flat_module(path, value, f"{prefix}{name}.")
+        elif value is not None and not str(name).endswith("_extra_state"):
+            raise ConvertError(
+                f"{path}: {prefix}{name} of the module is {with_article(type(value).__name__)}, not a tensor"
+            )
+
+
+def _of_module(
+    files: Files, numbers: FileNumbers, path: Path, shapes: Mapping[str, Shape]
+) -> Iterator[ParameterSlice]:
+    state = files.load(path)
+    module = state.get("module")
+    if module is None:
+        return
+    if not isinstance(module, Mapping):
+        raise ConvertError(f"{path}: module is {with_article(type(module).__name__)}, not the tensors of a module")
+    buffers = set(state.get("buffer_names") or ())
+    # Under ZeRO 3 a module's tensors are placeholders without elements.
+    elsewhere = {**shapes, **(state.get("frozen_param_shapes") or {})} if files.of("partition") else {}
+    shared = set(state.get("shared_params") or {})
+    seen: set[tuple[int, Shape]] = set()
+    for name, tensor in flat_module(path, module):
+        if name in buffers:
+            yield _slice("buffer", name, files.stage(numbers), tensor, path)
+            continue
+        # Tied weights are one storage in the file: the address is what their names have in common.
+        where = (tensor.data_ptr(), tuple(tensor.shape))
+        if name in elsewhere or name in shared or (tensor.numel() and where in seen):
+            continue  # of ZeRO 3 partitions, or another name of a weight that was there
+        seen.add(where)
+        yield _slice("weight", name, files.stage(numbers), tensor, path)
+
+
+def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[ParameterSlice]:
+    """Parameters that nothing trains, of which each rank has a partition under ZeRO 3."""
+    state = files.load(path)
+    if not files.of("partition"):
+        return
+    stage, tp = files.stage(numbers)
+    fragments = state.get("frozen_param_fragments") or {}
+    for name, sizes in (state.get("frozen_param_shapes") or {}).items():
+        shape = tuple(map(int, sizes))
+        fragment = fragments.get(name)
+        if not isinstance(fragment, torch.Tensor):
+            raise ConvertError(f"{path}: has no frozen_param_fragments of {name}, which it lists as frozen")
+        first = numbers.dp * fragment.numel()
+        length = max(0, min(fragment.numel(), math.prod(shape) - first))
+        if length:
+            yield ParameterSlice(
+                "weight", name, stage, tp, shape, first, archives.flat(fragment, name)[:length], path
+            )
+
+
+def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping[str, Shape]) -> str:
+    """A PipelineModule numbers its layers; those that share a weight have a name in common instead."""
+    numbered = f"{layer}.{name}"
+    if numbered in shapes:
+        return numbered
+    tied = [known for known in shapes if known.startswith(_TIED) and known.endswith(f".{name}")]
+    # Two parts more: ``tied_modules`` and the key under which the layers are tied.
+    fitting = [known for known in tied if shapes[known] == shape and known.count(".") == name.count(".") + 2]
+    if len(fitting) > 1:
+        raise ConvertError(f"{path}: {name} may be any of {', '.join(fitting)}, which have one shape; cannot be told")
+    return fitting[0] if fitting else numbered
+
+
+def _slice(role: str, name: str, ranks: tuple[int, int], tensor: torch.Tensor, path: Path) -> ParameterSlice:
+    stage, tp = ranks
+    return ParameterSlice(role, name, stage, tp, tuple(tensor.shape), 0, archives.flat(tensor, name), path)
+
+
+INFO = "universal_checkpoint_info"
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Elements of a file's tensor: ``values`` one after another, or those of ``box`` among a part of ``shape``."""
+
+    values: torch.Tensor
+    positions: tuple[Shape, Box, int] | None
+    """Where they do not lie one after another: shape, box in it, and the flat position of ``values[0]``."""
+
+
+class DeepSpeedReader(Reader):
+    """The checkpoint in ``path``, a directory with the file ``latest`` or that of one tag.
+
+    ``spec`` says where tensor-parallel ranks' parts lie; without one the checkpoint must. ``roles`` are those that
+    are wanted: an optimizer whose state has numbers for names is only read where it is.
+
+    Raises:
+        ConvertError: files are missing, contradict each other, or hold what cannot be placed; the text names file and
+            tensor.
+    """
+
+    def __init__(self, path: Path, spec: Spec | None = None, roles: Iterable[str] | None = None) -> None:
+        self._files = files = find_files(path)
+        wanted = None if roles is None else set(roles)
+        slices = _all_slices(files, wanted)
+        places = _places(files, slices, spec)
+        fragments: list[Fragment] = []
+        self._reads: list[_Elements] = []
+        self._paths: list[Path] = []
+        averaged: set[str] = set()
+        padded: set[str] = set()
+        for each in slices:
+            placed = places.get(_place_key(each))
+            if placed is None:
+                continue
+            for fragment, read in _fragments(each, placed):
+                fragments.append(fragment)
+                self._reads.append(read)
+                self._paths.append(each.path)
+                if not each.is_number:
+                    averaged |= {fragment.key} if placed.average else set()
+                    padded |= {fragment.key} if placed.padded else set()
+        path = files.models()[0][1]
+        state = files.load(path)
+        self.catalog = Catalog(
+            origin="deepspeed",
+            iteration=iteration_of(state.get("global_steps", state.get("iteration")), path),
+            layout=_layout(files),
+            fragments=tuple(fragments),
+            objects={"deepspeed": _objects(files), "precision": _precision(files)},
+            padded=frozenset(padded),
+            average=frozenset(averaged),
+            derived=_derived(files, fragments),
+        )
+
+    def read(self, index: int) -> Bytes:
+        if not self._files.loaded:
+            raise ConvertError(f"{self._files.path}: was closed")
+        archives.check(self._reads[index].values, self.catalog.fragments[index].key)
+        data: Bytes = self._reads[index].values.contiguous().view(torch.uint8).numpy()
+        positions = self._reads[index].positions
+        if positions is None:
+            return data
+        shape, box, first = positions
+        return take(data, shape, box, first, first + len(self._reads[index].values))
+
+    def where(self, index: int) -> Path:
+        """The file that a fragment lies in."""
+        return self._paths[index]
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(path for kind in self._files.kinds for _, path in self._files.of(kind))
+
+    def close(self) -> None:
+        self._files.loaded.clear()
+        self._reads.clear()
+
+
+def _all_slices(files: Files, roles: set[str] | None) -> list[ParameterSlice]:
+    _refuse_unknown(files)
+    slices = list(read_weights(files))
+    if files.of("zero"):
+        slices += list(read_partitions(files))
+    elif roles is None or roles - {"weight", "buffer"}:
+        slices += list(read_plain(files, slices))
+    _check_layers(files, slices)
+    return slices
+
+
+def _check_layers(files: Files, slices: Sequence[ParameterSlice]) -> None:
+    """A layer without parameters has no file, so that a file that is missing shows only by its weights."""
+    if files.of("layer"):
+        weights = {(each.name, each.tp) for each in slices if each.role == "weight"}
+        for each in slices:
+            if each.role == "master" and (each.name, each.tp) not in weights:
+                raise ConvertError(f"{files.path}: no layer_… file of tp {each.tp} holds the weight {each.name}")
+
+
+def _refuse_unknown(files: Files) -> None:
+    for _, path in files.models():
+        state = files.load(path)
+        if state.get("ds_autoep_layers") is not None or state.get("autoep_layers") is not None:
+            raise ConvertError(f"{path}: was written with AutoEP, whose experts this program does not know")
+
+
+def _place_key(part: ParameterSlice) -> tuple[str, int, bool]:
+    return part.name, part.tp, part.role == "buffer"
+
+
+def _places(
+    files: Files, slices: Sequence[ParameterSlice], spec: Spec | None
+) -> dict[tuple[str, int, bool], Placement]:
+    shapes: dict[tuple[str, int, bool], tuple[Shape, Path]] = {}
+    for each in slices:
+        shape, path = shapes.setdefault(_place_key(each), (each.shape, each.path))
+        if shape != each.shape:
+            raise ConvertError(f"{each.name} is {each.shape} in {each.path} and {shape} in {path}")
+    places = {key: whole(key[0], shape) for key, (shape, _) in shapes.items() if key[2]}
+    names = sorted({(name, tp) for name, tp, is_buffer in shapes if not is_buffer})
+    first = files.load(files.models()[0][1])
+    if spec is not None:
+        stored = [LocalTensor(name, shapes[name, tp, False][0], {"tp": tp}) for name, tp in names]
+        for (name, tp), placed in zip(names, place(spec, stored, _arguments(first)), strict=True):
+            if placed is not None:
+                places[name, tp, False] = placed
+        return places
+    info = first.get(INFO) or {}
+    if files.tp > 1 and not info:
+        raise ConvertError(
+            f"{files.path} is of {files.tp} tensor-parallel ranks and has no {INFO} that says how they divide "
+            "parameters: name a specification with --spec"
+        )
+    for name in sorted({name for name, _ in names}):
+        ranks = [tp for tp in range(files.tp) if (name, tp, False) in shapes]
+        if len(ranks) != files.tp:
+            raise ConvertError(f"{name}: only tensor-parallel ranks {ranks} of {files.tp} hold it")
+        for tp, placed in zip(
+            ranks, place_by_info(info, name, [shapes[name, t, False][0] for t in ranks]), strict=True
+        ):
+            places[name, tp, False] = placed
+    return places
+
+
+def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the script put into the checkpoint of its command line."""
+    args = state.get("args") or {}
+    return dict(args) if isinstance(args, Mapping) else dict(vars(args))
+
+
+def _fragments(part: ParameterSlice, placed: Placement) -> Iterable[tuple[Fragment, _Elements]]:
+    key, dtype = f"{part.role}/{placed.name}", dtype_name(part.values, part.path)
+    if part.is_number:
+        yield Fragment.whole(key, dtype, *placed.of_number(part.shape)), _Elements(part.values, None)
+        return
+    for box_map in placed.boxes:
+        start, stop = box_map.within(part.shape, part.first, part.first + part.values.numel())
+        if start < stop:
+            yield Fragment(key, dtype, placed.shape, box_map.box, start, stop), _elements(part, box_map, start, stop)
+
+
+def _elements(part: ParameterSlice, box_map: BoxMap, start: int, stop: int) -> _Elements:
+    local = box_map.local
+    # Narrower than the part in an inner dimension: its elements do not lie in a row.
+    if local.shape[1:] != part.shape[1:]:
+        return _Elements(part.values, (part.shape, local, part.first))
+    begin = (local.offset[0] * math.prod(part.shape[1:]) if part.shape else 0) - part.first
+    return _Elements(part.values[begin + start : begin + stop], None)
+
+
+def _derived(files: Files, fragments: Sequence[Fragment]) -> dict[str, str]:
+    """Weights that were not stored, as under ZeRO 3."""
+    keys = {fragment.key for fragment in fragments}
+    names = {key.removeprefix("master/") for key in keys if key.startswith("master/")}
+    return {f"weight/{name}": _precision(files) for name in sorted(names) if f"weight/{name}" not in keys}
+
+
+def _precision(files: Files) -> str:
+    return precision(files.load(files.models()[0][1]).get("ds_config"))
+
+
+def _layout(files: Files) -> dict[str, int | str | bool]:
+    stage = 0
+    for _, path in files.of("zero")[:1]:
+        state = files.load(path).get("optimizer_state_dict") or {}
+        stated = state.get("zero_stage", 1)
+        # An enumeration of DeepSpeed's comes out of the file as a stand-in, by its name from some versions of Python.
+        value = stated if isinstance(stated, int) else stated.arguments[0]
+        stage = _STAGES.index(value) if isinstance(value, str) else int(value)
+    return {"tp": files.tp, "pp": files.pp, "dp": files.dp, "zero": stage}
+
+
+def _objects(files: Files) -> dict[str, Any]:
+    optimizer = next((files.load(path)["optimizer_state_dict"] for _, path in files.of("zero")), None)
+    first = files.load(files.models()[0][1])
+    return objects_of(first, optimizer if optimizer is not None else first.get("optimizer") or {})

@@ -1,0 +1,311 @@
+"""Writes what DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, under ZeRO 1, 2 and 3 alike.
+
+``engine.load_checkpoint(DESTINATION)`` finds it by the file ``latest_universal``. DeepSpeed reads masters, optimizer
+state, hyperparameters, counters and the LR scheduler from it. It does not read buffers and frozen parameters: these
+lie in the files too, and stay as the new job built them.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftckpt.array_types import Bytes
+from ftckpt.errors import ConvertError
+from ftckpt.universal.catalog import TORCH_DTYPES, Catalog, Get, Rows, Tensor, Unit
+from ftckpt.universal.consolidation import WEIGHT, cast, refuse_remainders
+from ftckpt.universal.deepspeed.division import Division
+from ftckpt.universal.deepspeed.files import LATEST_UNIVERSAL
+from ftckpt.universal.deepspeed.universal_reader import MASTER_FILE, OPTIMIZER, PARAM, WEIGHT_DTYPE, ZERO
+from ftckpt.universal.foreign import pickles
+from ftckpt.universal.foreign.pickles import save_streamed
+from ftckpt.universal.safetensors import STRIP_BYTES, strips
+from ftckpt.universal.storage import Destination
+
+
+class LossScaler:
+    """Written as DeepSpeed's class of this name: a loss scale that stays as it is."""
+
+
+class DynamicLossScaler:
+    """Written as DeepSpeed's class of this name: a loss scale that follows overflows."""
+
+
+class SubparamShape:
+    """Written as DeepSpeed's class of this name: sizes of a parameter's parts."""
+
+
+_NAMES: dict[str, type] = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape": SubparamShape,
+}
+
+
+def restored(value: Any) -> Any:
+    """What ``pickles.plain`` made of such an object, anywhere inside ``value``, as an object that ``save`` knows."""
+    if isinstance(value, Mapping):
+        known = _NAMES.get(str(value.get("class", "")))
+        if known is None:
+            return {key: restored(item) for key, item in value.items()}
+        made = known()
+        fields = {key: restored(item) for key, item in value.items() if key not in ("class", "arguments")}
+        if str(fields.get("dtype", "")).startswith("torch."):
+            fields["dtype"] = getattr(torch, fields["dtype"].removeprefix("torch."))
+        vars(made).update(fields)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(restored(item) for item in value)
+    return value
+
+
+def save(value: Any, path: str) -> None:
+    """Write ``value``, with objects that ``restored`` made, as ``pickles.save`` does. Raises ConvertError."""
+    pickles.save(value, path)
+    names = [(_reference(kind.__module__, kind.__qualname__), name) for name, kind in _NAMES.items()]
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        (structure,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+        pickled = archive.read(structure)
+    # DeepSpeed's own classes are not imported here: the pickle names ours, and is edited to name theirs.
+    references = [(ours, _reference(*name.rsplit(".", 1))) for ours, name in names if ours in pickled]
+    if references:
+        _replace(path, references)
+
+
+def _reference(module: str, name: str) -> bytes:
+    """How a class is named in such a file."""
+    return f"c{module}\n{name}\n".encode()
+
+
+def _replace(path: str, pairs: list[tuple[bytes, bytes]]) -> None:
+    """Give the archive other references in its structure."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            if entry.filename.endswith("/data.pkl"):
+                for ours, theirs in pairs:
+                    content = content.replace(ours, theirs)
+            new.writestr(entry.filename, content)
+    with open(path, "r+b") as file:
+        # In the same file, whose descriptor ``Destination.file`` brings to the disk and renames.
+        file.truncate(0)
+        file.write(made.getvalue())
+
+
+_FLOATS = ("F32", "F16", "BF16", "F64")
+_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""What engines under ZeRO up to 2 and under ZeRO 3 look for: the same file twice."""
+_VERSION = "0.19.8"
+"""The DeepSpeed whose files these are like."""
+_GROUPS = 64
+"""DeepSpeed loads as many groups of parameters as there are sets of hyperparameters: empty ones change nothing."""
+_FILE_BYTES = 4096
+
+
+class DeepSpeedUniversalWriter:
+    """A universal checkpoint of DeepSpeed below ``path``: ``latest_universal`` and the directory that it names."""
+
+    def __init__(self, path: Path) -> None:
+        self.destination = Destination(path)
+        self._catalog: Catalog | None = None
+        self._division: Division | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._frozen: tuple[str, ...] = ()
+        self._weights = ""
+
+    def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
+        refuse_remainders(tensors)
+        self._catalog, self._division = catalog, Division(catalog)
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for tensor in tensors:
+            role, _, name = tensor.key.partition("/")
+            by_name.setdefault(name, {})[role] = tensor
+        tag, units, steps, buffers = _tag(catalog), [], [], []
+        for name, roles in sorted(by_name.items()):
+            buffers += [roles.pop("buffer")] if "buffer" in roles else []
+            files = _files(name, roles)
+            units += [_unit(f"{tag}/{ZERO}/{name}/{stem}.pt", [tensor]) for stem, tensor in files.items()]
+            steps += [files["step"]] if "step" in files else []
+            if files:
+                self._shapes[name] = files[MASTER_FILE].shape
+        if not self._shapes:
+            raise ConvertError("the source has no weights and no masters of which DeepSpeed could load anything")
+        trained = {name for name, roles in by_name.items() if set(roles) - {"weight"}}
+        self._frozen = tuple(name for name in sorted(self._shapes) if trained and name not in trained)
+        weights = [by_name[name]["weight"] for name in sorted(trained) if "weight" in by_name[name]]
+        self._weights = weights[0].dtype if weights else ""
+        units.append(_unit(f"{tag}/{ZERO}/{OPTIMIZER}", steps[:1]))
+        return units + [_unit(f"{tag}/{name}", buffers) for name in _MODEL_FILES]
+
+    def memory(self, unit: Unit) -> int:
+        """Bytes that ``write`` takes at most."""
+        rows = max((part.tensor.row_bytes for part in unit.parts), default=0)
+        # What is put together in memory is there as rows, tensor, archive, and the part of it that is being renamed.
+        return min(3 * max(STRIP_BYTES, rows), 4 * unit.nbytes) if self._is_streamed(unit) else 5 * unit.nbytes
+
+    def write(self, unit: Unit, get: Get) -> None:
+        if self._catalog is None:
+            raise ValueError("write before plan")
+        stem = Path(unit.name).stem
+        with self.destination.file(unit.name) as file:
+            if unit.name.endswith(f"{ZERO}/{OPTIMIZER}"):
+                save(_optimizer_state(self._catalog, _step(unit, get)), file.name)
+            elif unit.name.rpartition("/")[2] in _MODEL_FILES:
+                save(self._model_state(self._catalog, unit, get), file.name)
+            elif stem == "step":
+                save(self._step_value(unit, get), file.name)
+            else:
+                self._write_tensor(unit, get, file)
+
+    def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if not (self.destination.partial / unit.name).is_file():
+                raise ConvertError(f"{self.destination.partial / unit.name} is missing; start the same command again")
+        with self.destination.file(LATEST_UNIVERSAL) as file:
+            file.write(_tag(catalog).encode())
+        self.destination.commit()
+
+    def _write_tensor(self, unit: Unit, get: Get, file: Any) -> None:
+        (part,) = unit.parts
+        more = self._more(unit)
+        dtype = "F32" if Path(unit.name).stem == MASTER_FILE else part.tensor.dtype
+        if self._is_streamed(unit):
+            like = torch.empty(part.tensor.shape, dtype=TORCH_DTYPES[dtype])
+            save_streamed(file, lambda tensor: {**more, PARAM: tensor}, like, _cast_rows(part, dtype, get))
+            return
+        data = np.concatenate([np.empty(0, np.uint8), *_cast_rows(part, dtype, get)])
+        save({**more, PARAM: _tensor(data, dtype, part.tensor.shape)}, file.name)
+
+    def _is_streamed(self, unit: Unit) -> bool:
+        """A file with an object of DeepSpeed's is put together in memory; so is what is small."""
+        is_tensor = f"/{ZERO}/" in unit.name and unit.name.count("/") == 3 and Path(unit.name).stem != "step"
+        return is_tensor and unit.nbytes > STRIP_BYTES and "sub_param_shape" not in self._more(unit)
+
+    def _more(self, unit: Unit) -> dict[str, Any]:
+        """What DeepSpeed has to know to divide a parameter."""
+        if self._division is None:
+            raise ValueError("write before plan")
+        name = unit.name.split("/")[2]
+        fields: dict[str, Any] = restored(self._division.of(name))
+        tensor = unit.parts[0].tensor
+        return {**fields, WEIGHT_DTYPE: tensor.dtype} if tensor.key.startswith(WEIGHT) else fields
+
+    def _step_value(self, unit: Unit, get: Get) -> Any:
+        """A number where the optimizer keeps one: those that are compiled take no tensor."""
+        step = _step(unit, get)
+        is_number = self._division is not None and self._division.steps_are_numbers
+        return int(step) if is_number and step is not None else step
+
+    def _model_state(self, catalog: Catalog, unit: Unit, get: Get) -> dict[str, Any]:
+        module = OrderedDict(
+            (part.tensor.key.partition("/")[2], _tensor(_rows(part, get), part.tensor.dtype, part.tensor.shape))
+            for part in unit.parts
+        )
+        settings = _settings(catalog)
+        precision = catalog.objects.get("precision") or next(iter(catalog.derived.values()), self._weights)
+        dtype = str(precision or "F32")
+        section = {"BF16": {"bf16": {"enabled": True}}, "F16": {"fp16": {"enabled": True}}}.get(dtype, {})
+        shapes = {name: torch.Size(shape) for name, shape in self._shapes.items() if name not in self._frozen}
+        return {
+            "lr_scheduler": None,
+            "skipped_steps": 0,
+            "ds_version": _VERSION,
+            "ds_config": section,
+            **restored(settings["state"]),
+            "global_steps": catalog.iteration,
+            "module": module,
+            "buffer_names": list(module),
+            "param_shapes": [OrderedDict(shapes)],
+            "shared_params": {},
+            # One rank of each kind: every tensor is whole, and whoever loads it cuts it anew.
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        }
+
+
+def _files(name: str, roles: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one parameter by the names of their files."""
+    if not roles:
+        return {}
+    if "/" in name or name in ("", ".", ".."):
+        raise ConvertError(f"{name!r} cannot be the name of a directory, as DeepSpeed wants it")
+    states = {role: tensor for role, tensor in roles.items() if role not in ("master", "weight")}
+    master = roles.get("master", roles.get("weight"))
+    if master is None:
+        raise ConvertError(f"{name}: the source has {', '.join(states)} of it, and neither weight nor master")
+    if master.dtype not in _FLOATS:
+        raise ConvertError(f"{master.key}: is {master.dtype}; DeepSpeed's universal checkpoints hold floating types")
+    for role, tensor in states.items():
+        if tensor.shape != ((1,) if role == "step" else master.shape):
+            raise ConvertError(f"{tensor.key}: has shape {tensor.shape}, its parameter {master.shape}")
+    return {MASTER_FILE: master, **states}
+
+
+def _unit(name: str, tensors: Sequence[Tensor]) -> Unit:
+    size = sum(max(tensor.nbytes, tensor.rows * 4) for tensor in tensors)
+    if name.endswith(f"/{MASTER_FILE}.pt"):
+        size = sum(int(np.prod(tensor.shape)) * 4 for tensor in tensors)
+    return Unit(name, tuple(map(Rows.whole, tensors)), size + _FILE_BYTES)
+
+
+def _tag(catalog: Catalog) -> str:
+    return f"global_step{catalog.iteration}"
+
+
+def _rows(part: Rows, get: Get) -> Bytes:
+    return get(part.tensor, part.first, part.last)
+
+
+def _cast_rows(part: Rows, dtype: str, get: Get) -> Iterator[Bytes]:
+    for first, last in strips(part):
+        yield cast(get(part.tensor, first, last), part.tensor.dtype, dtype)
+
+
+def _tensor(data: Bytes, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    copied = torch.from_numpy(np.array(data)) if len(data) else torch.empty(0, dtype=torch.uint8)
+    return copied.view(TORCH_DTYPES[dtype]).reshape(tuple(shape))
+
+
+def _step(unit: Unit, get: Get) -> torch.Tensor | None:
+    """A tensor without dimensions, as torch's optimizers keep it."""
+    for part in unit.parts:
+        return _tensor(_rows(part, get), part.tensor.dtype, part.tensor.shape).reshape(())
+    return None
+
+
+def _optimizer_state(catalog: Catalog, step: torch.Tensor | None) -> dict[str, Any]:
+    optimizer = restored(_settings(catalog)["optimizer"])
+    groups = [*optimizer.pop("param_groups", []), *({} for _ in range(_GROUPS))][:_GROUPS]
+    # One number for each: DeepSpeed takes hyperparameters from here, and parameters from the files in ``zero/``.
+    listed = [{**group, "params": [number]} for number, group in enumerate(groups)]
+    state = {0: {"step": step}} if step is not None else {}
+    return {
+        "ds_version": _VERSION,
+        **optimizer,
+        "param_groups": listed,
+        "optimizer_state_dict": {"state": state, "param_groups": listed},
+    }
+
+
+def _settings(catalog: Catalog) -> dict[str, dict[str, Any]]:
+    """What the source knows beside tensors, in DeepSpeed's words, where it comes from a job of DeepSpeed's."""
+    deepspeed = catalog.objects.get("deepspeed")
+    if isinstance(deepspeed, Mapping):
+        return {"state": dict(deepspeed.get("state") or {}), "optimizer": dict(deepspeed.get("optimizer") or {})}
+    shards = catalog.objects.get("shards")
+    first: Mapping[str, Any] = next(iter(shards.values()), {}) if isinstance(shards, Mapping) else {}
+    counters, inner = first.get("counters"), first.get("optimizer")
+    if not isinstance(counters, Mapping) or not isinstance(inner, Mapping) or "global_samples" not in counters:
+        return {"state": {}, "optimizer": {}}  # of another framework
+    counts = {key: counters[key] for key in ("global_samples", "skipped_steps") if key in counters}
+    state = {**counts, "lr_scheduler": first.get("scheduler")}
+    return {"state": state, "optimizer": {"param_groups": list(inner.get("groups") or [])}}

@@ -1,0 +1,444 @@
+"""Geometry for checkpoints that carry none: tensors as files hold them, and a specification → boxes of whole tensors.
+
+spec = Spec.load("llama", {"kv_heads": 2})
+placements = place(spec, [LocalTensor("decoder...weight", (96, 64), {"tp": 0, "pp": 1}), ...], vars(arguments))
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, product
+from typing import Any, NamedTuple
+
+from ftckpt.errors import SpecError
+from ftckpt.model.fragment import Box, Shape
+from ftckpt.universal.language.patterns import Pattern, Value, evaluate, fill_template
+from ftckpt.universal.language.spec import Cut, Matches, Rule, Spec, SubParameter
+
+LAYER = "layer"
+"""The capture that is a layer's number, which ``offset`` belongs to."""
+_USES_OFFSET = re.compile(r"\{[^{}]*\boffset\b[^{}]*\}")
+
+Stage = tuple[int, int]
+"""Model chunk and pipeline stage: in this order layers follow each other."""
+Coords = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """One tensor as one file holds it. ``coords`` are the file's: ``tp``, ``pp``, ``vpp`` (model chunk), ``ep``,
+    ``etp``, …, each from 0; what is absent is 0."""
+
+    name: str
+    shape: Shape
+    coords: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BoxMap:
+    """A box of a stored tensor and the box of the whole tensor that it is. ``box`` has the leading axes that
+    ``stack`` adds, of size 1 each; otherwise both have the same shape."""
+
+    local: Box
+    box: Box
+
+    def within(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
+        """Which elements of this box, in its own row-major order, the range ``start`` to ``stop`` of the stored
+        tensor of ``shape``, flattened, holds. They are as consecutive as those are."""
+        first, last = (_before(shape, self.local, position) for position in (start, stop))
+        return first, last
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a stored tensor lies: in the logical tensor ``name`` (without role) of ``shape``."""
+
+    name: str
+    shape: Shape
+    boxes: tuple[BoxMap, ...]
+    average: bool
+    padded: bool
+
+    def of_number(self, shape: Shape) -> tuple[Shape, Box]:
+        """Shape of a tensor with one number for each stored tensor of ``shape``, and the box of this one's number."""
+        outer = len(self.shape) - len(shape)
+        counts, at = self.shape[:outer] or (1,), self.boxes[0].box.offset[:outer] or (0,)
+        return counts, Box(at, (1,) * len(counts))
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """A stored tensor with what its name says."""
+
+    index: int
+    tensor: LocalTensor
+    rule: Rule
+    values: Mapping[str, Value]
+    name: str
+    stack: tuple[int, ...]
+
+
+def place(spec: Spec, stored: Sequence[LocalTensor], arguments: Mapping[str, Any]) -> tuple[Placement | None, ...]:
+    """Where each of ``stored`` lies, None for what a rule drops. ``stored`` has to be all that the checkpoint holds.
+
+    ``arguments``: the checkpoint's own, from which variables take their values.
+
+    Raises:
+        SpecError: a name that no rule or several match, a rule that nothing matches, a variable without a value, or
+            shapes that do not fit their rule; the text names the tensor.
+    """
+    matches = spec.match((each.name for each in stored), arguments)
+    variables = spec.values(arguments)
+    sizes = _axis_sizes(stored)
+    tensors: dict[tuple[str, tuple[int, ...]], list[_Holder]] = {}
+    for holder in _named(matches, stored, variables):
+        tensors.setdefault((holder.name, holder.stack), []).append(holder)
+    stacks = _stacks(tensors)
+    placements: list[Placement | None] = [None] * len(stored)
+    for (name, stack), holders in tensors.items():
+        try:
+            _check_holders(holders, sizes)
+            for holder, boxes, shape in _placed(holders, sizes, variables):
+                leading, ones = stacks[name], (1,) * len(stack)
+                stacked = (BoxMap(b.local, Box(stack + b.box.offset, ones + b.box.shape)) for b in boxes)
+                average = holder.rule.kind == "average"
+                placements[holder.index] = Placement(
+                    name, leading + shape, tuple(stacked), average, holder.rule.padded
+                )
+        except SpecError as error:
+            raise SpecError(
+                f"{spec.origin}, rule {holders[0].rule.number}: {holders[0].tensor.name}: {error}"
+            ) from None
+    _check_shapes(spec, placements)
+    return tuple(placements)
+
+
+def _axis_sizes(stored: Iterable[LocalTensor]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for each in stored:
+        for axis, coordinate in each.coords.items():
+            sizes[axis] = max(sizes.get(axis, 1), coordinate + 1)
+    return sizes
+
+
+def _named(matches: Matches, stored: Sequence[LocalTensor], variables: Mapping[str, int]) -> Iterable[_Holder]:
+    global_numbers = GlobalNumbers(matches, stored)
+    for index, each in enumerate(stored):
+        rule, pattern, captured = matches[each.name]
+        if rule.kind == "drop":
+            continue
+        values: dict[str, Value] = {**each.coords, **captured}
+        values |= global_numbers.of(rule, pattern, each.name, each.coords, captured)
+        try:
+            name = fill_template(rule.rename, values, variables) if rule.rename else each.name
+            stack = tuple(evaluate(number, values, variables) for number in rule.stack)
+        except SpecError as error:
+            raise SpecError(f"rule {rule.number}: {each.name}: {error}") from None
+        yield _Holder(index, each, rule, values, name, stack)
+
+
+def _stacks(names: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, Shape]:
+    """The sizes of the leading axes of each logical tensor."""
+    sizes: dict[str, Shape] = {}
+    for name, stack in names:
+        known = sizes.setdefault(name, tuple(number + 1 for number in stack))
+        if len(known) != len(stack):
+            raise SpecError(f"{name}: its rules stack over different numbers")
+        sizes[name] = tuple(max(old, number + 1) for old, number in zip(known, stack, strict=True))
+    return sizes
+
+
+def _check_holders(holders: Sequence[_Holder], sizes: Mapping[str, int]) -> None:
+    first = holders[0]
+    seen: dict[tuple[tuple[str, int], ...], str] = {}
+    for holder in holders:
+        # Two rules that give one name would be two tensors with the same elements.
+        if holder.rule is not first.rule:
+            raise SpecError(f"becomes {first.name}, and so does {holder.tensor.name} of rule {holder.rule.number}")
+        coords = tuple(sorted(holder.tensor.coords.items()))
+        if coords in seen:
+            raise SpecError(f"{seen[coords]} and {holder.tensor.name} of {dict(coords)} both become {first.name}")
+        seen[coords] = holder.tensor.name
+    stages = sorted({stage_of(holder.tensor.coords) for holder in holders})
+    # Layers that a rule forgot to number would become one tensor of several stages.
+    if len(stages) > 1 and not first.rule.pipeline_replicated:
+        named = ", ".join(str(stage[1]) for stage in stages)
+        raise SpecError(f"pipeline stages {named} hold it; say pipeline_replicated if they may, or number the layers")
+    if first.rule.kind == "unique" and len(holders) > 1:
+        raise SpecError(f"is unique, but {len(holders)} files hold it")
+    if first.rule.kind in ("replicated", "average"):
+        axis = "etp" if first.rule.expert is not None and "etp" in sizes else "tp"
+        absent = set(range(sizes.get(axis, 1))) - {holder.tensor.coords.get(axis, 0) for holder in holders}
+        if absent:
+            named = ", ".join(map(str, sorted(absent)))
+            raise SpecError(
+                f"is {first.rule.kind}, but {axis} rank {named} does not hold it; say unique if that is right"
+            )
+
+
+def _placed(
+    holders: Sequence[_Holder], sizes: Mapping[str, int], variables: Mapping[str, int]
+) -> Iterable[tuple[_Holder, list[BoxMap], Shape]]:
+    """Each holder with its boxes and the whole shape, without stacked axes."""
+    dims = {len(holder.tensor.shape) for holder in holders}
+    rule = holders[0].rule
+    for cut in rule.cuts:
+        if cut.dim >= min(dims):
+            raise SpecError(f"has no dimension {cut.dim}; its shape is {holders[0].tensor.shape}")
+    cuts = [(cut, _axis_of(cut, sizes)) for cut in rule.cuts]
+    along = {cut.dim: _along(cut, axis, holders, sizes, variables) for cut, axis in cuts}
+    axes = {cut.dim: axis for cut, axis in cuts}
+    vocabulary = evaluate(rule.vocabulary, holders[0].values, variables) if rule.vocabulary is not None else None
+    for holder in holders:
+        ranges: list[Sequence[Extent]] = []
+        shape: list[int] = []
+        for dim, size in enumerate(holder.tensor.shape):
+            if dim in along:
+                ranks, whole = along[dim]
+                ranges.append(ranks[holder.tensor.coords.get(axes[dim], 0)])
+            else:
+                ranges.append((Extent(0, 0, size),))
+                whole = size
+            shape.append(whole)
+        if vocabulary is not None:
+            ranges[0], shape[0] = _without_padding(ranges[0], shape[0], vocabulary), vocabulary
+        yield holder, [_box_map(parts) for parts in product(*ranges)], tuple(shape)
+
+
+def _axis_of(cut: Cut, sizes: Mapping[str, int]) -> str:
+    """Files that do not tell expert tensor parallelism apart have as much of it as of the other."""
+    return "tp" if cut.axis == "etp" and "etp" not in sizes else cut.axis
+
+
+def _along(
+    cut: Cut, axis: str, holders: Sequence[_Holder], sizes: Mapping[str, int], variables: Mapping[str, int]
+) -> tuple[list[tuple[Extent, ...]], int]:
+    rank_sizes: dict[int, int] = {}
+    for holder in holders:
+        rank, size = holder.tensor.coords.get(axis, 0), holder.tensor.shape[cut.dim]
+        if rank_sizes.setdefault(rank, size) != size:
+            raise SpecError(
+                f"copies of {axis} rank {rank} differ in dimension {cut.dim}: {rank_sizes[rank]} and {size}"
+            )
+    return extents(cut, rank_sizes, sizes.get(axis, 1), holders[0].values, variables)
+
+
+def _without_padding(parts: Sequence[Extent], rows: int, vocabulary: int) -> list[Extent]:
+    """Without the rows that fill up a vocabulary."""
+    if not 0 < vocabulary <= rows:
+        raise SpecError(f"has {rows} rows, fewer than the vocabulary of {vocabulary}")
+    return [Extent(p.local, p.whole, min(p.size, vocabulary - p.whole)) for p in parts if p.whole < vocabulary]
+
+
+def _box_map(parts: Sequence[Extent]) -> BoxMap:
+    size = tuple(part.size for part in parts)
+    return BoxMap(Box(tuple(part.local for part in parts), size), Box(tuple(part.whole for part in parts), size))
+
+
+def _check_shapes(spec: Spec, placements: Iterable[Placement | None]) -> None:
+    shapes: dict[str, Shape] = {}
+    for placement in placements:
+        if placement and shapes.setdefault(placement.name, placement.shape) != placement.shape:
+            both = f"{shapes[placement.name]} and {placement.shape}"
+            raise SpecError(f"{spec.origin}: {placement.name}: ranks that hold it disagree about its shape: {both}")
+
+
+def _before(shape: Shape, box: Box, position: int) -> int:
+    """Number of elements of ``box`` whose flat position in an array of ``shape`` is less than ``position``."""
+    if position >= math.prod(shape):
+        return box.numel
+    count, rest = 0, position
+    for dim in range(len(shape)):
+        # Index along this dimension of the element at ``position``; what comes before it inside the box is counted.
+        at, rest = divmod(rest, math.prod(shape[dim + 1 :]))
+        inner = math.prod(box.shape[dim + 1 :])
+        inside = at - box.offset[dim]
+        if not 0 <= inside < box.shape[dim]:
+            return count + (0 if inside < 0 else box.shape[dim] * inner)
+        count += inside * inner
+    return count
+
+
+class Extent(NamedTuple):
+    """``size`` entries of a dimension: where they lie in the stored tensor, and where in the whole one."""
+
+    local: int
+    whole: int
+    size: int
+
+
+def extents(
+    cut: Cut, sizes: Mapping[int, int], num: int, values: Mapping[str, Value], variables: Mapping[str, int]
+) -> tuple[list[tuple[Extent, ...]], int]:
+    """For each of ``num`` ranks the extents of its part, and the size of the whole dimension.
+
+    ``sizes``: what each rank has, by its coordinate; a rank may be absent only where the rule says that it has
+    nothing.
+
+    Raises:
+        SpecError: the sizes do not fit the rule.
+    """
+    stated = [evaluate(size, values, variables) for size in cut.sizes]
+    if stated and len(stated) != num:
+        raise SpecError(f"uneven lists {len(stated)} sizes; there are {num} ranks of {cut.axis}")
+    absent = [rank for rank in range(num) if rank not in sizes and not (stated and stated[rank] == 0)]
+    if absent:
+        raise SpecError(f"{cut.axis} rank {', '.join(map(str, absent))} does not hold it")
+    counts = [sizes.get(rank, 0) for rank in range(num)]
+    if stated and counts != stated:
+        raise SpecError(f"uneven says sizes {stated}; the ranks of {cut.axis} hold {counts}")
+    if not cut.uneven and not any(part.unit is not None for part in cut.parts) and len(set(counts)) > 1:
+        raise SpecError(f"the ranks of {cut.axis} hold {counts} in dimension {cut.dim}; say uneven: true if they may")
+    if not cut.parts:
+        ends = list(accumulate(counts, initial=0))
+        return [(Extent(0, ends[rank], counts[rank]),) if counts[rank] else () for rank in range(num)], ends[-1]
+    parts = [_widths(part, cut, counts, values, variables) for part in cut.parts]
+    return _extents_by_rank(parts, counts)
+
+
+class _Part(NamedTuple):
+    width: int
+    """Of the whole sub-parameter."""
+    ranges: list[tuple[int, int]]
+    """First and last (exclusive) entry of each rank."""
+
+
+def _extents_by_rank(parts: Sequence[_Part], sizes: Sequence[int]) -> tuple[list[tuple[Extent, ...]], int]:
+    ranks: list[tuple[Extent, ...]] = []
+    for rank, size in enumerate(sizes):
+        local = whole = 0
+        extents = []
+        for part in parts:
+            first, last = part.ranges[rank]
+            if last > first:
+                extents.append(Extent(local, whole + first, last - first))
+            local += last - first
+            whole += part.width
+        if local != size:
+            raise SpecError(f"its parts make up {local} of the {size} entries of rank {rank}")
+        ranks.append(tuple(extents))
+    return ranks, sum(part.width for part in parts)
+
+
+def _widths(
+    part: SubParameter, cut: Cut, sizes: Sequence[int], values: Mapping[str, Value], variables: Mapping[str, int]
+) -> _Part:
+    num = len(sizes)
+    if part.width is None:
+        shares = [evaluate(other.share, values, variables) for other in cut.parts]
+        share, total = evaluate(part.share, values, variables), sum(shares)
+        if min(shares) < 0 or total <= 0 or any(size * share % total for size in sizes):
+            raise SpecError(f"part {part.name}: share {share} of {total} does not divide the sizes {list(sizes)}")
+        return _consecutive([size * share // total for size in sizes])
+    width = evaluate(part.width, values, variables)
+    unit = evaluate(part.unit, values, variables) if part.unit is not None else 0
+    if unit:
+        return _by_units(part.name, width, unit, num)
+    if width < 0 or width % num:
+        raise SpecError(
+            f"part {part.name}: width {width} does not divide over {num} ranks of {cut.axis}; give a unit"
+        )
+    return _consecutive([width // num] * num)
+
+
+def _by_units(name: str, width: int, unit: int, num: int) -> _Part:
+    units, rest = divmod(width, unit) if unit > 0 else (0, 1)
+    if rest or units < 1:
+        raise SpecError(f"part {name}: width {width} is no multiple of the unit {unit}")
+    if units >= num:
+        # The first ranks have one unit more where they do not divide.
+        return _consecutive([(units // num + (rank < units % num)) * unit for rank in range(num)])
+    if num % units:
+        raise SpecError(f"part {name}: {num} ranks cannot share {units} units evenly")
+    # Fewer units than ranks, as with grouped queries: neighbours hold the same unit.
+    first = [rank * units // num * unit for rank in range(num)]
+    return _Part(width, [(begin, begin + unit) for begin in first])
+
+
+def _consecutive(widths: Sequence[int]) -> _Part:
+    ends = list(accumulate(widths, initial=0))
+    return _Part(ends[-1], list(pairwise(ends)))
+
+
+def stage_of(coords: Coords) -> Stage:
+    """The stage of a file."""
+    return coords.get("vpp", 0), coords.get("pp", 0)
+
+
+def uses_offset(rule: Rule) -> bool:
+    """Whether the rule numbers layers through the stages."""
+    return bool(_USES_OFFSET.search(rule.rename))
+
+
+class GlobalNumbers:
+    """What ``offset`` is for each stage, counted from the layers that stages hold, and the experts of each rank."""
+
+    def __init__(self, matches: Matches, tensors: Iterable[LocalTensor]) -> None:
+        layers: dict[str, dict[Stage, set[int]]] = {}
+        experts: dict[tuple[Stage, str], dict[int, set[int]]] = {}
+        for name, coords in ((each.name, each.coords) for each in tensors):
+            rule, pattern, captured = matches[name]
+            stage = stage_of(coords)
+            if uses_offset(rule):
+                number = _number(captured, LAYER, rule, name)
+                layers.setdefault(pattern.before(name, LAYER), {}).setdefault(stage, set()).add(number)
+            if rule.expert is not None and rule.expert.local:
+                number = _number(captured, rule.expert.number, rule, name)
+                family = (stage, pattern.before(name, rule.expert.number))
+                ranks = experts.setdefault(family, {})
+                ranks.setdefault(coords.get(rule.expert.axis, 0), set()).add(number)
+        self._offsets = {family: _offsets(family, stages) for family, stages in layers.items()}
+        self._experts = {family: _experts(family[1], ranks) for family, ranks in experts.items()}
+
+    def of(
+        self, rule: Rule, pattern: Pattern, name: str, coords: Coords, captured: Mapping[str, Value]
+    ) -> dict[str, Value]:
+        """``offset`` and the expert's number among all, where the rule asks for them."""
+        numbers: dict[str, Value] = {}
+        stage = stage_of(coords)
+        if uses_offset(rule):
+            numbers["offset"] = self._offsets[pattern.before(name, LAYER)][stage]
+        if rule.expert is not None and rule.expert.local:
+            number = _number(captured, rule.expert.number, rule, name)
+            each = self._experts[stage, pattern.before(name, rule.expert.number)]
+            numbers[rule.expert.number] = number + coords.get(rule.expert.axis, 0) * each
+        return numbers
+
+
+def _number(captured: Mapping[str, Value], what: str, rule: Rule, name: str) -> int:
+    number = captured.get(what)
+    if not isinstance(number, int):
+        raise SpecError(f"rule {rule.number}: {name}: its pattern captures no number {what!r}")
+    return number
+
+
+def _offsets(family: str, stages: Mapping[Stage, set[int]]) -> dict[Stage, int]:
+    offsets: dict[Stage, int] = {}
+    total = 0
+    # By chunk, then by stage: in this order layers follow each other under interleaved pipelines.
+    for stage in sorted(stages):
+        _check_gapless(stages[stage], f"{family}N of pipeline stage {stage[1]}, chunk {stage[0]}")
+        offsets[stage] = total
+        total += len(stages[stage])
+    return offsets
+
+
+def _experts(family: str, ranks: Mapping[int, set[int]]) -> int:
+    """How many each rank has."""
+    for rank, numbers in ranks.items():
+        _check_gapless(numbers, f"{family}N of expert rank {rank}")
+    counts = {len(numbers) for numbers in ranks.values()}
+    if len(counts) > 1:
+        raise SpecError(f"{family}N: expert ranks hold {sorted(counts)} of them; they have to hold as many each")
+    return counts.pop()
+
+
+def _check_gapless(numbers: set[int], what: str) -> None:
+    absent = set(range(max(numbers) + 1)) - numbers
+    if absent:
+        raise SpecError(
+            f"{what}: {', '.join(map(str, sorted(absent)))} missing; numbers have to begin at 0 on each rank"
+        )

@@ -1,0 +1,398 @@
+"""The language that says where the parameters of a checkpoint lie, for checkpoints that do not say it themselves.
+
+A specification is a YAML file of rules; ``specs/README.md`` explains them all. It is checked for completeness: each
+name must match exactly one rule, and each rule at least one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ftckpt.errors import SpecError
+from ftckpt.model.text import listed
+from ftckpt.universal.language.patterns import Pattern, Value, evaluate, variables_in
+
+KINDS = ("unique", "replicated", "average", "fragment", "drop")
+"""One of them stands in each rule."""
+_FIELDS = {
+    "match", "regex", "rename", "when", "optional", "pipeline_replicated", "padded_vocabulary", "expert", "stack",
+    *KINDS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SubParameter:
+    """A part of a dimension that is cut over ranks on its own.
+
+    ``width`` is its whole size; where it is absent, ``share`` is its part of what each rank has. ``unit`` is the size
+    that is never cut (a head): the first ranks have one unit more where units do not divide, and where there are
+    fewer units than ranks each unit is held by several ranks.
+    """
+
+    name: str
+    width: str | int | None
+    share: str | int
+    unit: str | int | None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dimension of the stored tensor, cut over the ranks of ``axis``.
+
+    ``sizes`` are those of each rank where they are said; ``uneven`` says that they may differ.
+    """
+
+    dim: int
+    axis: str
+    parts: tuple[SubParameter, ...]
+    uneven: bool
+    sizes: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Which captured number is the expert's, and over which axis experts are dealt; ``local`` ones begin at 0 on
+    each rank."""
+
+    number: str
+    axis: str
+    local: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule; ``number`` counts from 1 in the order of the file. It counts only where ``when`` is not 0."""
+
+    number: int
+    text: str
+    patterns: tuple[Pattern, ...]
+    kind: str
+    cuts: tuple[Cut, ...]
+    rename: str
+    when: str | int
+    optional: bool
+    pipeline_replicated: bool
+    padded: bool
+    vocabulary: str | int | None
+    expert: Expert | None
+    stack: tuple[str, ...]
+
+    def match(self, name: str) -> tuple[Pattern, Mapping[str, Value]] | None:
+        """The first pattern that matches and what it captured."""
+        for pattern in self.patterns:
+            if (captured := pattern.match(name)) is not None:
+                return pattern, captured
+        return None
+
+
+def parse_rule(value: Any, where: str) -> Rule:
+    """A rule from YAML; ``where`` ends in its number. Raises SpecError that names the field."""
+    body = fields_of(value, where, _FIELDS)
+    kinds = [kind for kind in KINDS if kind in body]
+    if len(kinds) != 1:
+        raise SpecError(f"{where}: has to have one of {', '.join(KINDS)}; it has {', '.join(kinds) or 'none'}")
+    kind = kinds[0]
+    if kind == "drop" and not isinstance(body["drop"], str):
+        raise SpecError(f"{where}: drop has to say why, as a text")
+    if kind not in ("fragment", "drop") and body[kind] is not True:
+        raise SpecError(f"{where}: {kind} has to be true")
+    patterns = _patterns(body, where)
+    padded, vocabulary = _vocabulary(body, where)
+    rename = body.get("rename", "")
+    if not isinstance(rename, str):
+        raise SpecError(f"{where}: rename has to be a text")
+    stack = _names(body.get("stack", []), f"{where}: stack")
+    expert = _expert(body["expert"], f"{where}: expert") if "expert" in body else None
+    for name in (*stack, *([expert.number] if expert else [])):
+        for pattern in patterns:
+            if name not in pattern.captures():
+                raise SpecError(f"{where}: pattern {pattern.text!r} captures no {name!r}")
+    return Rule(
+        number=int(where.rpartition(" ")[2]),
+        text=patterns[0].text,
+        patterns=patterns,
+        kind=kind,
+        cuts=_cuts(body["fragment"], where, expert) if kind == "fragment" else (),
+        rename=rename,
+        when=expression(body.get("when", 1), f"{where}: when"),
+        optional=_flag(body, "optional", where),
+        pipeline_replicated=_flag(body, "pipeline_replicated", where),
+        padded=padded,
+        vocabulary=vocabulary,
+        expert=expert,
+        stack=stack,
+    )
+
+
+def fields_of(value: Any, where: str, known: Iterable[str] | None = None) -> dict[str, Any]:
+    """``value``, which has to be a mapping of known names. Raises SpecError."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise SpecError(f"{where}: has to be a mapping of names")
+    unknown = sorted(set(value) - set(known)) if known is not None else []
+    if unknown:
+        raise SpecError(f"{where}: unknown field {', '.join(unknown)}; known are {', '.join(sorted(known or ()))}")
+    return value
+
+
+def expression(value: Any, where: str) -> str | int:
+    """``value``, which has to be an integer or the text of an expression. Raises SpecError."""
+    if type(value) not in (int, str):
+        raise SpecError(f"{where}: {value!r} has to be an integer or an expression such as $heads * $head_dim")
+    text: str | int = value
+    return text
+
+
+def _patterns(body: Mapping[str, Any], where: str) -> tuple[Pattern, ...]:
+    globs, regexes = (_names(body.get(field, []), f"{where}: {field}") for field in ("match", "regex"))
+    if not globs and not regexes:
+        raise SpecError(f"{where}: has no match and no regex")
+    return (*map(Pattern.glob, globs), *map(Pattern.of_regex, regexes))
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+        raise SpecError(f"{where}: has to be a text or a list of texts")
+    return tuple(values)
+
+
+def _flag(body: Mapping[str, Any], name: str, where: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise SpecError(f"{where}: {name} has to be true or false")
+    return value
+
+
+def _vocabulary(body: Mapping[str, Any], where: str) -> tuple[bool, str | int | None]:
+    if "padded_vocabulary" not in body:
+        return False, None
+    value = body["padded_vocabulary"]
+    body = fields_of({} if value is True else value, f"{where}: padded_vocabulary", {"dim", "size"})
+    if body.get("dim", 0) != 0:
+        raise SpecError(f"{where}: padded_vocabulary: dim has to be 0, the one that loaders know how to fill up")
+    return True, expression(body["size"], f"{where}: padded_vocabulary: size") if "size" in body else None
+
+
+def _expert(value: Any, where: str) -> Expert:
+    body = fields_of({"number": value} if isinstance(value, str) else value, where, {"number", "axis", "numbers"})
+    if not isinstance(body.get("number"), str):
+        raise SpecError(f"{where}: number has to name what the pattern captures")
+    numbers = body.get("numbers", "local")
+    if numbers not in ("local", "global"):
+        raise SpecError(f"{where}: numbers has to be local or global, not {numbers!r}")
+    return Expert(body["number"], _axis(body, "ep", where), numbers == "local")
+
+
+def _axis(body: Mapping[str, Any], default: str, where: str) -> str:
+    axis = body.get("axis", default)
+    if not isinstance(axis, str):
+        raise SpecError(f"{where}: axis has to be a name such as tp")
+    return axis
+
+
+def _cuts(value: Any, where: str, expert: Expert | None) -> tuple[Cut, ...]:
+    cuts = tuple(
+        _cut(each, f"{where}: fragment", "etp" if expert else "tp")
+        for each in (value if isinstance(value, list) else [value])
+    )
+    for what in ("dim", "axis"):
+        values = [getattr(cut, what) for cut in cuts]
+        if not values or len(set(values)) != len(values):
+            raise SpecError(f"{where}: fragment: each {what} has to stand there once, and one at least")
+    return cuts
+
+
+def _cut(value: Any, where: str, axis: str) -> Cut:
+    body = fields_of(value, where, {"dim", "axis", "parts", "uneven"})
+    dim = body.get("dim")
+    if type(dim) is not int or dim < 0:
+        raise SpecError(f"{where}: dim has to be 0 or more, not {dim!r}")
+    uneven = body.get("uneven", False)
+    if not isinstance(uneven, (bool, list)):
+        raise SpecError(f"{where}: uneven has to be true, or the list of the ranks' sizes")
+    sizes = tuple(expression(size, f"{where}: uneven") for size in uneven) if isinstance(uneven, list) else ()
+    parts = body.get("parts", [])
+    if not isinstance(parts, list):
+        raise SpecError(f"{where}: parts has to be a list")
+    sub_parameters = tuple(_part(part, f"{where}: part {number}") for number, part in enumerate(parts, 1))
+    if sizes and sub_parameters:
+        raise SpecError(f"{where}: sizes of ranks and parts exclude each other; give parts units")
+    if len({part.width is None for part in sub_parameters}) > 1:
+        raise SpecError(f"{where}: either all parts have a width or all have a share")
+    return Cut(dim, _axis(body, axis, where), sub_parameters, bool(uneven), sizes)
+
+
+def _part(value: Any, where: str) -> SubParameter:
+    body = fields_of({"name": value} if isinstance(value, str) else value, where, {"name", "width", "share", "unit"})
+    if not isinstance(body.get("name"), str):
+        raise SpecError(f"{where}: has to have a name")
+    if "width" in body and "share" in body:
+        raise SpecError(f"{where}: has width and share; give one of them")
+    if "unit" in body and "width" not in body:
+        raise SpecError(f"{where}: a unit needs a width")
+    sizes = {key: expression(body[key], f"{where}: {key}") for key in ("width", "share", "unit") if key in body}
+    return SubParameter(body["name"], sizes.get("width"), sizes.get("share", 1), sizes.get("unit"))
+
+
+READY = Path(__file__).parent / "specs"
+_MOST_NAMED = 8
+
+Matches = Mapping[str, tuple[Rule, Pattern, Mapping[str, Value]]]
+"""Name → the rule that it matches, the pattern of the rule that did, and what that captured."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A number that the checkpoint's arguments give under one of the names ``sources``, else ``default``."""
+
+    sources: tuple[str, ...]
+    default: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Rules for the names of one kind of checkpoint. ``variants`` are other names for the same kind of model: the one
+    that fits a checkpoint is taken."""
+
+    origin: str
+    rules: tuple[Rule, ...] = ()
+    variants: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    given: Mapping[str, int] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list, compare=False)
+    """Which rule matched how many names, in words, once names were matched."""
+
+    @classmethod
+    def load(cls, name: str | Path, given: Mapping[str, int] | None = None) -> Spec:
+        """The ready specification ``name``, or that of a file; ``given`` are variables that win over all others.
+
+        Raises:
+            SpecError: there is none, or it is wrong; the text names the rule and the field.
+        """
+        # Only here: jobs that export in other formats have no specification, and need not have pyyaml.
+        try:
+            import yaml
+        except ImportError:
+            text = f"{name}: a specification needs yaml, which is not installed: pip install 'ftckpt[cli]'"
+            raise SpecError(text) from None
+        ready = {path.stem: path for path in sorted(READY.glob("*.yaml"))}
+        path = ready.get(str(name), Path(name))
+        try:
+            # safe_load: a specification may come with a checkpoint, and must not make objects.
+            value = yaml.safe_load(path.read_text())
+        except FileNotFoundError:
+            raise SpecError(f"{name}: no such file, nor is it one of {', '.join(ready)}") from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise SpecError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        return cls.parse(value, str(name), given)
+
+    @classmethod
+    def parse(cls, value: Any, origin: str, given: Mapping[str, int] | None = None) -> Spec:
+        """A specification from what its YAML says; ``origin`` names it in errors. Raises SpecError, see ``load``."""
+        body = fields_of(value, origin, {"about", "variables", "rules", "variants"})
+        if ("rules" in body) == ("variants" in body):
+            raise SpecError(f"{origin}: has to have either rules or variants")
+        rules = {"": body["rules"]} if "rules" in body else fields_of(body["variants"], f"{origin}: variants")
+        parsed = {name: _rules(each, f"{origin}: {name}" if name else origin) for name, each in rules.items()}
+        variables = _variables(body.get("variables") or {}, f"{origin}: variables")
+        unknown = sorted(name for name in given or () if name not in variables and f"${name}" not in str(value))
+        if unknown:
+            known = ", ".join(sorted(variables)) or "none"
+            raise SpecError(f"{origin}: no rule uses a variable {', '.join(unknown)}; known are {known}")
+        return cls(origin, parsed.pop("", ()), parsed, variables, dict(given or {}))
+
+    def resolve(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Spec:
+        """This specification with the rules that count for a checkpoint of these names: of the variant that fits.
+
+        Raises:
+            SpecError: none does; the text says what is wrong with the one that fits best.
+        """
+        ordered, values = sorted(set(names)), self.values(arguments)
+        errors: list[tuple[int, str]] = []
+        for variant, rules in ({"": self.rules} if self.rules else self.variants).items():
+            where = f"{self.origin}, variant {variant}" if variant else self.origin
+            counting = tuple(rule for rule in rules if _counts(rule, where, values))
+            problems, bad = _problems(counting, ordered)
+            if not problems:
+                return replace(self, rules=counting, variants={})
+            errors.append((bad, f"{where}: {'; '.join(problems)}"))
+        # Of the variant with the fewest problems: it is the one that was most likely meant.
+        raise SpecError(min(errors)[1])
+
+    def match(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Matches:
+        """The rule of each name. Raises SpecError, see ``resolve``."""
+        ordered = sorted(set(names))
+        rules = self.resolve(ordered, arguments).rules
+        # ``resolve`` has made sure that no name matches two rules.
+        matches = {name: (rule, *hit) for name in ordered for rule in rules if (hit := rule.match(name)) is not None}
+        numbers = [rule.number for rule, _, _ in matches.values()]
+        self.summary[:] = [f"rule {r.number}, {r.kind}: {numbers.count(r.number)} names as {r.text}" for r in rules]
+        return matches
+
+    def values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Every variable that has a value: given ones, else the checkpoint's ``arguments``, else defaults.
+
+        Raises:
+            SpecError: a default cannot be computed.
+        """
+        values = dict(self.given)
+        defaults: dict[str, str | int] = {}
+        for name, variable in self.variables.items():
+            stated = [arguments[source] for source in variable.sources if type(arguments.get(source)) in (int, bool)]
+            if name in values:
+                continue
+            if stated:
+                values[name] = int(stated[0])
+            elif variable.default is not None:
+                defaults[name] = variable.default
+        # Until nothing more can be computed: a default may need others, and a circle stays without values.
+        while ready := [name for name, default in defaults.items() if variables_in(default) <= values.keys()]:
+            for name in ready:
+                values[name] = evaluate(defaults.pop(name), {}, values)
+        return values
+
+
+def _counts(rule: Rule, where: str, variables: Mapping[str, int]) -> bool:
+    try:
+        return bool(evaluate(rule.when, {}, variables))
+    except SpecError as error:
+        raise SpecError(f"{where}, rule {rule.number}: when: {error}") from None
+
+
+def _rules(value: Any, where: str) -> tuple[Rule, ...]:
+    if not isinstance(value, list) or not value:
+        raise SpecError(f"{where}: rules have to be a list that is not empty")
+    return tuple(parse_rule(rule, f"{where}, rule {number}") for number, rule in enumerate(value, 1))
+
+
+def _variables(value: Any, where: str) -> dict[str, Variable]:
+    variables = {}
+    for name, stated in fields_of(value, where).items():
+        if not isinstance(stated, dict):
+            variables[name] = Variable((), expression(stated, f"{where}: {name}"))
+            continue
+        body = fields_of(stated, f"{where}: {name}", {"from", "default"})
+        sources = _names(body.get("from", []), f"{where}: {name}: from")
+        default = expression(body["default"], f"{where}: {name}") if "default" in body else None
+        variables[name] = Variable(sources, default)
+    return variables
+
+
+def _problems(rules: Sequence[Rule], names: Sequence[str]) -> tuple[list[str], int]:
+    """What is wrong between rules and names, in words, and how much of it there is."""
+    hits = {name: [rule.number for rule in rules if rule.match(name) is not None] for name in names}
+    unmatched = [name for name, rules_hit in hits.items() if not rules_hit]
+    ambiguous = [f"{name} (rules {', '.join(map(str, hit))})" for name, hit in hits.items() if len(hit) > 1]
+    used = {number for hit in hits.values() for number in hit}
+    idle = [f"{rule.number} ({rule.text})" for rule in rules if rule.number not in used and not rule.optional]
+    problems = []
+    if unmatched:
+        problems.append(f"no rule matches {listed(unmatched, _MOST_NAMED)}")
+    if ambiguous:
+        problems.append(f"several rules match {listed(ambiguous, _MOST_NAMED)}")
+    if idle:
+        problems.append(f"nothing matches rule {listed(idle, _MOST_NAMED)}; remove it, or say that it is optional")
+    return problems, len(unmatched) + len(ambiguous) + len(idle)

@@ -1,0 +1,325 @@
+"""Safetensors files: which tensor goes into which, their headers, how they are written; and weights alone in them.
+
+Weights alone have the model's own names, as many programs read and write them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import xxhash
+
+from ftckpt.array_types import Bytes
+from ftckpt.errors import ConvertError
+from ftckpt.model.fragment import DTYPE_BYTES, Shape
+from ftckpt.universal.catalog import WEIGHTS_ALONE, Catalog, Get, Reader, Rows, Tensor, Unit, Writer, whole_fragment
+from ftckpt.universal.consolidation import lacking_weight, with_derived
+from ftckpt.universal.storage import Destination, explained, fingerprint_of, map_file
+
+SUFFIX = ".safetensors"
+CHECKSUMS = "xxh3-64"
+"""Under this name the metadata of a file have the checksums of its tensors."""
+MAX_FILE_BYTES = 4 << 30
+"""Default bound on a file; one tensor that is larger has a file of its own."""
+STRIP_BYTES = 16 << 20
+"""Rows are asked for in strips of at most this, or one by one where a row is larger."""
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library refuses longer ones."""
+
+_STRIPS = 3
+"""A strip of rows, a cast of it, and what the reader needs to put it together."""
+_ROLES = ("weight", "buffer", "master", "step")
+# As the safetensors library does: blanks behind the header, so that data begins on a multiple of 8 bytes.
+_ALIGN = 8
+
+
+def by_role(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Weights first, then buffers, masters, steps and the optimizer's states, each by name.
+
+    Raises:
+        ConvertError: a key occurs twice.
+    """
+
+    def order(tensor: Tensor) -> tuple[int, str]:
+        return (_ROLES.index(tensor.role) if tensor.role in _ROLES else len(_ROLES)), tensor.key
+
+    ordered = sorted(tensors, key=order)
+    for one, other in pairwise(ordered):
+        if one.key == other.key:
+            raise ConvertError(f"{one.key}: there are two tensors of this name")
+    return ordered
+
+
+def pack(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
+    """Tensors in the order given, cut into files of at most ``max_bytes``; a larger tensor has a file of its own.
+
+    Inside a file types of more bytes come first, so that every tensor begins on a multiple of its item size.
+    """
+    files: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        # Only the file begun last is filled: keys that follow each other stay together.
+        if not files or tensor.nbytes > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(tensor)
+        room -= tensor.nbytes
+    return [sorted(file, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.key)) for file in files]
+
+
+def units_of(stem: str, tensors: Iterable[Tensor], max_file_bytes: int) -> list[Unit]:
+    """``STEM-00001-of-00007.safetensors`` and so on, of at most ``max_file_bytes`` each where that can be."""
+    packed = pack(by_role(tensors), max_file_bytes)
+    return [
+        Unit(
+            f"{stem}-{number:05}-of-{len(packed):05}{SUFFIX}",
+            tuple(map(Rows.whole, file)),
+            sum(tensor.nbytes for tensor in file),
+        )
+        for number, file in enumerate(packed, 1)
+    ]
+
+
+def strips(rows: Rows, nbytes: int = STRIP_BYTES) -> Iterator[tuple[int, int]]:
+    """First and last row of strips of at most ``nbytes`` that make up ``rows``; one row at least each."""
+    if rows.nbytes == 0:
+        return
+    step = max(1, nbytes // rows.tensor.row_bytes)
+    for first in range(rows.first, rows.last, step):
+        yield first, min(first + step, rows.last)
+
+
+def strip_memory(unit: Unit, strip_bytes: int = STRIP_BYTES) -> int:
+    """Bytes that writing ``unit`` strip by strip takes at most."""
+    return min(_STRIPS * max(strip_bytes, unit.row_bytes), _STRIPS * unit.nbytes)
+
+
+def header(names: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a safetensors file that holds ``names`` one behind the other, in this order.
+
+    Raises:
+        ConvertError: it would be longer than the safetensors library reads.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in names.items():
+        begin, end = end, end + tensor.nbytes
+        table[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ConvertError(f"{len(names)} tensors need a header of {len(text)} bytes; lower --max-file")
+    # The format's own: length of the header (8 bytes, little endian), header, data without gaps.
+    return len(text).to_bytes(8, "little") + text
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor of a safetensors file; ``begin`` and ``end`` count from the file's first byte."""
+
+    dtype: str
+    shape: Shape
+    begin: int
+    end: int
+
+
+def parse_header(data: Bytes, where: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """The entries by name, and the metadata, of the file ``where``, of which ``data`` are all bytes.
+
+    Raises:
+        ConvertError: not a safetensors file, truncated, or one with holes, overlaps or wrong sizes.
+    """
+    try:
+        length = int.from_bytes(data[:8].tobytes(), "little")
+        if len(data) < 8 or length > MAX_HEADER_BYTES or 8 + length > len(data):
+            raise ValueError("truncated")
+        table: dict[str, Any] = json.loads(data[8 : 8 + length].tobytes())
+        metadata = dict(table.pop("__metadata__", {}))
+        entries: dict[str, HeaderEntry] = {}
+        base, at = 8 + length, 0
+        # In the order of the bytes: a hole or an overlap is a begin that is not the end before it.
+        for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, (begin, end) = tuple(map(int, entry["shape"])), entry["data_offsets"]
+            nbytes = Tensor(name, entry["dtype"], shape).nbytes
+            if begin != at or end - begin != nbytes or min(shape, default=0) < 0:
+                raise ValueError(f"{name} has bytes {begin} to {end}, {at} to {at + nbytes} are right")
+            entries[name], at = HeaderEntry(entry["dtype"], shape, base + begin, base + end), end
+        if base + at != len(data):
+            raise ValueError(f"{len(data)} bytes, its header announces {base + at}")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ConvertError(f"{where}: not a whole safetensors file: {str(error)[:200]}") from None
+    return entries, metadata
+
+
+def checksum(data: Bytes) -> str:
+    """xxh3-64 as 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(data.data)
+
+
+class TensorFile:
+    """A safetensors file that is written from its first tensor to its last.
+
+    With ``checksums`` its metadata holds, under ``xxh3-64``, the JSON of a mapping from name to checksum.
+    """
+
+    def __init__(
+        self, file: BinaryIO, names: Mapping[str, Tensor], metadata: Mapping[str, str], checksums: bool
+    ) -> None:
+        self._file = file
+        self._names = names
+        self._metadata = metadata
+        # Reversed: the tensor whose turn it is stands last, where a list is cheap to cut.
+        self._left = [(name, tensor.nbytes) for name, tensor in reversed(list(names.items()))]
+        self._hash = xxhash.xxh3_64()
+        # All of their final length, so that the header keeps its own when ``end`` writes it again.
+        self._hashes = dict.fromkeys(names, "0" * 16) if checksums else {}
+        file.write(self._header())
+        self._skip_empty()
+
+    def put(self, data: Bytes) -> None:
+        """The next bytes of the tensor whose turn it is; they never go beyond its end."""
+        name, left = self._left[-1]
+        if len(data) > left:
+            raise ValueError(f"{len(data)} bytes for {name}, which lacks {left}")
+        self._file.write(data.data)
+        self._hash.update(data.data)
+        self._left[-1] = (name, left - len(data))
+        self._skip_empty()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor is there."""
+        return not self._left
+
+    def end(self) -> None:
+        """All tensors are there: complete the header. The caller closes the file."""
+        if self._left:
+            raise ValueError(f"{self._left[-1][0]} lacks {self._left[-1][1]} bytes")
+        if self._hashes:
+            self._file.seek(0)
+            self._file.write(self._header())
+
+    def _skip_empty(self) -> None:
+        # A loop: tensors without elements are complete before any byte comes.
+        while self._left and self._left[-1][1] == 0:
+            name, _ = self._left.pop()
+            if self._hashes:
+                self._hashes[name] = self._hash.hexdigest()
+            self._hash.reset()
+
+    def _header(self) -> bytes:
+        more = {CHECKSUMS: json.dumps(self._hashes, separators=(",", ":"))} if self._hashes else {}
+        return header(self._names, {**self._metadata, **more})
+
+
+def write_unit(file: TensorFile, unit: Unit, get: Get) -> None:
+    """All rows of ``unit``, in the order of its parts."""
+    for part in unit.parts:
+        for first, last in strips(part):
+            file.put(get(part.tensor, first, last))
+    file.end()
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def recognises(path: Path) -> bool:
+    """Whether ``path`` is a directory of such files."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+
+
+class WeightsReader(Reader):
+    """The weights in the directory ``path``, each as ``weight/NAME``; buffers cannot be told from them.
+
+    Raises:
+        ConvertError: a file that the index names is missing or damaged, or does not hold what the index says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        index = _index(path) if (path / INDEX).is_file() else None
+        self._data: dict[str, Bytes] = {}
+        self._places: list[tuple[str, HeaderEntry]] = []
+        file_of: dict[str, str] = {}
+        fragments = []
+        for file in sorted(set(index.values())) if index is not None else [SINGLE]:
+            self._data[file] = map_file(path / file)
+            entries, _ = parse_header(self._data[file], str(path / file))
+            for name, entry in entries.items():
+                file_of[name] = file
+                fragments.append(whole_fragment(f"weight/{name}", entry.dtype, entry.shape))
+                self._places.append((file, entry))
+        if index is not None and index != file_of:
+            wrong = min(name for name in index.keys() | file_of.keys() if index.get(name) != file_of.get(name))
+            raise ConvertError(f"{path / INDEX}: does not agree with the files about weight/{wrong}")
+        self.catalog = Catalog("safetensors", 0, {}, tuple(fragments), {})
+
+    def read(self, index: int) -> Bytes:
+        file, entry = self._places[index]
+        return self._data[file][entry.begin : entry.end]
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self._path / file for file in self._data)
+
+    def close(self) -> None:
+        self._data = {}
+
+
+def _index(path: Path) -> dict[str, str]:
+    where = path / INDEX
+    try:
+        with explained(where):
+            names: Mapping[str, str] = json.loads(where.read_text())["weight_map"]
+        # The bare name: an index may not lead outside of its directory.
+        return {str(name): str(Path(file).name) for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConvertError(f"{where}: is no index of safetensors files: {error}") from None
+
+
+class WeightsWriter(Writer):
+    """Weights and buffers alone, as a directory ``path`` of safetensors files.
+
+    One file is named ``model.safetensors``, several have a ``model.safetensors.index.json`` beside them.
+    """
+
+    def __init__(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        self.destination = Destination(path)
+        self._max_file_bytes = max_file_bytes
+
+    def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
+        stored = with_derived(catalog, tensors)
+        wanted = [tensor for tensor in stored if tensor.role in WEIGHTS_ALONE]
+        lacking = lacking_weight(stored)
+        if lacking or not wanted:
+            what = lacking or "any tensor"
+            raise ConvertError(f"the source has no weights of {what}, and does not say which type they are cast to")
+        if len({tensor.name for tensor in wanted}) != len(wanted):
+            raise ConvertError("a buffer has the name of a weight: both cannot be written under it")
+        units = units_of("model", wanted, self._max_file_bytes)
+        # transformers looks for this name where there is no index.
+        return [replace(units[0], name=SINGLE)] if len(units) == 1 else units
+
+    def memory(self, unit: Unit) -> int:
+        return strip_memory(unit)
+
+    def write(self, unit: Unit, get: Get) -> None:
+        names = {part.tensor.name: part.tensor for part in unit.parts}
+        with self.destination.file(unit.name) as file:
+            write_unit(TensorFile(file, names, {"format": "pt"}, checksums=False), unit, get)
+
+    def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
+        if len(units) > 1:
+            parts = [(unit.name, part) for unit in units for part in unit.parts]
+            index = {
+                "metadata": {"total_size": sum(part.nbytes for _, part in parts)},
+                "weight_map": {part.tensor.name: name for name, part in parts},
+            }
+            with self.destination.file(INDEX) as file:
+                file.write((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        for unit in units:  # those of an earlier attempt may have been damaged since
+            parse_header(map_file(self.destination.partial / unit.name), unit.name)
+        self.destination.commit()

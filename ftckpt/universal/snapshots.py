@@ -1,0 +1,202 @@
+"""Snapshots on storage as checkpoints: what a job has persisted, in the layout that it had."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ftckpt.array_types import Bytes
+from ftckpt.errors import ConvertError, CorruptError, StorageError
+from ftckpt.memory.image import Span
+from ftckpt.model import objects
+from ftckpt.model.lineage import UNKNOWN, Lineage, is_past
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.commit import MANIFEST_NAME, OWNER_NAME, VOID, folder_of, iteration_of, lineage_of_claim
+from ftckpt.persist.paths import is_manifest
+from ftckpt.persist.retention import void_of
+from ftckpt.persist.shard_file import ShardFile
+from ftckpt.persist.shards import StoredShard, StoredSnapshot
+from ftckpt.universal.arenas import ShardFragment, read_catalog
+from ftckpt.universal.catalog import Reader
+from ftckpt.universal.storage import CheckedOnce, explained, map_file
+
+log = logging.getLogger("ftckpt")
+
+_UNPACKED = 16
+"""Chunks that stay unpacked: strips that workers read one behind the other share the chunk in which they meet."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether ``path`` is a snapshot on storage, or a directory of those."""
+    return any(is_manifest(folder / MANIFEST_NAME) for folder in (path, *_folders(path).values()))
+
+
+@dataclass
+class _File:
+    """One shard's file, mapped, and which of its chunks were compared with their checksums."""
+
+    path: Path
+    data: Bytes
+    shard: ShardFile
+    checked: CheckedOnce[int] = field(default_factory=CheckedOnce)
+
+
+class SnapshotReader(Reader):
+    """The snapshot at ``path``, or of a directory of several the newest that is not void, or that of ``iteration``.
+
+    Every chunk is compared with its checksum when something of it is first read.
+
+    Raises:
+        ConvertError: there is none, or one that is damaged, not complete, or of another version.
+    """
+
+    def __init__(self, path: Path, iteration: int | None = None, roles: Collection[str] | None = None) -> None:
+        self._path = path = _choose(path, iteration)
+        where = path / MANIFEST_NAME
+        with explained(where):
+            self._manifest = where.read_bytes()
+        try:
+            self.stored = StoredSnapshot.decode(self._manifest, str(where))
+        except StorageError as error:
+            raise ConvertError(str(error)) from None
+        if self.stored.snapshot in _voided(path.parent):  # who has named it may want it all the same
+            log.warning("ftckpt: %s is about to be removed", path)
+        self._files = {shard: self._open(shard, entry) for shard, entry in self.stored.shards.items()}
+        self._unpacked = lru_cache(_UNPACKED)(self._chunk)
+        self.catalog, self._entries = read_catalog(
+            self.stored.snapshot.iteration,
+            [file.shard.image.manifest for file in self._files.values()],
+            roles,
+            lambda entry: self._read(entry, 0, entry.fragment.nbytes),
+            self._objects,
+        )
+
+    def read(self, index: int) -> Bytes:
+        return self.read_part(index, 0, self._entries[index].fragment.nbytes)
+
+    def read_part(self, index: int, begin: int, end: int) -> Bytes:
+        if not self._files:
+            raise ConvertError(f"{self._path}: was closed")
+        return self._read(self._entries[index], begin, end)
+
+    def where(self, index: int) -> object:
+        return self._entries[index].shard
+
+    def fingerprint(self) -> str:
+        """Of the manifest, which has the checksums of all chunks."""
+        return xxhash.xxh3_64_hexdigest(self._manifest)
+
+    def close(self) -> None:
+        self._files = {}
+        self._unpacked.cache_clear()
+
+    def _open(self, shard: str, entry: StoredShard) -> _File:
+        path = self._path / entry.file
+        data = map_file(path)
+        if path.parent != self._path or len(data) != entry.nbytes:
+            raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} says {entry.nbytes}")
+        try:
+            return _File(
+                path, data, ShardFile(str(path), shard, entry, lambda begin, n: data[begin : begin + n].data)
+            )
+        except StorageError as error:
+            raise ConvertError(str(error)) from None
+
+    def _read(self, entry: ShardFragment, begin: int, end: int) -> Bytes:
+        file, image = self._files[entry.shard], self._files[entry.shard].shard.image
+        offset = image.offsets[entry.index]
+        wanted = Span(offset + begin, offset + end)
+        chunks, parts = _touched(image.chunks, wanted), list[Bytes]()
+        try:
+            if file.shard.entry.frames is None:
+                for chunk in chunks:
+                    file.checked.check(chunk, partial(file.shard.chunk, chunk))
+                return file.data[wanted.begin : wanted.end]
+            for chunk in chunks:
+                data, at = np.frombuffer(self._unpacked(entry.shard, chunk), np.uint8), image.chunks[chunk].begin
+                parts.append(data[max(0, wanted.begin - at) : wanted.end - at])
+        except StorageError as error:
+            raise ConvertError(f"{error}: {entry.fragment.key} is damaged") from None
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def _chunk(self, shard: str, number: int) -> memoryview:
+        return memoryview(self._files[shard].shard.chunk(number))
+
+    def _objects(self, shard: str) -> Any:
+        file = self._files[shard]
+        try:
+            return objects.decode(bytes(file.shard.objects()))
+        except StorageError as error:
+            raise ConvertError(f"the objects of {shard}: {error}") from None
+        except CorruptError as error:
+            raise ConvertError(f"{file.path}: the objects of {shard}: {error}") from None
+
+
+def _touched(chunks: Sequence[Span], wanted: Span) -> range:
+    """The chunks that have some of ``wanted``."""
+    if not wanted.nbytes:
+        return range(0)
+    first = bisect_right(chunks, wanted.begin, key=lambda span: span.begin) - 1
+    return range(first, bisect_left(chunks, wanted.end, key=lambda span: span.begin))
+
+
+def _folders(path: Path) -> dict[int, Path]:
+    """Snapshots in a directory, by iteration."""
+    found = {iteration_of(manifest.parent.name): manifest.parent for manifest in path.glob(f"iter_*/{MANIFEST_NAME}")}
+    return {iteration: folder for iteration, folder in found.items() if iteration is not None}
+
+
+def _newest(path: Path, newest_first: Sequence[Path]) -> Path:
+    void, head = _voided(path), _head(path)
+    chosen = next((folder for folder in newest_first if _counts(folder, void, head)), None)
+    if chosen is None:
+        raise ConvertError(
+            f"{path}: all snapshots there are of abandoned branches, or about to be removed; --iteration takes one"
+        )
+    if chosen != newest_first[0]:
+        log.warning("ftckpt: %s is taken: newer ones are of abandoned branches, or about to be removed", chosen)
+    return chosen
+
+
+def _counts(folder: Path, void: Collection[SnapshotId], head: Lineage) -> bool:
+    """Whether a restart would take it; True, too, for one that cannot be read: who is to read it says why."""
+    where = folder / MANIFEST_NAME
+    try:
+        stored = StoredSnapshot.decode(where.read_bytes(), str(where))
+    except (OSError, StorageError):
+        return True
+    return stored.snapshot not in void and is_past(stored.lineage, stored.snapshot.iteration, head)
+
+
+def _head(path: Path) -> Lineage:
+    with suppress(OSError):
+        return lineage_of_claim((path / OWNER_NAME).read_bytes()) or UNKNOWN
+    return UNKNOWN
+
+
+def _voided(path: Path) -> set[SnapshotId]:
+    # Not as a storage: that wants to be written.
+    with explained(path):
+        return void_of(mark.name for mark in (path / VOID).glob("*"))
+
+
+def _choose(path: Path, iteration: int | None) -> Path:
+    folders = _folders(path)
+    if not folders:
+        if iteration is not None and path.name != folder_of(iteration):
+            raise ConvertError(f"--iteration {iteration}: {path} is one snapshot, and not that one")
+        return path
+    if iteration is None:
+        return _newest(path, [folders[number] for number in sorted(folders, reverse=True)])
+    if iteration not in folders:
+        raise ConvertError(f"--iteration {iteration}: {path} has iterations {', '.join(map(str, sorted(folders)))}")
+    return folders[iteration]
