@@ -274,9 +274,9 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from ftckpt.frameworks.launcher import follow_uncaught
-from ftckpt.memory import ends
+from ftckpt.memory import end_notes
 follow_uncaught()
-ends.are_told_in(Path(sys.argv[1]))
+end_notes.are_told_in(Path(sys.argv[1]))
 raise ValueError("loss is\\nnan")
 """
 
@@ -308,7 +308,7 @@ def test_torch_s_own_hook_between_two_of_ours_is_called_once(tmp_path: Path) -> 
         """import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 follow_uncaught()
-ends.are_told_in""",
+end_notes.are_told_in""",
     )
     done = ended_by(script, tmp_path)
     assert done.stderr.count("ValueError: loss is") == 1 and "[rank0]: ValueError" in done.stderr, done.stderr
