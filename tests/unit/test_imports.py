@@ -50,31 +50,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     "group": {"errors", "forks", "notice", "connections", "model.codec", "host_memory"},
     "model": set(),
     "parity": {"model"},
-    "store": {"model", "parity"},
-    "windows": {"model"},
-    "capture": {"parity", "store", "model", "windows", "group", "host_memory", "idle_cores"},
-    "smp": {"store", "parity", "model", "persist", "restore.inventory", "restore.locations", "idle_cores"},
-    "persist": {"store", "parity", "model"},
-    "restore": {"store", "parity", "persist", "model", "group", "host_memory", "capture.driver"},
-    "convert": {"model", "store", "persist", "restore"},
-    "job": {"group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp"},
-    "job.save": {"group", "model", "store", "restore", "convert", "host_memory"},
-    "frameworks": {"model", "group", "store.outcome", "store.ends"},
-    "frameworks.charts": {"job"},
-    "frameworks.doors": {
-        "job", "model", "group", "frameworks", "store.outcome", "persist.exports", "persist.place",
+    "memory": {"model", "parity"},
+    "schedule": {"model"},
+    "capture": {"parity", "memory", "model", "schedule", "group", "host_memory", "idle_cores"},
+    "smp": {"memory", "parity", "model", "persist", "restore.inventory", "restore.locations", "idle_cores"},
+    "persist": {"memory", "parity", "model"},
+    "restore": {"memory", "parity", "persist", "model", "group", "host_memory", "capture.driver"},
+    "universal": {"model", "memory", "persist", "restore"},
+    "session": {"group", "notice", "model", "memory", "parity", "schedule", "capture", "restore", "persist", "smp"},
+    "session.save": {"group", "model", "memory", "restore", "universal", "host_memory"},
+    "frameworks": {"model", "group", "memory.launch_record", "memory.end_notes"},
+    "frameworks.charts": {"session"},
+    "frameworks.entry": {
+        "session", "model", "group", "frameworks", "memory.launch_record", "persist.exports", "persist.paths",
     },
-    "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
-    "deepspeed": {"job", "frameworks", "windows.schedule", "model", "group"},
-    "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
-    "runner": {"frameworks", "job.garbage", "megatron", "deepspeed", "store.outcome"},
+    "megatron": {"session", "frameworks", "schedule.pipeline", "model", "group"},
+    "deepspeed": {"session", "frameworks", "schedule.pipeline", "model", "group"},
+    "torch": {"session", "frameworks", "schedule.pipeline", "model", "group"},
+    "runner": {"frameworks", "session.gc_pause", "megatron", "deepspeed", "memory.launch_record"},
     "megatron.__main__": {"frameworks", "runner"},
     "deepspeed.__main__": {"frameworks", "runner"},
-    "commands": {
-        "group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job",
-        "convert", "frameworks", "runner",
+    "cli": {
+        "group", "notice", "model", "memory", "parity", "schedule", "capture", "restore", "persist", "smp", "session",
+        "universal", "frameworks", "runner",
     },
-    "__main__": {"commands.main"},
+    "__main__": {"cli.main"},
 }  # fmt: skip
 NO_PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
 PICKLES = "ftckpt.universal.foreign.pickles"
@@ -83,8 +83,8 @@ NO_PICKLE_NAMES = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list", "allow_pickle", "object_to_tensor", "tensor_to_object",
 }  # fmt: skip
-NO_TORCH = ("model", "store", "smp", "parity", "windows")
-ON_THE_DEVICE = {f"ftckpt.schedule.{name}" for name in ("clock", "bubbles", "pacer")}
+NO_TORCH = ("model", "memory", "smp", "parity", "schedule")
+ON_THE_DEVICE = {f"ftckpt.schedule.{name}" for name in ("clock", "bubbles", "window_scheduler")}
 """Take moments where training happens."""
 IN_THE_SMP = [name for name in MODULES if f"{name}.".startswith(tuple(f"ftckpt.{s}." for s in NO_TORCH))]
 WITHOUT_TORCH = [name for name in IN_THE_SMP if name not in ON_THE_DEVICE] + [
