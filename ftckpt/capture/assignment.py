@@ -112,9 +112,8 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
     at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
     differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
-    belief = ReplicaAssumption(
-        held if replicated else None, look.held, derived, [one.to_compare for one in views], broken
-    )
+    compared = [one.to_compare for one in views]
+    belief = ReplicaAssumption(held if replicated else None, look.held, derived, compared, broken)
     return Assignment(manifest, pieces, parts, derived, differing, _total(manifest.stepped), shares.spill, belief)
 
 
