@@ -24,7 +24,7 @@ SIZE = ["--hidden", "8", "--heads", "2", "--seq", "8", "--micro-batch", "1", "--
 OUTERMOST = "ftckpt.session.checkpointer:Checkpointer"
 CALLS = ("step", "fence")
 """What a snapshot takes of training: the boundary, and the fence."""
-ROUND = "ftckpt.session.snapshot_driver:Snapshots.post_if_known"
+ROUND = "ftckpt.session.snapshot_driver:SnapshotDriver.post_if_known"
 """The same, once per snapshot, in one of the places where training says where it is."""
 PLACE = "phase"
 """What training says of where it is, as often as its schedule has places."""
@@ -50,10 +50,13 @@ PARTS: dict[str, Sequence[str]] = {
         "ftckpt.capture.capture:Capture.has_room",
         "ftckpt.capture.capture:Capture.writable",
     ),
-    "round": ("ftckpt.session.snapshot_driver:Snapshots._post",),
-    "verdict": ("ftckpt.session.snapshot_driver:Snapshots._agree",),
-    "windows": ("ftckpt.schedule.window_scheduler:Pacer.learn", "ftckpt.schedule.window_scheduler:Pacer.begin"),
-    "proof": ("ftckpt.session.snapshot_driver:Snapshots._prove",),
+    "round": ("ftckpt.session.snapshot_driver:SnapshotDriver._post",),
+    "verdict": ("ftckpt.session.snapshot_driver:SnapshotDriver._agree",),
+    "windows": (
+        "ftckpt.schedule.window_scheduler:WindowScheduler.learn",
+        "ftckpt.schedule.window_scheduler:WindowScheduler.begin",
+    ),
+    "proof": ("ftckpt.session.snapshot_driver:SnapshotDriver._prove",),
     "events": ("ftckpt.events:Events.emit",),
 }
 """By name, what belongs to a part, without what of it belongs to another."""
@@ -68,10 +71,10 @@ RESTORE_PARTS: dict[str, Sequence[str]] = {
     "look": ("ftckpt.restore.restart:look",),
     "verify": ("ftckpt.restore.search:Search._verify",),
     "void": ("ftckpt.restore.restart:Restart.void_newer",),
-    "plan": ("ftckpt.restore.selected_slots:ChosenSlots.plan", "ftckpt.restore.direct_read:StraightFetch.plan"),
+    "plan": ("ftckpt.restore.selected_slots:SelectedSlots.plan", "ftckpt.restore.direct_read:DirectReader.plan"),
     "open": ("ftckpt.restore.load:_open",),
     "copy": (
-        "ftckpt.restore.direct_read:StraightFetch.bring",
+        "ftckpt.restore.direct_read:DirectReader.bring",
         "ftckpt.restore.load:exchange",
         "ftckpt.restore.restart:_derive",
     ),

@@ -203,9 +203,9 @@ POINTS = {
     "a slot is void but not freed": ("ftckpt.memory.arena:Arena._delete", 1),
     "half of an arena": ("ftckpt.memory.arena:Arena.free", 2),
     "one arena of two": ("ftckpt.memory.ledger:_free", 2),
-    "all is freed": ("ftckpt.restore.shard_reconstruction:Build.open", 1),
+    "all is freed": ("ftckpt.restore.shard_reconstruction:ShardReconstruction.open", 1),
     "an arena without a snapshot": ("ftckpt.memory.control_block:ControlBlock.begin", 1),
-    "half rebuilt": ("ftckpt.restore.shard_reconstruction:Build.put", 3),
+    "half rebuilt": ("ftckpt.restore.shard_reconstruction:ShardReconstruction.put", 3),
     "all but the seal": ("ftckpt.memory.control_block:ControlBlock.seal", 1),
     "before newer ones are void": ("ftckpt.restore.restart:Restart.void_newer", 1),
 }

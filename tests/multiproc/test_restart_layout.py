@@ -263,8 +263,10 @@ POINTS: dict[str, Callable[[int, Checkpointer], None]] = {
     "before the choice": lambda rank, _: _at("ftckpt.restore.restart:Restart.choose", rank, None, after=False),
     "newer ones void on one node": lambda rank, _: _at("ftckpt.restore.restart:void", rank, 0),
     "tensors there on one rank": lambda rank, _: _at("ftckpt.restore.restart:execute", rank, 1),
-    "all is freed": lambda rank, _: _at("ftckpt.restore.shard_reconstruction:Build.open", rank, 0, after=False),
-    "half rebuilt": lambda rank, _: _at("ftckpt.restore.shard_reconstruction:Build.put", rank, 0),
+    "all is freed": lambda rank, _: _at(
+        "ftckpt.restore.shard_reconstruction:ShardReconstruction.open", rank, 0, after=False
+    ),
+    "half rebuilt": lambda rank, _: _at("ftckpt.restore.shard_reconstruction:ShardReconstruction.put", rank, 0),
     "rebuilt": lambda rank, _: _at("ftckpt.restore.repair:Repairer.run", rank, 0),
     "objects there": lambda rank, c: _at("test_restart_layout:State.load_reshaped", rank, None),
     "old arenas set aside by one rank": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas._free", rank, 0),

@@ -94,7 +94,7 @@ POINTS: dict[str, Point] = {
     "mark": Point((Hook(_CONTROL, "ControlBlock.mark_whole", after=True),), "argument", 1),
     # Before each slot that the restore voids (the leader of a node alone does), mostly behind the last byte.
     "void": Point((Hook(_CONTROL, "ControlBlock.void"),), "restored"),
-    "load": Point((Hook(_RESTART, "execute"), Hook("ftckpt.restore.direct_read", "StraightFetch.bring")), "restored"),
+    "load": Point((Hook(_RESTART, "execute"), Hook("ftckpt.restore.direct_read", "DirectReader.bring")), "restored"),
 }
 
 
