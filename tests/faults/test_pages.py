@@ -232,7 +232,7 @@ def six_plain_lines(rank: int, world_size: int, text: str, settings: dict[str, A
 
 
 def test_six_lines_of_plain_python(settings: dict[str, Any], arena_root: Path) -> None:
-    results = run_ranks(six_plain_lines, 2, block("python", "plain.attach"), settings, stand_in=False)
+    results = run_ranks(six_plain_lines, 2, block("python", "torch.attach"), settings, stand_in=False)
     assert [result.value for result in results] == [3, 3]
     assert not list(arena_root.iterdir())
 

@@ -38,8 +38,8 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 TRAIN = """
 import sys, time
 from pathlib import Path
-from ftckpt.memory.heartbeat import Pulse
-pulse = Pulse.open(Path(sys.argv[1]), 0, 10)
+from ftckpt.memory.heartbeat import Heartbeat
+pulse = Heartbeat.open(Path(sys.argv[1]), 0, 10)
 print("up", flush=True)
 for iteration in range(1000):
     pulse.beat(iteration, "forward")

@@ -472,12 +472,12 @@ FAIL_WITH_A_POST = """
 import sys, time
 import torch.distributed as dist
 from ftckpt.group import Group
-from ftckpt.session.vote import Agreement, Round
+from ftckpt.session.vote import Agreement, Vote
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 agreement = Agreement(Group(float(sys.argv[3])))
 if rank == 0:
-    agreement.post(Round(1, 1))
+    agreement.post(Vote(1, 1))
     print("fails", flush=True)
     raise SystemError("training fails")
 time.sleep(float(sys.argv[3]))  # it never posts

@@ -53,9 +53,9 @@ TRAIN = """
 import sys, time
 from pathlib import Path
 from ftckpt.memory.locks import JobLock
-from ftckpt.memory.heartbeat import Pulse
+from ftckpt.memory.heartbeat import Heartbeat
 how, node_dir = sys.argv[1], Path(sys.argv[2])
-held = JobLock(node_dir, 0) if how == "lock" else Pulse.open(node_dir, 0, 0)
+held = JobLock(node_dir, 0) if how == "lock" else Heartbeat.open(node_dir, 0, 0)
 print("up", flush=True)
 time.sleep(100)  # until it is killed
 """

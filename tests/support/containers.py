@@ -19,8 +19,8 @@ RANK = """
 import sys, time
 from pathlib import Path
 from ftckpt.memory.locks import FileLock
-from ftckpt.memory.heartbeat import Pulse
-pulse = Pulse.open(Path(sys.argv[1]), 0, 5)
+from ftckpt.memory.heartbeat import Heartbeat
+pulse = Heartbeat.open(Path(sys.argv[1]), 0, 5)
 locks = [FileLock(Path(path), 0, "it", "") for path in sys.argv[2:]]
 pulse.beat(7, "forward")
 print("up", flush=True)

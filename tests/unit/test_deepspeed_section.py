@@ -198,7 +198,7 @@ session.support.check = session.check_isolated = session.check_engine = lambda *
 def start(config, place, **_):
     place()
     raise AssertionError("a start without hooks for the optimizer")
-session.doors.start = start
+session.entry.start = start
 for optimizer in (None, object()):
     engine = SimpleNamespace(basic_optimizer=optimizer, pipeline_parallelism=False)
     before = dict(vars(engine))

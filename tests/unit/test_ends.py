@@ -211,9 +211,9 @@ def test_who_has_said_why_it_ended_did_not_end_without_a_word(tmp_path: Path) ->
 KILLED = """
 import os, resource
 from pathlib import Path
-from ftckpt.memory.heartbeat import Pulse
+from ftckpt.memory.heartbeat import Heartbeat
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-Pulse.open(Path({node_dir!r}), {place}, {place}).beat(7, "forward")
+Heartbeat.open(Path({node_dir!r}), {place}, {place}).beat(7, "forward")
 os.kill(os.getpid(), {signal})
 """
 
@@ -304,7 +304,7 @@ def test_an_exception_is_the_last_word_of_a_rank(tmp_path: Path) -> None:
 def test_torch_s_own_hook_between_two_of_ours_is_called_once(tmp_path: Path) -> None:
     """``init_process_group`` puts one before ours, and a door another one before that."""
     script = SCRIPT.replace(
-        "ends.are_told_in",
+        "end_notes.are_told_in",
         """import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 follow_uncaught()

@@ -24,8 +24,8 @@ REPOSITORY = Path(__file__).parents[2]
 RANK = """
 import sys, time
 from pathlib import Path
-from ftckpt.memory.heartbeat import Pulse
-pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+from ftckpt.memory.heartbeat import Heartbeat
+pulse = Heartbeat.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 pulse.beat(int(sys.argv[4]), sys.argv[5])
 print(pulse.problem, flush=True)
 time.sleep(100)  # until it is killed
