@@ -150,7 +150,9 @@ def _run(words: Sequence[str], framework: str, usage: str) -> int:
     name = words[is_module]
     settings, arguments = section.from_flags(words[1 + is_module : -1])
     if settings:
-        config.taken[:] = Config.of_flags(settings).flags()
+        given = Config.of_flags(settings)
+        config.taken[:] = given.flags()
+        entry.prepare_storage(given)  # before imports: a wrong path fails each attempt at once
     if not is_module:
         if name.startswith("-") or not Path(name).is_file():
             raise ConfigError(f"script {name!r} does not exist; usage: {usage}")

@@ -80,7 +80,7 @@ def drawn(rank: int, world_size: int, arena: str, until: int, how: str) -> list[
 
     multiprocessing.set_start_method("fork", force=True)
     samples: Any = Samples(how == "workers")
-    engine = initialize(section(arena) if arena else None, samples)
+    engine = initialize(section(arena, interval=1) if arena else None, samples)
     loader = engine.training_dataloader
     loader.data_sampler, loader.num_local_io_workers = torch.utils.data.RandomSampler(samples), int(samples.noisy)
     if how == "peek":

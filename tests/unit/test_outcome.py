@@ -542,9 +542,9 @@ launcher.leave(lambda _: 0)
 LATE = """
 from datetime import timedelta
 from torch._C._distributed_c10d import HashStore
-from ftckpt.notice import Call
+from ftckpt.notice import StoreCall
 store = HashStore()
-question = Call(lambda: store.wait(["never"], timedelta(milliseconds=300)))
+question = StoreCall(lambda: store.wait(["never"], timedelta(milliseconds=300)))
 raise SystemError("training fails")
 """
 

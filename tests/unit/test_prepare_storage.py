@@ -58,8 +58,8 @@ def test_a_store_without_what_reaches_it_is_refused_by_the_name_of_the_extra(mon
 
 REFUSED_EARLY = """
 import sys
-from ftckpt.{framework}.__main__ import main
-code = main([{script!r}, "--ftckpt", "--ftckpt-persist", {where!r}])
+from ftckpt.runner.worker import main
+code = main([{script!r}, "--ftckpt", "--ftckpt-persist", {where!r}], "{framework}")
 assert "torch" not in sys.modules
 sys.exit(code)
 """
