@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from ftckpt.schedule.cost import CYCLE, Cost, CostMeter, shortest_interval
 
-_SNAPSHOTS_APART = 1024
-"""Snapshots between two measurements."""
+_EARLY_SNAPSHOTS, _SNAPSHOTS_APART = 16, 1024
+"""Snapshots before the first measurement, one in each iteration, and between two measurements."""
 
 _MIN_SNAPSHOTS = 24
 """Snapshots that a conclusion needs, however little their costs differ."""
@@ -39,9 +39,9 @@ class AutoInterval:
         self.cost: Cost | None = None
         """Of a snapshot, when it was; None: this attempt has concluded nothing."""
         self._knows, self._has_told = False, False
-        self._spacing = CYCLE
+        self._spacing = 0
         """While the cost is measured; 0: it is not."""
-        self._left = 0
+        self._left = _EARLY_SNAPSHOTS
         """Snapshots to the next measurement."""
 
     def resume(self, interval: int) -> None:
