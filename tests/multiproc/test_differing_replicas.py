@@ -45,6 +45,7 @@ def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) ->
         return prove(self, *rest)
 
     Shard.prove = spoil  # type: ignore[method-assign]
+    sample.SAMPLE_BYTES = 1 << 30  # each snapshot compares everything, so that the one before is known to be right
     return jobs.train(rank, world_size, run)
 
 

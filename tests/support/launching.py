@@ -241,7 +241,15 @@ class Launched:
         self._num_started = 0
         self.common = [
             *(*training, "--iterations", str(ITERATIONS), "--log-file", str(self.log)),
-            *("--ftckpt", "--ftckpt-interval", "1", "--ftckpt-events", str(here / "events")),
+            *(
+                "--ftckpt",
+                "--ftckpt-interval",
+                "1",
+                "--ftckpt-overhead-budget",
+                "0",
+                "--ftckpt-events",
+                str(here / "events"),
+            ),
         ]
         self.training = [*self.common, "--ftckpt-arena", str(arena)]
         launchers = ("TORCH", "PET_", "SLURM", "FTCKPT", "DS_")
