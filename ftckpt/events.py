@@ -276,7 +276,7 @@ ADVICE = {
     "peer_refused": "another job's SMP, or a stranger: --ftckpt-smp-listen and --ftckpt-secret-file keep jobs apart",
     "flush_failed": "snapshots in memory stay, and a newer one is tried: mend storage, or start with another "
     "--ftckpt-persist; ftckpt status says what is wrong there",
-    "storage_fails": "full, away, or without permission: mend it while the job trains",
+    "storage_fails": "full or away: mend it while the job trains",
     "storage_damaged": "an older one is taken; ftckpt verify says what is bad there",
 }
 """What to do about loud events, where they do not say so themselves."""

@@ -21,7 +21,7 @@ _LEAST_SHARE = 0.05
 MARGIN = 4
 """A target may take this many times its forecast: training comes first at both ends, up to half of the time each."""
 SHARE = 0.25
-"""Of a link, each way. Training has all of it while ranks reduce gradients (``duties.NETWORK_PHASES``)."""
+"""Of a link, each way. Training has all of it while ranks reduce gradients (``task_queue.NETWORK_PHASES``)."""
 ASSUMED_GBITS = 25.0
 """Gbit/s of a link whose speed nobody knows: what small cloud machines have. A wrong guess costs time, not safety."""
 _SYSFS = Path("/sys/class/net")
