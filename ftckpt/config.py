@@ -21,15 +21,15 @@ MAX_REST_SECS = 15.0
 30 s old where protection itself takes seconds."""
 
 BUSY_SHARE = 0.1
-"""The part of smp_cores that an SMP takes where no core idles: training misses all of that."""
+"""Fraction of smp_cores that an SMP takes while no core is idle, because training then loses all of it."""
 
 _MAX_PORT = 65535
 PAGE_BYTES = 4096
-"""What chunks, regions of slots and blocks in files begin on multiples of."""
+"""Alignment of chunks, slot regions and blocks in files."""
 
 
 def node_here(env: Mapping[str, str]) -> tuple[str, str]:
-    """What this node is called where nobody has configured a name, and what says so."""
+    """The default name of this node, and its source."""
     for variable in ("FTCKPT_NODE", "SLURMD_NODENAME"):
         if env.get(variable):
             return env[variable], variable
@@ -38,10 +38,10 @@ def node_here(env: Mapping[str, str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a user can set. Flags are ``--ftckpt-<name with dashes>``; ``enabled`` is ``--ftckpt``.
+    """All user settings. Flags are ``--ftckpt-<name with dashes>``; ``enabled`` is ``--ftckpt``.
 
     Raises:
-        ConfigError: an impossible value; the text names the field and what is accepted.
+        ConfigError: an invalid value; the message names the field and the accepted values.
     """
 
     enabled: bool = declare(False, "switch ftckpt on")
@@ -50,182 +50,176 @@ class Config:
     )
     slots: int = declare(
         0,
-        "slots per arena; 0: two, three with protection, and one more where snapshots go to storage",
+        "slots per arena; 0: two, three with protection, one more with persist",
         minimum=0,
         maximum=64,  # that an arena can have
     )
     memory_limit: str = declare(
         "0",
-        "most memory of a node that slots, parity and packages may take, such as 400GiB: with protect auto modes are "
-        "fewer where they fit so, and else the job does not start; 0: what there is",
+        "memory limit per node for slots, parity and packages, such as 400GiB; protect auto drops modes to fit, "
+        "otherwise the job does not start; 0: available memory",
         quantity=size,
     )
     job: str = declare("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
     node: str = declare("", "stable name of this machine; default: the host name")
     arena: str = declare("/dev/shm", "directory on a tmpfs that holds the arenas")
-    chunk_size: str = declare(
-        "16MiB", "size of a copy and of a checksum", quantity=size, minimum="64KiB", maximum="1TiB"
-    )
+    chunk_size: str = declare("16MiB", "unit of copies and checksums", quantity=size, minimum="64KiB", maximum="1TiB")
     protect: str = declare(
-        "auto", "what guards snapshots: auto, none, or a list of node, replica or copy, peer, such as node,peer"
+        "auto", "protection modes: auto, none, or a list of node, replica or copy, peer, such as node,peer"
     )
     protect_interval: int | Literal["auto"] = declare(
         "auto",
-        "snapshots between two that are protected; auto: as few as smp_cores allows, and one in 15 s at least",
+        "protect every Nth snapshot; auto: as often as smp_cores allows, at least every 15 s",
         minimum=1,
         auto=True,
     )
     protect_timeout_secs: float = declare(
         60.0,
-        "wait for the protection of a snapshot before it is given up; longer where the network needs longer",
+        "timeout for protecting a snapshot; extended when the network needs longer",
         minimum=0.1,
     )
     peer_group: int = declare(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
     peer_losses: int = declare(
-        1, "nodes of a group that may be lost together: by XOR, or by Reed-Solomon where they are several", minimum=1
+        1, "simultaneous node losses that a peer group survives: XOR for one, Reed-Solomon for more", minimum=1
     )
     network_rate: str = declare(
         "auto",
-        "what a node receives, and as much that it sends, for protection, such as 2GB/s or 16Gbit/s; auto: a quarter "
-        "of its link; 0: no limit",
+        "protection traffic limit per node and direction, such as 2GB/s or 16Gbit/s; auto: a quarter of the link; "
+        "0: no limit",
         auto=True,
         quantity=rate,
     )
     smp_cores: float = declare(
         0.1,
-        "share of a node's idle cores that its SMP may take with protect_interval auto, and a tenth of it where none "
-        "idles: it protects snapshots so seldom; 0: any",
+        "fraction of a node's idle cores that its SMP may use with protect_interval auto, a tenth of that while no "
+        "core is idle; 0: no limit",
         minimum=0,
     )
-    smp_rate: str = declare("0", "what the SMP reads of the node's memory, such as 5GB/s; 0: no limit", quantity=rate)
+    smp_rate: str = declare("0", "memory read limit of the SMP, such as 5GB/s; 0: no limit", quantity=rate)
     persist: str = declare(
         "",
-        "where snapshots go in the background: a directory that all nodes share, or s3://, gs:// or az:// with "
-        "bucket and folder; default: nowhere",
+        "flush snapshots in the background to a directory that all nodes share, or to s3://, gs:// or az:// with "
+        "bucket and folder; default: no flush",
     )
     persist_format: str = declare(
         "snapshot",
-        "what lies there: snapshots as ftckpt restores them, or, with these in its folder ftckpt, what others load",
+        "format on storage: ftckpt's own snapshots, or a format that other tools load, with ftckpt's snapshots in "
+        "its subfolder ftckpt",
         choices=PERSIST_FORMATS,
     )
     persist_interval: int | Literal["auto"] = declare(
         500,
-        "iterations between two snapshots that go to storage; auto: as many as lose least, by what a flush costs and "
-        "by mtbf (Young/Daly)",
+        "iterations between flushes to storage; auto: minimizes expected lost time from flush cost and mtbf "
+        "(Young/Daly)",
         minimum=1,
         auto=True,
     )
-    persist_keep: int = declare(3, "snapshots that stay on storage, the newest; 0: all", minimum=0)
+    persist_keep: int = declare(3, "newest checkpoints to keep on storage; 0: all", minimum=0)
     persist_at_end: str = declare(
         "on",
-        "whether a job that ends, or whose allocation does, brings its last snapshot to storage",
+        "flush the last snapshot when the job or its allocation ends",
         choices=("on", "off"),
     )
     persist_compress: str = declare(
         "none",
-        "what makes files on storage smaller, at the cost of a core of the node while one is written: none, or zstd",
+        "compression of files on storage; zstd uses one core of the node during a flush",
         choices=("none", "zstd"),
     )
     rollback_before: int = declare(
         0,
-        "roll back once to the newest snapshot older than this iteration; newer ones are abandoned, not deleted, and "
-        "later starts with the same number resume; 0: resume from the newest",
+        "roll back once to the newest snapshot older than this iteration; newer ones are abandoned, not deleted; "
+        "later starts with the same number resume; 0: no rollback",
         minimum=0,
     )
     restore_from: str = declare(
         "",
-        "start once from this checkpoint on storage or in memory, by the name that 'ftckpt list' prints, also from "
-        "an abandoned or doubtful one; "
-        "later starts with the same name resume",
+        "start once from this checkpoint, by the name that 'ftckpt list' prints, even if it is abandoned or "
+        "doubtful; later starts with the same name resume",
     )
-    persist_rate: str = declare("0", "what a node writes to storage, such as 2GB/s; 0: no limit", quantity=rate)
+    persist_rate: str = declare("0", "write limit per node to storage, such as 2GB/s; 0: no limit", quantity=rate)
     smp_listen: str = declare(
         "",
-        "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1: the first that has one, and "
-        "those like it; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the way to MASTER_ADDR",
+        "listen address of a node's SMP, or interfaces, such as hsn0,hsn1: the first with an address, and its "
+        "equals; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the route to MASTER_ADDR",
     )
-    encrypt: bool = declare(False, "seal what SMPs of different nodes send each other, not only authenticate it")
-    secret_file: str = declare("", "file with the secret that SMPs share; default: drawn anew at each start")
-    rack: str = declare("", "label of this machine's rack, or other failure domain of several nodes; default: none")
+    encrypt: bool = declare(False, "encrypt traffic between SMPs, which is always authenticated")
+    secret_file: str = declare("", "file with the shared secret of the SMPs; default: random at each start")
+    rack: str = declare("", "label of this machine's rack or other shared failure domain; default: none")
     schedule: str = declare(
         "bubble",
-        "when state is copied: in the pipeline's idle windows, at once in the background on a side stream or by "
-        "a plain thread, or all of it at the boundary while training waits",
+        "when state is copied: in pipeline bubbles, immediately in the background on a side stream or by a thread, "
+        "or at the boundary while training waits",
         choices=("bubble", "stream", "thread", "sync"),
     )
     overhead_budget: float = declare(
         0.01,
-        "share of training that snapshots may cost before they become rarer: all that they cost with interval auto, "
-        "with a number what training waits for copies; 0: any",
+        "maximum fraction of training time for snapshots; above it they become rarer. interval auto counts their "
+        "whole cost, a fixed interval only the wait for copies; 0: no limit",
         minimum=0,
     )
     mtbf: str = declare(
         "auto",
-        "mean time between failures of the job that lose its snapshots in memory, such as 40h, for persist_interval "
-        "auto, and the most that protection may take; auto: 308 days over the number of nodes, a week at most",
+        "mean time between failures that lose the snapshots in memory, such as 40h; used by persist_interval auto "
+        "and as the longest time that protection may take; auto: 308 days / number of nodes, at most a week",
         auto=True,
         quantity=seconds,
         minimum="1s",
     )
     pin: str = declare(
         "on",
-        "whether slots are registered with the device's driver, beside training; else copies go through a pinned "
-        "buffer, slower: for drivers to which much registered memory does harm, as AMD says of ROCm",
+        "register slots with the device driver, in the background; off copies through a pinned buffer, slower: for "
+        "drivers that slow down with large registered memory, as AMD says of ROCm",
         choices=("on", "off"),
     )
     versions: str = declare(
         "warn",
-        "a release of Megatron or DeepSpeed that ftckpt was not tested with, and that has all hooks and fields that "
-        "ftckpt needs: it trains with a warning, or, with tested, it is refused",
+        "untested releases of Megatron or DeepSpeed that have all required hooks: warn and train, or refuse (tested)",
         choices=("warn", "tested"),
     )
     layouts: str = declare(
         "",
-        "layouts to restart in, the most wanted first, such as tp2pp2,tp2pp1: the first that fits the ranks there "
-        "are is taken; or a function of their number, module:function; default: the job's own",
+        "layouts to restart in, by preference, such as tp2pp2,tp2pp1: the first that fits the available ranks; or "
+        "module:function, from the number of ranks to a layout; default: the job's own",
     )
     objects_size: str = declare(
         "4MiB",
-        "room for RNG, counters, schedulers and user objects in a slot",
+        "space in a slot for RNG, counters, schedulers and user objects",
         quantity=size,
         minimum="4KiB",
         maximum="64GiB",
     )
-    start_timeout_secs: float = declare(
-        300.0, "longest wait for the other ranks at start, restore and close", minimum=1
-    )
+    start_timeout_secs: float = declare(300.0, "timeout for other ranks at start, restore and close", minimum=1)
     replica_check_interval: int = declare(
         1000,
-        "most snapshots until all bytes of replicas are compared, a sample with each; 0: compare at start only",
+        "maximum snapshots until all replica bytes are compared, a sample with each; 0: compare at start only",
         minimum=0,
     )
     on_corruption: str = declare(
         "report",
-        "what it leads to that ranks which held the same bits come to differ: it is told, and with abort the job "
-        "ends and is not started again, since nothing newer than the last proof is known to be good",
+        "action when replicas diverge: log it, or end the job without a restart, because no newer snapshot is known "
+        "to be correct",
         choices=("report", "abort"),
     )
     on_error: str = declare(
         "continue",
-        "what a failed snapshot, or one that does not come to storage, does to training",
+        "action when a snapshot or its flush fails: log it and train on, or raise",
         choices=("continue", "raise"),
     )
     on_lost: str = declare(
         "storage",
-        "what a restart does when snapshots were lost: go on from the checkpoint that the script has loaded from "
-        "storage, and fail if it has loaded none; fail; or go on without them, from the beginning if none was loaded",
+        "action when no snapshot can be restored: resume from the checkpoint that the script loaded from storage and "
+        "fail if it loaded none; fail; or start without them",
         choices=("storage", "fail", "fresh"),
     )
     events: str = declare("", "directory for event logs (JSON lines); default: none")
     metrics_port: int | Literal["auto"] = declare(
         0,
-        "port of the loopback interface at which each SMP serves metrics to Prometheus; auto: one that is free, "
-        "which ftckpt status tells; 0: none",
+        "loopback port where each SMP serves Prometheus metrics; auto: a free one, shown by ftckpt status; 0: none",
         minimum=0,
         auto=True,
     )
     metrics_dir: str = declare(
-        "", "local directory of each node to which its SMP writes metrics, for a node exporter's textfile collector"
+        "", "local directory where each SMP writes metrics for a node exporter's textfile collector"
     )
 
     def __post_init__(self) -> None:
@@ -242,19 +236,19 @@ class Config:
 
     @property
     def least_interval(self) -> int:
-        """Iterations between snapshots where nothing makes them rarer."""
+        """Shortest interval in iterations."""
         return 1 if self.interval == "auto" else self.interval
 
     def num_slots(self, protects: bool) -> int:
-        """Slots of an arena: ``slots``, or as many as the job needs, which ``protects`` its snapshots or does not."""
+        """Slots of an arena: ``slots``, or the fewest that the job needs with or without protection."""
         return self.slots or self.least_slots(protects)
 
     def least_slots(self, protects: bool) -> int:
-        """The fewest with which a job can start; no snapshot is skipped where each is protected before the one after
-        the next is due.
+        """The fewest slots with which a job can start.
 
-        One is written and one is whole, which is the target; one more holds the protected snapshot, and one more what
-        is on its way to storage.
+        One slot is written, one holds the committed snapshot, the candidate for protection. Protection adds one for the
+        protected snapshot, persist one for the snapshot being flushed. No snapshot is skipped if each is protected
+        before the next but one is due.
         """
         return (3 if protects else 2) + bool(self.persist)
 
@@ -266,12 +260,12 @@ class Config:
 
     @property
     def memory_limit_bytes(self) -> int:
-        """What snapshots may take of a node; 0: what there is."""
+        """Memory limit of a node in bytes; 0: available memory."""
         return size(self.memory_limit)
 
     @property
     def objects_bytes(self) -> int:
-        """Room for objects in a slot."""
+        """Space for objects in a slot, in bytes."""
         return size(self.objects_size)
 
     @property
