@@ -92,7 +92,7 @@ class NodeArenas:
         ``lacking``: the node has no room. Old arenas free unneeded slots; new ones are allocated when memory is free.
 
         Raises:
-            MemoryBudgetError: ``memory_limit`` is exceeded, or, unless ``lacking``, the node has no room for new slots.
+            MemoryBudgetError: ``memory_limit`` is exceeded, or, unless ``lacking``, the node has no room for slots.
             ArenaError: locked by another process, or not creatable.
         """
         path = arena_path(self.path, manifest)
