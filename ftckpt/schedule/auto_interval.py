@@ -85,8 +85,8 @@ class AutoInterval:
         if self.interval == 1 < longest and not self._has_told:
             self._has_told = True
             self._tell(
-                f"a snapshot each iteration: its cost, {cost.share:.2%} of one give or take {cost.error:.2%}, is too "
-                f"little to be told from the budget of {self._budget:.2%}"
+                f"a snapshot each iteration: its cost, {cost.share:.2%} ± {cost.error:.2%} of an iteration, does not "
+                f"measurably exceed the budget of {self._budget:.2%}"
             )
         self._knows, self._spacing, self._left = True, 0, _SNAPSHOTS_APART
         # The next conclusion uses new samples only: repeated tests of the same ones would find a false difference.

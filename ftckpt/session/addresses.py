@@ -73,8 +73,8 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
     found = next(filter(_is_reached, ways), "") or next(iter(_usable(there, _between_machines)), "")
     if not found:
         raise ConfigError(
-            "--ftckpt-smp-listen: no address at which other nodes reach this one was found; name one of this "
-            f"machine's, or an interface ({_listed(there)})"
+            "--ftckpt-smp-listen: no address was found at which other nodes can reach this one; name an address of "
+            f"this machine, or an interface ({_listed(there)})"
         )
     return _with_alike(found, there, _between_machines)
 
@@ -148,7 +148,7 @@ def _refusal(address: str) -> str:
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(target[0]).is_unspecified:
-            return f"{address!r} stands for all addresses, and other nodes need one"
+            return f"{address!r} means all addresses, and other nodes need a specific one"
         with closing(socket.socket(family, kind, protocol)) as probe:
             probe.bind(target)
     except (OSError, ValueError) as error:

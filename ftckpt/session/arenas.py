@@ -217,7 +217,7 @@ class NodeArenas:
     def _tell_lacking(self, arena: Arena, error: FtckptError) -> None:
         self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
         if not self.shortage:  # once, however often it is retried
-            self._events.warn(f"a slot has no memory, and snapshots are skipped for that: {error}")
+            self._events.warn(f"a slot could not be allocated, and snapshots are skipped: {error}")
         self.shortage = str(error)
 
     def _begin_supply(self, arena: Arena, through: Callable[[], bool] | None = None) -> None:
@@ -229,9 +229,7 @@ class NodeArenas:
         if missing or free is not None:
             need_bytes = len(missing) * arena.image.file_bytes
             if first and need_bytes > _LARGE_BYTES:
-                self._events.announce(
-                    f"allocating {human(need_bytes)} of shared memory for each rank, beside training"
-                )
+                self._events.announce(f"allocating {human(need_bytes)} of shared memory per rank in the background")
             self._supply = SlotAllocator(arena, missing, self.cores, free, through)
         self._opened, self._supplies_start = False, first and bool(missing)
 

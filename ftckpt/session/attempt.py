@@ -58,19 +58,19 @@ class AttemptRecord:
             StalledError: on all ranks together.
         """
         if self._run.problem:
-            log.warning("ftckpt: what this attempt comes to cannot be kept for the next: %s", self._run.problem)
+            log.warning("ftckpt: the launch record cannot be written for the next attempt: %s", self._run.problem)
         members = zip(self._topology.members, sights, strict=True)
         told = sorted(((member.node, end) for member, one in members for end in one.ends), key=lambda of: of[1].order)
         self.ends = [f"node {node}: {end.text}" for node, end in told[:_MOST_ENDS]]
         for text in self.ends:
-            self._events.announce(f"how the attempt before this one ended: {text}")
+            self._events.announce(f"the previous attempt ended: {text}")
         # The minimum: a flapping node fails in a row while the others make progress.
         starts = min((one.starts for one in sights if one.starts >= 0), default=0)
         if starts >= MOST_STARTS:
             error = StalledError(
-                f"{starts} attempts in a row have made no snapshot that is whole on all ranks, and came no further "
-                "than those before them: what ended them would end the next one, too; see their errors above, and "
-                "start the job again when that is mended"
+                f"{starts} attempts in a row have made no snapshot that all ranks have, and got no further than "
+                "earlier ones: another attempt would probably fail in the same way; see their errors above, fix the "
+                "cause, and start the job again"
             )
             error.of_all_ranks = True
             raise error

@@ -182,10 +182,10 @@ class Checkpointer:
         if self._shard is not None:
             raise ConfigError("restore() was called twice")
         if self._closed:
-            raise ConfigError("restore() after close(): attach the training state again")
+            raise ConfigError("restore() was called after close(): attach the training state again")
         if rollback and newer_than <= 0:
             raise ConfigError(
-                "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
+                "restore(): rollback needs newer_than, the iteration of the checkpoint that was loaded: pass it, too"
             )
         unproven = not may_load or self.config.on_lost != "storage"
         loaded = LoadedCheckpoint(newer_than, rollback, lasting, in_training, may_load)
@@ -267,7 +267,7 @@ class Checkpointer:
             iteration = index(iteration)
         except TypeError:
             raise ConfigError(
-                f"step(): the iteration is {iteration!r}: give the number of the one that has ended"
+                f"step(): the iteration is {iteration!r}, not an integer: pass the number of the finished iteration"
             ) from None
         self._protection.is_set_up = True
         self._boundary = iteration
@@ -314,7 +314,7 @@ class Checkpointer:
         counts[HeartbeatGauge.DIFFERING] = self._shard.num_differing if self._shard is not None else 0
         counts[HeartbeatGauge.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
         if reason := self._state.off_reason:
-            reason += "; start the job again when that is mended"
+            reason += "; fix the cause and restart the job"
         elif self._shard is not None:
             reason = self._shard.shortage
         counts[HeartbeatGauge.NO_SNAPSHOTS] = int(bool(reason))
@@ -371,8 +371,8 @@ class Checkpointer:
             self.events.announce(
                 "step() was never called: no snapshot was taken of this training"
                 if self._snapshots is not None
-                else "close() before restore(): no snapshot was taken, and what earlier starts left in memory stays; "
-                f"remove it with 'ftckpt clean {self.config.job}'"
+                else "close() before restore(): no snapshot was taken, and those of earlier starts stay in memory; "
+                f"remove them with 'ftckpt clean {self.config.job}'"
             )
         arena = self.arena
         self._stop()
@@ -398,8 +398,8 @@ class Checkpointer:
         if not (problem := self._persist_last()):
             return not self.group.broken, None
         text = (
-            f"the last snapshot did not come to storage: {problem}; memory keeps it: {save_command(self.config)}, or "
-            "a start under this name, which goes on from it"
+            f"final flush failed: {problem}; the last snapshot stays in memory: save it with "
+            f"{save_command(self.config)}, or start the job again, which resumes from it"
         )
         if self.config.on_error == "raise":
             return False, StorageError(text, lasting=True)
@@ -425,7 +425,7 @@ class Checkpointer:
             return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank))
         except (FtckptError, RuntimeError) as error:
             self._close_error = str(error)
-            return f"whether it is there is not known ({error})"
+            return f"its outcome is unknown: {error}"
 
     def _leave(self, arena: Arena | None, done: bool) -> None:
         def agreed() -> None:
@@ -435,10 +435,10 @@ class Checkpointer:
         self._rank.arenas.leave(arena, agreed, self._protection.smp.end)
 
     def _last_words(self) -> str:
-        text = f"the job has ended after iteration {self._boundary}, and its memory is given back"
+        text = f"the job has ended after iteration {self._boundary}, and its memory is freed"
         if self.config.persist:
             return text
-        return f"{text}; without --ftckpt-persist none of it comes to storage by itself"
+        return f"{text}; without --ftckpt-persist nothing was flushed to storage"
 
     def _stop(self) -> None:
         # In this order: copies must stop before their arena is closed.

@@ -188,11 +188,11 @@ class FlushScheduler:
         if self._last is not None:
             self.due = self._behind(self._last)
         fields: dict[str, Any] = {"of": "storage", "interval": wish, "mtbf_secs": self.mtbf_secs}
-        text = f"from now on a snapshot goes to storage every {wish} iteration(s): "
+        text = f"flush interval changed to {wish} iteration(s): "
         if self._cost_secs is not None:  # another rank's request may come before this one has measured
             secs = statistics.median(self._took_secs)
             fields |= {"flush_secs": secs, "cost_secs": self._cost_secs}
-            text += f"one takes {secs:.3g} s and {self._cost_secs:.3g} s of training, and "
+            text += f"a flush takes {secs:.3g} s and costs {self._cost_secs:.3g} s of training, and "
         text += f"a failure that loses memory is expected every {self.mtbf_secs / 3600:.3g} h (--ftckpt-mtbf)"
         yield Announcement("interval_changed", fields, text)
 
@@ -212,5 +212,5 @@ class FlushScheduler:
             )
         else:
             self._again(current.iteration)
-            error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
+            error = f"flush of iteration {current.iteration} failed after {secs:.0f} s"
             yield Announcement("flush_failed", fields, error=error)

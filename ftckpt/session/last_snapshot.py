@@ -67,7 +67,7 @@ class JobEnd(NamedTuple):
         lacking = max(boundaries) if max(boundaries) > have else -1
         objections = [f"rank {number}: {rank.objection}" for number, rank in enumerate(ranks) if rank.objection]
         if min(boundaries) != max(boundaries):
-            objections.insert(0, f"ranks have come to different iterations: {min(boundaries)} and {max(boundaries)}")
+            objections.insert(0, f"ranks ended at different iterations: {min(boundaries)} and {max(boundaries)}")
         keep = frozenset(one for one in (newest, protected, going) if one is not None)
         return cls(newest, lacking, "".join(objections[:1]), keep, persisted)
 
@@ -99,7 +99,7 @@ class RankShutdownReport:
         capture, state = self._shard.capture, self._state
         objection = self._state.objection or self._settle()
         if not objection:
-            objection = "nothing is kept of it" if self._kept is None else self._kept.objection(self._boundary)
+            objection = "its state was not kept" if self._kept is None else self._kept.objection(self._boundary)
         sealed = tuple(capture.arena.snapshots()) if capture is not None else ()
         flushes = state.flushes
         return RankShutdown(
@@ -108,7 +108,7 @@ class RankShutdownReport:
 
     def prove(self) -> str:
         """Verify that all ranks' copy plans are current; returns why not, or "". Collective."""
-        return "" if self._shard.proves() else "ranks must copy other things than they do"
+        return "" if self._shard.proves() else "replica check failed: the copy plan is stale"
 
     def take(self, snapshot: SnapshotId, keep: frozenset[SnapshotId]) -> str:
         """Take this rank's part of ``snapshot``, of the last boundary, into a slot that has none of ``keep``; returns
@@ -148,7 +148,7 @@ class RankShutdownReport:
             capture.settle(self._timeout_secs)
         if capture.flight is None or capture.flight.wait(self._timeout_secs):
             return ""
-        return "copies of an earlier snapshot have not ended"
+        return "copies of an earlier snapshot have not finished"
 
 
 def _newest(snapshots: Iterable[SnapshotId]) -> SnapshotId | None:

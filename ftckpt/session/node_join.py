@@ -83,7 +83,7 @@ class NodeJoin:
         deadline_secs = deadlines.LOCK_SECS
         if (holder := holder_of(self.path / JOB_LOCK_NAME)) not in (None, 0, os.getpid()):
             self._events.announce(
-                f"waits {deadline_secs:g} s at most for the end of process {holder}, which runs a job "
+                f"waiting at most {deadline_secs:g} s for process {holder} to exit, which runs a job "
                 f"{self._config.job!r} on this node"
             )
         # The job's lock first: it keeps new processes out while this waits for, and cleans up after, earlier ones.

@@ -116,9 +116,7 @@ class NodeSmp:
         """
         if self._config.secret_file and len(set(offers)) > 1:
             path = self._config.secret_file
-            raise ConfigError(
-                f"--ftckpt-secret-file: {path} does not hold the same on all nodes; copy one to all of them"
-            )
+            raise ConfigError(f"--ftckpt-secret-file: {path} differs between nodes; copy one to all of them")
         self._secret = offers[0]
 
     def report(self) -> SmpReport:
@@ -238,7 +236,7 @@ class NodeSmp:
             except StorageError as error:
                 if str(error) != told:
                     told = str(error)
-                    self._events.emit("storage_fails", error=f"it is not this run's: {error}")
+                    self._events.emit("storage_fails", error=f"this run could not claim it: {error}")
             time.sleep(pause_secs)
             pause_secs = min(2 * pause_secs, _MOST_CLAIM_AGAIN_SECS)
 
@@ -270,7 +268,7 @@ class NodeSmp:
             if problem := self.problem_now():
                 return problem
             if is_over and self._client is None:
-                why = self._setup.problem or "it takes long"
+                why = self._setup.problem or "it is still starting"
                 return f"node {self._topology.me.node}: its SMP has not started: {why}"
             if is_over:
                 return ""
@@ -393,6 +391,6 @@ def read_secret(path: Path) -> bytes:
         )
     # Leading and trailing white space adds no entropy.
     if len(text.strip()) < MIN_SECRET_BYTES:
-        raise ConfigError(f"--ftckpt-secret-file: {path} holds less than {MIN_SECRET_BYTES} bytes; {how}")
+        raise ConfigError(f"--ftckpt-secret-file: {path} has fewer than {MIN_SECRET_BYTES} bytes; {how}")
     # Maps any length to 32 bytes; the prefix separates this use from other hashes of the same file.
     return hashlib.sha256(b"ftckpt secret" + text).digest()

@@ -258,7 +258,7 @@ class Protection:
         if modes is None:
             return False
         without = ",".join(name for name in self.modes.names if name not in modes.names)
-        self._tell_less([f"{error}; given up: {without}, which --ftckpt-protect would insist on"])
+        self._tell_less([f"{error}; given up: {without}; name it in --ftckpt-protect to require it"])
         self.modes, self._gives_up = modes, True
         return True
 
@@ -393,12 +393,11 @@ class Protection:
         left = (
             "the newest snapshot on storage"
             if self._config.persist
-            else "what the script itself has loaded, if anything"
+            else "the checkpoint that the script itself loads, if any"
         )
         return (
-            "protection: none: processes that die cost nothing, but a node that is lost, or the memory of one rank, "
-            f"takes all snapshots with it, and a restart goes on from {left}; protected is what three ranks or more "
-            "of a node have, or two nodes or more"
+            "protection: none: snapshots survive dead processes, but the loss of a node, or of one rank's memory, "
+            f"loses them all, and a restart resumes from {left}; protection needs three ranks per node, or two nodes"
         )
 
     @property
@@ -406,9 +405,9 @@ class Protection:
         """How often snapshots are protected, as a phrase."""
         config = self._config
         if config.protect_interval != "auto":
-            return f"of one snapshot of {config.protect_interval}"
-        share = f"{config.smp_cores:g} of a node's idle cores allows" if config.smp_cores else "it is done"
-        return f"as often as {share}, and once in {MAX_REST_SECS:.0f} s at least"
+            return f"every {config.protect_interval} snapshot(s)"
+        share = f"{config.smp_cores:g} of a node's idle cores allows" if config.smp_cores else "possible"
+        return f"as often as {share}, at least every {MAX_REST_SECS:.0f} s"
 
     def _tell_network(self, nbytes: int) -> None:
         """Log the network load of a snapshot, of which this node receives ``nbytes``; warn if it takes too long."""
@@ -426,8 +425,8 @@ class Protection:
         reason = refusal(node_dir, need_bytes, PATIENCE_SECS)
         if reason and not lacking:
             raise MemoryBudgetError(
-                f"no room for what protects the snapshots (protect: {','.join(self.modes.names)}): {reason}; "
-                "or protect less (--ftckpt-protect)"
+                f"no room for parity and packages (protect: {','.join(self.modes.names)}): {reason}; "
+                "or reduce protection (--ftckpt-protect)"
             )
         # The amount that was checked above is not checked again.
         now_bytes = account.now_bytes + coming_bytes

@@ -16,8 +16,8 @@ _RESTS = 2
 _MAX_DELAY_SECS = 30.0
 """Lag from which protection is reported as delayed; the report is cleared at half of it."""
 _WHY_DELAYED = {
-    TaskState.DONE: "the SMP of some node has used its share of the idle cores",
-    TaskState.WORKING: "the SMP of some node still works on snapshot {}: it has too few cores, or too little network",
+    TaskState.DONE: "the SMP of some node is throttled: it has used its share of the idle cores",
+    TaskState.WORKING: "the SMP of some node still protects snapshot {}: it has too few cores, or too little network",
 }
 
 
@@ -102,7 +102,7 @@ class ProtectionScheduler:
                 self.unable_since_secs = now_secs
             elif now_secs - self.unable_since_secs > self.timeout_secs and not self.degraded:
                 self.degraded = True
-                yield self._not_protected(newest, error="the SMP of some node cannot be seen to guard")
+                yield self._not_protected(newest, error="the SMP of some node is dead or not configured")
 
     @property
     def pending(self) -> bool:

@@ -39,7 +39,7 @@ def _arena(config: Config) -> str:
     return "" if config.arena == Config.arena else f" --arena {config.arena}"
 
 
-_NOBODY = "no SMP says why, and its time is over"
+_NOBODY = "timed out, and no SMP reported a reason"
 
 
 class RankStorage:
@@ -83,8 +83,8 @@ class RankStorage:
             return ""
         self._protection.mark(replace(self._state.marks, flush=last))
         trying = (
-            f"it is tried again until {human_secs(commit.FLUSH_SECS)} are over; who cannot wait ends the job, whose "
-            f"memory stays then, and brings that to another place by {save_command(self._config)}"
+            f"the flush is retried for {human_secs(commit.FLUSH_SECS)}; to stop waiting, end the job, which leaves "
+            f"its snapshots in memory, and save them with {save_command(self._config)}"
         )
         came = flush_last(
             self._group, self._events, last, self._protection, timeout_secs=commit.FLUSH_SECS, trying=trying
@@ -114,14 +114,12 @@ class RankStorage:
         if not reason:
             rank.agree(last)
             return last
-        before = f"iteration {ending.newest.iteration}" if ending.newest is not None else "none before it, either"
+        before = f"flushing iteration {ending.newest.iteration}" if ending.newest is not None else "nor an older one"
         self._events.emit(
             "last_not_taken", iteration=last.iteration, reason=reason,
             newest=ending.newest.iteration if ending.newest is not None else None,
         )  # fmt: skip
-        self._events.announce(
-            f"of iteration {last.iteration}, the last one, there is no snapshot ({reason}); to storage goes {before}"
-        )
+        self._events.announce(f"no snapshot of the final iteration {last.iteration} ({reason}); {before}")
         return None
 
     def _problem_at_end(self, lacking: SnapshotId) -> str:
@@ -163,7 +161,7 @@ def flush_last(
         RuntimeError: a rank is gone.
     """
     begun = time.monotonic()
-    events.announce(f"iteration {last.iteration} goes to storage before the job ends")
+    events.announce(f"flushing iteration {last.iteration} to storage before the job ends")
     state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, protection, begun + timeout_secs)
     while state == FlushState.WORKING:
         turns = codec.gather(group, _Turn(int(watch.turn()), watch.problem), _Turn)
@@ -172,7 +170,7 @@ def flush_last(
             told = time.monotonic()
             problems = sorted({turn.problem for turn in turns} - {""})
             events.announce(
-                f"iteration {last.iteration} is on its way to storage since {told - begun:.0f} s"
+                f"iteration {last.iteration} has been flushing for {told - begun:.0f} s"
                 + (f": {listed(problems, _MOST_PROBLEMS)}; {trying}" if problems else "")
             )
     secs = time.monotonic() - begun

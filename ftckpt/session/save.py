@@ -125,7 +125,7 @@ class UniversalSave:
         self._events.emit("saved", path=str(path), iteration=iteration, total_bytes=nbytes, blocked_secs=secs)
         self._events.announce(
             f"iteration {iteration} saved at {path}: {nbytes / 1e9:.1f} GB in {secs:.1f} s; it was in memory without "
-            f"checksums for {self._gap_secs:.1f} s, and damage of that time is not seen"
+            f"checksums for {self._gap_secs:.1f} s, and corruption in that time is not detected"
         )
         return path
 
@@ -148,7 +148,7 @@ class UniversalSave:
         except MismatchError as error:
             raise ConvertError(str(error)) from None
         except LostError:
-            raise ConvertError("no snapshot is whole on all ranks yet: save after one was taken") from None
+            raise ConvertError("no snapshot is committed yet: save after one has been taken") from None
         for member in self._topology.members:
             theirs, at = by_shard[member.shard], decision.sources[member.shard]
             image = SlotImage.of(Manifest.decode(theirs.manifest.encode()))
@@ -162,7 +162,7 @@ class UniversalSave:
         own = self._own.source
         damage = self._arena.verify(own.slot) if self._arena is not None else Corruption(reason="no arena")
         if damage:
-            raise ConvertError(f"{own.arena}, slot {own.slot}: damaged: {', '.join(damage.names[:3])}")
+            raise ConvertError(f"{own.arena}, slot {own.slot}: corrupt: {', '.join(damage.names[:3])}")
 
     @property
     def _own(self) -> _Shard:
@@ -293,5 +293,5 @@ def _read_rows(units: Sequence[Unit], stored: Iterable[Tensor]) -> Iterator[Rows
 def _require_shared(destination: Destination) -> None:
     if not destination.partial.is_dir():
         raise ConvertError(
-            f"{destination.partial}: rank 0 has made it, and it is not here: name storage that all nodes share"
+            f"{destination.partial}: rank 0 created it, but it is missing here: use storage that all nodes share"
         )

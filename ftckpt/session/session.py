@@ -125,10 +125,10 @@ class RankState:
         last, self._passed = self._passed, iteration
         if iteration > last or self.off:
             return []
-        back = f"; --ftckpt-rollback-before {iteration} would give up what came after" if iteration > 1 else ""
+        back = f"; to roll back, restart with --ftckpt-rollback-before {iteration}" if iteration > 1 else ""
         return [self.turn_off(
-            f"step({iteration}) after step({last}): give step() a number that grows with each call and restart, such "
-            f"as that of all optimizer steps, not of epochs{back}"
+            f"step({iteration}) after step({last}): pass step() a number that grows with each call and restart, such "
+            f"as the count of optimizer steps, not of epochs{back}"
         )]  # fmt: skip
 
     def boundary(self, iteration: int) -> bool:
@@ -256,7 +256,7 @@ class RankState:
             return []
         # Other ranks may have read it a boundary earlier and enter no collective since.
         self._last_round = self._last_number
-        return [self.turn_off("a rank had too many failed snapshots in a row, or can take none")]
+        return [self.turn_off("a rank had too many consecutive failed snapshots, or can take none")]
 
     @property
     def proof_due(self) -> bool:
@@ -339,13 +339,13 @@ class RankState:
         if self._gives_up:  # after this boundary's vote: the snapshot of the others cannot be committed
             return SkipSnapshot("this rank takes no more snapshots")
         if self._wrong:
-            return SkipSnapshot("ranks must copy other things than they do, and one was late in laying out anew")
+            return SkipSnapshot("the copy plan changed, and a rank has not rebuilt its arena yet")
         if self._alarm is not None:
-            return SkipSnapshot("replicas differ: the next proof finds out which, and each rank copies its own then")
+            return SkipSnapshot("replicas differ: the next proof finds them, and each rank then copies its own")
         if obstacle:
             return SkipSnapshot(obstacle)
         if not has_room:
-            return SkipSnapshot("every slot is kept until the target is protected")
+            return SkipSnapshot("no free slot: all are pinned by the pending protection or flush")
         return TakeSnapshot(SnapshotId(self.lineage, self.iteration), self.keep)
 
     @property
@@ -354,7 +354,7 @@ class RankState:
         if self.off:
             return "snapshots were turned off"
         is_wrong = self._wrong or self._alarm is not None
-        return "replicas differ, and it must copy other things than it does" if is_wrong else ""
+        return "replicas differ, and the copy plan is stale" if is_wrong else ""
 
     def let_target_go(self) -> UpdateTargets:
         """Drop the protection target, which frees its slot."""
@@ -374,7 +374,7 @@ class RankState:
         actions: list[Action] = [Announcement("snapshot_error", {"error": error, "in_a_row": self.failures})]
         # The OFF of this rank turns off the others once they read it: there is no need to wait for them.
         if self._said_off and self._missed and not self.off:
-            actions.append(self.turn_off("too many failed snapshots in a row, and the other ranks do not answer"))
+            actions.append(self.turn_off("too many consecutive failed snapshots, and the other ranks do not answer"))
         return actions
 
     @property
@@ -389,16 +389,16 @@ class RankState:
 
     def _interval_change(self, verdict: VoteResult) -> Announcement:
         config, cost = self._config, verdict.cost / 1e6
-        interval, what = verdict.stretch * config.least_interval, "all in all"
+        interval, what = verdict.stretch * config.least_interval, "in total"
         if config.interval != "auto":
             what = "in the fence"
         fields = {"of": "memory", "interval": interval, "cost": cost, "overhead_budget": config.overhead_budget}
-        text = f"soon a snapshot every {interval} iteration(s)"
+        text = f"snapshot interval changes to {interval} iteration(s)"
         if cost < 0:
             fields["cost"] = None
-            text += ", for a while, to measure what one costs"
+            text += " for a while, to measure the cost of a snapshot"
         else:
-            text += f": {what} it costs {cost:.2%} of one, and the budget is {config.overhead_budget:.2%}"
+            text += f": one costs {cost:.2%} of an iteration {what}, and the budget is {config.overhead_budget:.2%}"
         return Announcement("interval_changed", fields, text)
 
     def _supersedes(self, now_secs: float) -> bool:

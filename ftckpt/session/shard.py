@@ -283,7 +283,7 @@ class Shard:
         found = ", ".join(f"{num} on {other}" for other, num in pages.items())
         self._events.emit(
             "environment", name="far slots",
-            text=f"of a sample of a slot's pages {found}, and the device is on NUMA node {node}: copies are slower",
+            text=f"sampled slot pages are not on the device's NUMA node {node}: {found}; copies are slower",
             remedy="bind each rank to the cores and the memory of its device's NUMA node",
         )  # fmt: skip
 
@@ -313,15 +313,15 @@ def odd_ranks(found: Mapping[str, Iterable[int]]) -> list[int]:
 def corruption_text(topology: Topology, proof: Proof, iteration: int, trusted: int) -> str:
     """The error message for differing replicas; ``trusted``: the last iteration at which they were identical."""
     odd = topology.named(proof.odd_ranks)
-    who = f"{listed(odd)} hold(s) other bits than most" if odd else "nobody can say which rank is right"
+    who = f"{listed(odd)} differ(s) from the majority" if odd else "no majority shows which rank is right"
     since, back = "the start", "from a checkpoint"
     if trusted >= 0:
         since = f"iteration {trusted}"
-        back = f"with --ftckpt-rollback-before {trusted + 1}: newer snapshots may hold those bits, on storage, too"
+        back = f"with --ftckpt-rollback-before {trusted + 1}: newer snapshots, stored ones too, may be corrupt"
     return (
         f"replicas of {listed(proof.differing[:_MOST_NAMED])} differ at iteration {iteration}: {who}; they were the "
-        f"same at {since}: have that hardware tested, then start again {back}; where the script lets them drift, "
-        "--ftckpt-on-corruption report goes on"
+        f"same at {since}: have that hardware tested, then restart {back}; if the script lets replicas drift, use "
+        "--ftckpt-on-corruption report"
     )
 
 
@@ -338,14 +338,14 @@ def device_of(described: Description) -> torch.device:
         return torch.device("cpu")
     if len(devices) > 1:
         raise UnsupportedError(
-            f"this rank's training state lies on {listed([str(one) for one in devices])}: one rank, one device; move "
+            f"this rank's training state is on {listed([str(one) for one in devices])}: a rank has one device; move "
             "it to one of them, or start a rank for each"
         )
     current = torch.cuda.current_device()
     if devices[0].index != current:
         # Snapshots save only the current device's RNG: a restart would draw other dropout masks.
         raise UnsupportedError(
-            f"this rank's training state lies on {devices[0]}, and the current device, whose RNG is saved, is "
+            f"this rank's training state is on {devices[0]}, but the current device, whose RNG is saved, is "
             f"cuda:{current}: call torch.cuda.set_device({devices[0].index}) before the model is built"
         )
     return devices[0]

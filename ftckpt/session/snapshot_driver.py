@@ -83,7 +83,7 @@ class SnapshotDriver:
     def require_calls(self) -> None:
         """Stop snapshots if the optimizer step is captured into a graph: its replays write without a fence."""
         if self.capture is not None and self.capture.in_graph:
-            self.execute(self._state.give_up("the optimizer's step is captured into a graph; step outside of it"))
+            self.execute(self._state.give_up("the optimizer step is captured into a graph; step outside of it"))
 
     def fence(self) -> None:
         """Wait for the copies of the last snapshot, once, and post this rank's vote if it is known by then."""

@@ -91,8 +91,8 @@ def _prepare(rank: RankContext) -> Preparation:
     needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
     if needed > room:
         raise ConfigError(
-            f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-size, which is "
-            f"{config.objects_size} now"
+            f"objects need {needed} bytes, but only {room} are reserved: raise --ftckpt-objects-size, which is "
+            f"{config.objects_size}"
         )
     near = locality(device)
     rank.arenas.cores = near.cores
