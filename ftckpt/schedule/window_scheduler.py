@@ -285,7 +285,7 @@ class WindowScheduler:
             )  # fmt: skip
 
     def _planned(self, unit_bytes: int) -> WindowPlan | None:
-        """The current plan while its timeline and rate hold, else a new one; None before the first measurement."""
+        """The current plan while its timeline and rate are valid, else a new one; None before a measurement."""
         timeline = self._profile.timeline
         if timeline is None or not self._rates:
             return None

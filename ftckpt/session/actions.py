@@ -65,7 +65,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Take the snapshot, into a slot that holds none of ``keep``."""
+    """Take the snapshot, into a slot that has none of ``keep``."""
 
     snapshot: SnapshotId
     keep: frozenset[SnapshotId]

@@ -128,7 +128,7 @@ class NodeArenas:
 
         # After the check of the node's memory: if that fails, nothing may have changed.
         together(self._group, make)
-        assert arena is not None, "``together`` raises where it failed"
+        assert arena is not None, "``together`` raises if it failed"
         if keep is not None:
             arena.control.mark_whole(keep)  # if the old arena vanishes, a restart must know what was lost
         if protection is not None:
@@ -322,7 +322,7 @@ class NodeArenas:
         # The same on all ranks. A rank's old arenas may have a snapshot that only others mark as protected.
         if self.slots < wanted or any(one.marks is not None and not marks <= set(one.marks) for one in posts):
             posts = gather_all(self._group, lambda: post(marks), _Post)
-        assert outlook is not None, "``gather_all`` raises where it failed"
+        assert outlook is not None, "``gather_all`` raises if it failed"
         return outlook, posts
 
     def _foresee_change(

@@ -291,7 +291,7 @@ class Checkpointer:
         except SilentCorruptionError:  # the job must end: its state may be corrupt
             self._tell_counts()
             raise
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+        except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
             snapshots.fail(error)
         finally:
             self._rank.numbers.bounded(time.perf_counter() - begin)
@@ -333,7 +333,7 @@ class Checkpointer:
         Raises:
             ConvertError: on all ranks together: no snapshot is committed yet, bytes are corrupt, ranks differ in
                 one tensor, or the destination exists, is full, or is not shared by all nodes.
-            RuntimeError: a rank is gone.
+            RuntimeError: a rank is unreachable.
         """
         save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
         self.pause()
@@ -344,8 +344,8 @@ class Checkpointer:
     def close(self, remove: bool | None = None, done: bool = True) -> None:
         """End the session. ``remove``: remove the arenas once all ranks have called this; they stay if one does not.
 
-        With ``remove=False`` the arenas stay for a restart, and this waits for no other rank; that is the default
-        while an exception is handled, as in a ``finally``. Otherwise ``remove=True`` is. A second call does nothing.
+        With ``remove=False`` the arenas stay for a restart, and this waits for no other rank. The default is ``False``
+        while an exception is handled, as in a ``finally``, else ``True``. A second call does nothing.
 
         ``done``: the job is complete once its arenas are removed, and its launcher trains nothing in later attempts,
         even if this one fails afterwards: do fallible work before. The arenas stay if the last snapshot must be
@@ -438,7 +438,7 @@ class Checkpointer:
         text = f"the job has ended after iteration {self._boundary}, and its memory is freed"
         if self.config.persist:
             return text
-        return f"{text}; without --ftckpt-persist nothing was flushed to storage"
+        return f"{text}; without --ftckpt-persist nothing is flushed to storage"
 
     def _stop(self) -> None:
         # In this order: copies must stop before their arena is closed.

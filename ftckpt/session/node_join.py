@@ -57,7 +57,7 @@ class NodeJoin:
 
     @property
     def is_held(self) -> bool:
-        """Whether this rank holds the lock for its node."""
+        """Whether this rank has the lock for its node."""
         return self._job_lock is not None
 
     def enter(self) -> None:

@@ -195,7 +195,7 @@ class NodeSmp:
 
     def _tell(self, description: Mapping[str, Any]) -> None:
         """Configure this node's SMP with ``description``; starts it first if none runs."""
-        assert self._node_dir is not None and self._port is not None, "behind ``configure`` and ``report``"
+        assert self._node_dir is not None and self._port is not None, "call ``configure`` and ``report`` first"
         self._client = self._client or self._find_or_start(self._node_dir, self._port, description)
         if self._setup.is_over:
             return

@@ -101,7 +101,7 @@ class Arrangement:
         return cls(holdings, groups, in_slots, mirrors(holdings, modes))
 
     def report(self, num_slots: int) -> ProtectionTable:
-        """The failures it survives, and its costs."""
+        """The failures that it survives, and its costs."""
         return protection_table(self.holdings, [*self.groups, *self.in_slots], self.mirrors, num_slots, parity_bytes)
 
     def packages_on(self, node: str) -> dict[str, dict[str, int]]:
@@ -242,7 +242,7 @@ class Protection:
         """Configure this node's SMP with the groups that ``join`` computed on all ranks."""
         arrangement, table, reports, arena = self._arrangement, self._table, self._reports, self._arena
         node = self._topology.me.node
-        assert arrangement is not None and arena is not None, "behind ``join``"
+        assert arrangement is not None and arena is not None, "call ``join`` first"
         self._arrangement, self._table, self._reports = None, None, ()  # as large as the job
         packages, holdings = arrangement.packages_on(node), arrangement.holdings
         received_bytes = table.network[node] if table is not None else 0
@@ -311,7 +311,7 @@ class Protection:
                 rests=self._pulse.smp_rests(),
                 wait_secs=self._pulse.smp_wait_secs() if configured else 0.0,
             )
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
+        except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever protection does
             self._events.emit("smp_error", error=repr(error))
             return ProtectionStatus()
 
@@ -328,7 +328,7 @@ class Protection:
             if state == FlushState.CANNOT and not self._topology.is_node_leader:
                 state = FlushState.WORKING  # left to the leader, which alone can ask the SMP for the reason
             return FlushStatus(ready, sealed, state)
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever storage does
+        except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever storage does
             self._events.emit("smp_error", error=repr(error))
             return NO_FLUSH
 

@@ -75,7 +75,7 @@ class RankStorage:
         """Flush the last snapshot; takes it first if it is missing. Returns why that failed, or "".
 
         Raises:
-            RuntimeError: a rank is gone.
+            RuntimeError: a rank is unreachable.
         """
         ending = JobEnd.of(codec.gather(self._group, rank.find(), RankShutdown))
         last = self._take_missing(ending, rank) or ending.newest
@@ -158,7 +158,7 @@ def flush_last(
     Collective. ``trying``: the advice to append to logged problems.
 
     Raises:
-        RuntimeError: a rank is gone.
+        RuntimeError: a rank is unreachable.
     """
     begun = time.monotonic()
     events.announce(f"flushing iteration {last.iteration} to storage before the job ends")

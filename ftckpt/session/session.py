@@ -200,7 +200,7 @@ class RankState:
 
     def _round(self, newest: int, will: Readiness, *more: Any) -> Vote:
         step = self._next_step
-        assert step is not None, "only where a round is owed"
+        assert step is not None, "call this only if a vote is owed"
         return Vote(step.number, newest, will, *more)._replace(due=step.due, step=self._votes.step)
 
     def posted(self, round_: Vote) -> None:
@@ -330,7 +330,7 @@ class RankState:
         return self._keep
 
     def take(self, has_room: bool, obstacle: str = "") -> TakeSnapshot | SkipSnapshot | None:
-        """Decide about this boundary's snapshot. ``has_room``: a slot holds none of ``keep``. ``obstacle``: why no
+        """Decide about this boundary's snapshot. ``has_room``: a slot has none of ``keep``. ``obstacle``: why no
         slot can be written yet. Returns None if ftckpt is off."""
         if self.off or self._will is None:
             return None

@@ -92,7 +92,7 @@ class SnapshotDriver:
         for action in (self._wait_for_copies, self._vote) if waits else (self._vote,):
             try:
                 action()
-            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+            except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
                 self.fail(error)
         if waits:
             self._numbers.fenced(secs := time.perf_counter() - begin)
@@ -115,7 +115,7 @@ class SnapshotDriver:
             # WORKING may become DONE by the fence: posted now, all ranks would learn that a step later.
             if round_.cover != TaskState.WORKING:
                 self._send(round_)
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+        except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
             self.fail(error)
 
     def boundary(self, iteration: int, begin: float) -> None:
@@ -155,7 +155,7 @@ class SnapshotDriver:
         return True
 
     def take(self, decision: TakeSnapshot, room: Sequence[int] | None = None) -> int:
-        """Start the snapshot; returns the slot. ``room``: the prepared slots among ``Capture.writable``."""
+        """Start the snapshot; returns the slot. ``room``: the prepared slots of this boundary."""
         capture = self.capture
         assert capture is not None
         base = self._pacer.begin(capture.stepped_bytes, capture.unit_bytes)

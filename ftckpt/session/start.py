@@ -87,7 +87,7 @@ def _prepare(rank: RankContext) -> Preparation:
         nbytes = sum(piece.tensor.nbytes for piece in (*described.stepped, *described.volatile))
         pin_ahead(nbytes, threads_of(topology))
     kept = LastBoundary(described) if rank.storage.wants_last else None
-    # Objects that do not fit are an error at start, not at each snapshot.
+    # Objects that cannot be saved are an error at start, not at each snapshot.
     needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
     if needed > room:
         raise ConfigError(

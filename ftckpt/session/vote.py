@@ -71,8 +71,8 @@ class Vote(NamedTuple):
 
         ``newest`` is sent twice, once negated, which yields minimum and maximum. The minimum alone could name a
         snapshot that a rank with a newer one has overwritten; all ranks have it only if both are the same.
-        ``target`` and ``flush`` likewise. Requests, ``number`` and ``step`` are negated because their maximum
-        counts.
+        ``target`` and ``flush`` are sent the same way. Requests, ``number`` and ``step`` are negated because their
+        maximum counts.
         """
         wishes = -self.stretch, -self.cost, -self.flush_interval
         protect = self.target, -self.target, self.cover

@@ -55,7 +55,7 @@ def test_the_end_of_a_job_is_told_and_that_step_was_never_called(settings: dict[
         told = run_ranks(announced, 2, settings, steps)[0].value
         assert any("step() was never called: no snapshot was taken" in text for text in told) is says
     assert told[-1] == (
-        "the job has ended after iteration 1, and its memory is freed; without --ftckpt-persist nothing was flushed "
+        "the job has ended after iteration 1, and its memory is freed; without --ftckpt-persist nothing is flushed "
         "to storage"
     )
 
