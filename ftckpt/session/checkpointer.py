@@ -344,8 +344,8 @@ class Checkpointer:
     def close(self, remove: bool | None = None, done: bool = True) -> None:
         """End the session. ``remove``: remove the arenas once all ranks have called this; they stay if one does not.
 
-        With ``remove=False`` the arenas stay for a restart, and this waits for no other rank. The default is ``False``
-        while an exception is handled, as in a ``finally``, else ``True``. A second call does nothing.
+        With ``remove=False`` the arenas stay for a restart, and this waits for no other rank. That is the default
+        while an exception is handled, as in a ``finally``; else ``True`` is. A second call does nothing.
 
         ``done``: the job is complete once its arenas are removed, and its launcher trains nothing in later attempts,
         even if this one fails afterwards: do fallible work before. The arenas stay if the last snapshot must be
