@@ -105,7 +105,7 @@ class Arrangement:
         return protection_table(self.holdings, [*self.groups, *self.in_slots], self.mirrors, num_slots, parity_bytes)
 
     def packages_on(self, node: str) -> dict[str, dict[str, int]]:
-        """By other node, the shards whose packages ``node`` keeps, with the maximum size of each in bytes."""
+        """The shards, by other node, whose packages ``node`` keeps, with the maximum size of each in bytes."""
         most_bytes = {holding.shard: holding.package_bytes for holding in self.holdings}
         shards: dict[str, dict[str, int]] = {}
         for shard, (home, *others) in self.mirrors.items():
