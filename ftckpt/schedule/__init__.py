@@ -1,5 +1,5 @@
-"""When to copy: the idle gaps of the pipeline schedule, modelled and measured.
+"""Idle windows of the pipeline schedule, modelled and measured, for copies.
 
-In: a model of the schedule, what training was seen to do (``pacer``). Out: how many bytes may be copied now
-(``bubbles``), and whether snapshots should be rarer.
+In: a model of the schedule, and measured iterations (``window_scheduler``). Out: the bytes that may be copied now
+(``bubbles``), and the requested interval between snapshots.
 """

@@ -1,4 +1,4 @@
-"""How many iterations apart snapshots keep the overhead budget with ``interval`` auto, by what was measured."""
+"""The shortest interval between snapshots that keeps the overhead budget, by measurement: ``interval`` auto."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _EARLY_SNAPSHOTS, _SNAPSHOTS_APART = 16, 1024
 """Snapshots before the first measurement, one in each iteration, and between two measurements."""
 
 _MIN_SNAPSHOTS = 24
-"""Snapshots that a conclusion needs, however little their costs differ."""
+"""Minimum of snapshots for a conclusion, however little their costs differ."""
 
 _SURE, _SURE_AT_FIRST = 3.0, 2.0
-"""Standard errors by which the cost must differ from what an interval allows before that changes; the second, where
-none was concluded before."""
+"""Standard errors between the cost and the one that an interval allows before the interval changes; the second
+applies to the first conclusion."""
 
 _PRECISE = 1 / 12
-"""Of the cost, as its standard error: nothing more is gained by measuring on."""
+"""Relative standard error of the cost at which a measurement ends."""
 
 
 class AutoInterval:
-    """Of one rank, which speaks for all: they train in step, and the wish of the noisiest of many would count.
+    """Chooses the interval on one rank for all: ranks train in step, and the maximum of all would be the noisiest's.
 
-    Snapshots in each iteration are too close to show what one costs. While it is measured they are ``CYCLE`` apart,
-    or further where the cost known by then asks for it. An interval stays while the cost, with its error, allows it.
+    Snapshots in each iteration are too close to show their cost. During a measurement they are ``CYCLE`` iterations
+    apart, or more if the cost requires it. An interval stays while it is within the error of the cost.
 
     Args:
-        most: iterations between snapshots.
+        most: maximum of iterations between snapshots.
         tell: logs a line.
     """
 
@@ -35,35 +35,35 @@ class AutoInterval:
         self._budget, self._most = budget, most
         self._meter, self._tell = meter, tell
         self.interval = 1
-        """As it was concluded last."""
+        """The last conclusion."""
         self.cost: Cost | None = None
-        """Of a snapshot, when it was; None: this attempt has concluded nothing."""
+        """The cost of a snapshot at that time; None: no conclusion in this attempt."""
         self._knows, self._has_told = False, False
         self._spacing = 0
-        """While the cost is measured; 0: it is not."""
+        """Iterations between snapshots during a measurement; 0: none is under way."""
         self._left = _EARLY_SNAPSHOTS
         """Snapshots to the next measurement."""
 
     def resume(self, interval: int) -> None:
-        """Begin with what an earlier attempt has concluded."""
+        """Start with the conclusion of an earlier attempt."""
         self.interval, self._left, self._knows, self._spacing = interval, _SNAPSHOTS_APART, True, 0
 
     @property
     def wish(self) -> tuple[int, float]:
-        """Iterations between snapshots for now, and what one costs over the length of an iteration; the latter is
-        negative while the former is no conclusion."""
+        """Requested iterations between snapshots, and the cost of one as a share of an iteration's length, negative
+        while there is no conclusion."""
         if self._spacing:
             return max(self.interval, self._spacing), -1.0
         return self.interval, -1.0 if self.cost is None else max(0.0, self.cost.share)
 
     def took(self) -> None:
-        """A snapshot was taken."""
+        """Count a snapshot."""
         self._left -= 1
         if self._left <= 0 and not self._spacing and self.interval < CYCLE:
             self._spacing = CYCLE
 
     def judge(self) -> None:
-        """The meter knows the cost better than before."""
+        """Conclude from the meter's refined cost, once it is precise enough."""
         cost = self._meter.cost
         if cost is None:
             return
@@ -75,7 +75,7 @@ class AutoInterval:
         )
         is_precise = cost.error <= _PRECISE * cost.share or longest == 1
         if self._meter.num_snapshots < _MIN_SNAPSHOTS or not (is_precise or self._meter.is_full):
-            if 4 * abs(needed - self._spacing) > self._spacing > 0:  # less is noise, and all ranks follow each change
+            if 4 * abs(needed - self._spacing) > self._spacing > 0:  # less is noise, and affects all ranks
                 self._spacing = max(CYCLE, needed)
             return
         if not shortest <= self.interval <= longest:
@@ -85,9 +85,9 @@ class AutoInterval:
         if self.interval == 1 < longest and not self._has_told:
             self._has_told = True
             self._tell(
-                f"a snapshot each iteration: its cost, {cost.share:.2%} of one give or take {cost.error:.2%}, is too "
-                f"little to be told from the budget of {self._budget:.2%}"
+                f"a snapshot each iteration: its cost, {cost.share:.2%} ± {cost.error:.2%} of an iteration, does not "
+                f"measurably exceed the budget of {self._budget:.2%}"
             )
         self._knows, self._spacing, self._left = True, 0, _SNAPSHOTS_APART
-        # Judged again by others alone: of many looks at much the same one would find a difference.
+        # The next conclusion uses new samples only: repeated tests of the same ones would find a false difference.
         self._meter.forget_cost()

@@ -1,10 +1,9 @@
-"""When a chunk may be copied: the seam between the copier and the pipeline schedule.
+"""Turns to copy chunks: the interface between the copier and the pipeline schedule.
 
-How many bytes may be copied where follows one rule: windows first, then forward, then backward, at last the fence. It
-needs no schedule of copies made in advance. At each place of the iteration it looks at how much is left and at how
-much the later windows can still take; only what they cannot take is spilled, and into backward steps only what later
-forward steps cannot take either. So a window that turned out shorter is made up for by the next ones as long as they
-have capacity left.
+Copies fill windows first, then forward steps, then backward steps, at last the fence. None is scheduled in advance:
+in each span (place) of the iteration the bytes left are compared with the capacity of the later windows. Only the
+excess spills into compute steps, and into backward steps only what exceeds later forward steps as well. So later
+windows compensate for one that turned out shorter, as long as they have capacity left.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from ftckpt.schedule.clock import Moment
 from ftckpt.schedule.iteration import IDLE, IterationForecast
 
 _POLL_SECS = 0.05
-"""How late a dropped snapshot may be noticed; a place that opens wakes the copier at once."""
+"""Maximum delay until the copier notices a dropped snapshot; a place that opens wakes it at once."""
 
 _STEPS = frozenset({"forward", "backward"})
-"""Places whose capacity goes over to the next one: the fence takes all that is left, whatever was owed."""
+"""Places whose unused capacity carries over to the next one."""
 
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """What each place of an iteration can take, in bytes: its length times the rate of copies."""
+    """The capacity of each place of an iteration, in bytes: its length times the copy rate."""
 
     timeline: IterationForecast
     bytes_per_sec: float
     capacity: tuple[int, ...]
     later_windows: tuple[int, ...]
-    """Of all windows after a place, the sum."""
+    """For each place, the total capacity of the windows after it."""
     later_forwards: tuple[int, ...]
 
     @classmethod
     def of(cls, timeline: IterationForecast, bytes_per_sec: float, unit_bytes: int) -> WindowPlan:
-        """``unit_bytes`` is the size of a copy: a window takes whole ones."""
+        """Plan for copies of ``unit_bytes``: a window takes whole ones."""
         capacity = []
         for kind, secs in zip(timeline.kinds, timeline.secs, strict=True):
             nbytes = secs * bytes_per_sec
-            # Rounded as turns are given: a copy goes where most of it fits.
+            # Rounded to nearest, as ``_fitting`` does: a copy goes where most of it fits.
             capacity.append(round(nbytes / unit_bytes) * unit_bytes if kind in IDLE else int(nbytes))
         windows = [nbytes if kind in IDLE else 0 for kind, nbytes in zip(timeline.kinds, capacity, strict=True)]
         forwards = [n if kind == "forward" else 0 for kind, n in zip(timeline.kinds, capacity, strict=True)]
@@ -50,15 +49,15 @@ class WindowPlan:
 
     @property
     def window_bytes(self) -> int:
-        """What all windows together can take."""
+        """The total capacity of all windows."""
         return self.later_windows[0] + (self.capacity[0] if self.timeline.kinds[0] in IDLE else 0)
 
     def knows(self, place: int, kind: str) -> bool:
-        """Whether the iteration under way goes as planned, as far as this place shows."""
+        """Whether the current iteration matches the plan at this place."""
         return place < len(self.capacity) and self.timeline.kinds[place] == kind
 
     def allowed(self, place: int, left_bytes: int) -> int:
-        """Bytes that may be copied at ``place`` when ``left_bytes`` are left."""
+        """Bytes that may be copied at ``place`` if ``left_bytes`` are left."""
         kind, capacity = self.timeline.kinds[place], self.capacity[place]
         if kind == "boundary":
             return 0  # the trainer waits
@@ -73,7 +72,7 @@ class WindowPlan:
 
 
 def _later(values: Sequence[int]) -> tuple[int, ...]:
-    """For each place the sum of the values behind it."""
+    """For each place, the sum of the values after it."""
     total, sums = 0, []
     for value in reversed(values):
         sums.append(total)
@@ -83,22 +82,22 @@ def _later(values: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Leave to copy the next ``count`` chunks: on a device not before ``gate``, a moment of its clock."""
+    """Permission to copy the next ``count`` chunks; on a device not before ``gate``, a moment of its clock."""
 
     gate: Moment = None
     count: int = 1
 
 
 class Windows(Protocol):
-    """Asked by the copier, on its own thread, before it copies."""
+    """The source of turns; called by the copier's thread."""
 
     def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
-        """Return when the first of the next chunks, of ``sizes`` bytes, may be copied, with how many of them may; at
-        once when ``hurry`` is set: the trainer stands at the fence."""
+        """Wait until the first of the next chunks, of ``sizes`` bytes, may be copied; returns how many may. Does not
+        wait if ``hurry`` is set: the trainer is at the fence."""
 
 
 class Always:
-    """Copy at once, without knowledge of the schedule."""
+    """Turns without delay, regardless of the schedule."""
 
     def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         return Turn(count=len(sizes))
@@ -110,15 +109,15 @@ class _Place:
     kind: str
     gate: Moment
     credit: int | None = None
-    """Bytes that may still be copied here; None until the copier comes to it."""
+    """Bytes that may still be copied here; None until the copier reaches this place."""
 
 
 class Bubbles:
-    """Gives turns where the plan has capacity.
+    """Turns where the plan has capacity.
 
-    The trainer's thread says where it is (``enter``), the copier's thread asks for turns. Where the host runs
-    ahead of a device (``queued``), places that the host has left are still to come and keep their capacity; their
-    copies are gated on the device. Otherwise a place that was left is over.
+    The training thread calls ``begin`` and ``enter``, the copier's thread ``wait_turn``. If the host runs ahead of a
+    device (``queued``), places that the host has left are still ahead of the device and keep their capacity; their
+    copies are gated on the device. Otherwise a place ends when training leaves it.
     """
 
     def __init__(self, queued: bool) -> None:
@@ -131,17 +130,17 @@ class Bubbles:
         self._moving = True
 
     def begin(self, total_bytes: int, plan: WindowPlan | None) -> None:
-        """A snapshot of ``total_bytes`` begins; without a plan its chunks are copied as soon as training moves on."""
-        if self._plan is None and self._left == total_bytes == 0:  # there was none before either: nobody waits
+        """Start a snapshot of ``total_bytes``; without a plan its chunks are copied once training has moved on."""
+        if self._plan is None and self._left == total_bytes == 0:  # no snapshot before or now: no copier waits
             return
         with self._changed:
-            # Not moving: copies that begin at the boundary would run beside what training still waits for there.
+            # Not moving: copies at the boundary would delay the work that training waits for there.
             self._plan, self._left, self._carried, self._moving = plan, total_bytes, 0, False
             self._places.clear()
 
     def enter(self, index: int, kind: str, gate: Moment) -> None:
-        """The trainer comes to place ``index`` of the iteration. Never waits for longer than a turn is counted."""
-        # Without the lock: nobody waits for a turn then, nor is one left, before the trainer's next ``begin``.
+        """Enter place ``index`` of the iteration. Holds the lock only while ``_turn`` counts."""
+        # Read without the lock: until the training thread's next ``begin``, no turn is awaited or left.
         if self._moving and (self._plan is None or self._left <= 0):
             return
         with self._changed:
@@ -149,16 +148,16 @@ class Bubbles:
             if self._plan is None or self._left <= 0:
                 self._changed.notify()
                 return
-            if kind == "optimizer":  # every turn was given or hurried: places would pile up until the next snapshot
+            if kind == "optimizer":  # the copies are done: places would pile up until the next snapshot
                 self._left = 0
                 self._places.clear()
                 return
             if not self._queued:
                 self._places.clear()
             if not self._plan.knows(index, kind):
-                self._plan = None  # another schedule than the one that was planned for
+                self._plan = None  # the schedule differs from the planned one
             self._places.append(_Place(index, kind, gate))
-            # Not at a place that takes nothing: a thread that is woken takes the interpreter's lock from training.
+            # Not at a place without capacity: a woken thread takes the interpreter lock from training.
             if self._plan is None or self._plan.allowed(index, self._left):
                 self._changed.notify()
 
@@ -169,7 +168,7 @@ class Bubbles:
                 if turn is not None:
                     return turn
                 self._changed.wait(_POLL_SECS)
-            # Not counted: a dropped snapshot may still ask when the next one has begun.
+            # Not counted: this may be a dropped snapshot's copier after the next snapshot has started.
             return Turn(count=len(sizes))
 
     def _turn(self, sizes: Sequence[int]) -> Turn | None:
@@ -181,7 +180,7 @@ class Bubbles:
             if place.credit is None:
                 place.credit = self._plan.allowed(place.index, self._left)
                 if place.kind in _STEPS and place.credit:
-                    # A step too short for a whole chunk adds its capacity to that of the next.
+                    # A step too short for a chunk passes its capacity on to the next.
                     place.credit, self._carried = place.credit + self._carried, 0
             count = _fitting(sizes, place.credit)
             if count:
@@ -191,15 +190,15 @@ class Bubbles:
                 return Turn(place.gate, count)
             if place.kind in _STEPS and place.credit:
                 self._carried = place.credit
-            if len(self._places) == 1:  # training is there still: some may be left when the next one is known
+            if len(self._places) == 1:  # the current place: it may be credited until training enters the next one
                 return None
             self._places.popleft()
         return None
 
 
 def _fitting(sizes: Sequence[int], credit: int) -> int:
-    """How many of the first chunks go where ``credit`` bytes may: half a chunk too much here is as good as half too
-    little, so each goes where most of it fits."""
+    """The number of chunks that fit into ``credit`` bytes, rounded: half a chunk too many is as good as half too few,
+    so each chunk goes where most of it fits."""
     count = 0
     for size in sizes:
         if credit == 0 or 2 * credit < size:

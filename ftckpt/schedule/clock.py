@@ -1,4 +1,4 @@
-"""When things happen where training happens: wall time on a CPU, events of the device's streams elsewhere."""
+"""Clocks of the training device: wall time on a CPU, stream events on a GPU."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, Protocol
 import torch
 
 Moment = Any
-"""A moment; what it is made of is the clock's own business. None where no moment can be taken."""
+"""A moment, opaque to all but its clock. None if no moment can be taken."""
 
 
 class Clock(Protocol):
-    """Takes moments without waiting, and knows later how far they are apart."""
+    """Takes moments without waiting, and measures the time between them later."""
 
     device: torch.device
     on_device: bool
-    """Whether work is queued, so that the host may be ahead of the moments it takes."""
+    """Whether work is queued on a device: the host may be ahead of the moments it takes."""
 
     def mark(self) -> Moment:
-        """The moment at which all work that was given to the current stream so far is done."""
+        """The moment at which all work in the current stream so far is done."""
 
     def secs(self, begin: Moment, end: Moment) -> float | None:
-        """Seconds from ``begin`` to ``end``; None while one of them lies ahead."""
+        """Seconds from ``begin`` to ``end``; None until the device has reached both."""
 
     def provide(self, moments: int) -> None:
-        """Before training: so many moments more will be held at a time."""
+        """Allocate that many more moments, before training."""
 
 
 class HostClock:
@@ -53,7 +53,7 @@ class DeviceClock:
         self.events = EventPool()
 
     def mark(self) -> Moment:
-        """See Clock. None while the stream is captured into a graph, which an event would spoil."""
+        """See Clock. None while the stream is captured into a graph: an event would invalidate the capture."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = self.events.take()
@@ -61,7 +61,7 @@ class DeviceClock:
         return event
 
     def secs(self, begin: Moment, end: Moment) -> float | None:
-        # Asked for before both have come, the device answers with an error.
+        # elapsed_time fails until the device has reached both.
         if begin is None or end is None or not (begin.query() and end.query()):
             return None
         return float(begin.secs_until(end))
@@ -75,53 +75,53 @@ def make_clock(device: torch.device) -> Clock:
 
 
 class DeviceEvent:
-    """A place in a stream's work, from ``record`` on. It goes back to its pool when nobody holds it any more."""
+    """A position in a stream's work, once recorded. It returns to its pool when the last reference is dropped."""
 
     __slots__ = ("_pool", "raw")
 
     def __init__(self, raw: torch.cuda.Event, pool: list[torch.cuda.Event]) -> None:
         self.raw = raw
-        """What a stream can wait for."""
+        """The torch event, which a stream can wait for."""
         self._pool = pool
 
     def __del__(self) -> None:
-        # Whoever waits for it on the device does so for what was recorded when the wait was enqueued.
+        # Safe while a stream still waits for it: the wait refers to the record at the time it was enqueued.
         self._pool.append(self.raw)
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Stand behind all that ``stream`` has by now."""
+        """Mark the end of all work in ``stream`` so far."""
         self.raw.record(stream)
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached it."""
         return bool(self.raw.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """Sleep until the device has come to it: cores are for training."""
+        """Wait until the device has reached it; sleeps, to leave the core to training."""
         self.raw.synchronize()
 
     def secs_until(self, end: DeviceEvent) -> float:
-        """Seconds to ``end``; an error unless the device has come to both."""
+        """Seconds to ``end``; fails unless the device has reached both."""
         return float(self.raw.elapsed_time(end.raw)) / 1e3
 
 
 class EventPool:
-    """Events that any thread takes, made before training and used again: making one may wait for the whole device."""
+    """Reusable events, created before training: creating one may synchronize the device. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
 
     def grow(self, number: int, stream: torch.cuda.Stream) -> None:
-        """Have ``number`` events more; they are recorded once on ``stream``, as torch makes them only then."""
+        """Create ``number`` more events; records each once on ``stream``, as torch creates them lazily."""
         for _ in range(number):
             event = _make()
             event.record(stream)
             self._free.append(event)
 
     def take(self) -> DeviceEvent:
-        """One that nobody holds, or a new one where the pool was made too small."""
+        """Take a free event, or a new one if the pool is empty."""
         try:
-            raw = self._free.pop()  # one step to other threads, as ``append`` is
+            raw = self._free.pop()  # atomic, as ``append`` is
         except IndexError:
             raw = _make()
         return DeviceEvent(raw, self._free)

@@ -1,10 +1,10 @@
-"""What snapshots cost training, all in all: how much longer iterations near one take than those far from any.
+"""The total cost of snapshots: how much longer iterations near one take than those far from any.
 
-That holds what training waits for at the boundary and in the fence, what copies beside compute steps slow down, and
-what checksums and parity behind them do; and in the same way what a flush to storage slows down. Only iterations are
-measured that training goes through anyway, so that intervals which are too short to have any far from a snapshot are
-made longer now and then (``ftckpt.schedule.auto_interval``). Each is compared with its neighbours, and the median of
-many comparisons counts: what else goes on at the machine is in both of what is compared, or in few comparisons.
+It includes the waits at the boundary and in the fence, and the slowdown by concurrent copies, checksums and parity;
+flushes are measured in the same way. All iterations are training's own. If the interval is too short for any to be
+far from a snapshot, ``ftckpt.schedule.auto_interval`` extends it now and then. Iterations are compared with their
+neighbours, and the cost is the median of many comparisons: other load on the machine affects both sides of one, or
+few of them.
 """
 
 from __future__ import annotations
@@ -16,41 +16,39 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NEAR = 3
-"""Iterations behind a boundary with a snapshot that it is held to slow down: that beside its copies, and two while
-its checksums and parity are made."""
+"""Iterations that a snapshot is assumed to slow down: the one of its copies, and two of its checksums and parity."""
 
 CYCLE = 2 * NEAR
-"""Iterations from one snapshot to the next that show what it costs: as many again to compare with."""
+"""Iterations between snapshots while their cost is measured: ``NEAR`` slow ones, and as many to compare with."""
 
 _SKIPPED = 5
-"""Iterations after a start that say nothing: they compile, allocate and connect."""
+"""Iterations after a start that are ignored: they compile, allocate and connect."""
 
 _JUDGED = 64
-"""Snapshots over which the cost is a median; fewer do, from ``_FEWEST`` on, with the doubt that this leaves."""
+"""Maximum of snapshots whose median is the cost; ``_FEWEST`` is the minimum, with a larger error."""
 
 _FEWEST = 8
 
 _LEAST = 5
-"""Iterations that a median of their length needs."""
+"""Minimum of iterations for a median of their length."""
 
 _KEPT = 64
-"""Iterations that a median of their length is taken of."""
+"""Maximum of iterations for a median of their length."""
 
 
 class Cost(NamedTuple):
-    """Of a snapshot, over the length of an iteration; ``error`` is the standard error."""
+    """The cost of a snapshot as a share of an iteration's length; ``error`` is the standard error."""
 
     share: float
     error: float
 
 
 class IntervalRequest(NamedTuple):
-    """What a rank wants of the intervals, and from what.
+    """A rank's requests for the intervals, and the measurements behind them.
 
-    ``stretch``: by how much snapshots are to be rarer. ``cost``: of one, over the length of an iteration; negative:
-    it is being measured.
-    ``iteration_secs``: of an iteration far from any; 0: not known. ``flush_share``: by how much of its length one
-    takes longer beside a flush to storage.
+    ``stretch``: requested factor on the interval of snapshots. ``cost``: of a snapshot, as a share of an iteration's
+    length; negative: being measured. ``iteration_secs``: length of an iteration without a snapshot; 0: unknown.
+    ``flush_share``: share by which an iteration is longer during a flush.
     """
 
     stretch: int = 1
@@ -60,29 +58,29 @@ class IntervalRequest(NamedTuple):
 
 
 def shortest_interval(cost_share: float, budget: float, most: int) -> int:
-    """The least number of iterations between snapshots at which they keep ``budget``, a share of training.
+    """The minimum of iterations between snapshots that stays within ``budget``, a share of training time.
 
-    ``cost_share``: what one takes, over the length of an iteration. As in CheckFreq (FAST'21), with the whole cost in
-    place of the wait for a copy.
+    ``cost_share``: the cost of one snapshot as a share of an iteration's length. As in CheckFreq (FAST'21), but with
+    the total cost instead of the wait for a copy.
     """
     return max(1, math.ceil(min(cost_share / budget, most)))
 
 
 class CostMeter:
-    """Takes the length of each iteration, and how far the last snapshot lies behind it."""
+    """Estimates the cost of snapshots and flushes from the length of each iteration."""
 
     def __init__(self) -> None:
         self._seen = 0
         self._cycle: dict[int, float] = {}
-        self._before: list[float] = []  # iterations far from any snapshot, right before this one
+        self._before: list[float] = []  # iterations far from any snapshot, just before the current cycle
         self._shares: deque[float] = deque(maxlen=_JUDGED)
         self._lengths: dict[tuple[bool, bool], deque[float]] = {
             (near, flushing): deque(maxlen=_KEPT) for near in (False, True) for flushing in (False, True)
         }
 
     def add(self, place: int, secs: float, flushing: bool) -> bool:
-        """An iteration of ``secs``, ``place`` boundaries behind the last one with a snapshot; ``flushing``: beside a
-        flush. Whether the cost of a snapshot is known better than before."""
+        """Add an iteration of ``secs``, ``place`` boundaries after the last snapshot, ``flushing`` if during a flush;
+        returns whether that refined the cost of a snapshot."""
         self._seen += 1
         if self._seen <= _SKIPPED:
             return False
@@ -97,17 +95,17 @@ class CostMeter:
 
     @property
     def cost(self) -> Cost | None:
-        """Of a snapshot; None before it is known."""
+        """The cost of a snapshot; None until known."""
         if len(self._shares) < _FEWEST:
             return None
         share = statistics.median(self._shares)
         spread = statistics.median(abs(other - share) for other in self._shares)
-        # Of a median of n normal values: 1.25 standard deviations over the root of n; one is 1.48 spreads.
+        # Standard error of the median of n normal values: 1.25 sigma / sqrt(n), where sigma = 1.48 MAD.
         return Cost(share, 1.25 * 1.48 * spread / len(self._shares) ** 0.5)
 
     @property
     def num_snapshots(self) -> int:
-        """Those over which ``cost`` is the median."""
+        """The number of snapshots whose median is ``cost``."""
         return len(self._shares)
 
     @property
@@ -116,17 +114,17 @@ class CostMeter:
         return len(self._shares) == _JUDGED
 
     def forget_cost(self) -> None:
-        """Of a snapshot, as far as it is known: it is measured anew."""
+        """Discard the measured cost of a snapshot."""
         self._shares.clear()
 
     @property
     def iteration_secs(self) -> float:
-        """The median length of an iteration, far from snapshots where there are such; 0: not known."""
+        """The median length of an iteration without a snapshot, or of one with if all have one; 0: unknown."""
         return _median(self._lengths[False, False]) or _median(self._lengths[True, False])
 
     @property
     def flush_share(self) -> float:
-        """By how much of its length an iteration takes longer beside a flush; 0 where nothing is known."""
+        """The share by which an iteration is longer during a flush; 0 if unknown."""
         for near in (False, True):
             alone, beside = (_median(self._lengths[near, flushing]) for flushing in (False, True))
             if alone and beside:
@@ -138,11 +136,11 @@ class CostMeter:
         return [secs for place, secs in self._cycle.items() if place >= NEAR]
 
     def _judge(self) -> bool:
-        """The iterations since the last snapshot are complete; whether they are enough to compare."""
+        """Compare the iterations of the cycle that has ended; returns whether there were enough of them."""
         near, far = [self._cycle[place] for place in range(NEAR) if place in self._cycle], self._far
         if len(near) < NEAR or len(far) < CYCLE - NEAR:
             return False
-        # The mean of these: of lengths that spread to one side the median is less, and all would seem to cost.
+        # The mean: lengths are skewed, their median is below the mean, and every snapshot would seem to cost.
         alone = statistics.fmean([*self._before, *far[:CYCLE]])
         self._shares.append(sum(near) / max(alone, 1e-9) - NEAR)  # 1e-9: a clock may stand still
         return True

@@ -1,16 +1,16 @@
-"""What one iteration of training did when, which of it copies ran beside, and what the next one is expected to do.
+"""The measured spans of one training iteration, the copies in them, and the forecast of the next one.
 
-An iteration goes from one boundary to the next. It is cut into spans without gaps, each named after what
-the trainer does; idle ones are the windows:
+An iteration runs from one step boundary to the next. It consists of contiguous spans, each named after the trainer's
+activity; the idle ones are the windows:
 
 | kind | from | to |
 |---|---|---|
-| boundary | the end of an iteration | the snapshot has begun: the time for which training waits there |
-| start | that | the beginning of the pipeline's schedule |
-| forward, backward | the begin of one compute step | its end |
-| window | a compute step, or the schedule's begin | the next compute step: receives, sends, waiting |
+| boundary | the end of an iteration | the snapshot has started: training's wait at the boundary |
+| start | the end of boundary | the start of the pipeline schedule |
+| forward, backward | the start of one compute step | its end |
+| window | a compute step, or the schedule's start | the next compute step: receives, sends, waiting |
 | tail | the last backward | the fence: reduction of gradients, gradient norm, waiting for other stages |
-| fence | the point before the first write to stepped state | the copies are safe |
+| fence | the point before the first write to optimizer-updated state | the copies have finished |
 | optimizer | the fence | the next boundary |
 """
 
@@ -26,14 +26,14 @@ import numpy as np
 COMPUTE = frozenset({"forward", "backward"})
 IDLE = frozenset({"start", "window", "tail"})
 SCHEDULED = frozenset({"window", "forward", "backward", "tail"})
-"""What the model of a schedule speaks of; the rest of an iteration depends on nothing that it knows."""
+"""Kinds that a model of the schedule covers; the lengths of the others are unknown to it."""
 
 
 @dataclass(frozen=True)
 class Iteration:
     """``kinds[i]`` lasted from ``edges[i]`` to ``edges[i + 1]``; ``copies`` are (begin, end, bytes).
 
-    Seconds since the boundary, on the clock of the device.
+    All in seconds since the boundary, on the device's clock.
     """
 
     kinds: tuple[str, ...]
@@ -42,7 +42,7 @@ class Iteration:
 
     @property
     def secs(self) -> float:
-        """From boundary to boundary, in seconds."""
+        """The time from boundary to boundary."""
         return self.edges[-1] - self.edges[0]
 
     @property
@@ -55,31 +55,31 @@ class Iteration:
 
     @property
     def stall_secs(self) -> float:
-        """How long the fence waited for copies: what it takes besides would be there without any."""
+        """The time that the fence waited for copies; the rest of the fence occurs without copies, too."""
         done = max((end for _, end, _ in self.copies), default=0.0)
         spans = zip(self.kinds, self.edges, self.edges[1:], strict=False)
         return sum(max(0.0, min(end, done) - begin) for kind, begin, end in spans if kind == "fence")
 
     @property
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes copied by kind of span; a copy that runs across several is divided by time."""
+        """Bytes copied by kind of span; a copy across several spans is split in proportion to time."""
         return divide(self.copies, self.kinds, self.edges)
 
 
 def divide(
     copies: Sequence[tuple[float, float, int]], kinds: Sequence[str], edges: Sequence[float]
 ) -> dict[str, int]:
-    """Bytes of ``copies`` by the kind of span they ran in; what ran before or after all spans is the nearest's.
+    """Bytes of ``copies`` by the kind of span they ran in; bytes outside all spans count for the nearest one.
 
-    ``copies`` follow each other: none begins before the one before it has ended.
+    ``copies`` must be sequential: none starts before the previous one has ended.
     """
     if not copies or not kinds:
         return {}
     begins, ends, sizes = np.array(copies, dtype=np.float64).T
     after = np.cumsum(sizes)
-    # Bytes copied by the time t rise linearly inside each copy; each span gets the rise between its edges.
+    # Bytes copied by time t rise linearly within each copy; each span gets the rise between its edges.
     times, done = np.column_stack([begins, ends]).ravel(), np.column_stack([after - sizes, after]).ravel()
-    # Ascending even where rounding makes copies that touch each other overlap: interpolation wants it so.
+    # np.interp needs ascending times, and rounding can make adjacent copies overlap.
     inner = np.interp(np.array(edges[1:-1], dtype=np.float64), np.maximum.accumulate(times), done)
     # Rounded before the difference, so that the parts add up to the bytes that were copied.
     steps = np.diff(np.rint(np.concatenate([[0.0], inner, after[-1:]])).astype(np.int64))
@@ -91,19 +91,19 @@ def divide(
 
 
 def in_windows(moved_bytes: Mapping[str, int]) -> float:
-    """Share of the bytes that were copied inside windows."""
+    """The share of the bytes that were copied in windows."""
     total = sum(moved_bytes.values())
     return sum(nbytes for kind, nbytes in moved_bytes.items() if kind in IDLE) / total if total else 0.0
 
 
 _MEDIAN_OF = 9
-"""Iterations a median is taken of: one that stalled does not move it."""
+"""Iterations per median: a single stall does not move it."""
 
 _SETTLED = 3
-"""Iterations after which a median means something."""
+"""Minimum of iterations for a median."""
 
 _REFRESHED = 4
-"""Iterations after which medians are taken anew: fewer would change few of them."""
+"""Iterations after which medians are recomputed: fewer hardly change them."""
 
 
 @dataclass(frozen=True)
@@ -114,21 +114,20 @@ class IterationForecast:
     secs: tuple[float, ...]
 
     def distance(self, other: IterationForecast) -> float:
-        """How much of the iteration lies elsewhere than in ``other``, as a share; 1 where places differ."""
+        """The share of the iteration by which spans differ in length from ``other``; 1 if their kinds differ."""
         if self is other:
             return 0.0
         if self.kinds != other.kinds:
             return 1.0
         mine, theirs = np.array(self.secs), np.array(other.secs)
-        # 1e-9: no division by 0 where an iteration has no length.
+        # 1e-9 avoids division by 0 for an iteration of no length.
         return float(np.abs(mine - theirs).sum() / max(mine.sum(), 1e-9))
 
 
 class Profile:
     """The last iterations of this rank.
 
-    The first one after a start, and after each change of the schedule, is not counted: it compiles,
-    allocates and connects.
+    The first one after a start, or after a change of the schedule, is excluded: it compiles, allocates and connects.
     """
 
     def __init__(self) -> None:
@@ -138,10 +137,10 @@ class Profile:
         self._first: Iteration | None = None
         self._model: tuple[tuple[str, ...], tuple[float, ...]] | None = None
         self._medians: IterationForecast | None = None
-        self._behind = 0  # iterations that the medians do not know of
+        self._behind = 0  # iterations since the medians were computed
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        """What a model of the schedule says of its places, in relative lengths; used until it was measured."""
+        """Give a model of the schedule: kinds and relative lengths of its spans; used until they are measured."""
         self._model = (tuple(kinds), tuple(lengths))
 
     def add(self, iteration: Iteration) -> None:
@@ -155,7 +154,7 @@ class Profile:
         self._behind += 1
 
     def forget(self) -> None:
-        """Nothing that was measured counts any more."""
+        """Discard all measurements."""
         self._kinds, self._first = (), None
         self._clear()
 
@@ -166,10 +165,10 @@ class Profile:
 
     @property
     def timeline(self) -> IterationForecast | None:
-        """Medians of what was measured, before that the model scaled to the first iteration, or None."""
+        """The forecast: medians once measured, before that the model scaled to the first iteration, else None."""
         if self.measured:
             if self._medians is None or self._behind >= _REFRESHED:
-                # Not NumPy's own: it goes through so much code that training waits twice as long.
+                # Not np.median: its overhead would double training's wait.
                 rows, middle = np.sort(np.array(self._lengths), axis=0), len(self._lengths) // 2
                 medians = (rows[middle] + rows[~middle]) / 2
                 self._medians, self._behind = IterationForecast(self._kinds, tuple(medians.tolist())), 0
@@ -184,7 +183,7 @@ class Profile:
 
 
 def _scaled(first: Iteration, kinds: Sequence[str], lengths: Sequence[float]) -> IterationForecast | None:
-    """The model's places at the speed of ``first``; None where the model is of another schedule."""
+    """The model's spans at the speed of ``first``; None if the model is that of another schedule."""
     places = [index for index, kind in enumerate(first.kinds) if kind in SCHEDULED]
     if tuple(first.kinds[index] for index in places) != tuple(kinds):
         return None

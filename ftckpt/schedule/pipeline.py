@@ -1,9 +1,9 @@
-"""A pipeline schedule as pure data: what each stage computes in which order, and when it has nothing to do.
+"""Pipeline schedules as pure data: the order of each stage's compute steps, and the windows between them.
 
-The orders are those of 1F1B and interleaved 1F1B (Narayanan et al., SC'21, arXiv 2104.04473). What one stage holds
-of the model is cut into chunks; chunk ``c`` of stage ``s`` is virtual stage ``c * stages + s``. The times follow from
-data alone: a stage computes as soon as its step before and the step whose output it needs are done, and sending takes
-no time.
+The orders are those of 1F1B and interleaved 1F1B (Narayanan et al., SC'21, arXiv 2104.04473). A stage's part of the
+model consists of chunks; chunk ``c`` of stage ``s`` is virtual stage ``c * stages + s``. The times follow from
+dependencies alone: a stage computes once its previous step and the step whose output it needs are done, and sending
+takes no time.
 
 In 1F1B with P stages and M micro-batches, stage s waits s forwards before its first forward, max(0, P−s−M) forwards
 and P−s−1 backwards before its first backward, one forward before each of its last min(P, M+s)−s−1 backwards, and s
@@ -20,7 +20,7 @@ from typing import NamedTuple
 FORWARD, BACKWARD = "forward", "backward"
 
 _LENGTHS = {FORWARD: 1, BACKWARD: 2}
-"""A backward step computes the gradients of inputs and of weights: twice a forward. A guess until measured."""
+"""A backward step computes the gradients of inputs and of weights: twice a forward. An estimate until measured."""
 
 Places = tuple[tuple[str, ...], tuple[float, ...]]
 """Kinds of ``ftckpt.schedule.iteration`` and lengths as shares of their sum."""
@@ -39,27 +39,27 @@ Orders = Sequence[Sequence[Step]]
 
 
 def pipeline_orders(stages: int, micro_batches: int, chunks: int = 1, group: int | None = None) -> Orders | None:
-    """The orders of 1F1B, interleaved where a stage has several chunks; None where there is none for these sizes.
+    """The orders of 1F1B, interleaved if a stage has several chunks; None if these sizes allow none.
 
     Args:
-        group: micro-batches that a chunk runs in a row before the next chunk does; ``stages`` where it is not given.
+        group: consecutive micro-batches that a chunk runs before the next chunk does; ``stages`` if not given.
     """
     if stages < 1 or micro_batches < 1:
         return None
     if chunks == 1:
         return [_order(micro_batches, 1, micro_batches, stages - stage - 1) for stage in range(stages)]
     group = group or stages
-    # Else stage 0 would come to the next chunk of a micro-batch before the last stage is through with this one.
+    # Else stage 0 would reach the next chunk of a micro-batch before the last stage has finished the current one.
     fits = not 0 < micro_batches % group < stages
     if stages < 2 or not stages <= group <= micro_batches or not fits:
         return None
-    # Two for each stage behind it (there and back), and a round of every chunk but the last: Megatron's own count.
+    # Two per later stage (there and back), plus one group per chunk but the last, as Megatron counts.
     warmups = [(stages - stage - 1) * 2 + (chunks - 1) * group for stage in range(stages)]
     return [_order(micro_batches, chunks, group, warmup) for warmup in warmups]
 
 
 def _order(micro_batches: int, chunks: int, group: int, warmup: int) -> tuple[Step, ...]:
-    """``warmup`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """``warmup`` forwards, then forwards and backwards alternating, then the remaining backwards."""
     forwards, backwards = _queues(micro_batches, chunks, group)
     warmup = min(warmup, len(forwards))
     pairs = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
@@ -81,7 +81,7 @@ def _queues(micro_batches: int, chunks: int, group: int) -> tuple[tuple[Step, ..
 
 
 def step_times(orders: Orders) -> list[list[tuple[int, int]]]:
-    """Begin and end of each step of each stage.
+    """Start and end of each step of each stage.
 
     A forward needs the forward of the virtual stage before it, a backward the backward of the virtual stage after
     it, and on the last virtual stage the forward of its own micro-batch.
@@ -90,7 +90,7 @@ def step_times(orders: Orders) -> list[list[tuple[int, int]]]:
     ends: dict[tuple[str, int, int], int] = {}
     times: list[list[tuple[int, int]]] = [[] for _ in orders]
     moved = True
-    while moved:  # each stage runs until a step that it needs is missing; the orders above never wait in a circle
+    while moved:  # each stage runs until an input is missing; the orders above never deadlock
         moved = False
         for stage, (done, order) in enumerate(zip(times, orders, strict=True)):
             while len(done) < len(order):
@@ -114,9 +114,9 @@ def step_times(orders: Orders) -> list[list[tuple[int, int]]]:
 def pipeline_places(
     stages: int, stage: int, micro_batches: int, chunks: int = 1, group: int | None = None
 ) -> Places | None:
-    """Windows and compute steps of ``stage`` in turn, the tail last; None where ``pipeline_orders`` has no orders.
+    """Windows and compute steps of ``stage``, alternating, then the tail; None if ``pipeline_orders`` returns None.
 
-    A framework that is given sizes without an order has its own message for them.
+    The framework itself rejects sizes that allow no order.
     """
     orders = pipeline_orders(stages, micro_batches, chunks, group)
     if orders is None:

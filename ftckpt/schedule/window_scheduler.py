@@ -1,4 +1,4 @@
-"""Follows one rank's training through each iteration, learns its windows, and plans copies into them."""
+"""Tracks one rank's iterations, measures their windows, and plans copies into them."""
 
 from __future__ import annotations
 
@@ -18,46 +18,45 @@ from ftckpt.schedule.cost import CostMeter, IntervalRequest, shortest_interval
 from ftckpt.schedule.iteration import Iteration, Profile, in_windows
 
 _JUDGED = 5
-"""Snapshots over which rates of copying and costs of fences are judged."""
+"""Snapshots over which the medians of copy rates and fence costs are taken."""
 
 TIMELINE_EVERY = 50
-"""Snapshots between two that leave a timeline, which takes as much of the event log as all else of ten snapshots."""
+"""Snapshots from one timeline to the next: one takes as much of the event log as ten snapshots without."""
 
 _MOVED_SHARE = 0.1
-"""Of an iteration, by which windows must have moved before copies are planned anew: they move by a few percent from
-one iteration to the next."""
+"""Share of an iteration by which windows must move before copies are replanned: they jitter by a few percent."""
 
 _MOST_STRETCH = 10_000
-"""However small the budget, snapshots do not become rarer than this."""
+"""Maximum factor on the interval, however small the budget."""
 
 _TOGETHER = 4
-"""Iterations that are learnt at once where nobody waits to hear of each: code that runs seldom lies in no cache, and
-takes as long for one as for all."""
+"""Iterations that are processed in one batch unless events are recorded: code that runs rarely is not in the CPU
+cache, and takes as long for one iteration as for four."""
 
 _PENDING = 4 + _TOGETHER
-"""Iterations that may wait, for these and for a device to come to their end."""
+"""Maximum of iterations that wait for a batch, or for the device to finish them."""
 
 _PLACES = 256
-"""Places of an iteration for which moments are provided before anything is known of its schedule."""
+"""Spans of an iteration for which moments are allocated before the schedule is known."""
 
 
 class Copies(Protocol):
-    """The copies of one snapshot, as the pacer looks at them while they run."""
+    """The copies of one snapshot, which may still run."""
 
     timed: list[tuple[float, float, int]]
     """(begin, end, bytes) of each copy, in seconds since the boundary."""
 
     @property
     def ended(self) -> bool:
-        """Whether none follows."""
+        """Whether all copies have finished."""
 
 
 class IterationMarks(NamedTuple):
-    """An iteration that is over for the host, though a device may still be at it.
+    """An iteration that the host has finished; the device may still execute it.
 
-    ``began`` is the time of day at its first boundary, ``snapshot`` the iteration whose state was copied, ``place``
-    how many boundaries that lies behind. ``flushing``: a snapshot was on its way to storage. ``pauses``: from when to
-    when something else went on than training.
+    ``began``: wall-clock time at its first boundary. ``snapshot``: the iteration whose state was copied last,
+    ``place``: boundaries since then. ``flushing``: a flush was under way. ``pauses``: start and end of each time
+    span in which training was paused.
     """
 
     began: float
@@ -71,18 +70,18 @@ class IterationMarks(NamedTuple):
 
 
 def _leaves_timeline(number: int) -> bool:
-    """Whether snapshot ``number`` does: early ones, for runs that are short, at 1, 2, 4, 8 …, and then at each
-    ``TIMELINE_EVERY``."""
+    """Whether snapshot ``number`` gets a timeline event: 1, 2, 4, 8 …, for short runs, then every
+    ``TIMELINE_EVERY``-th."""
     return number % TIMELINE_EVERY == 0 or (number < TIMELINE_EVERY and number & (number - 1) == 0)
 
 
 class WindowScheduler:
-    """Owned by the checkpointer; every method is called by the training thread.
+    """Measures windows and plans copies for one rank. Only the training thread calls its methods.
 
-    ``speaks``: whether this rank's cost of snapshots decides for all of them with ``interval`` auto.
+    ``speaks``: whether this rank's cost of snapshots decides for all ranks with ``interval`` auto.
 
-    ``windows`` is what the copier asks. ``enter`` says where training is, in the kinds of
-    ``ftckpt.schedule.iteration``; any of them may be missing: what is not entered is no window.
+    ``windows`` gives turns to the copier. ``enter`` reports the current span, a kind of
+    ``ftckpt.schedule.iteration``. Kinds are optional: a window that is not entered is not used.
     """
 
     def __init__(
@@ -95,19 +94,19 @@ class WindowScheduler:
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
         self._plan: WindowPlan | None = None
-        self._outdated = True  # the plan: something was learnt since
+        self._outdated = True  # the plan is older than the last measurement
         self._marks: list[tuple[str, Moment]] = []
         self._began = 0.0
         self._copies: Copies | None = None
         self._snapshot, self._place = -1, 0
         self._flushing = False
-        self._paused: Moment | None = None  # since when
+        self._paused: Moment | None = None  # the start of the current pause
         self._pauses: list[tuple[Moment, Moment]] = []
         self._meter = CostMeter()
         self._auto: AutoInterval | None = None
         if config.interval == "auto" and config.overhead_budget and speaks:
             self._auto = AutoInterval(config.overhead_budget, _MOST_STRETCH, self._meter, events.announce)
-        # Beyond that the oldest goes unread: a device this far behind has no use for its times.
+        # On overflow the oldest is dropped: it is too old to matter by the time the device finishes it.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
         self._rates: deque[float] = deque(maxlen=_JUDGED)
         self._fences: deque[float] = deque(maxlen=_JUDGED)
@@ -116,12 +115,12 @@ class WindowScheduler:
         self._places = 0
         self._provide(_PLACES)
         self.stretch = 1
-        """By how much this rank wishes snapshots to be rarer, so that they keep their budget."""
+        """The factor on the interval that this rank requests to stay within the budget."""
         self._cost = 0.0 if config.interval != "auto" else -1.0
         self._wished: IntervalRequest | None = None
 
     def resume(self, interval: int) -> None:
-        """With ``interval`` auto: begin with what an earlier attempt has found to keep the budget."""
+        """With ``interval`` auto: start with the interval that an earlier attempt measured."""
         if self._auto is not None:
             self._auto.resume(interval)
             self._follow_auto(self._auto)
@@ -129,7 +128,7 @@ class WindowScheduler:
 
     @property
     def wish(self) -> IntervalRequest:
-        """What this rank wants of the intervals; found out where a round needs it."""
+        """This rank's requests for the intervals, computed when a vote needs them."""
         if self._wished is None:
             self._wished = IntervalRequest(
                 self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share
@@ -138,23 +137,23 @@ class WindowScheduler:
 
     @property
     def windows(self) -> Windows:
-        """When chunks may be copied."""
+        """The source of turns to copy chunks."""
         return self._bubbles or Always()
 
     @property
     def capacity_bytes(self) -> int:
-        """What the windows of one iteration can take; 0 until they were measured."""
+        """Bytes that can be copied in the windows of one iteration; 0 until measured."""
         return self._capacity
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        """A model's view of the schedule, see ``Profile.expect``."""
+        """Give a model of the schedule, see ``Profile.expect``."""
         self._provide(len(kinds))
         self._profile.expect(kinds, lengths)
 
     def enter(self, kind: str) -> None:
-        """Training comes to a span of ``kind``; after the fence nothing counts until the next boundary."""
+        """Enter a span of ``kind``; ignored between the fence and the next boundary."""
         self._resume()
-        # Doors may announce one place twice. Behind the fence copies are done: what is announced there is no window.
+        # Integrations may report one span twice. After the fence copies are done: nothing there is a window.
         if not self._marks or self._marks[-1][0] in (kind, "optimizer"):
             return
         mark = self.clock.mark()
@@ -163,8 +162,8 @@ class WindowScheduler:
             self._bubbles.enter(len(self._marks) - 1, kind, mark)
 
     def pause(self) -> None:
-        """Until its next span training does not go on, for an evaluation or a save: what comes at the same boundaries
-        as snapshots do is none of their cost."""
+        """Pause until the next span, as for an evaluation or a save: that time must not count as a cost of a snapshot
+        at the same boundary."""
         if self._paused is None and self._marks:
             self._paused = self.clock.mark()
 
@@ -174,12 +173,12 @@ class WindowScheduler:
             self._paused = None
 
     def boundary(self, flushing: bool = False) -> None:
-        """An iteration ends and the next begins; ``flushing``: beside a snapshot that is on its way to storage."""
+        """End an iteration and start the next, ``flushing`` if a flush is under way."""
         self._resume()
         end = self.clock.mark()
         moments = [end, *[mark for _, mark in self._marks], *chain.from_iterable(self._pauses)]
         self._place = 0 if self._copies is not None else self._place + 1
-        # A mark is missing where a graph was captured: nothing is known of such an iteration.
+        # Marks are missing while a graph is captured: such an iteration cannot be timed.
         if self._marks and None not in moments:
             self._pending.append(
                 IterationMarks(
@@ -194,8 +193,8 @@ class WindowScheduler:
             self._bubbles.begin(0, None)
 
     def begin(self, total_bytes: int, unit_bytes: int) -> Moment:
-        """A snapshot begins at this boundary, in copies of ``unit_bytes``; returns the boundary's moment."""
-        base = self._marks[0][1]  # copies are timed from here, as the spans of the iteration are
+        """Start a snapshot at this boundary, in copies of ``unit_bytes``; returns the boundary's moment."""
+        base = self._marks[0][1]  # the common time base of copies and spans
         if self._bubbles is not None:
             if self._outdated:
                 self._plan, self._outdated = self._planned(unit_bytes), False
@@ -205,14 +204,14 @@ class WindowScheduler:
         return base
 
     def follow(self, copies: Copies | None, snapshot: int) -> None:
-        """The copies of the snapshot that began, of the state of iteration ``snapshot``."""
+        """Track the copies of the snapshot of iteration ``snapshot``, which has just started."""
         self._copies, self._snapshot = copies, snapshot
 
     def learn(self) -> None:
-        """Take in the iterations of which everything is known by now; the next plan rests on them."""
+        """Process the iterations that the device has finished; the next plan uses them."""
         if self._profile.measured and len(self._pending) < _TOGETHER and not self._events.kept:
             return
-        # In their order, and never waiting: a device may be iterations behind the host.
+        # In order and without waiting: the device may be iterations behind the host.
         while self._pending:
             iteration = self._resolved(self._pending[0])
             if iteration is None:
@@ -232,24 +231,24 @@ class WindowScheduler:
         if iteration.copies:
             spent = sum(end - begin for begin, end, _ in iteration.copies)
             copied = sum(nbytes for _, _, nbytes in iteration.copies)
-            # Without waits for turns: what the hardware gives.
+            # Excludes waits for turns: the rate of the hardware.
             self._rates.append(copied / max(spent, 1e-9))
             self._watch_fence(iteration)
             self._report(iteration, passed)
 
     def close(self) -> None:
-        """Forget what was not learned."""
+        """Drop all unprocessed iterations."""
         self._pending.clear()
         self._marks, self._copies, self._paused = [], None, None
 
     def _provide(self, places: int) -> None:
-        """Moments for iterations of so many places: those that are pending, the last one and the one under way."""
+        """Allocate moments for iterations of that many spans: the pending ones, the last and the current one."""
         if places > self._places:
             self.clock.provide((_PENDING + 2) * (places - self._places))
             self._places = places
 
     def _resolved(self, passed: IterationMarks) -> Iteration | None:
-        """What it was; None while the device or copies are still at it."""
+        """The timed iteration; None while the device or copies are unfinished."""
         base = passed.marks[0][1]
         if passed.copies is not None and not passed.copies.ended:
             return None
@@ -258,12 +257,12 @@ class WindowScheduler:
         known = [edge for edge in edges if edge is not None]
         if len(known) < len(edges):
             return None
-        # Sorted: several threads tell of them.
+        # Sorted: several threads append.
         copies = tuple(sorted(passed.copies.timed)) if passed.copies is not None else ()
         return Iteration(tuple(kind for kind, _ in passed.marks), tuple(known), copies)
 
     def _paused_secs(self, passed: IterationMarks) -> float:
-        """All are known: they lie before the end of an iteration that is."""
+        """The total of an iteration's pauses. All moments are known: they precede its end, which is."""
         return sum(self.clock.secs(begin, end) or 0.0 for begin, end in passed.pauses)
 
     def _report(self, iteration: Iteration, passed: IterationMarks) -> None:
@@ -286,7 +285,7 @@ class WindowScheduler:
             )  # fmt: skip
 
     def _planned(self, unit_bytes: int) -> WindowPlan | None:
-        """The plan in force while what it rests on holds, otherwise a new one; None while nothing is known."""
+        """The current plan while its timeline and rate are valid, else a new one; None before a measurement."""
         timeline = self._profile.timeline
         if timeline is None or not self._rates:
             return None
@@ -304,23 +303,23 @@ class WindowScheduler:
         return plan
 
     def _watch_fence(self, iteration: Iteration) -> None:
-        """Too dear a fence: measure the windows anew, and where that does not help, wish for rarer snapshots.
+        """Limit the cost of the fence: measure the windows again; if that does not help, request a longer interval.
 
-        With ``interval`` auto the whole cost decides of the wish, and the fence of the windows alone.
+        With ``interval`` auto the interval depends on the total cost, and the fence only triggers the measurement.
         """
         budget = self._config.overhead_budget
         self._fences.append(iteration.stall_secs / max(iteration.secs, 1e-9))
         if not budget or len(self._fences) < _JUDGED:
             return
         share = statistics.median(self._fences)
-        # Snapshots n times as rare cost one n-th of the share.
+        # An n times longer interval has one n-th of the cost.
         needed = shortest_interval(share, budget, _MOST_STRETCH)
         if needed > self.stretch and self._bubbles is not None and not self._replanned:
             self._replanned = True
             self._profile.forget()
             self._events.emit("replanned", fence_share=share, overhead_budget=budget)
             self._fences.clear()
-        # Back only where half would do: an interval that follows each median would go up and down for ever.
+        # Hysteresis: shorter only if half would do. An interval that followed every median would oscillate.
         elif self._config.interval != "auto" and (needed > self.stretch or 2 * needed <= self.stretch):
             self._wish(needed, share)
 

@@ -1,7 +1,6 @@
-"""A rank's session, from its start to its end, as the training thread drives it.
+"""One rank's session, from start to end, driven by the training thread.
 
-In: configuration, training state, topology. ``Checkpointer`` restores and takes snapshots, ``agreement`` is what all
-ranks know of each other and how they reach each other, ``session`` decides (by ``cadence`` and ``targets``) and
-touches nothing, ``shard`` is what this rank copies, ``protection`` and ``node_smp`` what guards it. Out: snapshots in
-this node's arenas, events.
+In: configuration, training state, topology. ``checkpointer`` is the facade, ``vote`` the exchange between ranks,
+``session`` the pure decisions (with ``cadence``, ``protection_scheduler`` and ``flush_scheduler``), ``shard`` this
+rank's part of a snapshot, ``protection`` and ``node_smp`` its protection. Out: snapshots in arenas, events.
 """

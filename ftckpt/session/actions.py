@@ -1,4 +1,4 @@
-"""What a rank's session decides, as values: the checkpointer carries it out."""
+"""Decisions of a rank's session, as values that ``SnapshotDriver`` executes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MarkCommitted:
 
 @dataclass(frozen=True)
 class UpdateTargets:
-    """Tell the SMP what to protect next and what to write to storage, and readers of the arena what is protected."""
+    """Publish the targets: the protected snapshot, the one to protect next, and the one to flush."""
 
     protected: SnapshotId | None
     target: SnapshotId | None
@@ -27,12 +27,12 @@ class UpdateTargets:
 
 @dataclass(frozen=True)
 class OldArenaRemoval:
-    """What the arenas hold as they are laid out now is as safe as what older ones hold: these can go."""
+    """Remove older arenas: a snapshot in the current ones is as safe as theirs."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Replicas were the same at iteration ``after`` and differ at ``until``: snapshots in between may mix states."""
+    """Replicas were identical at iteration ``after`` and differ at ``until``: snapshots in between may mix states."""
 
     after: int
     until: int
@@ -40,22 +40,22 @@ class Divergence:
 
 @dataclass(frozen=True)
 class IntervalConclusion:
-    """With ``interval`` auto snapshots that far apart keep the budget: the next attempt begins with that."""
+    """Store an ``interval`` that keeps the budget (``interval`` auto): the next attempt starts with it."""
 
     interval: int
 
 
 @dataclass(frozen=True)
 class Disable:
-    """No more snapshots in this process."""
+    """Take no more snapshots in this process."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """An event, and how it reads in the log of the job, if it does; ``error``: what training is told where errors are
-    to end it (``on_error: raise``), of the snapshot of the field ``iteration``."""
+    """An event, with its ``text`` for the job's log, if any. ``error``: the message to raise under
+    ``on_error: raise``, about the snapshot of the field ``iteration``."""
 
     event: str
     fields: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Take the snapshot, into a slot that holds none of ``keep``."""
+    """Take the snapshot, into a slot that has none of ``keep``."""
 
     snapshot: SnapshotId
     keep: frozenset[SnapshotId]

@@ -1,4 +1,4 @@
-"""The addresses at which the SMP of this node answers others: as configured, as gloo and NCCL are told, or found."""
+"""The listening addresses of this node's SMP: as configured, as set for gloo or NCCL, or discovered."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ftckpt.smp.link import interfaces
 
 LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of no machine (RFC 5737, RFC 3849): the way to them is the default route."""
+"""Documentation addresses (RFC 5737, RFC 3849), which no machine has: they select the default route."""
 _OF_CONTAINERS = ("docker", "virbr", "br-", "cni", "veth")
-"""Interfaces between this machine and what runs on it: no other machine is reached there."""
+"""Prefixes of interfaces to local containers and virtual machines, which reach no other machine."""
 _SYSFS = Path("/sys/class/net")
 
 
 def machine() -> str:
-    """What names this machine and its network: two processes with the same text reach each other over loopback."""
+    """An identifier of this machine and network namespace: processes with the same one share the loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # Containers of one machine have its boot id, and each a network of its own.
+        # Containers share the boot id of their machine, but not its network.
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
 
 
 def whereabouts(env: Mapping[str, str]) -> str:
-    """What tells this machine, or this container of it, from others: for people."""
+    """A description of this machine, or container, for messages."""
     found = interfaces()
     ways = (_towards(env.get("MASTER_ADDR", "")), *map(_towards, _ANYWHERE), *_usable(found, _between_machines))
     address = next(filter(None, ways), "no address")
@@ -46,14 +46,14 @@ def whereabouts(env: Mapping[str, str]) -> str:
 
 
 def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
-    """Where the SMP of this node listens, addresses with commas between: loopback where all ``machines`` are one.
+    """The comma-separated listening addresses of this node's SMP.
 
-    Otherwise an interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or the way to MASTER_ADDR; and the
-    interfaces of the same kind, of those that are named where any is.
+    Those ``configured``; else loopback, if all ``machines`` are the same; else the address of an interface that
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or of the route to MASTER_ADDR. Interfaces of the same kind are
+    added, but only named ones if any is named.
 
     Raises:
-        ConfigError: no address can be found, or what is configured is neither an address of this machine nor an
-            interface that has one.
+        ConfigError: no address was found, or the configured one is not of this machine.
     """
     there = interfaces()
     if configured:
@@ -65,22 +65,22 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
         wanted = env.get(variable, "")
         candidates = _usable(there, names(wanted)) if wanted else []
         if candidates:
-            # Of several rails first the one on which the ranks meet.
+            # With several rails, the one towards MASTER_ADDR comes first.
             first = towards if towards in candidates else candidates[0]
             return _with_alike(first, there, names(wanted))
-    # Not loopback: Debian's hosts file has the machine's own name at 127.0.1.1.
+    # ``_is_reached`` excludes loopback: Debian's hosts file maps the host name to 127.0.1.1.
     ways = (towards, _towards(socket.gethostname()), *map(_towards, _ANYWHERE))
     found = next(filter(_is_reached, ways), "") or next(iter(_usable(there, _between_machines)), "")
     if not found:
         raise ConfigError(
-            "--ftckpt-smp-listen: no address at which other nodes reach this one was found; name one of this "
-            f"machine's, or an interface ({_listed(there)})"
+            "--ftckpt-smp-listen: no address was found at which other nodes can reach this one; name an address of "
+            f"this machine, or an interface ({_listed(there)})"
         )
     return _with_alike(found, there, _between_machines)
 
 
 def _with_alike(first: str, there: Mapping[str, list[str]], wanted: Callable[[str], bool]) -> str:
-    """``first``, and addresses of its family of the ``wanted`` interfaces that are of the same kind as its own."""
+    """``first``, and addresses of the same family on the ``wanted`` interfaces of the same kind."""
     kinds = {name: _kind(name) for name, addresses in there.items() if first in addresses}
     family = ":" in first
     alike = [
@@ -92,13 +92,13 @@ def _with_alike(first: str, there: Mapping[str, list[str]], wanted: Callable[[st
 
 
 def _kind(name: str) -> tuple[str, ...]:
-    """What rails of one machine have in common: the name but for its numbers, the type and the speed of the link."""
+    """The common properties of a machine's rails: name without digits, type and speed of the link."""
     facts = (read_lines(_SYSFS / name / fact) for fact in ("type", "speed"))
     return re.sub("[0-9]", "", name), *(" ".join(lines) for lines in facts)
 
 
 def nccl_names(setting: str) -> Callable[[str], bool]:
-    """Which interfaces ``NCCL_SOCKET_IFNAME`` means: prefixes, ``=`` exact names; ``^`` excludes either."""
+    """A predicate for ``NCCL_SOCKET_IFNAME``: interface prefixes, or exact names after ``=``; ``^`` negates."""
     excludes = setting.startswith("^")
     rest = setting.removeprefix("^")
     exact = rest.startswith("=")
@@ -120,14 +120,14 @@ def _between_machines(name: str) -> bool:
 
 
 def _usable(there: Mapping[str, Iterable[str]], wanted: Callable[[str], bool]) -> list[str]:
-    """Addresses of the interfaces that are ``wanted`` at which other machines may reach this one."""
+    """The non-loopback addresses of the ``wanted`` interfaces."""
     return [
         address for name, addresses in there.items() if wanted(name) for address in addresses if _is_reached(address)
     ]
 
 
 def _configured(setting: str) -> str:
-    """The first address that is this machine's, or that of an interface which has one."""
+    """The first usable address of ``setting``, a comma-separated list of addresses and interfaces."""
     there = interfaces()
     problem = ""
     for word in filter(None, map(str.strip, setting.split(","))):
@@ -144,11 +144,11 @@ def _configured(setting: str) -> str:
 
 
 def _refusal(address: str) -> str:
-    """Why nothing can listen at ``address``; empty where it can."""
+    """Why the SMP cannot listen at ``address``; empty if it can."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(target[0]).is_unspecified:
-            return f"{address!r} stands for all addresses, and other nodes need one"
+            return f"{address!r} means all addresses, and other nodes need a specific one"
         with closing(socket.socket(family, kind, protocol)) as probe:
             probe.bind(target)
     except (OSError, ValueError) as error:
@@ -162,13 +162,13 @@ def _is_reached(address: str) -> bool:
 
 
 def _towards(host: str) -> str:
-    """This machine's address on the way to ``host``; nothing is sent. Empty where there is none."""
+    """This machine's address on the route to ``host``; empty if there is none. Sends nothing."""
     return next(filter(_is_reached, _ways(host)), "") if host else ""
 
 
 def _ways(host: str) -> Iterator[str]:
     try:
-        # Any port would do: a UDP socket that connects sends nothing, and knows its own address.
+        # Any port: connecting a UDP socket sends nothing, but binds it to a local address.
         targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return
@@ -176,7 +176,7 @@ def _ways(host: str) -> Iterator[str]:
         with suppress(OSError), closing(socket.socket(family, kind)) as probe:
             probe.connect(target)
             address = str(probe.getsockname()[0])
-            # One of a single link is no address for others.
+            # Link-local addresses are not routable.
             if not address.startswith("fe80:"):
                 yield address
 

@@ -1,4 +1,4 @@
-"""The arenas of this node: who may write which, which ones are old, and whether memory suffices."""
+"""The arenas of a node, new and old, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ from ftckpt.session.protection import Protection, RankReport
 from ftckpt.session.slot_allocator import SlotAllocator
 
 _LARGE_BYTES = 4 << 30
-"""Allocating this much takes seconds: people are told."""
+"""Size from which an allocation is logged: it takes seconds."""
 
 
 class NodeArenas:
-    """This rank's view of its node's directory. ``open``, ``replace`` and ``leave`` are collective, behind
-    ``entry.enter``.
+    """One rank's access to its node's arenas. Call ``entry.enter`` first; ``open``, ``replace``, ``supply`` and
+    ``leave`` are collective.
 
-    Old arenas, those that no rank of the node writes any more, are kept until a snapshot in the new ones is as safe
-    as those in them: until then they may hold the only one. Each rank removes those of its own shard, so that it
-    knows without asking when their memory is there for its new one, and a part of those of shards that no rank of the
-    node holds.
+    Old arenas are those that no rank of the node writes. They are kept until a snapshot in the new ones is as safe as
+    theirs: until then they may have the only one. Each rank removes those of its own shard, so that it knows without
+    a message when their memory is free, and a part of those of shards that no rank of the node has.
     """
 
     def __init__(
@@ -48,54 +47,53 @@ class NodeArenas:
     ) -> None:
         self.entry = NodeJoin(config, topology, group, events)
         self.slots = config.slots
-        """Of an arena."""
+        """The number of slots of an arena."""
         self._protects = protects
         self.cores: Cores = None
-        """Where threads run that allocate slots: a tmpfs takes memory of the NUMA node whose core asks for it."""
+        """CPU cores for allocation: tmpfs places memory on the NUMA node of the core that first writes it."""
         self._config = config
         self._topology = topology
         self._group = group
         self._events = events
         self._leads = topology.is_node_leader
         self._old: list[Path] = []
-        self._removing = False  # whether nobody needs the old ones any more
+        self._removing = False  # the old arenas are obsolete
         self._own: Path | None = None
-        self._made: Path | None = None  # by this start
+        self._made: Path | None = None  # created by this start
         self._supply: SlotAllocator | None = None
         self.shortage = ""
-        """Why a slot has no memory yet, though it was to have it; empty where it is not so."""
-        self._supplies_start = False  # whether it is of the slots that training begins with
-        self._opened = False  # and nothing was supplied since
-        self._needed: frozenset[SnapshotId] = frozenset()  # of what old arenas hold
-        self._most = 0  # slots of the arena beside old ones
+        """Why a slot could not be allocated; empty if none failed."""
+        self._supplies_start = False  # the allocation under way includes slots that ``open`` left
+        self._opened = False  # ``open`` was called, and no allocation has started since
+        self._needed: frozenset[SnapshotId] = frozenset()  # snapshots that old arenas must keep
+        self._most = 0  # maximum of slots while old arenas exist
         self.coming_bytes = 0
-        """What the ranks of this node will take for slots beside old arenas, less what those will give up."""
+        """Memory that this node's ranks will allocate next to old arenas, minus what those will free."""
 
     @property
     def path(self) -> Path:
-        """The node's directory, from ``entry.enter`` on."""
+        """The node's directory; valid after ``entry.enter``."""
         return self.entry.path
 
     def open(
         self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None,
         protection: Protection | None = None, lacking: bool = False,
     ) -> Arena:  # fmt: skip
-        """The locked arena for ``manifest``: the one that is there, or a new one.
+        """Open and lock the arena for ``manifest``: the existing one, or a new one.
 
-        ``keep`` is the snapshot in the arenas that are there from which the job would restart. The arena comes back
-        with the slots that it has. Behind ``supply``, beside training, slots of old arenas are freed first that hold
-        neither it nor what is protected; then it gets its others, or, as long as an old arena is left, as many as
-        keep the sum of this rank's slots, old ones that are left to it among them, at what is configured; one that
-        can be written at least.
+        ``keep`` is the snapshot in existing arenas from which the job would restart. The arena has the slots that
+        are allocated now. ``supply`` then starts, in the background, to free slots of old arenas with neither
+        ``keep`` nor a protected snapshot, and to allocate the others. While an old arena exists, this rank's slots,
+        its old ones included, stay within the configured number; at least one new slot is writable.
 
-        ``use`` is called with the arena, which is its to close where it fails; the error is that of all ranks. What
-        ranks have to tell each other for ``protection`` goes with what is told here.
+        ``use`` is called with the arena, and must close it if it fails; the error is raised on all ranks. The gather
+        carries what ``protection`` needs from other ranks.
 
-        ``lacking``: the node has no room. Old arenas give up what nobody needs; slots get memory when there is some.
+        ``lacking``: the node has no room. Old arenas free unneeded slots; new ones are allocated when memory is free.
 
         Raises:
-            MemoryBudgetError: the node has no room for its ranks' new slots, or, ``lacking``, for none at all.
-            ArenaError: held by another process, or not creatable.
+            MemoryBudgetError: ``memory_limit`` is exceeded, or, unless ``lacking``, the node has no room for slots.
+            ArenaError: locked by another process, or not creatable.
         """
         path = arena_path(self.path, manifest)
 
@@ -128,41 +126,41 @@ class NodeArenas:
                 reports = [post.report for post in posts if post.report is not None]
                 protection.join(arena, reports, self.coming_bytes, self.slots, lacking)
 
-        # Behind the check of the node's room: a change that has none must find all as it was.
+        # After the check of the node's memory: if that fails, nothing may have changed.
         together(self._group, make)
-        assert arena is not None, "``together`` raises where it failed"
+        assert arena is not None, "``together`` raises if it failed"
         if keep is not None:
-            arena.control.mark_whole(keep)  # without its old arena a rank would not know what was lost
+            arena.control.mark_whole(keep)  # if the old arena vanishes, a restart must know what was lost
         if protection is not None:
             protection.begin()
         return arena
 
     def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
-        """Go over to another manifest while training: the locked arena for it, as ``open`` gives it.
+        """Switch to another manifest during training; returns its locked arena, as ``open`` does.
 
-        ``old`` is the arena that was written until now; it is closed. ``whole`` is the newest snapshot that is whole
-        on all ranks: nothing else stays. No copy may run.
+        ``old`` is the current arena, which is closed. ``whole`` is the newest committed snapshot; all others are
+        invalidated. No copy may run.
 
         Raises:
-            MemoryBudgetError, ArenaError: the new arena cannot be had; what ``whole`` names is still there, and where
-                the node has no room even for what would be left, all else is, too.
+            MemoryBudgetError, ArenaError: the new arena cannot be allocated. ``whole`` is kept; if the memory check
+                failed before anything was invalidated, all snapshots are.
         """
         self._end_supply()
         try:
-            # First of all: what is protected would be given up for nothing.
+            # First: without room, snapshots would be invalidated for nothing.
             _, posts = self._agree(lambda marks: self._foresee_change(marks, old, whole, manifest))
             self._require_room(posts)
-            # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
-            # before the first of them goes.
+            # A kill from here on must leave all ranks consistent: uncommitted snapshots are invalidated in every
+            # arena before the first arena changes.
             together(self._group, lambda: _void_others(old, whole))
         finally:
             old.close()
         return self.open(manifest, whole, use)
 
     def remove_old(self) -> None:
-        """A snapshot in the new arenas is as safe as those in the old ones were: nobody needs these.
+        """Remove old arenas: a snapshot in the new ones is as safe as theirs.
 
-        One that resists, because the SMP makes a file there at this moment, is an event; ``complete`` tries it again.
+        A failure, because the SMP creates a file there at this moment, is an event; ``complete`` retries.
         """
         self._removing = True
         if self._supply is not None and not self._supply.ended:
@@ -176,22 +174,22 @@ class NodeArenas:
                 self._old.remove(path)
 
     def supply(self, arena: Arena) -> None:
-        """Have old arenas give up what nobody needs, and the slots allocated that ``arena`` lacks, in the
-        background, once all ranks have called it. Collective, and waits for nobody."""
+        """Free unneeded slots of old arenas and allocate the missing ones of ``arena``, in the background, once all
+        ranks have called this. Collective, but does not wait."""
         through, _ = self._group.start_minimum([0])
         self._begin_supply(arena, through.is_completed)
 
     @property
     def settled(self) -> bool:
-        """Whether there are no old arenas, and nothing is being allocated."""
+        """Whether no old arena is left and no allocation is pending."""
         return not self._old and not self._opened and self._supply is None
 
     def complete(self, arena: Arena, waits: bool = False) -> list[int]:
-        """Have slots allocated in the background that ``arena`` lacks, once old arenas have gone; returns those that
-        it has got since the last call.
+        """Allocate the missing slots of ``arena`` in the background, once old arenas are removed; returns the slots
+        that were added since the last call.
 
-        Call it at each boundary. It waits for nothing but, where ``waits``, for a slot of those that ``open`` has
-        left to be allocated. A slot for which there is no room is an event, and is tried again.
+        Call it at each boundary. With ``waits`` it waits for a slot that ``open`` left to the background, else for
+        nothing. A slot without room is an event, and is retried.
         """
         if self._old and self._removing:
             self.remove_old()
@@ -205,84 +203,82 @@ class NodeArenas:
             except FtckptError as error:
                 self._supply, self._supplies_start = None, False
                 self._tell_lacking(arena, error)
-                return []  # tried again at the next boundary
+                return []  # retried at the next boundary
             if ended:
                 self._supply, self._supplies_start = None, False
                 self._old = [path for path in self._old if path.exists()]
         if allocated:
             self.shortage = ""
-        # In the same call: what an old arena has just given back need not wait for the next boundary.
+        # In the same call: memory that an old arena has just freed is used without waiting for the next boundary.
         if self._supply is None:
             self._begin_supply(arena)
         return allocated
 
     def _tell_lacking(self, arena: Arena, error: FtckptError) -> None:
         self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
-        if not self.shortage:  # once, however often it is tried again
-            self._events.warn(f"a slot has no memory, and snapshots are skipped for that: {error}")
+        if not self.shortage:  # once, however often it is retried
+            self._events.warn(f"a slot could not be allocated, and snapshots are skipped: {error}")
         self.shortage = str(error)
 
     def _begin_supply(self, arena: Arena, through: Callable[[], bool] | None = None) -> None:
         absent, first = absent_slots(arena), self._opened
-        # An arena of an earlier start may have more slots than are configured: those stay absent.
+        # An arena of an earlier start may have more slots than configured: those stay absent.
         most = self._most if self._old and not (first and self._removing) else self.slots
         missing = absent[: max(0, most - (arena.control.slots - len(absent)))]
         free = partial(self._free, list(self._old)) if first and self._old else None
         if missing or free is not None:
             need_bytes = len(missing) * arena.image.file_bytes
             if first and need_bytes > _LARGE_BYTES:
-                self._events.announce(
-                    f"allocating {human(need_bytes)} of shared memory for each rank, beside training"
-                )
+                self._events.announce(f"allocating {human(need_bytes)} of shared memory per rank in the background")
             self._supply = SlotAllocator(arena, missing, self.cores, free, through)
         self._opened, self._supplies_start = False, first and bool(missing)
 
     def _free(self, old: Sequence[Path]) -> None:
-        """What can be freed goes before anything is allocated: a node need not hold both."""
+        """Free memory of old arenas before the allocation: the node may not have room for both."""
         if self._needed:
             give_up(old, self._needed)
             return
         for path in old:
-            with suppress(OSError):  # ``remove_old`` tries it again, and tells it
+            with suppress(OSError):  # ``remove_old`` retries and reports it
                 remove_arena(path)
 
     def leave(self, arena: Arena | None, agreed: Callable[[], object], end_smp: Callable[[], None]) -> None:
-        """Remove what this rank has, once all ranks are here and each has called ``agreed``.
+        """Remove this rank's arenas, after all ranks have called this and then ``agreed``.
 
-        ``end_smp`` is then called by the node's leader.
+        The node's leader then calls ``end_smp``.
 
         Raises:
-            RuntimeError: a rank did not come; nothing was removed.
+            RuntimeError: a rank is missing; nothing was removed.
         """
         self._group.barrier()  # the job is done on all ranks: none will restart from what is removed
         self._end_supply()
         agreed()
-        self._group.barrier()  # that is known everywhere before the first snapshot goes
+        self._group.barrier()  # every rank has recorded the end before the first snapshot is removed
         self.remove_old()
         if arena is not None:
             arena.remove()
         elif self._own is not None:
             remove_arena(self._own)
-        self._group.barrier()  # the last arena has gone, with it what the SMP guards
+        self._group.barrier()  # all arenas are removed: the SMP has nothing left to protect
         if self.entry.is_held:
             end_smp()
             remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)
 
     def withdraw(self) -> None:
-        """The start was refused: what it made goes, what was there before stays. The arena must be closed.
+        """Undo a refused start: remove what it created, keep the rest. The arena must be closed.
 
-        Each rank does so by itself, as others may have gone: the last one leaves no directory.
+        Not collective, as other ranks may have exited; the last one removes the directory if it is empty.
         """
         self.release()
         try:
             if self._made is not None:
                 remove_arena(self._made)
             remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)
-        except (FtckptError, OSError) as error:  # the refusal says more than this
+        except (FtckptError, OSError) as error:  # the error of the start matters more
             self._events.emit("arena_problem", path=str(self._made), problems=[str(error)])
 
     def release(self) -> None:
-        """Give the lock up; what is in the directory stays."""
+        """Release the job's lock; the directory's content stays."""
         self._end_supply()
         self.entry.release()
 
@@ -292,7 +288,7 @@ class NodeArenas:
             self._supply, self._supplies_start = None, False
 
     def _in_use(self, own: Path) -> tuple[list[Path], Ledger]:
-        """Old arenas that are left to this rank, and what lies in them; all ranks look before one removes any."""
+        """The old arenas that this rank removes, and their ledger; all ranks read before one removes any."""
         topology = self._topology
         local = topology.ranks_on(topology.me.node)
         shards = [topology.members[rank].shard for rank in local]
@@ -303,11 +299,11 @@ class NodeArenas:
         self, foresee: Callable[[frozenset[SnapshotId]], MemoryForecast], name: str = "",
         protection: Protection | None = None,
     ) -> tuple[MemoryForecast, list[_Post]]:  # fmt: skip
-        """What this rank needs, and what all tell of themselves; ``foresee`` gives it by what other ranks' old arenas
-        call protected, too. Collective.
+        """Gather the needs of all ranks; returns this rank's forecast and all posts. ``foresee`` takes the snapshots
+        that any rank's old arenas mark as protected. Collective.
 
-        Marks may differ by a verdict that some ranks had not read yet. One mark is proof enough for all: it was made
-        of a verdict of all nodes.
+        Marks may differ by a vote result that some ranks had not read. One mark suffices: it follows from the votes
+        of all nodes.
         """
         outlook: MemoryForecast | None = None
 
@@ -321,34 +317,34 @@ class NodeArenas:
 
         posts = gather_all(self._group, post, _Post)
         marks = frozenset(chain.from_iterable(one.marks or () for one in posts))
-        # An arena of an earlier start may have fewer, and ranks with more would take what that rank cannot.
+        # An arena of an earlier start may have fewer slots; ranks with more would take snapshots that it cannot.
         wanted, self.slots = self.slots, min(self.slots, *(one.slots for one in posts))
-        # Known to all alike: a rank's old arenas may hold what only others call protected.
+        # The same on all ranks. A rank's old arenas may have a snapshot that only others mark as protected.
         if self.slots < wanted or any(one.marks is not None and not marks <= set(one.marks) for one in posts):
             posts = gather_all(self._group, lambda: post(marks), _Post)
-        assert outlook is not None, "``gather_all`` raises where it failed"
+        assert outlook is not None, "``gather_all`` raises if it failed"
         return outlook, posts
 
     def _foresee_change(
         self, marks: frozenset[SnapshotId], arena: Arena, keep: SnapshotId | None, manifest: Manifest
     ) -> MemoryForecast:
-        """As ``foresee_arena`` when nothing but ``keep`` is left in ``arena``; nothing is changed."""
+        """As ``foresee_arena``, as if only ``keep`` were left in ``arena``; changes nothing."""
         path = arena_path(self.path, manifest)
         old, there = self._in_use(path)
         there = there.protecting(marks).without(arena.path.name, keep)
         try:
             existing = Arena.open(path)
-        except ArenaError:  # none is there to use
+        except ArenaError:  # no usable one exists
             return foresee_arena(there, old, None, slots=self.slots, keep=keep, manifest=manifest)
         with closing(existing):
             return foresee_arena(there, old, existing, slots=self.slots, keep=keep, manifest=manifest)
 
     def _require_room(self, posts: Sequence[_Post], lacking: bool = False) -> None:
-        """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone, or
-        may lack it."""
+        """Raise MemoryBudgetError unless the node has room for its ranks' needs, now and after the removal of old
+        arenas. ``lacking``: check only the configured limit."""
         self.coming_bytes = 0
         remedies = ways_to_need_less(self._config, self.slots, self._protects)
-        for node in dict.fromkeys(member.node for member in self._topology.members):  # all ranks come to the same
+        for node in dict.fromkeys(member.node for member in self._topology.members):  # the same on all ranks
             slot_bytes = sum(posts[rank].slot_bytes for rank in self._topology.ranks_on(node))
             require_limit(
                 self._config.memory_limit_bytes, node, self.slots * slot_bytes, remedies=remedies,
@@ -356,15 +352,15 @@ class NodeArenas:
             )  # fmt: skip
         needs = [(post.now_bytes, post.later_bytes) for post in posts]
         if lacking or not any(map(any, needs)):
-            return  # on all ranks: what is asked for below is asked for together
+            return  # on all ranks: the check below is collective
         local = [needs[rank] for rank in self._topology.ranks_on(self._topology.me.node)]
         self.coming_bytes = sum(now_bytes for now_bytes, _ in local)
-        # Both sums must fit: at once beside old arenas, and in the end in their place.
+        # Both sums must fit: now, next to old arenas, and later, in their place.
         need_bytes = max(map(sum, zip(*local, strict=True)))
         together(self._group, lambda: require(self.path, need_bytes) if self._leads else None)
 
     def _create(self, manifest: Manifest, existing: Arena | None) -> Arena:
-        """The arena for ``manifest``, locked, with the slots that it has."""
+        """Lock the arena for ``manifest``; creates it, without slots, unless it is ``existing``."""
         if existing is None:
             self._made = arena_path(self.path, manifest)
         arena = existing or Arena.create(self.path, manifest, self.slots, allocate=0)
@@ -380,7 +376,7 @@ class NodeArenas:
         return arena
 
     def _reuse(self, path: Path) -> Arena | None:
-        """The arena at ``path`` with its damaged slots made new; None where nothing in it can be used."""
+        """Open the arena at ``path`` and reset its corrupt slots; None if there is none or it is unusable."""
         if not path.exists():
             return None
         try:
@@ -399,8 +395,8 @@ Use = Callable[[Arena], object]
 
 
 class _Post(NamedTuple):
-    """What a rank tells the others: bytes that it needs now and later, how many slots its arena can have, of how many
-    bytes each, marks as in ``MemoryForecast``, and what else."""
+    """A rank's post to the others: bytes that it needs now and later, the maximum and the size of its arena's slots,
+    ``marks`` as in ``MemoryForecast``, and its report for protection."""
 
     now_bytes: int
     later_bytes: int
@@ -411,8 +407,8 @@ class _Post(NamedTuple):
 
 
 def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:
-    """Those of ``old`` that are left to one rank: the arenas of its own shard, ``shards[place]``, and its part of
-    those of shards that no rank of the node holds, of another layout or of ranks that are elsewhere now."""
+    """The arenas of ``old`` that one rank removes: those of its own shard, ``shards[place]``, and its part of those
+    of shards that no rank of the node has, because of another layout or of ranks that moved to other nodes."""
     foreign = [path for path in old if _shard_at(path) not in shards]
     return [path for path in old if _shard_at(path) == shards[place]] + foreign[place :: len(shards)]
 

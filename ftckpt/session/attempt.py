@@ -1,5 +1,4 @@
-"""One attempt of a launcher at a job: what the record of the launcher run learns of it, and how the attempt before it
-ended."""
+"""One attempt of a launcher run: its entry in the launch record, and how the previous attempt ended."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ from ftckpt.model.topology import Topology
 log = logging.getLogger("ftckpt")
 
 _MOST_ENDS = 4
-"""Told of how an attempt has ended: the first is the cause, what follows mostly its consequence."""
+"""Exit notes that are reported of an attempt: the first is the cause, the others mostly its consequences."""
 
 
 class AttemptReport(NamedTuple):
-    """What one rank knows at the start. ``starts``: that came to nothing, -1 where it speaks for no launcher run;
-    ``ends``: what its node has seen of the end of the attempt before, where it leads the node."""
+    """One rank's report at start. ``starts``: attempts in a row without progress, -1 if the rank has no launcher run;
+    ``ends``: its node's exit notes of the previous attempt, if it leads the node."""
 
     starts: int
     ends: tuple[ExitNote, ...] = ()
 
 
 class AttemptRecord:
-    """What this process adds to the record of ``run``, which is given to one of the ranks that it started here."""
+    """This process's part of the launch record of ``run``, which one of the node's ranks is given."""
 
     def __init__(self, config: Config, topology: Topology, run: LauncherRun, events: Events) -> None:
         self._config = config
@@ -42,77 +41,77 @@ class AttemptRecord:
         self._run = run
         self._events = events
         self._has_snapshot = False
-        self._node_dir: Path | None = None  # where this rank leads its node
+        self._node_dir: Path | None = None  # only if this rank leads its node
         self.ends: list[str] = []
-        """What nodes have seen of how the attempt before this one ended, the cause first; from ``begin`` on."""
+        """How the previous attempt ended, by all nodes' exit notes, the cause first; set by ``begin``."""
 
     @property
     def launch(self) -> str:
-        """The name of the launcher run; "" on ranks that do not speak for it, and where it has none."""
+        """The name of the launcher run; "" if this rank was given none, or it has no name."""
         return self._run.name
 
     def begin(self, sights: Sequence[AttemptReport]) -> None:
-        """Refuse what would fail as the attempts before it did: a launcher that has no such rule goes on for days.
-        ``sights`` are what all ranks see.
+        """Refuse to start after too many attempts without progress: a launcher may restart a job for days.
+        ``sights`` are the reports of all ranks.
 
         Raises:
-            StalledError: on all ranks alike.
+            StalledError: on all ranks together.
         """
         if self._run.problem:
-            log.warning("ftckpt: what this attempt comes to cannot be kept for the next: %s", self._run.problem)
+            log.warning("ftckpt: the launch record cannot be written for the next attempt: %s", self._run.problem)
         members = zip(self._topology.members, sights, strict=True)
         told = sorted(((member.node, end) for member, one in members for end in one.ends), key=lambda of: of[1].order)
         self.ends = [f"node {node}: {end.text}" for node, end in told[:_MOST_ENDS]]
         for text in self.ends:
-            self._events.announce(f"how the attempt before this one ended: {text}")
-        # The least: a node that comes and goes has failed in a row while others made snapshots.
+            self._events.announce(f"the previous attempt ended: {text}")
+        # The minimum: a flapping node fails in a row while the others make progress.
         starts = min((one.starts for one in sights if one.starts >= 0), default=0)
         if starts >= MOST_STARTS:
             error = StalledError(
-                f"{starts} attempts in a row have made no snapshot that is whole on all ranks, and came no further "
-                "than those before them: what ended them would end the next one, too; see their errors above, and "
-                "start the job again when that is mended"
+                f"{starts} attempts in a row have made no snapshot that all ranks have, and got no further than "
+                "earlier ones: another attempt would probably fail in the same way; see their errors above, fix the "
+                "cause, and start the job again"
             )
             error.of_all_ranks = True
             raise error
 
     def trains(self) -> None:
-        """Training begins: how the attempt before this one ended has been told."""
+        """Training starts: delete the exit notes of the previous attempt, which have been reported."""
         if self._node_dir is not None:
-            with suppress(OSError):  # they are told once more
+            with suppress(OSError):  # they are reported once more
                 end_notes.forget(self._node_dir)
 
     def take_back(self) -> None:
-        """Storage is away that this attempt must read: however many wait for it, none of them has failed."""
+        """Do not count this attempt as failed: it could not reach the storage that it must read."""
         self._run.take_back()
 
     def progress(self) -> None:
-        """A snapshot of this attempt is whole: the first one ends the row of those that came to nothing."""
+        """A snapshot of this attempt is committed: the first one resets the count of attempts without progress."""
         if not self._has_snapshot:
             self._has_snapshot = True
             self._run.progress()
 
     def finish(self, iteration: int) -> None:
-        """The job is done with ``iteration``: no further attempt trains anything."""
+        """Record that the job is complete after ``iteration``: no later attempt trains anything."""
         text = f"job {self._config.job} finished at iteration {iteration}: nothing is left to train"
         self._run.end(0, text, str(Path(self._config.arena).absolute()), self._config.job)
 
     def look(self, node_dir: Path) -> AttemptReport:
-        """Count the attempt; what is known here of those before it."""
+        """Count this attempt; returns what this node knows of earlier ones."""
         self._node_dir = node_dir if self._topology.is_node_leader else None
         end_notes.are_told_in(node_dir)
         starts = self._run.begin(self._config.job, _reached(node_dir)) if self._run.name else -1
         told: list[ExitNote] = []
         if self._node_dir is not None:
-            with suppress(OSError, ValueError):  # it explains the attempt before, and decides nothing
-                end_notes.tell_silent(self._node_dir)  # no SMP may have been there to see it
+            with suppress(OSError, ValueError):  # only for the log
+                end_notes.tell_silent(self._node_dir)  # for ranks that died without an SMP to note it
                 told = end_notes.read(self._node_dir)
         return AttemptReport(starts, tuple(told[:_MOST_ENDS]))
 
 
 def _reached(node_dir: Path) -> int:
-    """The last boundary that the attempt before this one has passed here: a killed rank has told it by its signs of
-    life alone. -1 where nothing is known."""
-    if not (node_dir / PULSE_NAME).exists():  # to open it would make it
+    """The last boundary that the previous attempt passed on this node, by its heartbeats: a killed rank leaves
+    nothing else. -1: unknown."""
+    if not (node_dir / PULSE_NAME).exists():  # opening would create it
         return -1
     return Heartbeat.open(node_dir, None).furthest()

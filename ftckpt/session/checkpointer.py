@@ -1,4 +1,4 @@
-"""The six lines of Python: construct, ``restore``, then ``fence`` and ``step`` in each iteration, ``close``."""
+"""The facade of a session: construct, ``restore``, then ``fence`` and ``step`` in each iteration, ``close``."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from ftckpt.session.start import load, meet
 
 
 class Checkpointer:
-    """Snapshots of one rank, agreed with all others. Every method is called by the training thread.
+    """Snapshots of one rank, coordinated with all other ranks. Only the training thread calls its methods.
 
-    Construction, ``restore``, ``step`` and ``close`` are collective. The order of calls is ``restore`` once,
-    then per iteration ``fence`` before the first write to stepped state and ``step`` at the boundary, then
-    ``close`` when training is done (not after an error: the snapshots are needed then). ``phase`` tells where
-    in the schedule training is, so that copies find its windows.
+    Construction, ``restore``, ``step`` and ``close`` are collective. Call ``restore`` once; then, in each iteration,
+    ``fence`` before the first write to optimizer-updated state and ``step`` at the step boundary; then ``close``
+    when training is done (not after an error: a restart needs the snapshots). ``phase`` reports the position in
+    the schedule, so that copies run in its windows.
 
-    What comes before the first boundary is in ``ftckpt.session.start``, what is done at fences and boundaries in
-    ``SnapshotDriver``.
+    ``ftckpt.session.start`` does the work before the first boundary, ``SnapshotDriver`` the work at fences and
+    boundaries.
 
     Args:
-        config: ``job`` and ``node`` must be names.
-        state: what to save; see TrainingState for who calls what.
-        topology: the place and node of every rank.
-        group: all ranks; a new one if not given.
-        run: what starts this process again when a rank fails; given to one of the ranks that it started here.
+        config: ``job`` and ``node`` must not be empty.
+        state: the training state to save; see TrainingState.
+        topology: the coordinates and the node of every rank.
+        group: all ranks; a new group if not given.
+        run: the launcher run that restarts this process; given to one of the ranks that it started on this node.
 
     Raises:
         ConfigError: ``job`` or ``node`` is empty; the directory for events cannot be written.
@@ -70,8 +70,8 @@ class Checkpointer:
         self._state, self._protection = rank.state, rank.protection
         self._pacer: WindowScheduler | None = None
         self._shard: Shard | None = None
-        self._snapshots: SnapshotDriver | None = None  # once the state is loaded, and the shard is laid out
-        self._boundary = -1  # the iteration of the last one
+        self._snapshots: SnapshotDriver | None = None  # None until the state is loaded and the shard laid out
+        self._boundary = -1  # the iteration of the last step boundary
         self._closed = self._is_copy = False
         forks.trains(self._abandon)
         self._close_error: str | None = None
@@ -81,12 +81,12 @@ class Checkpointer:
 
     @property
     def off(self) -> bool:
-        """Whether ftckpt has turned itself off: training goes on without snapshots."""
+        """Whether ftckpt has turned itself off: training continues without snapshots."""
         return self._state.off
 
     @property
     def begun(self) -> int:
-        """The iteration of the last snapshot that this rank has begun; -1: none."""
+        """The iteration of the last snapshot that this rank started; -1: none."""
         return self._snapshots.begun if self._snapshots is not None else -1
 
     @property
@@ -96,54 +96,54 @@ class Checkpointer:
 
     @property
     def protected(self) -> SnapshotId | None:
-        """The newest snapshot whose parity all nodes have; None where there is none, or no protection."""
+        """The newest snapshot whose parity is complete on all nodes; None if there is none, or no protection."""
         return self._state.targets.protected
 
     @property
     def persisted(self) -> SnapshotId | None:
-        """The newest snapshot of this attempt that is on storage; None where none is."""
+        """The newest snapshot that this attempt persisted; None if there is none."""
         return self._state.flushes.persisted
 
     @property
     def lineage(self) -> bytes:
-        """Of the snapshots that are taken now."""
+        """The lineage of the snapshots of this attempt."""
         return self._state.lineage
 
     @property
     def arena(self) -> Arena | None:
-        """Where this rank's snapshots lie; None before ``restore``, and where no arena could be had."""
+        """The arena of this rank's snapshots; None before ``restore``, or if no arena could be allocated."""
         return self.capture.arena if self.capture is not None else None
 
     @property
     def capture(self) -> Capture | None:
-        """What copies this rank's shard into its arena; None as ``arena``."""
+        """The copier of this rank's shard into its arena; None as ``arena``."""
         return self._shard.capture if self._shard is not None else None
 
     @property
     def node_dir(self) -> Path:
-        """The directory of this node's arenas, from ``restore`` on."""
+        """The directory of this node's arenas; valid after ``restore``."""
         return self._rank.arenas.path
 
     def phase(self, kind: str) -> None:
-        """Training comes to a part of the iteration: a kind of ``ftckpt.schedule.iteration``. Takes microseconds, and
-        once per snapshot some hundred.
+        """Enter a part of the iteration: a kind of ``ftckpt.schedule.iteration``. Takes microseconds, and some
+        hundred of them once per snapshot.
 
         Raises:
-            Exception: only under ``on_error: raise``: what kept a snapshot from being agreed on.
+            Exception: only under ``on_error: raise``: the error of a vote that failed.
         """
         if self._pacer is not None and not self._closed:
             self._protection.beat(self._boundary, kind)
             if not self.off:
                 self._pacer.enter(kind)
-                # Others answer while this rank computes: of what is posted at the fence alone, a boundary that comes
-                # right behind it waits for all of them, hop by hop.
+                # The other ranks' votes arrive while this rank computes. A vote that is posted only at the fence
+                # makes the boundary that follows at once wait for the whole all-reduce.
                 if kind in COMPUTE and self._snapshots is not None:
                     self._snapshots.post_if_known()
 
     def pause(self) -> None:
-        """Training pauses, such as for an evaluation or a save, until its next phase. Takes microseconds.
+        """Pause until the next ``phase``, as for an evaluation or a save. Takes microseconds.
 
-        The time until then does not count as a cost of snapshots.
+        The paused time does not count as a cost of snapshots.
         """
         if self._pacer is not None and not self._closed:
             self._protection.beat(self._boundary, "pause")
@@ -151,8 +151,8 @@ class Checkpointer:
                 self._pacer.pause()
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        """A model of the schedule: its ``kinds`` of places between the schedule's begin and the fence, and their
-        relative lengths. Copies go by it until the places were measured."""
+        """Give a model of the schedule: the ``kinds`` of its spans from its start to the fence, and their relative
+        lengths. Copies follow it until the spans have been measured."""
         if self._pacer is not None:
             self._pacer.expect(kinds, lengths)
 
@@ -160,40 +160,39 @@ class Checkpointer:
         self, newer_than: int = -1, rollback: bool = False, lasting: bool = True, *, may_load: bool = False,
         in_training: bool = False,
     ) -> int | None:  # fmt: skip
-        """Bring back the newest whole snapshot; returns its iteration, or None if state is to stay as it is.
+        """Restore the newest committed snapshot; returns its iteration, or None if the state stays as it is.
 
-        Must be called once before the first ``step``, on a first start too: it allocates the arena.
+        Call it once before the first ``step``, on a first start too: it allocates the arena.
 
         Args:
-            newer_than: the iteration that the script has loaded from storage before, if it has. Of that and memory
-                the newer counts, unless storage had a newer one at an earlier start: then somebody took it back.
-            rollback: the operator has named that iteration: it counts, and memory is given up. Restarts with the
-                same one go on from memory.
-            lasting: False where that checkpoint may vanish with a node: that an older one is loaded then is no
-                rollback.
-            may_load: the script may load a checkpoint behind this, which counts where snapshots prove to be lost:
+            newer_than: the iteration of the checkpoint that the script has already loaded; -1: none. The newer of it
+                and memory is used. If storage had a newer one at an earlier start, the user rolled back: it is used.
+            rollback: the operator named that iteration: it is used, and memory is invalidated. Restarts that name
+                the same iteration resume from memory.
+            lasting: False if that checkpoint can vanish with a node: loading an older one is then no rollback.
+            may_load: the script may load a checkpoint after this call, which is used if snapshots prove to be lost:
                 slots are verified before anything is written.
-            in_training: the script has loaded ``newer_than`` while it trained, or went to the beginning: that counts,
-                and no later start brings back what memory and storage have.
+            in_training: the script loaded ``newer_than`` while it trained, or restarted from the beginning: that
+                state is used, and no later start restores what memory and storage have.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
-            StorageError: likewise; what is to be restored lies on storage, and that is away.
+            StorageError: on all ranks together; the snapshot is on storage, which is unreachable.
         """
         if self._shard is not None:
             raise ConfigError("restore() was called twice")
         if self._closed:
-            raise ConfigError("restore() after close(): attach the training state again")
+            raise ConfigError("restore() was called after close(): attach the training state again")
         if rollback and newer_than <= 0:
             raise ConfigError(
-                "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
+                "restore(): rollback needs newer_than, the iteration of the checkpoint that was loaded: pass it, too"
             )
         unproven = not may_load or self.config.on_lost != "storage"
         loaded = LoadedCheckpoint(newer_than, rollback, lasting, in_training, may_load)
         try:
             with no_collections():
                 return self._restore(loaded, unproven)
-        except BaseException as error:  # a start that failed leaves what was there before
+        except BaseException as error:  # a failed start leaves memory as it was
             if isinstance(error, StorageError) and not error.lasting:
                 self._rank.attempt.take_back()
             self._withdraw()
@@ -210,7 +209,7 @@ class Checkpointer:
         )  # fmt: skip
         now = load(rank, shard, described, loaded, unproven)
         freed = free_pinned()
-        # After the load: to make room this gives up slots of old arenas, which the load may have read.
+        # After the load: this may free slots of old arenas, which the load reads.
         there = now.snapshot if now.in_memory else None
         shard.lay_out(there, self._protection, now.cast)
         self.events.end_part("lay_out")
@@ -218,15 +217,15 @@ class Checkpointer:
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration
         self._snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
-        # From here on a rank that is stopped for long breaks nothing: the framework's own groups wait for it too.
+        # From here on a stalled rank must not break the group: the framework's own groups wait for it, too.
         rank.group.outlast_stalls()
         rank.attempt.trains()
-        if self.topology.rank == 0:  # which speaks for all
+        if self.topology.rank == 0:  # one log line per job
             self._open_job.begin(self.node_dir, self._boundary)
         shard.supply()
         freed.join(PINNED_SECS)
         self.events.end_part("begin")
-        parts: defaultdict[str, float] = defaultdict(float)  # of a load that is repeated some come twice
+        parts: defaultdict[str, float] = defaultdict(float)  # a repeated load has some parts twice
         for (_, start), (name, end) in pairwise([("", begin), *self.events.parts]):
             parts[name] += end - start
         secs, lineage = time.perf_counter() - begin, now.lineage.hex()
@@ -240,7 +239,7 @@ class Checkpointer:
         return iteration
 
     def fence(self) -> None:
-        """Call before stepped state changes; returns at once unless a copy is unfinished."""
+        """Wait for unfinished copies. Call it before optimizer-updated state changes, in each iteration."""
         if self._is_copy:
             return
         self._state.has_stepped = True
@@ -251,13 +250,13 @@ class Checkpointer:
         self._fenced = True
 
     def step(self, iteration: int) -> None:
-        """The boundary of ``iteration``: optimizer, scheduler and counters have advanced, no batch is drawn.
+        """Mark the step boundary of ``iteration``: optimizer, scheduler and counters have advanced, and the next
+        batch is not drawn yet.
 
         Raises:
-            ConfigError: ``restore`` was not called, or ``iteration`` is no whole number.
+            ConfigError: ``restore`` was not called, or ``iteration`` is not an integer.
             SilentCorruptionError: only under ``on_corruption: abort``, on all ranks.
-            FtckptError: only under ``on_error: raise``; where a snapshot did not come to storage, on all ranks at the
-                same boundary.
+            FtckptError: only under ``on_error: raise``; a failed flush raises on all ranks at the same boundary.
         """
         snapshots = self._snapshots
         if self._is_copy:
@@ -268,7 +267,7 @@ class Checkpointer:
             iteration = index(iteration)
         except TypeError:
             raise ConfigError(
-                f"step(): the iteration is {iteration!r}: give the number of the one that has ended"
+                f"step(): the iteration is {iteration!r}, not an integer: pass the number of the finished iteration"
             ) from None
         self._protection.is_set_up = True
         self._boundary = iteration
@@ -280,7 +279,7 @@ class Checkpointer:
             self._tell_counts()
             self.phase("start")
             return
-        if not self._fenced:  # by a script that calls none: at the latest here, where the next snapshot begins
+        if not self._fenced:  # the script called no fence(): copies must end before the next snapshot starts
             self._fence()
         self._fenced, begin = False, time.perf_counter()
         if snapshots.kept is not None:
@@ -289,10 +288,10 @@ class Checkpointer:
         self._pacer.boundary(flushing=self._state.flushes.current is not None)
         try:
             snapshots.boundary(iteration, begin)
-        except SilentCorruptionError:  # nothing that training goes on from here is worth having
+        except SilentCorruptionError:  # the job must end: its state may be corrupt
             self._tell_counts()
             raise
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+        except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
             snapshots.fail(error)
         finally:
             self._rank.numbers.bounded(time.perf_counter() - begin)
@@ -300,11 +299,11 @@ class Checkpointer:
         self.phase("start")
 
     def numbers(self, who: str = "") -> dict[str, float]:
-        """For charts, by name; counted since ``who`` has asked last. Not collective; takes microseconds.
+        """Metrics by name, counted since the last call with the same ``who``. Not collective; takes microseconds.
 
-        ``blocked_ms`` per snapshot and ``blocked_ms_most``: for how long training waited; ``snapshots``, ``skipped``,
-        ``failed``: how many; ``copied_bytes_per_sec`` of this rank; ``whole_age``, ``protected_age``: iterations
-        since the newest such snapshot, absent where there is none.
+        ``blocked_ms``: training's wait per snapshot, ``blocked_ms_most``: the longest one; ``snapshots``,
+        ``skipped``, ``failed``: how many; ``copied_bytes_per_sec`` of this rank; ``whole_age``, ``protected_age``:
+        iterations since the newest committed or protected snapshot, absent if there is none.
         """
         return self._rank.numbers.report(who, self._boundary, self.whole, self.protected)
 
@@ -315,7 +314,7 @@ class Checkpointer:
         counts[HeartbeatGauge.DIFFERING] = self._shard.num_differing if self._shard is not None else 0
         counts[HeartbeatGauge.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
         if reason := self._state.off_reason:
-            reason += "; start the job again when that is mended"
+            reason += "; fix the cause and restart the job"
         elif self._shard is not None:
             reason = self._shard.shortage
         counts[HeartbeatGauge.NO_SNAPSHOTS] = int(bool(reason))
@@ -324,39 +323,39 @@ class Checkpointer:
         self._protection.tell_counts(counts)
 
     def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
-        """Write the newest snapshot that every rank has sealed to the directory ``path``, which all nodes reach.
+        """Write the newest committed snapshot to the directory ``path``, which all nodes must share.
 
         Collective, at a boundary, after ``step``; training waits for it. Each rank writes its own files, of at most
-        ``max_file_bytes``. Nothing has the name ``path`` before all of it is on the disk; ``path.partial``, which a
-        killed job leaves, is removed by the next call. ``precision`` is the type of weights that are casts of their
-        masters (``BF16``), where the snapshot does not say it.
+        ``max_file_bytes``. The directory gets its name ``path`` when all of it is durable; the next call removes the
+        ``path.partial`` of a killed job. ``precision`` is the dtype of weights that are casts of their master
+        weights (``BF16``), if the snapshot does not record it.
 
         Raises:
-            ConvertError: on all ranks together: no snapshot is whole yet, bytes are damaged, ranks do not agree on
+            ConvertError: on all ranks together: no snapshot is committed yet, bytes are corrupt, ranks differ in
                 one tensor, or the destination exists, is full, or is not shared by all nodes.
-            RuntimeError: a rank is gone.
+            RuntimeError: a rank is unreachable.
         """
         save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
         self.pause()
-        if self._snapshots is not None:  # training waits anyway: for the newest that can be had
+        if self._snapshots is not None:  # training waits anyway: let the snapshot in flight complete
             self._snapshots.settle(deadlines.FENCE_SECS)
         return save.run(path, max_file_bytes, precision)
 
     def close(self, remove: bool | None = None, done: bool = True) -> None:
-        """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
+        """End the session. ``remove``: remove the arenas once all ranks have called this; they stay if one does not.
 
-        They stay with ``remove=False`` and no other rank is waited for; that is the default while an exception is
-        handled, as in a ``finally``, and ``remove=True`` otherwise. A second call does nothing.
+        With ``remove=False`` the arenas stay for a restart, and this waits for no other rank. That is the default
+        while an exception is handled, as in a ``finally``; else ``True`` is. A second call does nothing.
 
-        With the arenas removed the job is ``done``: no further attempt of its launcher trains anything, whatever
-        becomes of this one. So what must be done at the end, and may fail, comes before. They stay where the last
-        snapshot is to be on storage and is not. Not ``done``, training goes on from another state, which undoes what
-        memory has: none of it comes to storage.
+        ``done``: the job is complete once its arenas are removed, and its launcher trains nothing in later attempts,
+        even if this one fails afterwards: do fallible work before. The arenas stay if the last snapshot must be
+        flushed and is not. ``done=False``: training restarts from another state, which invalidates memory; nothing
+        is flushed.
 
-        Before ``restore`` it removes nothing, and the job is not done.
+        Before ``restore`` this removes nothing and does not complete the job.
 
         Raises:
-            StorageError: under ``on_error: raise``, where the last snapshot did not come to storage.
+            StorageError: under ``on_error: raise``, if the final flush failed.
         """
         if self._closed:
             return
@@ -366,14 +365,14 @@ class Checkpointer:
         if remove:
             remove, failure = self._bring_home(done)
         else:
-            self._fence()  # nothing more is trained: the last snapshot is good
-        # Where nothing was restored either: who only looks at a state that is there need not train.
+            self._fence()  # seals the last snapshot
+        # Only if nothing was restored: a script that only evaluates a restored state need not train.
         if self._boundary < 0 and not in_error and done:
             self.events.announce(
                 "step() was never called: no snapshot was taken of this training"
                 if self._snapshots is not None
-                else "close() before restore(): no snapshot was taken, and what earlier starts left in memory stays; "
-                f"remove it with 'ftckpt clean {self.config.job}'"
+                else "close() before restore(): no snapshot was taken, and those of earlier starts stay in memory; "
+                f"remove them with 'ftckpt clean {self.config.job}'"
             )
         arena = self.arena
         self._stop()
@@ -393,14 +392,14 @@ class Checkpointer:
             raise failure
 
     def _bring_home(self, done: bool) -> tuple[bool, StorageError | None]:
-        """What is not on storage when memory goes is lost: whether it may go, and what is to be raised."""
+        """Flush the last snapshot; returns whether memory may be freed, and the error to raise."""
         if not done or self._snapshots is None or not self._rank.storage.wants_last:
             return True, None
         if not (problem := self._persist_last()):
             return not self.group.broken, None
         text = (
-            f"the last snapshot did not come to storage: {problem}; memory keeps it: {save_command(self.config)}, or "
-            "a start under this name, which goes on from it"
+            f"final flush failed: {problem}; the last snapshot stays in memory: save it with "
+            f"{save_command(self.config)}, or start the job again, which resumes from it"
         )
         if self.config.on_error == "raise":
             return False, StorageError(text, lasting=True)
@@ -408,10 +407,10 @@ class Checkpointer:
         return False, None
 
     def _persist_last(self) -> str:
-        """Why the last snapshot is not on storage; empty where it is."""
+        """Flush the last snapshot; returns why that failed, empty if it did not."""
         shard, snapshots = self._shard, self._snapshots
         assert shard is not None and snapshots is not None
-        # Not before the first boundary of this attempt.
+        # -1 before the first boundary of this attempt: no snapshot of it is wanted.
         boundary = self._boundary if self._protection.is_set_up else -1
         rank = RankShutdownReport(
             self.config, self.events, self._state, self._protection, shard=shard, kept=snapshots.kept,
@@ -420,13 +419,13 @@ class Checkpointer:
         try:
             try:
                 self._fence()
-            except FtckptError as error:  # told already; all ranks go on together to what is left
+            except FtckptError as error:  # logged already; the flush is collective
                 self._close_error = str(error)
             self.pause()
             return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank))
         except (FtckptError, RuntimeError) as error:
             self._close_error = str(error)
-            return f"whether it is there is not known ({error})"
+            return f"its outcome is unknown: {error}"
 
     def _leave(self, arena: Arena | None, done: bool) -> None:
         def agreed() -> None:
@@ -436,13 +435,13 @@ class Checkpointer:
         self._rank.arenas.leave(arena, agreed, self._protection.smp.end)
 
     def _last_words(self) -> str:
-        text = f"the job has ended after iteration {self._boundary}, and its memory is given back"
+        text = f"the job has ended after iteration {self._boundary}, and its memory is freed"
         if self.config.persist:
             return text
-        return f"{text}; without --ftckpt-persist none of it comes to storage by itself"
+        return f"{text}; without --ftckpt-persist nothing is flushed to storage"
 
     def _stop(self) -> None:
-        # In this order: copies stop before the arena that they write can go.
+        # In this order: copies must stop before their arena is closed.
         self._closed = True
         self._open_job.close()
         if self._snapshots is not None:
@@ -452,16 +451,16 @@ class Checkpointer:
                 part.close()
 
     def _abandon(self) -> None:
-        """In a child of the process that trains this is a copy, and does nothing."""
+        """Make this object inert: it is a copy in a forked child of the training process."""
         self._closed = self._is_copy = True
 
     def _let_go(self) -> None:
-        """Off, and a boundary later, behind the last proof: training's memory is training's alone."""
+        """Release references to training state, once ftckpt is off and no proof follows."""
         if self._snapshots is not None and self._pacer is not None and self._snapshots.let_go():
             self._pacer.close()
 
     def _withdraw(self) -> None:
-        """The start was refused: it leaves what was there before."""
+        """Undo a refused start: memory is left as it was before."""
         arena = self.arena
         self._stop()
         if arena is not None:
@@ -483,18 +482,18 @@ _REPEAT_SECS = 60.0
 
 
 class Reminder:
-    """Repeats in the log, once a minute, why this rank takes no snapshots: what a failure would lose grows."""
+    """Repeats in the log, once a minute, why this rank takes no snapshots: a failure would lose ever more work."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self._next_secs: float | None = None
 
     def update(self, reason: str) -> None:
-        """Training is at a boundary; ``reason`` is empty where snapshots are taken."""
+        """Called at each boundary; ``reason`` is empty while snapshots are taken."""
         now_secs = time.monotonic()
         if not reason:
             self._next_secs = None
-        elif self._next_secs is None:  # the first time the cause itself is logged
+        elif self._next_secs is None:  # the cause itself has just been logged
             self._next_secs = now_secs + _REPEAT_SECS
         elif now_secs >= self._next_secs:
             self._next_secs = now_secs + _REPEAT_SECS

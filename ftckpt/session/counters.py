@@ -1,4 +1,4 @@
-"""What snapshots come to and what they cost this rank, counted while it trains, for charts and alarms."""
+"""Counters of a rank's snapshots and of their cost, for monitoring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ftckpt.model.snapshot import SnapshotId
 
 @dataclass
 class _Reader:
-    """What one of those who ask was told last, and the longest wait of a snapshot since."""
+    """The counters at a caller's last report, and the longest wait for a snapshot since."""
 
     counts: list[int] = field(default_factory=lambda: [0] * len(HeartbeatGauge))
     at: float = field(default_factory=time.monotonic)
@@ -19,41 +19,41 @@ class _Reader:
 
 
 class RankNumbers:
-    """Counted since the rank was started."""
+    """Counters since the start of the rank."""
 
     def __init__(self) -> None:
         self.counts = [0] * len(HeartbeatGauge)
-        """By ``HeartbeatGauge``."""
+        """Values by ``HeartbeatGauge``."""
         self._readers: dict[str, _Reader] = {"": _Reader()}
         self._boundary_secs = 0.0
         self._failed_round = -1
         self._first: int | None = None
 
     def took(self, nbytes: int) -> None:
-        """A snapshot of ``nbytes`` has begun."""
+        """Count a started snapshot of ``nbytes``."""
         self.counts[HeartbeatGauge.SNAPSHOTS] += 1
         self.counts[HeartbeatGauge.COPIED_BYTES] += nbytes
 
     def failed(self, number: int) -> None:
-        """Something of snapshot ``number`` failed, perhaps not for the first time."""
+        """Count a failure of snapshot ``number``; repeated failures of one snapshot in a row count once."""
         self.counts[HeartbeatGauge.FAILED] += number != self._failed_round
         self._failed_round = number
 
     def passed(self, iteration: int, spacing: int, whole: SnapshotId | None, protected: SnapshotId | None) -> None:
-        """Training is past the boundary of ``iteration``; snapshots are ``spacing`` iterations apart."""
-        # Less than the first, where the script has gone back.
+        """Update the staleness of snapshots at ``iteration``; they are ``spacing`` iterations apart."""
+        # The minimum, in case the script's iteration decreases.
         self._first = iteration if self._first is None else min(self._first, iteration)
         for count, newest in ((HeartbeatGauge.WHOLE_BEHIND, whole), (HeartbeatGauge.PROTECTED_BEHIND, protected)):
             since = newest.iteration if newest is not None else self._first
             self.counts[count] = max(0, iteration - since) // spacing
 
     def bounded(self, secs: float) -> None:
-        """Training waited so long at a boundary, for whatever reason."""
+        """Add training's wait at a boundary."""
         self._boundary_secs = secs
         self._wait(secs, secs)
 
     def fenced(self, secs: float) -> None:
-        """Training waited so long in the fence."""
+        """Add training's wait in the fence."""
         self._wait(secs, self._boundary_secs + secs)
         self._boundary_secs = 0.0
 

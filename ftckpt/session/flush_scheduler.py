@@ -1,4 +1,4 @@
-"""Which snapshot goes to storage next, and when it is there: the same on all ranks, by the verdicts they read."""
+"""Replicated scheduler of flushes to storage: every rank derives the same state from the same vote results."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from ftckpt.session.actions import Announcement
 from ftckpt.session.vote import TaskState, VoteResult
 
 _REST_SECS = 30.0
-"""At least, after a snapshot that did not come to storage; as long as that one took, if it took longer."""
+"""Minimum pause after a failed flush; as long as that flush took, if it took longer."""
 
 _LEAST_SHARE = 0.01
-"""Of the time that a flush takes, what it is held to cost at the least: storage and network have other users, too."""
+"""Minimum cost of a flush, as a share of its duration: storage and network have other users, too."""
 
 _WORTHWHILE = 1 / 4
-"""Of an interval: a change by less gains less than the error of what it is computed from."""
+"""Minimum relative change of an interval: a smaller one gains less than the error of the measurement."""
 
 _UNMEASURED = 500
-"""Iterations between two while nothing is known of the first."""
+"""Iterations between flushes until one has been measured."""
 
 _FIRST = 50
-"""Iterations of an attempt before the first: what a flush slows down is to be compared with others than those that
-compile and allocate."""
+"""Iterations of an attempt before its first flush: the slowdown is measured against iterations that no longer compile
+and allocate."""
 
 _MOST = 1 << 30
-"""Iterations: however seldom the job fails."""
+"""Maximum of iterations between flushes, however rare failures are."""
 
 _JUDGED = 5
-"""Flushes that the time of one is a median of."""
+"""Flushes whose median is the duration of one."""
 
 
 class FlushStatus(NamedTuple):
-    """What a rank sees of its node's SMP, and of what it has done for storage.
+    """The state of a node's SMP and of its flush of a snapshot, as one rank reads it.
 
-    ``ready``: it lives, and knows what to do. ``sealed``: this rank's arena has the snapshot. ``state``: how far the
-    SMP is with it.
+    ``ready``: the SMP is alive and configured. ``sealed``: this rank's arena has the snapshot. ``state``: progress of
+    the flush.
     """
 
     ready: bool = False
@@ -54,25 +54,25 @@ class FlushStatus(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the SMP may still come to an end with it, good or bad."""
+        """Whether the flush is neither done nor failed, and may still proceed."""
         return self.ready and self.sealed and self.state not in (FlushState.DONE, FlushState.CANNOT)
 
 
 NO_FLUSH = FlushStatus()
-"""Of a rank whose node brings nothing to storage."""
+"""The status without flushes."""
 
 
 @dataclass
 class FlushScheduler:
-    """What every rank concludes from the same verdicts about storage.
+    """The state of flushes, derived from vote results alone.
 
-    The first snapshot that ``learn`` is given at or behind each multiple of ``interval`` iterations is ``current``
-    until it is on storage, or some node cannot bring it there, or ``timeout_secs`` are over; then a newer one is.
-    ``interval`` 0: none goes there.
+    The first snapshot that ``learn`` is given at or after each multiple of ``interval`` iterations is ``current``
+    until it is persisted, or some node cannot flush it, or ``timeout_secs`` have passed; then a newer one is.
+    ``interval`` 0: no flushes.
 
-    With ``tunes`` one goes there early in an attempt, which shows how long that takes and what it costs, and then the
-    first at or behind an ``interval`` after the last one: as ranks wish by then, to lose least to failures that lose
-    memory, ``mtbf_secs`` from one to the next.
+    With ``tunes`` an early flush measures duration and cost. Later ones follow ``interval`` iterations after the last
+    one, where ``interval`` is the ranks' maximum request: the one that minimizes expected lost work if failures that
+    lose memory are ``mtbf_secs`` apart.
     """
 
     interval: int
@@ -81,17 +81,17 @@ class FlushScheduler:
     mtbf_secs: float = math.inf
     current: SnapshotId | None = None
     persisted: SnapshotId | None = None
-    """The newest that is on storage, of those of this attempt."""
+    """The newest snapshot that this attempt persisted."""
     waits: bool = False
-    """Whether one could go there, and some node is not ready for it: from verdicts alone, so alike on all ranks."""
+    """Whether a snapshot is due but some node is not ready; from results alone, so the same on all ranks."""
     due: int = field(init=False)
     chosen_secs: float = 0.0
     rests_until_secs: float = 0.0
     wished: int = 0
-    """Iterations between two, by what this rank has measured; 0: nothing yet."""
-    _last: int | None = None  # the iteration of the one that was chosen last, unless that did not come there
-    _judges: bool = False  # once behind each flush: what it follows from differs a little in each iteration
-    _cost_secs: float | None = None  # of training, that one takes, as this rank has measured it
+    """Iterations between flushes that this rank requests, by its measurements; 0: none yet."""
+    _last: int | None = None  # the iteration of the last flush, unless it failed
+    _judges: bool = False  # recompute the request, once per flush: its inputs change slightly with every iteration
+    _cost_secs: float | None = None  # training time that a flush costs, as measured by this rank
     _took_secs: deque[float] = field(default_factory=lambda: deque(maxlen=_JUDGED))
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class FlushScheduler:
 
     @classmethod
     def of(cls, config: Config, nodes: int = 1) -> FlushScheduler:
-        """As configured, for a job of so many nodes."""
+        """A scheduler as configured, for a job of that many nodes."""
         if not config.persist:
             return cls(0)
         tunes = config.persist_interval == "auto"
@@ -107,17 +107,17 @@ class FlushScheduler:
         return cls(interval, commit.FLUSH_SECS, tunes, mtbf_secs(config.mtbf, nodes))
 
     def begin(self, on_storage: int) -> None:
-        """Storage has a snapshot of that iteration already, -1 for none."""
+        """Note the newest iteration on storage at start, -1: none."""
         if self.interval and not self.tunes:
             self.due = self._behind(max(0, on_storage))
 
     def resume(self, iteration: int) -> None:
-        """Training goes on behind ``iteration``, -1 for the beginning."""
+        """Note that training resumes after ``iteration``, -1: from the beginning."""
         if self.tunes:
             self.due = iteration + _FIRST
 
     def learn(self, verdict: VoteResult, newest: SnapshotId | None, now_secs: float) -> Iterator[Announcement]:
-        """What a verdict changes; ``newest`` is the snapshot to take if one is due."""
+        """Apply a vote result; ``newest`` is the snapshot to flush if one is due."""
         yield from self._settle(verdict, now_secs)
         yield from self._tune(verdict.flush_interval)
         self.waits = False
@@ -130,13 +130,13 @@ class FlushScheduler:
 
     @property
     def pending(self) -> bool:
-        """Whether another verdict would settle something, by those before alone."""
+        """Whether another vote would settle something; from earlier results alone."""
         return self.current is not None or self.waits
 
     def wish(self, measured: IntervalRequest) -> int:
-        """The iterations between two that this rank wishes for, for a round; 0 without a wish.
+        """The iterations between flushes that this rank requests, for a vote; 0: no request.
 
-        By ``model.flush_interval``, where a flush costs the time that iterations take longer beside it.
+        By ``model.flush_interval``; the cost of a flush is the additional time of the iterations during it.
         """
         if not self._judges or not measured.iteration_secs:
             return self.wished
@@ -150,7 +150,7 @@ class FlushScheduler:
         return self.wished
 
     def report(self, guard: FlushStatus, now_secs: float) -> tuple[int, TaskState]:
-        """The iteration that goes to storage and how far this node is with it, for a round."""
+        """The iteration that is being flushed and this node's progress, for a vote."""
         if not self.interval:
             return -1, TaskState.DONE
         if self.current is None:
@@ -162,18 +162,18 @@ class FlushScheduler:
             done = TaskState.CANNOT
             self.rests_until_secs = now_secs + max(_REST_SECS, took_secs)
         else:
-            done = TaskState.WORKING  # without an SMP, too: one is started in its place, and begins anew
+            done = TaskState.WORKING  # without an SMP, too: another one is started, which restarts the flush
         return self.current.iteration, done
 
     def forget(self) -> None:
-        """What was on its way is not any more: training went back, or the arenas were laid out anew."""
+        """Abort the current flush: the arenas were rebuilt."""
         self.waits = False
         if self.current is not None:
             self._again(self.current.iteration)
             self.current = None
 
     def _again(self, iteration: int) -> None:
-        """That one has not come: the next one will do."""
+        """Make the next flush due at once: that of ``iteration`` has failed."""
         self._last, self.due = None, iteration
 
     def _behind(self, iteration: int) -> int:
@@ -188,17 +188,17 @@ class FlushScheduler:
         if self._last is not None:
             self.due = self._behind(self._last)
         fields: dict[str, Any] = {"of": "storage", "interval": wish, "mtbf_secs": self.mtbf_secs}
-        text = f"from now on a snapshot goes to storage every {wish} iteration(s): "
-        if self._cost_secs is not None:  # another rank may have a wish when this one has none yet
+        text = f"flush interval changed to {wish} iteration(s): "
+        if self._cost_secs is not None:  # another rank's request may come before this one has measured
             secs = statistics.median(self._took_secs)
             fields |= {"flush_secs": secs, "cost_secs": self._cost_secs}
-            text += f"one takes {secs:.3g} s and {self._cost_secs:.3g} s of training, and "
+            text += f"a flush takes {secs:.3g} s and costs {self._cost_secs:.3g} s of training, and "
         text += f"a failure that loses memory is expected every {self.mtbf_secs / 3600:.3g} h (--ftckpt-mtbf)"
         yield Announcement("interval_changed", fields, text)
 
     def _settle(self, verdict: VoteResult, now_secs: float) -> Iterator[Announcement]:
         current = self.current
-        # A verdict may be older than the choice: a rank that was late posted before it read of it.
+        # A result may be older than ``current``: a late rank posted its vote before it knew of it.
         if current is None or verdict.flush != current.iteration or verdict.flushed == TaskState.WORKING:
             return
         secs, self.current = now_secs - self.chosen_secs, None
@@ -212,5 +212,5 @@ class FlushScheduler:
             )
         else:
             self._again(current.iteration)
-            error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
+            error = f"flush of iteration {current.iteration} failed after {secs:.0f} s"
             yield Announcement("flush_failed", fields, error=error)

@@ -1,4 +1,4 @@
-"""Python's collector of garbage rests while much is made that stays, and leaves alone what imports have made."""
+"""Pauses of Python's garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """A restart makes some hundred small objects for each tensor. For these the collector would look at all that the
-    process has, again and again, and take more time than the restart itself."""
-    if not gc.isenabled():  # by the script, whose matter it stays
+    """Pause the collector. A restart creates some hundred small objects per tensor; repeated collections over the
+    whole heap would take longer than the restart itself."""
+    if not gc.isenabled():  # the script has disabled it
         yield
         return
     gc.disable()
@@ -23,10 +23,10 @@ def no_collections() -> Iterator[None]:
 
 @contextmanager
 def imports_that_stay() -> Iterator[None]:
-    """torch and Megatron make half a million objects that live as long as the process. The collector would look at
-    them a dozen times while they are imported, a fifth of the start, and again at each full collection of training.
+    """Pause the collector during imports, then freeze all objects. torch and Megatron create half a million permanent
+    objects; a dozen scans of them take a fifth of the start, and every full collection would scan them again.
 
-    What there is at the end is frozen: ``gc.get_objects`` does not show it until ``gc.unfreeze``.
+    ``gc.get_objects`` does not show frozen objects until ``gc.unfreeze``.
     """
     with no_collections():
         yield

@@ -1,4 +1,4 @@
-"""The snapshot that a job ends with: the newest that all ranks have, or one of the last boundary, taken then."""
+"""The final snapshot of a job: that of the last boundary, taken if missing, else the newest on all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from ftckpt.session.shard import Shard
 
 
 class RankShutdown(NamedTuple):
-    """What one rank has and knows where the job ends, and nothing is trained or taken any more.
+    """One rank's state at the end of the job.
 
-    ``boundary``: the iteration of its last one in this attempt, of which a snapshot is wanted; -1: of none.
-    ``sealed``: what its arena holds. ``protected``, ``going`` (to storage) and ``persisted`` as this rank has read of
-    them.
-    ``objection``: why it cannot take a snapshot of its last boundary; empty where it can.
+    ``boundary``: the iteration of its last boundary in this attempt, which needs a snapshot; -1: none. ``sealed``:
+    the snapshots in its arena. ``protected``, ``going`` (being flushed) and ``persisted``: by the vote results that
+    this rank has read. ``objection``: why it cannot take a snapshot of its last boundary; empty if it can.
     """
 
     boundary: int = -1
@@ -37,11 +36,11 @@ class RankShutdown(NamedTuple):
 
 
 class JobEnd(NamedTuple):
-    """What all ranks together have where the job ends.
+    """The combined state of all ranks at the end of the job.
 
-    ``newest``: sealed by all of them. ``lacking``: the last iteration, where a snapshot of it is missing; -1 where
-    none is. ``objection``: why that cannot be taken; empty where it can. ``keep``: what must not be written over for
-    it. ``persisted``: what is on storage.
+    ``newest``: the newest snapshot that all ranks have sealed. ``lacking``: the last iteration, if its snapshot is
+    missing, else -1. ``objection``: why it cannot be taken; empty if it can. ``keep``: snapshots that must not be
+    overwritten for it. ``persisted``: snapshots on storage.
     """
 
     newest: SnapshotId | None
@@ -52,34 +51,34 @@ class JobEnd(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[RankShutdown]) -> JobEnd:
-        """From what each rank has, the same on all of them.
+        """Combine the states of all ranks, with the same outcome on each.
 
-        Verdicts may have been read by some ranks and not by others, so what each of them calls whole says too little:
-        one could write over what another keeps. What lies in the arenas says all.
+        Some ranks may have read more vote results than others, so their newest committed snapshots may differ, and
+        one could overwrite what another keeps. Only the snapshots in the arenas count.
         """
         everywhere = frozenset.intersection(*(frozenset(rank.sealed) for rank in ranks))
         persisted = frozenset(rank.persisted for rank in ranks if rank.persisted is not None)
         newest = _newest(everywhere)
         going = _newest({rank.going for rank in ranks if rank.going is not None} & everywhere - persisted)
-        # Marked after a verdict of all nodes: one mark is proof enough, and behind it no older one is needed.
+        # One mark suffices: it follows from the votes of all nodes. Older ones are not needed then.
         protected = _newest(rank.protected for rank in ranks if rank.protected is not None)
         boundaries = [rank.boundary for rank in ranks]
         have = newest.iteration if newest is not None else -1
         lacking = max(boundaries) if max(boundaries) > have else -1
         objections = [f"rank {number}: {rank.objection}" for number, rank in enumerate(ranks) if rank.objection]
         if min(boundaries) != max(boundaries):
-            objections.insert(0, f"ranks have come to different iterations: {min(boundaries)} and {max(boundaries)}")
+            objections.insert(0, f"ranks ended at different iterations: {min(boundaries)} and {max(boundaries)}")
         keep = frozenset(one for one in (newest, protected, going) if one is not None)
         return cls(newest, lacking, "".join(objections[:1]), keep, persisted)
 
 
 class RankShutdownReport:
-    """One rank's part of the last snapshot, behind its last fence; all methods are called by the training thread.
+    """One rank's part of the final snapshot, after its last fence. Only the training thread calls its methods.
 
     Args:
-        kept: of the last boundary.
-        boundary: its iteration.
-        begin: begins to take a snapshot; returns the slot.
+        kept: the kept state of the last boundary.
+        boundary: the iteration of that boundary.
+        begin: starts a snapshot; returns the slot.
     """
 
     def __init__(
@@ -96,11 +95,11 @@ class RankShutdownReport:
         self._begin = begin
 
     def find(self) -> RankShutdown:
-        """What this rank has, when its copies have ended."""
+        """This rank's state, once its copies have finished."""
         capture, state = self._shard.capture, self._state
         objection = self._state.objection or self._settle()
         if not objection:
-            objection = "nothing is kept of it" if self._kept is None else self._kept.objection(self._boundary)
+            objection = "its state was not kept" if self._kept is None else self._kept.objection(self._boundary)
         sealed = tuple(capture.arena.snapshots()) if capture is not None else ()
         flushes = state.flushes
         return RankShutdown(
@@ -108,48 +107,48 @@ class RankShutdownReport:
         )
 
     def prove(self) -> str:
-        """Whether all ranks copy what they must; says why not. Collective."""
-        return "" if self._shard.proves() else "ranks must copy other things than they do"
+        """Verify that all ranks' copy plans are current; returns why not, or "". Collective."""
+        return "" if self._shard.proves() else "replica check failed: the copy plan is stale"
 
     def take(self, snapshot: SnapshotId, keep: frozenset[SnapshotId]) -> str:
-        """Have this rank's part of ``snapshot``, of the last boundary, in a slot that holds nothing of ``keep``;
-        returns why it could not be had, or ""."""
+        """Take this rank's part of ``snapshot``, of the last boundary, into a slot that has none of ``keep``; returns
+        why that failed, or ""."""
         capture, begun = self._shard.capture, time.perf_counter()
         assert capture is not None, "the objection of a rank that has none"
         if capture.arena.find(snapshot) is not None:
-            return ""  # others have failed to take it at its boundary
+            return ""  # taken at its boundary: only other ranks lack it
         try:
-            self._shard.complete(keep | self._state.keep)  # a short job may end before all slots have their memory
-            # The target can go, which is not protected yet: what is whole stays, and what is protected.
+            self._shard.complete(keep | self._state.keep)  # a short job may end before all slots are allocated
+            # The unprotected target may be overwritten; the committed and the protected snapshot may not.
             if capture.has_room(keep | self._state.keep):
                 keep |= self._state.keep
             else:
-                self._protection.mark(self._state.let_target_go())  # first: the SMP makes no more of it
+                self._protection.mark(self._state.let_target_go())  # first: the SMP must stop reading it
             slot = self._begin(TakeSnapshot(snapshot, keep))
             capture.fence(self._timeout_secs)
             capture.settle(self._timeout_secs)
-        except Exception as error:  # noqa: BLE001 - the one before it goes to storage, and all are told why
+        except Exception as error:  # noqa: BLE001 - an older snapshot is flushed instead, and the log says why
             return in_words(error)
         secs = time.perf_counter() - begun
         self._events.emit("snapshot", iteration=snapshot.iteration, slot=slot, blocked_secs=secs)
         return ""
 
     def agree(self, snapshot: SnapshotId) -> None:
-        """All ranks have it."""
+        """Mark ``snapshot`` as committed: all ranks have it."""
         self._state.whole = snapshot
         if self._shard.capture is not None:
             self._shard.capture.arena.control.mark_whole(snapshot)
 
     def _settle(self) -> str:
-        """Wait for the copies of the last snapshot, and for those of one that was dropped."""
+        """Wait for the copies of the last snapshot, and of a dropped one; returns why they have not ended, or ""."""
         capture = self._shard.capture
         if capture is None:
             return "it has no arena"
-        with suppress(CaptureError):  # dropped: it is taken once more
+        with suppress(CaptureError):  # dropped: it is taken again
             capture.settle(self._timeout_secs)
         if capture.flight is None or capture.flight.wait(self._timeout_secs):
             return ""
-        return "copies of an earlier snapshot have not ended"
+        return "copies of an earlier snapshot have not finished"
 
 
 def _newest(snapshots: Iterable[SnapshotId]) -> SnapshotId | None:

@@ -1,4 +1,4 @@
-"""What a rank's arena is going to need of the node's memory, beside old arenas and in their place."""
+"""Forecast of the node memory that a rank's arena needs, next to old arenas and after their removal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ftckpt.model.snapshot import SnapshotId
 
 
 class MemoryForecast(NamedTuple):
-    """What a rank's arena needs; bytes that come back before it needs anything; its slots beside old arenas; the
-    image of its slots; the arena, if it is there; what old arenas must keep, and what they call protected: None where
-    it does not matter."""
+    """``needs`` of a rank's arena; ``freed_bytes`` before it allocates; ``most`` slots while old arenas exist; the
+    ``image`` of a slot; the ``existing`` arena, if any; snapshots ``needed`` from old arenas; their protected ones
+    (``marks``; None if irrelevant)."""
 
     needs: Ledger
     freed_bytes: int
@@ -31,8 +31,8 @@ def foresee_arena(
     there: Ledger, old: Sequence[Path], existing: Arena | None, *, slots: int, keep: SnapshotId | None,
     manifest: Manifest,
 ) -> MemoryForecast:  # fmt: skip
-    """What the arena for ``manifest`` needs, of ``slots`` where none is ``existing``, and what ``old`` ones will have
-    given up by then. ``there``: what lies in all of them; ``keep``: the snapshot from which the job would restart."""
+    """Forecast for ``manifest``'s arena, of ``slots`` unless it is ``existing``, and for the memory that the ``old``
+    arenas free before. ``there``: the content of all arenas; ``keep``: the snapshot that a restart would use."""
     spare = there.spare(there.needed(keep)) if keep is not None else Ledger()
     num_old = num_slots(old) - spare.free_slots if keep is not None else 0
     have, new, lacks = count_slots(slots, existing, keep, num_old)
@@ -47,8 +47,8 @@ def foresee_arena(
 
 
 def count_slots(most: int, existing: Arena | None, keep: SnapshotId | None, num_old: int) -> tuple[int, int, int]:
-    """Slots of the arena that are there, those to allocate beside ``num_old`` in old ones, and those that it
-    lacks in all."""
+    """The numbers of allocated slots, of slots to allocate while ``num_old`` are in old arenas, and of all missing
+    slots."""
     slots = most if existing is None else existing.control.slots
     there = 0 if existing is None else slots - len(absent_slots(existing))
     lacks = max(0, min(slots, most) - there)
@@ -59,10 +59,10 @@ def count_slots(most: int, existing: Arena | None, keep: SnapshotId | None, num_
 
 
 def absent_slots(arena: Arena) -> list[int]:
-    """The slots of ``arena`` that have no memory yet."""
+    """The slots of ``arena`` that are not allocated yet."""
     return [slot for slot in range(arena.control.slots) if not arena.allocated(slot)]
 
 
 def num_slots(paths: Sequence[Path]) -> int:
-    """Slots in the arenas at ``paths``, readable or not."""
+    """The number of slots in the arenas at ``paths``, readable or not."""
     return sum(len(list(path.glob("slot*"))) for path in paths)

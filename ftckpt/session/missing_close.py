@@ -1,4 +1,4 @@
-"""A script that ends without ``close()``: its snapshots stay in memory, which nobody would see otherwise."""
+"""Warnings for a script that ends without ``close()``, whose snapshots stay in memory, or that never steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ftckpt.session.rank_storage import clean_command
 log = logging.getLogger("ftckpt")
 
 _MOST_FENCES = 50
-"""Changes of stepped state before the first boundary, after which a script seems to have forgotten it."""
+"""Fences without a boundary after which ``step()`` seems to have been forgotten."""
 
 
 class OpenJob:
-    """A job whose snapshots stay in memory until it is closed. It refers to no model: scripts may drop theirs."""
+    """A job that has not been closed: its snapshots stay in memory. Holds no reference to the model."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._node_dir = Path()
         self.iteration = -1
-        """Of the last boundary, or what was restored; -1: there is nothing to resume from."""
+        """The iteration of the last boundary, or the restored one; -1: nothing to resume from."""
         self._has_stepped = False
         self._num_fences = 0
 
@@ -36,11 +36,11 @@ class OpenJob:
         _open[self._config.job] = self
 
     def step(self, iteration: int) -> None:
-        """A boundary."""
+        """Note a step boundary."""
         self.iteration, self._has_stepped = iteration, True
 
     def fence(self) -> None:
-        """Stepped state changes."""
+        """Count a fence; warns once if there have been many without a boundary."""
         self._num_fences += 1
         if self._num_fences == _MOST_FENCES and not self._has_stepped:
             log.warning(
@@ -49,7 +49,7 @@ class OpenJob:
             )  # fmt: skip
 
     def close(self) -> None:
-        """The script has closed it."""
+        """Forget the job: the script has closed it."""
         _open.pop(self._config.job, None)
 
     def __str__(self) -> str:
@@ -62,13 +62,13 @@ class OpenJob:
 
 
 _open: dict[str, OpenJob] = {}
-"""By the job: one that was begun again in this process is one job."""
+"""Open jobs by name: a restart within this process replaces the entry."""
 off_in_children(_open.clear)
 
 
 @atexit.register
 def _log_open() -> None:
-    # After an error memory stays on purpose: the next start needs it. The interpreter keeps an uncaught one there.
+    # After an uncaught exception (sys.last_value) memory stays on purpose: the next start needs it.
     if not hasattr(sys, "last_value"):
         for job in [job for job in _open.values() if job.iteration >= 0]:
             log.warning("ftckpt: %s", job)

@@ -1,4 +1,4 @@
-"""The way into a node's directory: one job at a time, one directory for the ranks of a node."""
+"""Entry of the ranks into their node's directory: one process tree per job, one directory per node."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ftckpt.session.addresses import whereabouts
 
 
 class NodeReport(NamedTuple):
-    """What a rank has written into its node's directory, if it is the first there, what it has read, and where.
-
-    ``interval``: with ``interval`` auto, the one with which an earlier attempt kept the budget; 0: nothing is known.
+    """The token that a rank has ``written`` into its node's directory, if it leads the node, the token that it has
+    ``read`` there, and its machine. ``interval``: with ``interval`` auto, the one that kept the budget in an earlier
+    attempt; 0: unknown.
     """
 
     written: str
@@ -42,40 +42,40 @@ class NodeReport(NamedTuple):
 
 
 class NodeJoin:
-    """Of one rank; the first of a node holds the job's lock there."""
+    """One rank's entry; the node's leader takes the job's lock."""
 
     def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
         self.path = Path()
-        """The directory; from ``enter`` on."""
+        """The node's directory; valid after ``enter``."""
         self._config = config
         self._topology = topology
         self._group = group
         self._events = events
         self._leads = topology.is_node_leader
         self._job_lock: JobLock | None = None
-        self._word = ""  # that this rank has written as the first of its node
+        self._word = ""  # the token that this rank has written as its node's leader
 
     @property
     def is_held(self) -> bool:
-        """Whether this rank holds the lock for its node."""
+        """Whether this rank has the lock for its node."""
         return self._job_lock is not None
 
     def enter(self) -> None:
-        """Make sure that no other live process uses this job's arenas on this node. Collective.
+        """Lock this job's arenas on this node against other processes. Collective.
 
         Raises:
-            ArenaError: the directory cannot be used, or a live process holds the job or one of its arenas.
+            ArenaError: the directory cannot be used, or a live process has locked the job or one of its arenas.
         """
         self._word = together(self._group, self._enter)
 
     def release(self) -> None:
-        """Give the lock up."""
+        """Release the lock."""
         if self._job_lock is not None:
             self._job_lock.release()
             self._job_lock = None
 
     def _enter(self) -> str:
-        """Returns the word that this rank has written as the first of its node, for the others to read."""
+        """The local part of ``enter``; returns the token that this rank has written as its node's leader, or ""."""
         self.path = node_directory(Path(self._config.arena), self._config.job, self._topology.me.node)
         if not self._leads:
             return ""
@@ -83,34 +83,34 @@ class NodeJoin:
         deadline_secs = deadlines.LOCK_SECS
         if (holder := holder_of(self.path / JOB_LOCK_NAME)) not in (None, 0, os.getpid()):
             self._events.announce(
-                f"waits {deadline_secs:g} s at most for the end of process {holder}, which runs a job "
+                f"waiting at most {deadline_secs:g} s for process {holder} to exit, which runs a job "
                 f"{self._config.job!r} on this node"
             )
-        # The job's lock keeps new processes out; only then can what others still write, or left, be waited for.
+        # The job's lock first: it keeps new processes out while this waits for, and cleans up after, earlier ones.
         self._job_lock = JobLock(self.path, deadline_secs)
         for path in list_arenas(self.path):
             wait_for_writer(path, deadline_secs)
-            # Whoever wrote it may have died with slots that had their memory and no name yet: no arena counts those.
+            # The writer may have died during an allocation: slots without their final name, which no ledger counts.
             remove_half_made(path, "slot*")
         remove_stale(self.path)
         return leave_word(self.path)
 
     def look(self) -> NodeReport:
-        """What this rank sees of its node's directory, behind ``enter`` of all ranks."""
+        """Report on this rank's node directory, after all ranks' ``enter``."""
         config = self._config
         interval = read_interval(self.path, config.overhead_budget) if config.interval == "auto" else 0
         return NodeReport(self._word, read_word(self.path), whereabouts(os.environ), interval)
 
     def keep_interval(self, interval: int) -> None:
-        """Leave it for the next attempt to see."""
+        """Store the interval for the next attempt."""
         if self._leads:
             write_interval(self.path, interval, self._config.overhead_budget)
 
     def require_one_directory(self, seen: Sequence[NodeReport]) -> None:
-        """Two machines with one name would find out at the first restart, when half of the snapshots is not there.
+        """Refuse two machines with one node name, which would lack half of the snapshots at the first restart.
 
         Raises:
-            ConfigError: ranks that call their node alike do not see the same directory; on all ranks alike.
+            ConfigError: ranks with the same node name see different directories; on all ranks together.
         """
         if self._leads:
             (self.path / WORD_NAME).unlink(missing_ok=True)  # all have read it

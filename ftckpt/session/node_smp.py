@@ -1,4 +1,4 @@
-"""The SMPs of a job as its trainers have them: each node's leader starts one and configures it."""
+"""The trainers' side of the SMPs: each node's leader starts its node's SMP and configures it."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
 
 _CLAIM_AGAIN_SECS, _MOST_CLAIM_AGAIN_SECS = 0.5, 60.0
-"""Between attempts to claim a storage that fails, each pause twice the one before it."""
+"""First and longest pause between attempts to claim storage that fails; each is twice the previous one."""
 _REASON_SECS = 5.0
-"""Longest wait for an SMP that may not have begun with what another node has given up; one that writes, which takes
-longer, has nothing to complain of."""
+"""Maximum wait for an SMP's reason for a failed flush, as it may not have started the flush that another node has
+given up."""
 _POLL_SECS = 0.05
 _AGAIN_SECS = 10.0
-"""After an SMP could not be told what to do: each attempt costs a process start on a node that trains."""
+"""Pause after an SMP could not be configured: each attempt costs a process start on a node that trains."""
 _LAST_SECS = 5.0
-"""A job that ends waits so long for an SMP that is starting, which takes one where cores are free."""
+"""Maximum wait of an ending job for an SMP that is starting, which takes a second on an idle node."""
 SECRET_BYTES = 32
 _MOST_SECRET_BYTES = 4096
-"""More is not read: somebody may have named a wrong file."""
+"""Read limit for the secret's file, in case the setting names a wrong one."""
 
 
 class SmpReport(NamedTuple):
-    """What a rank tells the others; ``address`` and ``port`` are those of its node's SMP if it leads the node, else
-    empty and 0."""
+    """A rank's report to the others; ``address`` and ``port`` of its node's SMP if it leads the node, else empty and
+    0."""
 
     pid: int
     address: str
@@ -61,9 +61,9 @@ class SmpReport(NamedTuple):
 
 
 class NodeSmp:
-    """One rank's view of its node's SMP. What ranks tell each other for it others carry.
+    """One rank's access to its node's SMP. Nothing is collective: callers gather ``offer_secret`` and ``report``.
 
-    ``machines[rank]`` names which ranks reach each other over loopback (``machine``).
+    Ranks with the same ``machines[rank]`` (see ``machine``) reach each other over loopback.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class NodeSmp:
         self._events = events
         self._machines = machines
         self._leads = topology.is_node_leader
-        self._port: PortHold | None = None  # of the SMP of the node that this rank leads
+        self._port: PortHold | None = None  # reserved for the SMP if this rank leads its node
         self._claiming: threading.Thread | None = None
         self._setup = SmpSetup(self._tell, self._fail)
         self._node_dir: Path | None = None
@@ -84,23 +84,22 @@ class NodeSmp:
         self._secret = b""
         self._began = time.time()
         self.lineage = UNKNOWN
-        """Of the snapshots of this attempt: what storage records when this run claims it."""
+        """The lineage of this attempt's snapshots, which storage records when this run claims it."""
         self.network: NetworkLimit | None = None
-        """What this node's SMP may take of the network; None before it was configured, and where it has no peers."""
+        """The network limit of this node's SMP; None before ``configure``, and without peers."""
 
     def tell_hazards(self, node_dir: Path) -> None:
-        """The node's directory belongs to this attempt: say what endangers it."""
+        """Report hazards of the environment, once the node's directory is locked for this attempt."""
         if not self._leads:
             return
         told = bool(list_arenas(node_dir))
         for hazard in hazards(Path(self._config.arena)):
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
-            # Where an earlier attempt has trained its log has all of it, and this one's is to show what is new.
+            # The log of an earlier attempt has the remedies, if there was one; this log stays short.
             self._events.announce(f"{hazard.text}; {'ftckpt check says what to do' if told else hazard.remedy}")
 
     def offer_secret(self) -> bytes:
-        """What this rank gives the others for ``agree_on_secret``: a word that rank 0 has drawn, or what its node's
-        file holds.
+        """This rank's input to ``agree_on_secret``: a random secret of rank 0, or the content of its node's file.
 
         Raises:
             ConfigError: the file cannot be used.
@@ -110,28 +109,26 @@ class NodeSmp:
         return secrets.token_bytes(SECRET_BYTES) if self._topology.rank == 0 else b""
 
     def agree_on_secret(self, offers: Sequence[bytes]) -> None:
-        """The job's secret, by what all ranks offered.
+        """Set the job's secret from the offers of all ranks.
 
         Raises:
-            ConfigError: nodes' files do not hold the same.
+            ConfigError: the files of the nodes differ.
         """
         if self._config.secret_file and len(set(offers)) > 1:
             path = self._config.secret_file
-            raise ConfigError(
-                f"--ftckpt-secret-file: {path} does not hold the same on all nodes; copy one to all of them"
-            )
+            raise ConfigError(f"--ftckpt-secret-file: {path} differs between nodes; copy one to all of them")
         self._secret = offers[0]
 
     def report(self) -> SmpReport:
-        """What all ranks must be told of this one, and of the SMP of the node that it leads, which may not run yet.
+        """Report this rank, and the address of its node's SMP if it leads the node; the SMP may not run yet.
 
         Raises:
-            ConfigError: no address.
+            ConfigError: no address was found.
         """
         if not self._leads:
             return SmpReport(os.getpid(), "", 0)
         if self._port is None:
-            # The SMP of another node has nothing to ask where nothing is protected.
+            # Without protection and storage, SMPs do not connect to each other: loopback suffices.
             has_peers = self._config.protect != "none" or self._config.persist
             machines = self._machines if has_peers else (LOOPBACK,)
             self._port = PortHold(listening_address(self._config.smp_listen, machines, os.environ))
@@ -148,16 +145,16 @@ class NodeSmp:
         modes: Sequence[str] = (),
         received_bytes: int = 0,
     ) -> int:
-        """Start the node's SMP, and have it know its groups, its trainers and where the others are.
+        """Start the node's SMP, and configure its groups, its trainers and its peers.
 
-        On a thread: a process takes half a second to start, and training does not wait for it. Not before all ranks
-        have their state: until then cores belong to them. What it is to do lies there before it starts: a job that is
-        killed meanwhile is guarded as any other.
-        ``reports`` and ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node
-        keeps, and their bytes; ``modes``: of protection; ``received_bytes``: what this node receives for a snapshot.
-        Returns the digest of what this node's SMP is to guard, as the SMP tells it in its pulse when it does.
+        On a thread: a process start takes half a second, for which training does not wait. Call it after all ranks
+        have loaded their state, for which they need the cores. The description is stored before the SMP starts, so
+        that snapshots are protected even if the job is killed meanwhile.
+        ``reports`` and ``holdings`` by rank; ``packages``: by other node, the shards whose packages this node keeps,
+        and their bytes; ``modes``: of protection; ``received_bytes``: network traffic to this node per snapshot.
+        Returns the digest of this node's part, which the SMP publishes in its heartbeat once it is configured.
         """
-        self._claim_storage()  # behind what may refuse the start
+        self._claim_storage()  # after all that may refuse the start
         node = self._topology.me.node
         guarded = {
             "places": {
@@ -166,8 +163,8 @@ class NodeSmp:
             },
             "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
             "mirror_from": packages,
-            # A word of this attempt that all ranks know: an SMP that goes on with what an earlier one has told it
-            # does not guard for this one yet.
+            # Unique to this attempt, and known to all ranks: it makes the digest differ from that of an SMP which
+            # still has the configuration of an earlier attempt.
             "owner": self._group.name,
         }
         if self._leads:
@@ -197,36 +194,36 @@ class NodeSmp:
         }
 
     def _tell(self, description: Mapping[str, Any]) -> None:
-        """Have this node's SMP, which may have to be started first, do what ``description`` says."""
-        assert self._node_dir is not None and self._port is not None, "behind ``configure`` and ``report``"
+        """Configure this node's SMP with ``description``; starts it first if none runs."""
+        assert self._node_dir is not None and self._port is not None, "call ``configure`` and ``report`` first"
         self._client = self._client or self._find_or_start(self._node_dir, self._port, description)
         if self._setup.is_over:
             return
         try:
             problem = self._client.configure(description)
-        except FtckptError:  # it may have ended since it was found, a whole layout ago
+        except FtckptError:  # it may have ended since an earlier call
             self._client = self._find_or_start(self._node_dir, self._port, description)
             problem = self._client.configure(description)
         self._watch = self._watch or Watch(self._client, self._events.emit, tell=self._tell_warning)
-        if problem:  # it does the rest, and is asked again
+        if problem:  # it does the rest; ``SmpSetup`` retries
             raise SmpError(problem)
         self._port.close()
 
     def _claim_storage(self, before: threading.Thread | None = None) -> None:
-        """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
+        """Claim storage for this run, which fences off SMPs of earlier attempts on nodes that this one lacks."""
         if self._config.persist and self._topology.rank == 0 and self._claiming is None:
-            # On a thread: storage that is away must not keep training from its begin.
+            # On a thread: unreachable storage must not delay training.
             self._claiming = threading.Thread(target=self._claim, args=(before,), name="ftckpt-claim", daemon=True)
             self._claiming.start()
 
     def claim_again(self, lineage: Lineage) -> None:
-        """Storage records ``lineage``, in the background."""
+        """Record ``lineage`` on storage, in the background."""
         self.lineage = lineage
         before, self._claiming = self._claiming, None
         self._claim_storage(before)
 
     def _claim(self, before: threading.Thread | None) -> None:
-        """For as long as this takes: whatever is wrong with storage somebody may put right while the job trains."""
+        """Retry until it succeeds or the job ends: storage may be repaired while the job trains."""
         where = Place.of(self._config.persist, self._config.persist_format).snapshots
         told, pause_secs = "", _CLAIM_AGAIN_SECS
         if before is not None:
@@ -239,13 +236,12 @@ class NodeSmp:
             except StorageError as error:
                 if str(error) != told:
                     told = str(error)
-                    self._events.emit("storage_fails", error=f"it is not this run's: {error}")
+                    self._events.emit("storage_fails", error=f"this run could not claim it: {error}")
             time.sleep(pause_secs)
             pause_secs = min(2 * pause_secs, _MOST_CLAIM_AGAIN_SECS)
 
     def release(self) -> None:
-        """This rank trains no more; the SMP stays, and knows what to do if it could be started by now or a moment
-        later."""
+        """End this rank's part. The SMP keeps running; one that is starting is configured, within a few seconds."""
         self._setup.end()
         if self._port is not None:
             self._port.close()
@@ -253,7 +249,7 @@ class NodeSmp:
             self._watch.stop()
 
     def end(self) -> None:
-        """The job is over: the SMP ends. Called by each node's leader once no rank needs it."""
+        """End the SMP with the job. Each node's leader calls this once no rank needs the SMP."""
         if self._client is not None:
             try:
                 self._client.end()
@@ -261,27 +257,25 @@ class NodeSmp:
                 self._fail(error)
 
     def flush_problem(self, goes_on: Callable[[], bool] = bool) -> str:
-        """Why the SMP of the node that this rank leads could not bring the last snapshot to storage; "" where it
-        could, and where another rank leads the node. For as long as it ``goes_on`` it may come to a reason yet: the
-        node that fails first has failed for all."""
+        """Why this node's SMP failed to flush the last snapshot; "" if it did not, or another rank leads the node.
+        While its flush ``goes_on``, this waits for a reason: the first node to fail ends the flush on all."""
         if not self._leads:
             return ""
         deadline = time.monotonic() + _REASON_SECS
         while True:
-            # Asked first: an SMP has its reason by the time that it says that it cannot.
+            # In this order: an SMP has its reason before it reports CANNOT.
             is_over = not goes_on() or time.monotonic() >= deadline
             if problem := self.problem_now():
                 return problem
             if is_over and self._client is None:
-                why = self._setup.problem or "it takes long"
+                why = self._setup.problem or "it is still starting"
                 return f"node {self._topology.me.node}: its SMP has not started: {why}"
             if is_over:
                 return ""
             time.sleep(_POLL_SECS)
 
     def problem_now(self) -> str:
-        """What keeps the SMP of the node that this rank leads from bringing a snapshot to storage, as far as it has
-        met anything; "" where another rank leads the node."""
+        """The current storage problem of this node's SMP; "" if there is none, or another rank leads the node."""
         if self._client is None:
             return ""
         try:
@@ -291,11 +285,11 @@ class NodeSmp:
         return problem and f"node {self._topology.me.node}: {problem}"
 
     def _find_or_start(self, node_dir: Path, port: PortHold, description: Mapping[str, Any]) -> SmpClient:
-        """The SMP; one that has to be started finds ``description``, whatever becomes of this process meanwhile."""
+        """Find or start the SMP; a new one reads the stored ``description``, even if this process dies meanwhile."""
         config = self._config
         port.lend()
         if holder_of(node_dir / SMP_LOCK_NAME) is None:
-            with suppress(OSError):  # a full tmpfs: it is told when it runs
+            with suppress(OSError):  # a full tmpfs: ``configure`` sends it again
                 store_description(node_dir, description)
         return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node)
 
@@ -307,31 +301,31 @@ class NodeSmp:
 
 
 class SmpSetup:
-    """What an SMP is to be told: the last word counts, and is said again until it was heard.
+    """Configures an SMP on a thread: the latest description counts, and is retried until it is delivered.
 
     Args:
-        tell: starts the SMP where none runs and tells it; raises where it could not.
-        fail: is told what it raised.
+        tell: starts the SMP if none runs, and configures it; raises if that fails.
+        fail: receives each error.
     """
 
     def __init__(self, tell: Callable[[Mapping[str, Any]], None], fail: Callable[[Exception], None]) -> None:
         self._tell, self._fail = tell, fail
         self._guard = threading.Lock()
         self._wanted: Mapping[str, Any] | None = None
-        self._thread: threading.Thread | None = None  # None: nothing is left to be told
-        self._settled = threading.Event()  # it was told, or could not be
+        self._thread: threading.Thread | None = None  # None: nothing is left to deliver
+        self._settled = threading.Event()  # the latest description was delivered, or failed once
         self._over = threading.Event()
-        self._wake = threading.Event()  # it is over, or something else is wanted: no time to rest
+        self._wake = threading.Event()  # set by ``end`` and by a new description: do not pause
         self.problem = ""
-        """Why it could not be told what was wanted last."""
+        """Why the latest description could not be delivered."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended meanwhile: nothing more is to be said."""
+        """Whether ``end`` was called: nothing more is delivered."""
         return self._over.is_set()
 
     def want(self, description: Mapping[str, Any]) -> None:
-        """Have the SMP do what ``description`` says, as soon as it can be told."""
+        """Deliver ``description`` to the SMP as soon as possible; does not wait."""
         with self._guard:
             self._wanted, self.problem = description, ""
             self._settled.clear()
@@ -348,7 +342,7 @@ class SmpSetup:
                 self._thread = thread
 
     def end(self) -> None:
-        """Say nothing more, but what is being said: an SMP that is starting is waited for, for a moment."""
+        """Stop deliveries; waits up to a few seconds for the one in progress."""
         thread = self._thread
         if thread is not None:
             self._settled.wait(_LAST_SECS)
@@ -359,12 +353,12 @@ class SmpSetup:
 
     def _run(self) -> None:
         while not self.is_over:
-            self._wake.clear()  # before it is read: what comes behind that wakes
+            self._wake.clear()  # before the read: a later description must end the pause below
             wanted = self._wanted
             assert wanted is not None, "set before the thread starts"
             try:
                 self._tell(wanted)
-            except Exception as error:  # noqa: BLE001 - promise 4: without an SMP training goes on
+            except Exception as error:  # noqa: BLE001 - promise 4: training continues without an SMP
                 self.problem = in_words(error)
                 self._fail(error)
                 self._settled.set()
@@ -378,7 +372,7 @@ class SmpSetup:
 
 
 def read_secret(path: Path) -> bytes:
-    """32 bytes made of what is in ``path``, which only its owner may read.
+    """Derive a 32-byte secret from the content of ``path``, which only its owner may read.
 
     Raises:
         ConfigError: missing, readable by others, or too short; the text says how to make one.
@@ -386,7 +380,7 @@ def read_secret(path: Path) -> bytes:
     how = f"make one with: (umask 077; head -c 32 /dev/urandom > {path})"
     try:
         with open(path, "rb") as file:
-            # Of what is read, whatever has its name a moment later.
+            # The mode of the opened file: its path may be replaced at any time.
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(_MOST_SECRET_BYTES)
     except OSError as error:
@@ -395,8 +389,8 @@ def read_secret(path: Path) -> bytes:
         raise ConfigError(
             f"--ftckpt-secret-file: {path} is open to others (mode {stat.S_IMODE(mode):o}); chmod 600 it"
         )
-    # White space at the ends of a file is no secret.
+    # Leading and trailing white space adds no entropy.
     if len(text.strip()) < MIN_SECRET_BYTES:
-        raise ConfigError(f"--ftckpt-secret-file: {path} holds less than {MIN_SECRET_BYTES} bytes; {how}")
-    # Any length, 32 bytes; the word keeps it apart from what else may be made of the same file.
+        raise ConfigError(f"--ftckpt-secret-file: {path} has fewer than {MIN_SECRET_BYTES} bytes; {how}")
+    # Maps any length to 32 bytes; the prefix separates this use from other hashes of the same file.
     return hashlib.sha256(b"ftckpt secret" + text).digest()

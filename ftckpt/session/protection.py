@@ -1,6 +1,6 @@
-"""Protection as a rank drives it: modes and groups at start, the SMP of its node, what it sees of it at boundaries.
+"""One rank's interface to protection: modes and groups at start, then the state of its node's SMP at boundaries.
 
-What is to be protected, and when a target is given up, ``ftckpt.session.protection_scheduler`` decides.
+``ftckpt.session.protection_scheduler`` chooses the snapshot to protect and decides when to give it up.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from ftckpt.session.node_smp import NodeSmp, SmpReport
 from ftckpt.session.protection_scheduler import ProtectionStatus
 
 _SMP_SILENT_SECS = 10.0
-"""An SMP that gave no sign of life for so long guards nothing."""
+"""Age of the SMP's heartbeat from which it counts as dead."""
 
 
 class ArenaRemains(NamedTuple):
-    """What one rank's arena has of an earlier attempt."""
+    """The snapshots of an earlier attempt in one rank's arena."""
 
     protected: SnapshotId | None = None
     sealed: tuple[SnapshotId, ...] = ()
@@ -58,22 +58,22 @@ class ArenaRemains(NamedTuple):
 def in_all_arenas(
     ranks: Sequence[ArenaRemains], restored: SnapshotId | None, rebuilt: bool = False
 ) -> tuple[SnapshotId | None, SnapshotId | None]:
-    """Of the snapshots that all ``ranks`` hold the protected one, and ``restored``.
+    """The newest protected snapshot that all ``ranks`` have sealed, and ``restored``, if all have it; else None.
 
-    What was restored does not lie in these arenas where they are those of another layout. Where some of it was
-    ``rebuilt``, its parity may be lost, too: marks that others have made of it say nothing any more.
+    The restored snapshot is not in these arenas if they belong to another layout. If parts of it were reconstructed
+    (``rebuilt``), its parity may be lost, too: it then counts as unprotected.
     """
 
     def everywhere(snapshot: SnapshotId | None) -> SnapshotId | None:
         return snapshot if all(snapshot in rank.sealed for rank in ranks) else None
 
-    # Marks may differ by a verdict that some ranks had not read yet; one is proof enough, and the newest counts.
+    # Marks may differ by a result that some ranks had not read. One mark suffices: it follows from all nodes' votes.
     named = filter(None, {everywhere(rank.protected) for rank in ranks} - {restored if rebuilt else None})
     return max(named, key=lambda snapshot: snapshot.iteration, default=None), everywhere(restored)
 
 
 class RankReport(NamedTuple):
-    """What one rank tells of its arena and its node's SMP; ``secret`` as for ``NodeSmp``."""
+    """One rank's report on its arena and its node's SMP; ``secret``: see ``NodeSmp.offer_secret``."""
 
     holding: ArenaLayout
     held: ArenaRemains
@@ -83,10 +83,10 @@ class RankReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Who protects whom, which every rank computes alike from what all ranks hold.
+    """The parity groups and package mirrors of a job, computed identically by all ranks from all arenas' layouts.
 
-    ``groups`` are those whose parity SMPs keep, ``in_slots`` those whose parity lies in the slots themselves,
-    ``mirrors`` of each shard its own node and those that keep its package.
+    ``groups``: SMPs store their parity. ``in_slots``: their parity is part of the slots. ``mirrors``: for each shard
+    its own node, then the nodes that keep its package.
     """
 
     holdings: Sequence[ArenaLayout]
@@ -96,16 +96,16 @@ class Arrangement:
 
     @classmethod
     def of(cls, holdings: Sequence[ArenaLayout], in_slots: Sequence[ParityGroup], modes: Modes) -> Arrangement:
-        """Arrange what the ranks hold by the modes in force."""
+        """Form the groups for the ranks' arenas and the modes in force."""
         groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
         return cls(holdings, groups, in_slots, mirrors(holdings, modes))
 
     def report(self, num_slots: int) -> ProtectionTable:
-        """What it survives, and what it costs."""
+        """The failures that it survives, and its costs."""
         return protection_table(self.holdings, [*self.groups, *self.in_slots], self.mirrors, num_slots, parity_bytes)
 
     def packages_on(self, node: str) -> dict[str, dict[str, int]]:
-        """Of each other node the shards whose packages ``node`` keeps, and the most bytes that each takes."""
+        """The shards, by other node, whose packages ``node`` keeps, with the maximum size of each in bytes."""
         most_bytes = {holding.shard: holding.package_bytes for holding in self.holdings}
         shards: dict[str, dict[str, int]] = {}
         for shard, (home, *others) in self.mirrors.items():
@@ -114,9 +114,9 @@ class Arrangement:
         return shards
 
     def account(self, node: str, node_dir: Path, need_bytes: int, num_slots: int) -> Ledger:
-        """What it takes of the memory of ``node``, where parity files and packages have ``need_bytes`` in all.
+        """The ledger of ``node`` for parity files and packages of ``need_bytes`` in all.
 
-        Only parity files of these groups, in these arenas, are written over.
+        Only existing parity files of these groups, in these arenas, are overwritten.
         """
         arenas = {holding.arena: holding.slot_bytes for holding in self.holdings if holding.node == node}
         members = [(group.mode, member) for group in self.groups for member in group.members if member.node == node]
@@ -136,13 +136,13 @@ class Arrangement:
 
 
 class Protection:
-    """One rank's part. Construction and ``arrange`` are collective.
+    """One rank's protection. Construction and ``arrange`` are collective.
 
-    At a start the gather of ``NodeArenas.open`` carries what ``tell`` has for other ranks to ``join``; ``arrange``
-    does the same for arenas that are there.
+    At start, the gather of ``NodeArenas.open`` carries every rank's ``tell`` to all others, which ``join`` with them;
+    ``arrange`` does the same for rebuilt arenas.
 
-    Nothing but ``__init__``, ``arrange`` and its parts raises: where protection fails, snapshots are not protected,
-    an event says so, and training goes on.
+    Only ``__init__``, ``arrange`` and its parts raise. If protection fails later, an event says so, snapshots stay
+    unprotected, and training continues.
     """
 
     def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
@@ -153,7 +153,7 @@ class Protection:
         places = codec.gather(group, (config.rack, machine()), tuple[str, str])
         self._racks = [rack for rack, _ in places]
         nodes = [member.node for member in topology.members]
-        self._reasons: set[str] = set()  # why modes were left out, for one event each
+        self._reasons: set[str] = set()  # why modes were dropped, for one event each
         self._gives_up = False  # modes, see ``lessen``
         self.modes = together(group, lambda: self._first_modes(spans_nodes=len(set(nodes)) > 1))
         self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
@@ -163,10 +163,10 @@ class Protection:
         self._digest = 0
         self._held: Sequence[ArenaRemains] = ()  # by rank
         self._arrangement: Arrangement | None = None  # between ``join`` and ``begin``
-        self._table: ProtectionTable | None = None  # of it, on a node's leader
-        self._reports: Sequence[SmpReport] = ()  # of its ranks
+        self._table: ProtectionTable | None = None  # between ``join`` and ``begin``, on a node's leader
+        self._reports: Sequence[SmpReport] = ()  # by rank, between ``join`` and ``begin``
         self.is_set_up = False
-        """Whether training has come to a boundary in this attempt."""
+        """Whether training has passed a boundary in this attempt."""
 
     @property
     def protects(self) -> bool:
@@ -175,40 +175,40 @@ class Protection:
 
     @property
     def slots(self) -> int:
-        """How many slots an arena has."""
+        """The number of slots of an arena."""
         return self._config.num_slots(self.protects)
 
     @property
     def smp_guards(self) -> bool:
-        """Whether this node's SMP gave a sign of life lately, and knows what it is to guard for this attempt."""
-        # An SMP that came anew, or has not heard of a new layout yet, guards other groups than these.
+        """Whether this node's SMP is alive and configured for this attempt."""
+        # A restarted SMP, or one that has not received a new layout yet, protects other groups.
         pulse = self._pulse
         return pulse is not None and pulse.smp_alive(_SMP_SILENT_SECS) and pulse.smp_guards(self._digest)
 
     def survey(
         self, restored: SnapshotId | None, rebuilt: bool = False
     ) -> tuple[SnapshotId | None, SnapshotId | None]:
-        """What of an earlier attempt's snapshots all ranks hold in their arenas; see ``in_all_arenas``."""
+        """The snapshots of an earlier attempt that all ranks have in their arenas; see ``in_all_arenas``."""
         return in_all_arenas(self._held, restored, rebuilt)
 
     def arrange(self, arena: Arena, coming_bytes: int, slots: int) -> None:
-        """Know what all ranks hold: groups, memory, the SMP of this node and those of others.
+        """Set up protection for rebuilt arenas: groups, memory, this node's SMP and its peers.
 
-        ``coming_bytes`` are those that slots of this node take from now on beside old arenas; an arena that has all
-        has ``slots``.
+        ``coming_bytes``: memory that slots of this node will take in addition to old arenas. ``slots``: the number
+        of slots of a complete arena.
 
         Raises:
-            ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
+            ConfigError: invalid modes, groups, secret or address; on all ranks together.
         """
-        self._arena = arena  # first: whatever fails below, marks go to the arena that is written
+        self._arena = arena  # first: whatever fails below, marks must go to the arena in use
         told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), RankReport)
-        # Training runs: what there is no room for waits.
+        # Training runs: protection for which there is no room waits.
         together(self._group, lambda: self.join(arena, told, coming_bytes, slots, lacking=True))
-        # Together, too: what one rank alone gave up would set its rounds apart from those of the others.
+        # Together, too: if one rank alone stopped protection, its votes would differ from the others'.
         together(self._group, self.begin)
 
     def tell(self, image: SlotImage, name: str, existing: Arena | None) -> RankReport:
-        """What other ranks must know of this one's arena, ``name``, which need not be there yet.
+        """Report this rank's arena, ``name``, which need not exist yet, and its SMP to the other ranks.
 
         Raises:
             ConfigError: the secret cannot be used, or no address can be found.
@@ -220,10 +220,10 @@ class Protection:
         return RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
 
     def join(self, arena: Arena, ranks: Sequence[RankReport], coming_bytes: int, slots: int, lacking: bool) -> None:
-        """Find out by what all ``ranks`` have told who protects whom, and that it can be; raises as ``arrange``.
+        """Compute the parity groups from the reports of all ``ranks``, and check them; raises as ``arrange``.
 
         Raises:
-            MemoryBudgetError: the node has no room for parity and packages, and may not be ``lacking`` it.
+            MemoryBudgetError: the node has no room for parity and packages, and ``lacking`` does not permit that.
         """
         self._arena, node_dir = arena, arena.path.parent
         self._held = [rank.held for rank in ranks]
@@ -231,18 +231,18 @@ class Protection:
         self.smp.agree_on_secret([rank.secret for rank in ranks])
         holdings = [rank.holding for rank in ranks]
         in_slots = slot_groups(holdings)
-        # Resolved again: only the arenas tell whether replica sets do span nodes.
+        # Resolved again: only the arenas show whether replica sets span nodes.
         self.modes = self.resolve(spans_nodes=bool(in_slots), lessens=True)
         self._arrangement = Arrangement.of(holdings, in_slots, self.modes)
         self._reports = [rank.smp for rank in ranks]
-        if self._topology.is_node_leader:  # memory is the node's
+        if self._topology.is_node_leader:  # once per node
             self._table = self._check(self._arrangement, node_dir, coming_bytes, slots, lacking)
 
     def begin(self) -> None:
-        """Have the SMP of this node protect what ``join`` has arranged, on all ranks."""
+        """Configure this node's SMP with the groups that ``join`` computed on all ranks."""
         arrangement, table, reports, arena = self._arrangement, self._table, self._reports, self._arena
         node = self._topology.me.node
-        assert arrangement is not None and arena is not None, "behind ``join``"
+        assert arrangement is not None and arena is not None, "call ``join`` first"
         self._arrangement, self._table, self._reports = None, None, ()  # as large as the job
         packages, holdings = arrangement.packages_on(node), arrangement.holdings
         received_bytes = table.network[node] if table is not None else 0
@@ -253,18 +253,18 @@ class Protection:
         self._tell_network(received_bytes)
 
     def lessen(self, error: MemoryBudgetError) -> bool:
-        """With ``memory_limit`` a mode that nobody has named is given up; see ``lessened``."""
+        """Drop a mode to stay within ``memory_limit``, under ``protect: auto``; returns whether one was dropped."""
         modes = lessened(self.modes) if self._config.memory_limit_bytes and self._config.protect == "auto" else None
         if modes is None:
             return False
         without = ",".join(name for name in self.modes.names if name not in modes.names)
-        self._tell_less([f"{error}; given up: {without}, which --ftckpt-protect would insist on"])
+        self._tell_less([f"{error}; given up: {without}; name it in --ftckpt-protect to require it"])
         self.modes, self._gives_up = modes, True
         return True
 
     def _open_pulse(self, node_dir: Path) -> None:
         if self._pulse is not None:
-            return  # a new layout of the same ranks changes nobody's place on the node
+            return  # a new layout of the same ranks keeps their places in the file
         local = self._topology.ranks_on(self._topology.me.node)
         self._pulse = Heartbeat.open(node_dir, local.index(self._topology.rank), self._topology.rank)
         if self._pulse.problem is not None:
@@ -273,29 +273,29 @@ class Protection:
             self._pulse.forget_others(len(local))
 
     def mark(self, marks: UpdateTargets) -> None:
-        """Tell the SMP what to protect, and readers of the arena what is protected."""
+        """Publish the targets in the arena, for the SMP and other readers."""
         if self._arena is not None:
             self._arena.control.mark_protected(marks.protected)
             self._arena.control.mark_target(marks.target)
             self._arena.control.mark_flush(marks.flush)
 
     def beat(self, iteration: int, phase: str) -> None:
-        """Training is in ``phase`` of ``iteration``: the SMP and ``ftckpt status`` see it. Takes microseconds."""
+        """Write a heartbeat for the SMP and ``ftckpt status``; takes microseconds."""
         if self._pulse is not None:
             self._pulse.beat(iteration, phase)
 
     def tell_copying(self, copying: bool) -> None:
-        """Whether this rank copies now: the SMP leaves cores and memory to its copies. For any thread."""
+        """Publish whether this rank copies now: the SMP then leaves CPU and memory bandwidth to it. Thread-safe."""
         if self._pulse is not None:
             self._pulse.tell_copying(copying)
 
     def tell_counts(self, counts: Sequence[int]) -> None:
-        """What this rank has counted: who watches the node sees it."""
+        """Publish this rank's counters, for monitoring."""
         if self._pulse is not None:
             self._pulse.tell_counts(counts)
 
     def observe(self, target: SnapshotId | None) -> ProtectionStatus:
-        """What the node's SMP is seen to do, and to have done for the target."""
+        """The state of the node's SMP, and of the target's protection."""
         if self._pulse is None or self._arena is None:
             return ProtectionStatus()
         try:
@@ -311,44 +311,44 @@ class Protection:
                 rests=self._pulse.smp_rests(),
                 wait_secs=self._pulse.smp_wait_secs() if configured else 0.0,
             )
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
+        except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever protection does
             self._events.emit("smp_error", error=repr(error))
             return ProtectionStatus()
 
     def observe_flush(self, snapshot: SnapshotId | None) -> FlushStatus:
-        """What the node's SMP is seen to do, and to have done to bring ``snapshot`` to storage."""
+        """The state of the node's SMP, and of its flush of ``snapshot``."""
         if self._pulse is None or self._arena is None or not self._config.persist:
             return NO_FLUSH
         try:
             ready = self.smp_guards
             sealed = self._arena.find(snapshot) is not None
-            # What an SMP says that has not heard of this attempt yet it says of an earlier one.
+            # An SMP that is not configured for this attempt yet still reports on an earlier one.
             knows = snapshot is not None and self._pulse.smp_guards(self._digest)
             state = self._pulse.flush_state(snapshot) if snapshot is not None and knows else FlushState.NONE
             if state == FlushState.CANNOT and not self._topology.is_node_leader:
-                state = FlushState.WORKING  # the leader, who alone can ask the SMP why, is to say so
+                state = FlushState.WORKING  # left to the leader, which alone can ask the SMP for the reason
             return FlushStatus(ready, sealed, state)
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever storage does
+        except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever storage does
             self._events.emit("smp_error", error=repr(error))
             return NO_FLUSH
 
     def close(self) -> None:
-        """This rank trains no more; the SMP stays."""
+        """End this rank's part; the SMP keeps running."""
         self.smp.release()
         if self._pulse is not None:
             self._pulse.leave()
 
     def _first_modes(self, spans_nodes: bool) -> Modes:
-        """What is protected, as far as it can be known without arenas, and that slots suffice for it."""
+        """Resolve the modes as far as possible before arenas exist, and check that there are enough slots."""
         modes = self.resolve(spans_nodes)
         require_slots(self._config, modes)
         return modes
 
     def resolve(self, spans_nodes: bool, lessens: bool = False) -> Modes:
-        """Where layouts are listed the job may have fewer nodes than ``protect`` was written for: it goes on.
+        """Resolve ``protect`` into modes. With ``layouts``, impossible ones are dropped: the job may be smaller.
 
-        ``lessens``: it goes on too where one of several modes cannot be had. Replicas may drift apart in training,
-        and then nothing of a slot is any other rank's; what else was asked for stays.
+        ``lessens``: also drop an impossible one of several modes. Replicas may diverge in training, and then no slot
+        shares a part with another rank's; the other modes stay.
         """
         config, nodes = self._config, [member.node for member in self._topology.members]
         peer: dict[str, Any] = {"peer_losses": config.peer_losses, "peer_group": config.peer_group}
@@ -370,8 +370,8 @@ class Protection:
     def _check(
         self, arrangement: Arrangement, node_dir: Path, coming_bytes: int, slots: int, lacking: bool
     ) -> ProtectionTable:
-        """Show what is protected, and refuse to start where the node has no room for it and may not be ``lacking``
-        it; returns the costs."""
+        """Log the protection and its costs, which are returned. Raises if the node has no room for it, unless
+        ``lacking``."""
         node, names = self._topology.me.node, self.modes.names
         table = arrangement.report(slots)
         self._events.emit("protection", modes=names, **table.to_json())
@@ -389,29 +389,28 @@ class Protection:
 
     @property
     def _unprotected(self) -> str:
-        """What is lost where nothing is protected, in words."""
+        """The consequences of no protection, as a sentence."""
         left = (
             "the newest snapshot on storage"
             if self._config.persist
-            else "what the script itself has loaded, if anything"
+            else "the checkpoint that the script itself loads, if any"
         )
         return (
-            "protection: none: processes that die cost nothing, but a node that is lost, or the memory of one rank, "
-            f"takes all snapshots with it, and a restart goes on from {left}; protected is what three ranks or more "
-            "of a node have, or two nodes or more"
+            "protection: none: snapshots survive dead processes, but the loss of a node, or of one rank's memory, "
+            f"loses them all, and a restart resumes from {left}; protection needs three ranks per node, or two nodes"
         )
 
     @property
     def _often(self) -> str:
-        """In words."""
+        """How often snapshots are protected, as a phrase."""
         config = self._config
         if config.protect_interval != "auto":
-            return f"of one snapshot of {config.protect_interval}"
-        share = f"{config.smp_cores:g} of a node's idle cores allows" if config.smp_cores else "it is done"
-        return f"as often as {share}, and once in {MAX_REST_SECS:.0f} s at least"
+            return f"every {config.protect_interval} snapshot(s)"
+        share = f"{config.smp_cores:g} of a node's idle cores allows" if config.smp_cores else "possible"
+        return f"as often as {share}, at least every {MAX_REST_SECS:.0f} s"
 
     def _tell_network(self, nbytes: int) -> None:
-        """What this node takes of the network for a snapshot, of which it receives ``nbytes``."""
+        """Log the network load of a snapshot, of which this node receives ``nbytes``; warn if it takes too long."""
         limit = self.smp.network
         if limit is None or nbytes == 0:
             return
@@ -426,10 +425,10 @@ class Protection:
         reason = refusal(node_dir, need_bytes, PATIENCE_SECS)
         if reason and not lacking:
             raise MemoryBudgetError(
-                f"no room for what protects the snapshots (protect: {','.join(self.modes.names)}): {reason}; "
-                "or protect less (--ftckpt-protect)"
+                f"no room for parity and packages (protect: {','.join(self.modes.names)}): {reason}; "
+                "or reduce protection (--ftckpt-protect)"
             )
-        # What was just found to be there is not asked for again.
+        # The amount that was checked above is not checked again.
         now_bytes = account.now_bytes + coming_bytes
         if not reason and account.now_bytes and now_bytes > need_bytes:
             need_bytes, reason = now_bytes, refusal(node_dir, now_bytes)

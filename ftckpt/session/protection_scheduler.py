@@ -1,4 +1,4 @@
-"""Which snapshot is to be protected next, and which one is: the same on all ranks, by the verdicts that they read."""
+"""Replicated scheduler of protection: every rank derives the same target from the same vote results."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ftckpt.session.actions import Announcement
 from ftckpt.session.vote import TaskState, VoteResult
 
 _RESTS = 2
-"""After a target that took too long, this many times that wait pass before another one is chosen."""
+"""Pause after a target that timed out, as a multiple of its timeout."""
 _MAX_DELAY_SECS = 30.0
-"""Protection that is behind by more is delayed, and the log says so; it is not once it is behind by half at most."""
+"""Lag from which protection is reported as delayed; the report is cleared at half of it."""
 _WHY_DELAYED = {
-    TaskState.DONE: "the SMP of some node has used its share of the idle cores",
-    TaskState.WORKING: "the SMP of some node still works on snapshot {}: it has too few cores, or too little network",
+    TaskState.DONE: "the SMP of some node is throttled: it has used its share of the idle cores",
+    TaskState.WORKING: "the SMP of some node still protects snapshot {}: it has too few cores, or too little network",
 }
 
 
 class ProtectionStatus(NamedTuple):
-    """What a rank sees of its node's SMP, and of what it has done for the target.
+    """The state of a node's SMP and of the target's protection, as one rank reads it.
 
-    ``alive``: it gave a sign of life lately. ``configured``: it knows what to guard. ``sealed``: this rank's arena
-    has the target. ``covered``: parity and packages of it are complete on this node. ``gave_up``: they cannot be had.
-    ``rests``: what the last one took of the node's cores is more than its share yet. ``wait_secs``: what a target
-    may take by the SMP's forecast.
+    ``alive``: its heartbeat is recent. ``configured``: it is configured for this attempt. ``sealed``: this rank's
+    arena has the target. ``covered``: the target's parity and packages are complete on this node. ``gave_up``: they
+    cannot be completed. ``rests``: the SMP is throttled, until its CPU use is back within its share. ``wait_secs``:
+    the SMP's forecast of the time for a target.
     """
 
     alive: bool = False
@@ -41,13 +41,13 @@ class ProtectionStatus(NamedTuple):
 
 @dataclass
 class ProtectionScheduler:
-    """What every rank concludes from the same verdicts about protection, so that no message more is needed.
+    """The state of protection, derived from vote results alone: no further messages are needed.
 
-    A snapshot that is whole becomes the ``target``; when all nodes have done their part for it, it is
-    ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
-    no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots from one that is to
-    be protected to the next; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part, at least.
-    Once anything is protected, no other target is chosen while some node rests: its SMP bounds that.
+    A committed snapshot becomes the ``target``. Once all nodes have completed their part, it is ``protected`` until
+    the next one is. A target that some node cannot protect is given up: the protected one stays, and the next target
+    is chosen when all nodes are able again. ``interval``: protect every n-th snapshot; 0: none. ``timeout_secs``:
+    this rank's minimum wait for its node's part. Once a snapshot is protected, no target is chosen while some node's
+    SMP is throttled; the SMP limits how long that lasts.
     """
 
     interval: int
@@ -55,33 +55,32 @@ class ProtectionScheduler:
     protected: SnapshotId | None = None
     target: SnapshotId | None = None
     degraded: bool = False
-    """Whether a target was given up, or none could be chosen for long, and none was protected since."""
+    """Whether a target was given up, or none could be chosen for long, and none has been protected since."""
     given_up: SnapshotId | None = None
-    """The last target, where it was given up: from verdicts alone, and so alike on all ranks."""
+    """The last target if it was given up; from results alone, so the same on all ranks."""
     waits: bool = False
-    """Whether a snapshot could be the target, and some node is not ready for it; likewise."""
+    """Whether a snapshot could become the target but some node is not ready; the same on all ranks."""
     due: int = 0
-    """The number of the snapshot whose round chooses the next target at the earliest."""
+    """The number of the first snapshot whose vote may choose the next target."""
     chosen_secs: float = 0.0
     """When the target was chosen."""
     rests_until_secs: float = 0.0
     wait_secs: float = 0.0
-    """What the node's SMP needs for a target, by its last forecast."""
+    """This rank's current timeout for its node's part."""
     unable_since_secs: float | None = None
-    """Since when some node could not protect what would be the target."""
+    """Since when some node has been unable to protect a new target."""
     behind_since_secs: float | None = None
-    """Since when a newer snapshot than the protected one is, or could be, the target."""
+    """Since when a newer snapshot than the protected one has been the target or a candidate."""
     delayed: bool = False
-    """Whether protection was behind for long, and none was protected soon since."""
+    """Whether protection is reported as delayed."""
 
     @classmethod
     def of(cls, config: Config) -> ProtectionScheduler:
-        """As configured, where anything is protected."""
+        """A scheduler as configured, for a job with protection."""
         return cls(1 if config.protect_interval == "auto" else config.protect_interval, config.protect_timeout_secs)
 
     def learn(self, verdict: VoteResult, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
-        """What a verdict changes, with an event for each target that was protected or given up, and where for long
-        none could be chosen."""
+        """Apply a vote result; announces targets that were protected or given up, and long delays."""
         yield from self._settle(verdict, now_secs)
         yield from self._note_delay(verdict, now_secs)
         self.waits = False
@@ -92,7 +91,7 @@ class ProtectionScheduler:
             return
         if self.behind_since_secs is None:
             self.behind_since_secs = now_secs
-        if verdict.cover == TaskState.DONE:  # some node rests
+        if verdict.cover == TaskState.DONE:  # some node's SMP is throttled
             self.unable_since_secs, self.waits = None, True
         elif verdict.cover != TaskState.CANNOT:
             self.target, self.due, self.chosen_secs = newest, verdict.number + self.interval, now_secs
@@ -103,24 +102,24 @@ class ProtectionScheduler:
                 self.unable_since_secs = now_secs
             elif now_secs - self.unable_since_secs > self.timeout_secs and not self.degraded:
                 self.degraded = True
-                yield self._not_protected(newest, error="the SMP of some node cannot be seen to guard")
+                yield self._not_protected(newest, error="the SMP of some node is dead or not configured")
 
     @property
     def pending(self) -> bool:
-        """Whether another verdict would settle something, by those before alone."""
+        """Whether another vote would settle something; from earlier results alone."""
         return self.target is not None or self.waits
 
     def report(self, guard: ProtectionStatus, now_secs: float) -> tuple[int, TaskState]:
-        """The target's iteration and how far this node is with it, for a round."""
+        """The target's iteration and this node's progress with it, for a vote."""
         if not self.interval:
             return -1, TaskState.READY
         self.wait_secs = max(self.timeout_secs, guard.wait_secs)
         ready = guard.alive and guard.configured and now_secs >= self.rests_until_secs
-        # Not before anything is protected.
+        # The first protection is not throttled.
         done = TaskState.DONE if guard.rests and self.protected is not None else TaskState.READY
-        if self.target is None:  # none is chosen while a node could not protect it
+        if self.target is None:  # CANNOT keeps all ranks from choosing one
             return -1, done if ready else TaskState.CANNOT
-        # What is covered stays so without an SMP, but not where other groups have taken the place of these.
+        # Complete parity outlives its SMP, but not a change of the groups (``configured``).
         if guard.configured and guard.sealed and guard.covered:
             cover = done
         elif not ready or not guard.sealed or guard.gave_up:
@@ -133,18 +132,18 @@ class ProtectionScheduler:
         return self.target.iteration, cover
 
     def forget(self) -> None:
-        """What was protected is not any more: training went back, or the arenas were laid out anew."""
+        """Forget the protected snapshot and the target: the arenas were rebuilt."""
         self.protected = self.target = self.behind_since_secs = None
         self.waits = False
 
     def stop(self) -> None:
-        """Nothing is protected from now on."""
+        """Stop protection for good."""
         self.forget()
         self.interval = 0
 
     def _settle(self, verdict: VoteResult, now_secs: float) -> Iterator[Announcement]:
         target = self.target
-        # A verdict may be older than the target: a rank that was late posted before it read of it.
+        # A result may be older than the target: a late rank posted its vote before it knew of the target.
         if target is None or verdict.target != target.iteration or verdict.cover == TaskState.WORKING:
             return
         if verdict.cover >= TaskState.DONE:

@@ -1,4 +1,4 @@
-"""One rank's parts: made where it attaches to its job, for as long as it trains there."""
+"""The objects that make up one rank's session, created when it attaches to its job."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ftckpt.session.vote import GroupPair
 
 @dataclass(frozen=True)
 class RankContext:
-    """What the parts of a rank's session share.
+    """The shared context of the parts of a rank's session.
 
-    ``config``: with as many slots as the job has.
+    ``config.slots`` is the resolved number of slots.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class RankContext:
     def attach(
         cls, config: Config, training_state: TrainingState, topology: Topology, group: Group | None, run: LauncherRun
     ) -> RankContext:
-        """Collective; see ``Checkpointer`` for the arguments, and what it raises."""
+        """Create all parts. Collective; see ``Checkpointer`` for arguments and errors."""
         if not config.job or not config.node:
             raise ConfigError("job and node: both need a name")
         try:

@@ -1,4 +1,4 @@
-"""What a rank has to do with storage: it sees to the place at the start, and to the last snapshot at the end."""
+"""One rank's part in storage: prepares the destination at start, and flushes the last snapshot at the end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ftckpt.session.session import RankState
 
 
 def save_command(config: Config) -> str:
-    """What brings a job's memory to another place, for people."""
+    """The command that saves a job's memory, for messages."""
     return f"ftckpt save {config.job} DIR{_arena(config)}, on every node at once"
 
 
 def clean_command(config: Config) -> str:
-    """What removes a job's memory, for people."""
+    """The command that removes a job's memory, for messages."""
     return f"'ftckpt clean {config.job}{_arena(config)}' on every node"
 
 
@@ -39,11 +39,11 @@ def _arena(config: Config) -> str:
     return "" if config.arena == Config.arena else f" --arena {config.arena}"
 
 
-_NOBODY = "no SMP says why, and its time is over"
+_NOBODY = "timed out, and no SMP reported a reason"
 
 
 class RankStorage:
-    """One rank's part; SMPs write. ``bring_last`` is collective."""
+    """One rank's part in storage; SMPs write the files. ``bring_last`` is collective."""
 
     def __init__(
         self, config: Config, group: Group, events: Events, protection: Protection, state: RankState
@@ -53,18 +53,18 @@ class RankStorage:
         self._events = events
         self._protection = protection
         self._state = state
-        self._told = -1  # the last iteration of which this rank has told
+        self._told = -1  # the last iteration whose problem this rank has posted
         self._place = Place.of(config.persist, config.persist_format)
         self.snapshots = self._place.snapshots
-        """Where snapshots lie; "" without storage."""
+        """The path of snapshots; "" without storage."""
 
     @property
     def wants_last(self) -> bool:
-        """Whether the last snapshot of the job is to come there."""
+        """Whether the job's last snapshot is flushed at its end."""
         return bool(self._config.persist) and self._config.persist_at_end == "on"
 
     def prepare(self) -> None:
-        """Make the place ready. Raises StorageError where it cannot be used, and trying again is of no use."""
+        """Prepare the destination. Raises StorageError if it is permanently unusable; ignores transient errors."""
         try:
             prepare(self._place)
         except StorageError as error:
@@ -72,11 +72,10 @@ class RankStorage:
                 raise StorageError(f"--ftckpt-persist: {error}", lasting=True) from None
 
     def bring_last(self, rank: RankShutdownReport) -> str:
-        """Bring the last snapshot, which is taken where it is missing and can be; returns why it did not come, empty
-        where it did.
+        """Flush the last snapshot; takes it first if it is missing. Returns why that failed, or "".
 
         Raises:
-            RuntimeError: a rank is gone.
+            RuntimeError: a rank is unreachable.
         """
         ending = JobEnd.of(codec.gather(self._group, rank.find(), RankShutdown))
         last = self._take_missing(ending, rank) or ending.newest
@@ -84,8 +83,8 @@ class RankStorage:
             return ""
         self._protection.mark(replace(self._state.marks, flush=last))
         trying = (
-            f"it is tried again until {human_secs(commit.FLUSH_SECS)} are over; who cannot wait ends the job, whose "
-            f"memory stays then, and brings that to another place by {save_command(self._config)}"
+            f"the flush is retried for {human_secs(commit.FLUSH_SECS)}; to stop waiting, end the job, which leaves "
+            f"its snapshots in memory, and save them with {save_command(self._config)}"
         )
         came = flush_last(
             self._group, self._events, last, self._protection, timeout_secs=commit.FLUSH_SECS, trying=trying
@@ -93,19 +92,19 @@ class RankStorage:
         return "" if came else self._problem_at_end(last)
 
     def tell_problem(self, iteration: int) -> None:
-        """This node cannot bring that iteration there: all ranks will raise, and are to know why. They read of it at
-        different times, when none may wait for another, so that this comes before the round which says so."""
+        """Post why this node cannot flush ``iteration``, for the error that all ranks raise. Call it before the vote
+        that says so: ranks read its result at different times and wait for nobody."""
         if self._config.on_error == "raise" and self._told != iteration:
             self._told = iteration
             if cause := self._protection.smp.flush_problem():
                 self._notice(iteration).post(cause)
 
     def problem(self, iteration: int) -> str:
-        """What a node has told of it."""
+        """The reason that a node has posted for the failed flush of ``iteration``."""
         return self._notice(iteration).read() or _NOBODY
 
     def _take_missing(self, ending: JobEnd, rank: RankShutdownReport) -> SnapshotId | None:
-        """The snapshot of the last iteration, once all ranks have it; None where none is missing or can be had."""
+        """Take the snapshot of the last iteration if it is missing; None if it is not, or cannot be taken."""
         if ending.lacking < 0:
             return None
         last, reason = SnapshotId(self._state.lineage, ending.lacking), ending.objection or rank.prove()
@@ -115,19 +114,17 @@ class RankStorage:
         if not reason:
             rank.agree(last)
             return last
-        before = f"iteration {ending.newest.iteration}" if ending.newest is not None else "none before it, either"
+        before = f"flushing iteration {ending.newest.iteration}" if ending.newest is not None else "nor an older one"
         self._events.emit(
             "last_not_taken", iteration=last.iteration, reason=reason,
             newest=ending.newest.iteration if ending.newest is not None else None,
         )  # fmt: skip
-        self._events.announce(
-            f"of iteration {last.iteration}, the last one, there is no snapshot ({reason}); to storage goes {before}"
-        )
+        self._events.announce(f"no snapshot of the final iteration {last.iteration} ({reason}); {before}")
         return None
 
     def _problem_at_end(self, lacking: SnapshotId) -> str:
-        """What the SMPs say of the last flush, that of ``lacking``. Collective; a rank that cannot reach the others
-        knows its own node's reason."""
+        """The reasons of all SMPs for the failed last flush, that of ``lacking``. Collective; a rank that cannot
+        reach the others returns its own node's reason."""
         causes = [self._protection.smp.flush_problem(lambda: self._protection.observe_flush(lacking).goes_on)]
         with suppress(RuntimeError, LaunchError):
             causes = codec.gather(self._group, causes[0], str)
@@ -138,17 +135,17 @@ class RankStorage:
 
 
 _TURN_SECS = 1.0
-"""Ranks compare what their nodes have done so often: none waits for a node that another knows to have failed."""
+"""Pause between gathers of the nodes' progress: no rank keeps waiting for a node that is known to have failed."""
 _POLL_SECS = 0.02
 _TELL_SECS = 10.0
 _ASK_SECS = 5.0
 _MOST_PROBLEMS = 3
 _UNREADY_SECS = 60.0
-"""An SMP that ended is replaced within seconds; one that never knew what to do stays so."""
+"""Age from which an SMP that is not ready counts as failed: an SMP that died is replaced within seconds."""
 
 
 class _Turn(NamedTuple):
-    """How far a node is, and what keeps it."""
+    """A node's progress and its current problem."""
 
     state: int
     problem: str
@@ -157,14 +154,14 @@ class _Turn(NamedTuple):
 def flush_last(
     group: Group, events: Events, last: SnapshotId, protection: Protection, *, timeout_secs: float, trying: str
 ) -> bool:
-    """Wait until all nodes have brought ``last``, which is marked for that, to storage; whether it is there.
-    Collective. ``trying``: what becomes of one that does not come there, for people.
+    """Wait until all nodes have flushed ``last``, which must be marked; returns whether it is persisted.
+    Collective. ``trying``: the advice to append to logged problems.
 
     Raises:
-        RuntimeError: a rank is gone.
+        RuntimeError: a rank is unreachable.
     """
     begun = time.monotonic()
-    events.announce(f"iteration {last.iteration} goes to storage before the job ends")
+    events.announce(f"flushing iteration {last.iteration} to storage before the job ends")
     state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, protection, begun + timeout_secs)
     while state == FlushState.WORKING:
         turns = codec.gather(group, _Turn(int(watch.turn()), watch.problem), _Turn)
@@ -173,7 +170,7 @@ def flush_last(
             told = time.monotonic()
             problems = sorted({turn.problem for turn in turns} - {""})
             events.announce(
-                f"iteration {last.iteration} is on its way to storage since {told - begun:.0f} s"
+                f"iteration {last.iteration} has been flushing for {told - begun:.0f} s"
                 + (f": {listed(problems, _MOST_PROBLEMS)}; {trying}" if problems else "")
             )
     secs = time.monotonic() - begun
@@ -186,16 +183,16 @@ def flush_last(
 
 
 class _NodeWatch:
-    """What this rank's node does for the last snapshot, until a deadline."""
+    """Watches the flush of the last snapshot on this rank's node, until a deadline."""
 
     def __init__(self, last: SnapshotId, protection: Protection, deadline: float) -> None:
         self._last, self._protection, self._deadline = last, protection, deadline
-        self._ready_secs = self._asked = time.monotonic()  # when its SMP was last seen to be able to
+        self._ready_secs = self._asked = time.monotonic()  # when its SMP was last ready
         self.problem = ""
-        """What it met last, where this rank leads the node."""
+        """The SMP's last problem, if this rank leads the node."""
 
     def turn(self) -> FlushState:
-        """How far it is, after a turn at most."""
+        """Poll until the flush has ended, or for ``_TURN_SECS``; returns its state."""
         end = time.monotonic() + _TURN_SECS
         while True:
             guard, now = self._protection.observe_flush(self._last), time.monotonic()

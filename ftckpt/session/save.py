@@ -1,4 +1,4 @@
-"""Writes the newest whole snapshot of a running job as a universal checkpoint, without gathering it anywhere."""
+"""Writes the newest committed snapshot of a running job as a universal checkpoint, without gathering it anywhere."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from ftckpt.universal.universal_format import UniversalWriter
 __all__ = ["BATCH_BYTES", "MAX_FILE_BYTES", "UniversalSave"]
 
 BATCH_BYTES = 64 << 20
-"""Extra memory of a rank beside that of the exchange: what it writes between two exchanges. One row may be more."""
+"""Memory of a rank for the rows of one exchange, in addition to the exchange's own. A single row may exceed it."""
 
 
 def deal(units: Sequence[Unit], ranks: int) -> list[list[Unit]]:
-    """Who writes which files: the largest first, each to whom has least to write so far. The same on all ranks."""
+    """Assign files to ranks: largest first, each to the rank with the least load. The same on all ranks."""
     dealt: list[list[Unit]] = [[] for _ in range(ranks)]
     load = [0] * ranks
-    # By name where sizes are the same: every rank must come to the same answer without a message.
+    # Ties by name: all ranks must compute the same assignment.
     for unit in sorted(units, key=lambda unit: (-unit.nbytes, unit.name)):
         rank = load.index(min(load))
         dealt[rank].append(unit)
@@ -63,7 +63,7 @@ def deal(units: Sequence[Unit], ranks: int) -> list[list[Unit]]:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One rank's shard of the snapshot, and how much of the room for objects is used."""
+    """One rank's shard of the snapshot, and the bytes of its encoded objects."""
 
     source: SlotAt
     image: SlotImage
@@ -72,8 +72,8 @@ class _Shard:
 
 @dataclass(frozen=True)
 class _RankReport:
-    """What one rank reports: its arena, the manifest of that, and of each slot how much it uses of the room for
-    objects and how long its snapshot has been, or was, without checksums."""
+    """One rank's report: its arena and manifest, and for each slot the bytes of encoded objects and the time that its
+    snapshot was, or has been, without checksums."""
 
     arena: ArenaReport
     manifest: str
@@ -82,9 +82,9 @@ class _RankReport:
 
 
 class UniversalSave:
-    """One save of a job's newest snapshot, whose shard of this rank is in ``arena``.
+    """One save of a job's newest committed snapshot. ``arena`` has this rank's shard.
 
-    Every method that is not about this rank's own slot or files is collective.
+    ``run`` is collective; so are all its parts that need other ranks' data.
     """
 
     def __init__(self, group: Group, topology: Topology, node_dir: Path, arena: Arena | None, events: Events) -> None:
@@ -111,10 +111,10 @@ class UniversalSave:
             try:
                 together(self._group, lambda: _require_shared(destination))
                 self._write(catalog, entries, stored, units, writer)
-                # Every rank's files are on the disk: ``_write`` ends with what all did together.
+                # All ranks' files are durable: ``_write`` ends with a collective.
                 together(self._group, lambda: writer.finish(catalog, units) if self._leads else None)
             except BaseException:
-                # Ranks fail together, so that none writes there any more.
+                # Ranks fail together: none still writes there.
                 if self._leads:
                     shutil.rmtree(destination.partial, ignore_errors=True)
                 raise
@@ -125,12 +125,12 @@ class UniversalSave:
         self._events.emit("saved", path=str(path), iteration=iteration, total_bytes=nbytes, blocked_secs=secs)
         self._events.announce(
             f"iteration {iteration} saved at {path}: {nbytes / 1e9:.1f} GB in {secs:.1f} s; it was in memory without "
-            f"checksums for {self._gap_secs:.1f} s, and damage of that time is not seen"
+            f"checksums for {self._gap_secs:.1f} s, and corruption in that time is not detected"
         )
         return path
 
     def _report_own(self) -> list[_RankReport]:
-        """What this rank's arena holds; nothing where it has none."""
+        """The report on this rank's arena; empty if it has none."""
         arena = self._arena
         if arena is None:
             return []
@@ -140,7 +140,7 @@ class UniversalSave:
         return [_RankReport(report, arena.manifest.encode().decode(), used, gap_secs)]
 
     def _choose(self) -> int:
-        """Decide on the newest snapshot that all ranks have sealed; every rank has verified its shard of it."""
+        """Choose the newest snapshot that all ranks have sealed, and verify it; returns its iteration."""
         gathered = codec.gather(self._group, together(self._group, self._report_own), list[_RankReport])
         by_shard = {each.arena.shard: each for reports in gathered for each in reports}
         try:
@@ -148,13 +148,13 @@ class UniversalSave:
         except MismatchError as error:
             raise ConvertError(str(error)) from None
         except LostError:
-            raise ConvertError("no snapshot is whole on all ranks yet: save after one was taken") from None
+            raise ConvertError("no snapshot is committed yet: save after one has been taken") from None
         for member in self._topology.members:
             theirs, at = by_shard[member.shard], decision.sources[member.shard]
             image = SlotImage.of(Manifest.decode(theirs.manifest.encode()))
             self._shards[member.shard] = _Shard(at, image, theirs.objects_used[at.slot])
             self._gap_secs = max(self._gap_secs, theirs.gap_secs[at.slot])
-        # Before anything is read: a rank whose slot is damaged must stop all of them.
+        # Before anything is read: one corrupt slot must stop all ranks.
         together(self._group, self._verify)
         return decision.snapshot.iteration
 
@@ -162,7 +162,7 @@ class UniversalSave:
         own = self._own.source
         damage = self._arena.verify(own.slot) if self._arena is not None else Corruption(reason="no arena")
         if damage:
-            raise ConvertError(f"{own.arena}, slot {own.slot}: damaged: {', '.join(damage.names[:3])}")
+            raise ConvertError(f"{own.arena}, slot {own.slot}: corrupt: {', '.join(damage.names[:3])}")
 
     @property
     def _own(self) -> _Shard:
@@ -174,7 +174,7 @@ class UniversalSave:
         return snapshot_catalog(iteration, manifests, entries, self._fetch_objects(), precision), entries
 
     def _each_once(self, entries: Sequence[ShardFragment]) -> list[ShardFragment]:
-        """Of what several ranks hold each for itself they compare hashes."""
+        """Deduplicate fragments that several shards have; their hashes must be equal."""
         me = self._topology.me.shard
         times = Counter(entry.fragment for entry in entries)
 
@@ -192,7 +192,7 @@ class UniversalSave:
         return self._arenas.view(self._own.source)[begin : begin + self._own.image.manifest.fragments[index].nbytes]
 
     def _fetch_objects(self) -> Mapping[str, object]:
-        """What the first ranks of all stages saved; rank 0 alone has it, and writes it."""
+        """Fetch the objects of the first rank of each stage to rank 0, which writes them; empty on other ranks."""
         names = first_of_each_stage(list(self._shards)) if self._leads else ()
         buffers = {name: host_memory(self._shards[name].objects_used) for name in names}
         transfers = []
@@ -200,7 +200,7 @@ class UniversalSave:
             shard = self._shards[name]
             reader = reader_for(self._topology, shard.source)
             transfers.append(fetch(shard.source, reader, (shard.image.objects.begin, buffer)))
-        # On all ranks: those that fetch nothing are read from.
+        # On all ranks: the others must serve the reads.
         execute(self._group, lambda: transfers, self._arenas)
         return together(
             self._group, lambda: objects_by_shard(names, lambda name: objects.decode(buffers[name].numpy().tobytes()))
@@ -210,7 +210,7 @@ class UniversalSave:
         self, catalog: Catalog, entries: Sequence[ShardFragment], stored: Sequence[Tensor], units: Sequence[Unit],
         writer: UniversalWriter,
     ) -> None:  # fmt: skip
-        """Each rank writes its files, with rows that come batch by batch."""
+        """Write this rank's files; the rows arrive in batches."""
         sources = [shard.source for shard in self._shards.values()]
         numbers = {shard: number for number, shard in enumerate(self._shards)}
         index = Index(
@@ -226,15 +226,15 @@ class UniversalSave:
         try:
             for unit in mine:
                 writer.write(unit, get)
-        except Exception as error:  # noqa: BLE001 - raised on all ranks, which wait for what this one reads for them
+        except Exception as error:  # noqa: BLE001 - raised by ``finish``: this rank must still serve reads
             problem = error
         arrivals.finish(problem)
 
 
 class _Arrivals:
-    """The rows that this rank writes, which come batch by batch, as those of all other ranks do.
+    """The rows that this rank writes. All ranks exchange their rows in batches.
 
-    Construction and ``finish`` are collective, and so is a ``get`` that begins a batch.
+    Construction and ``finish`` are collective, and so is a ``get`` that starts a batch.
     """
 
     def __init__(
@@ -243,12 +243,12 @@ class _Arrivals:
     ) -> None:  # fmt: skip
         self._group, self._arenas, self._plan = group, arenas, plan
         self._batched = iter(batched)
-        self._left = max(codec.gather(group, len(batched), int))  # on every rank as many as the busiest has
+        self._left = max(codec.gather(group, len(batched), int))  # exchanges, the same number on all ranks
         self._here: deque[tuple[Rows, torch.Tensor]] = deque()
-        self._failed = False  # on all ranks
+        self._failed = False  # an exchange has failed, on all ranks
 
     def get(self, tensor: Tensor, first: int, last: int) -> Bytes:
-        """The next rows, which are these."""
+        """The next rows, which must be the planned ones."""
         if not self._here:
             self._bring()
         rows, buffer = self._here.popleft()
@@ -256,7 +256,7 @@ class _Arrivals:
         return buffer.numpy()
 
     def finish(self, problem: Exception | None) -> None:
-        """Read for other ranks as long as they write. Raises the ``problem`` of any rank on all of them."""
+        """Serve other ranks' reads until all have finished. Raises the ``problem`` of any rank on all of them."""
         if problem is not None and self._failed:
             raise problem
         while self._left:
@@ -281,8 +281,8 @@ def _raise(problem: Exception | None) -> None:
 
 
 def _read_rows(units: Sequence[Unit], stored: Iterable[Tensor]) -> Iterator[Rows]:
-    """What is read for the rows of ``units``, in the order in which they are written: of each tensor itself, or of
-    the master that it is derived from."""
+    """The rows to read for ``units``, in the order in which they are written: those of a tensor itself, or of the
+    master weight that it is derived from."""
     there = {tensor.key: tensor for tensor in stored}
     for part in (part for unit in units for part in unit.parts):
         key = part.tensor.key
@@ -293,5 +293,5 @@ def _read_rows(units: Sequence[Unit], stored: Iterable[Tensor]) -> Iterator[Rows
 def _require_shared(destination: Destination) -> None:
     if not destination.partial.is_dir():
         raise ConvertError(
-            f"{destination.partial}: rank 0 has made it, and it is not here: name storage that all nodes share"
+            f"{destination.partial}: rank 0 created it, but it is missing here: use storage that all nodes share"
         )

@@ -1,4 +1,4 @@
-"""What this rank copies and where to: decided at start, and decided anew when a proof asks for it."""
+"""This rank's part of each snapshot, and its arena: laid out at start, and again when a proof requires it."""
 
 from __future__ import annotations
 
@@ -36,20 +36,19 @@ from ftckpt.session.arenas import NodeArenas
 from ftckpt.session.protection import Protection
 
 _MIN_SLOTS = 2
-"""Slots with which snapshots go on: one is written while the other keeps the newest."""
+"""Minimum of slots for snapshots: one is written while the other keeps the newest."""
 
 _MOST_NAMED = 5
-"""Fragments in an event, or in what ranks tell each other."""
+"""Maximum of fragments named in an event, or in a gather."""
 
 
 class Proof(NamedTuple):
-    """What a proof came to, the same on all ranks.
+    """The outcome of a proof, the same on all ranks.
 
-    ``stepped``: stepped state may have changed on some rank since the start. ``changed``: some rank must copy other
-    things than it does. ``new_arenas``: the arenas were laid out anew for that. ``differing``: names of fragments
-    whose holders were taken to have the same bits, and have not; ``odd_ranks`` hold others than most of them.
-    ``parted``: there are such fragments, or pieces that have ceased to follow from others. ``ends``: a rank was told
-    to end the job for that.
+    ``stepped``: optimizer-updated state may have changed on some rank since the start. ``changed``: some rank's copy
+    plan is stale. ``new_arenas``: the arenas were rebuilt for that. ``differing``: names of fragments whose replicas
+    were assumed to be identical, and differ; ``odd_ranks`` differ from the majority. ``parted``: there are such
+    fragments, or pieces that can no longer be derived from others. ``ends``: some rank's settings end the job then.
     """
 
     stepped: bool
@@ -62,9 +61,9 @@ class Proof(NamedTuple):
 
 
 class Shard:
-    """This rank's part of each snapshot. ``lay_out`` and ``prove`` are collective.
+    """This rank's part of each snapshot. ``lay_out``, ``prove`` and ``proves`` are collective.
 
-    ``capture`` is None only where no arena could be had. ``capacities[rank]`` in bytes weight the shares of
+    ``capture`` is None only if no arena could be allocated. ``capacities[rank]`` in bytes weight the shares of
     replica sets; None means equal shares.
     """
 
@@ -97,17 +96,17 @@ class Shard:
         self._assignment: Assignment | None = None
         self._sampler: Sampler | None = None
         self._sharing: ReplicaMap | None = None
-        self._told: set[str] = set()  # differing fragments: a proof that is late comes to the same ones again
+        self._told: set[str] = set()  # differing fragments: a repeated proof finds the same ones again
         self.num_differing = 0
-        """Fragments that proofs have found to differ from what other ranks hold, which had held the same."""
+        """Fragments that proofs have found to differ between replicas, which were identical before."""
 
     def lay_out(
         self, whole: SnapshotId | None, protection: Protection | None = None, cast: Collection[str] = ()
     ) -> None:
-        """Have an arena for what this rank copies; raises on all ranks together.
+        """Decide what this rank copies, and open an arena for it; raises on all ranks together.
 
-        ``whole`` is the snapshot that the arenas hold and the job goes on from. ``protection``: see
-        ``NodeArenas.open``, ``cast``: see ``assign``.
+        ``whole`` is the snapshot in the arenas from which the job resumes. ``protection``: see ``NodeArenas.open``,
+        ``cast``: see ``assign``.
         """
         assignment = self._assign(cast)
         self._tell_differing(assignment.differing)
@@ -121,7 +120,7 @@ class Shard:
                 self._leave_arena()
                 if protection is not None and protection.lessen(error):
                     continue
-                # What memory has is loaded: the job goes on with that, whatever else there is no room for.
+                # The state is loaded from memory: the job continues, and slots are allocated when there is room.
                 if whole is None or lacking:
                     raise
                 lacking = True
@@ -136,22 +135,23 @@ class Shard:
         )
 
     def note_capacity(self) -> None:
-        """Leave what this rank's windows take to the next start, where shares were cut without knowing."""
+        """Store the capacity of this rank's windows for the next start, unless this start had capacities."""
         if self.capacities is None and self.capture is not None:
             self.capture.arena.control.mark_capacity(self._pacer.capacity_bytes)
 
     def prove(self, late: bool, stepped: bool, whole: SnapshotId | None) -> Proof:
-        """Look again whether derived pieces and replicas are what they were taken for; else lay out anew.
+        """Verify the assumptions about derived pieces and replicas; rebuild the arenas if they do not hold.
 
-        Tells all ranks whether stepped state may have changed on this one.
+        ``late``: this rank may lack vote results, or its copies run. ``stepped``: optimizer-updated state may have
+        changed on this rank.
 
         Raises:
-            FtckptError: what the ranks copy must change and no arena can be had for it.
+            FtckptError: the copy plan must change, and no arena can be allocated for it.
         """
         assignment, capture = self._assignment, self.capture
         if assignment is None or capture is None:
             return Proof(stepped, changed=False, new_arenas=False)
-        if not assignment.belief.needed:  # on any rank: nobody waits for anybody
+        if not assignment.belief.needed:  # the same on all ranks: nothing collective follows
             return Proof(True, changed=False, new_arenas=False)
         stepped, holds = self._look(assignment, stepped)
         if holds:
@@ -167,8 +167,8 @@ class Shard:
         posts = [json.loads(data) for data in self._group.gather(post)]
         steps, lates, changes, breaks, all_ends, all_names, odd = zip(*posts, strict=True)
         differing = tuple(dict.fromkeys(chain.from_iterable(all_names)))
-        # A rank that has not read the last verdict must not take its arena for an old one. And where the job is to
-        # end, on all ranks whatever each was told, what it has in memory stays as it is.
+        # A late rank must not treat its arena as an old one. If the job is to end, on any rank's settings, memory
+        # stays as it is.
         ends = any(all_ends)
         new_arenas = any(changes) and not any(lates) and not ends
         if new_arenas:
@@ -178,7 +178,7 @@ class Shard:
         return Proof(any(steps), any(changes), new_arenas, differing, all_odd, parted, ends)
 
     def _look(self, assignment: Assignment, stepped: bool) -> tuple[bool, bool]:
-        """Whether state may have changed on some rank, and what is believed still holds on all. Collective."""
+        """Whether state may have changed on some rank, and whether the assumptions hold on all. Collective."""
 
         def look() -> bytes:
             follows, digests = assignment.belief.look()
@@ -190,35 +190,35 @@ class Shard:
 
     @property
     def positions(self) -> int:
-        """Snapshots whose samples compare everything once, the same on all ranks; 0: nothing is compared."""
+        """Number of snapshots whose samples together cover everything, the same on all ranks; 0: no samples."""
         return self._sampler.positions if self._sampler is not None else 0
 
     def sample(self, number: int) -> None:
-        """Sample what other ranks hold, too, for snapshot ``number``."""
+        """Sample this rank's replicated state for snapshot ``number``."""
         if self._sampler is not None:
             self._sampler.take(number)
 
     def sampled(self, number: int) -> tuple[Integers | None, Comparison | None]:
-        """This rank's words for snapshot ``number``, and how those of all ranks are compared."""
+        """This rank's sample for snapshot ``number``, and the comparison of all ranks' samples."""
         if self._sampler is None:
             return None, None
         words = self._sampler.words(number)
         return words, self._sampler.comparison if words is not None else None
 
     def proves(self) -> bool:
-        """Whether derived pieces and replicas are on all ranks what they were taken for. Collective."""
+        """Whether the assumptions about derived pieces and replicas hold on all ranks. Collective."""
         assignment = self._assignment
         same = assignment is not None and self._assign().manifest == assignment.manifest
         return all(codec.gather(self._group, same, bool))
 
     def supply(self) -> None:
-        """Have slots allocated that the arena lacks, behind the last look at the memory of the node."""
+        """Start to allocate the missing slots of the arena; call it after the last check of the node's memory."""
         if self.capture is not None:
             self._arenas.supply(self.capture.arena)
 
     def complete(self, keep: Collection[SnapshotId]) -> None:
-        """Take into use the slots that the arena still lacks, as they get their memory. Where none is free beside
-        those that ``keep`` their snapshots, what a start has left to be allocated is waited for, if it is of use."""
+        """Add the slots that have been allocated since. If all others are in ``keep``, this waits for a slot that the
+        start left to the background."""
         if self.capture is not None and (self.capture.lacks_slots or not self._arenas.settled):
             lacks = self.capture.lacks_slots and not self.capture.has_room(keep)
             waits = lacks and self.capture.takes_fresh_slots
@@ -226,25 +226,25 @@ class Shard:
 
     @property
     def shortage(self) -> str:
-        """Why this rank can take no snapshots: one slot keeps the newest, and no other has memory; else empty."""
+        """Why this rank can take no snapshots: all its memory is one slot, which keeps the newest; else empty."""
         few = self.capture is not None and self.capture.num_slots < _MIN_SLOTS
         return self._arenas.shortage if few else ""
 
     def let_go(self) -> bool:
-        """ftckpt is off, and no proof follows: nothing of training's is held any more; whether anything was."""
+        """Drop all references to training state, once ftckpt is off; returns whether there were any."""
         held = self._described is not None
         self._described = self._assignment = self._sampler = self._sharing = None
         return held
 
     def _leave_arena(self) -> None:
-        """What could be used of it before another rank had no room."""
+        """Close the arena that was opened before another rank had no room."""
         capture, self.capture, self._sampler = self.capture, None, None
         if capture is not None:
             capture.close()
             capture.arena.close()
 
     def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
-        # First: if no arena can be had nothing is left that copies into one that is closed.
+        # First: if no arena can be allocated, no capture may refer to the closed one.
         self.capture = self._sampler = None
         capture.close()
         self._arenas.replace(capture.arena, whole, checked.manifest, partial(self._use, checked))
@@ -258,7 +258,7 @@ class Shard:
         self._assignment = assignment
         try:
             self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
-        except BaseException:  # nobody else knows of it
+        except BaseException:  # it has no other owner
             arena.close()
             raise
         limit = self._config.replica_check_interval
@@ -283,12 +283,12 @@ class Shard:
         found = ", ".join(f"{num} on {other}" for other, num in pages.items())
         self._events.emit(
             "environment", name="far slots",
-            text=f"of a sample of a slot's pages {found}, and the device is on NUMA node {node}: copies are slower",
+            text=f"sampled slot pages are not on the device's NUMA node {node}: {found}; copies are slower",
             remedy="bind each rank to the cores and the memory of its device's NUMA node",
         )  # fmt: skip
 
     def _tell_differing(self, found: Mapping[str, tuple[int, ...]]) -> int:
-        """Returns how many were not told before."""
+        """Report differing fragments once; returns how many are new."""
         fresh = {name: odd for name, odd in found.items() if name not in self._told}
         if fresh:
             names, odd = list(fresh)[:_MOST_NAMED], self._topology.named(odd_ranks(fresh))
@@ -297,7 +297,7 @@ class Shard:
         return len(fresh)
 
     def _tell_broken(self, assignment: Assignment, checked: Assignment) -> bool:
-        """Whether any of what was derived does not follow any more."""
+        """Report pieces that can no longer be derived; returns whether there are any."""
         still = {piece.fragment.key for piece in checked.derived}
         broken = [piece.fragment.key for piece in assignment.derived if piece.fragment.key not in still]
         if broken:
@@ -306,46 +306,46 @@ class Shard:
 
 
 def odd_ranks(found: Mapping[str, Iterable[int]]) -> list[int]:
-    """Of all of these fragments."""
+    """The ranks that differ in any of these fragments."""
     return sorted({*chain.from_iterable(found.values())})
 
 
 def corruption_text(topology: Topology, proof: Proof, iteration: int, trusted: int) -> str:
-    """What ranks that must hold the same and do not are to be told; ``trusted``: when they did for the last time."""
+    """The error message for differing replicas; ``trusted``: the last iteration at which they were identical."""
     odd = topology.named(proof.odd_ranks)
-    who = f"{listed(odd)} hold(s) other bits than most" if odd else "nobody can say which rank is right"
+    who = f"{listed(odd)} differ(s) from the majority" if odd else "no majority shows which rank is right"
     since, back = "the start", "from a checkpoint"
     if trusted >= 0:
         since = f"iteration {trusted}"
-        back = f"with --ftckpt-rollback-before {trusted + 1}: newer snapshots may hold those bits, on storage, too"
+        back = f"with --ftckpt-rollback-before {trusted + 1}: newer snapshots, stored ones too, may be corrupt"
     return (
         f"replicas of {listed(proof.differing[:_MOST_NAMED])} differ at iteration {iteration}: {who}; they were the "
-        f"same at {since}: have that hardware tested, then start again {back}; where the script lets them drift, "
-        "--ftckpt-on-corruption report goes on"
+        f"same at {since}: have that hardware tested, then restart {back}; if the script lets replicas drift, use "
+        "--ftckpt-on-corruption report"
     )
 
 
 def device_of(described: Description) -> torch.device:
-    """Where training is, by its state.
+    """The device of the training state.
 
     Raises:
-        UnsupportedError: that is on several devices, or on another than the current one.
+        UnsupportedError: the state is on several devices, or not on the current one.
     """
-    # Weights that an offloaded optimizer keeps in host memory are copied by the device's copier too.
+    # CPU tensors of an offloaded optimizer do not count: the device's copier handles them, too.
     tensors = (piece.tensor for piece in (*described.stepped, *described.volatile))
     devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
     if not devices:
         return torch.device("cpu")
     if len(devices) > 1:
         raise UnsupportedError(
-            f"this rank's training state lies on {listed([str(one) for one in devices])}: one rank, one device; move "
+            f"this rank's training state is on {listed([str(one) for one in devices])}: a rank has one device; move "
             "it to one of them, or start a rank for each"
         )
     current = torch.cuda.current_device()
     if devices[0].index != current:
-        # Masks of a restart would be drawn by a generator that no snapshot has.
+        # Snapshots save only the current device's RNG: a restart would draw other dropout masks.
         raise UnsupportedError(
-            f"this rank's training state lies on {devices[0]}, and the current device, whose RNG is saved, is "
+            f"this rank's training state is on {devices[0]}, but the current device, whose RNG is saved, is "
             f"cuda:{current}: call torch.cuda.set_device({devices[0].index}) before the model is built"
         )
     return devices[0]

@@ -1,4 +1,4 @@
-"""Slots get their memory while training runs, on a thread of their own: tens of GB take seconds."""
+"""Background allocation of slots on a thread: tens of GB take seconds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ftckpt.memory.slots import FreshSlot
 _POLL_SECS = 0.005
 _GIVE_WAY_SECS = 1.0
 _END_SECS = 10.0
-"""How long ``close`` waits for the thread, which looks every some 100 MB whether it is to end."""
+"""Maximum wait of ``close`` for the thread, which polls for its end about every 100 MB."""
 
 
 class SlotAllocator:
-    """Memory for slots that an arena lacks, once ``free`` has made room for it.
+    """Allocates the missing slots of an arena, once ``free`` has made room for them.
 
-    The thread makes files that have no name yet; only ``take``, called by the training thread, makes slots of them.
-    So an arena that is closed, or another process's, never gets a slot that nobody waits for.
+    The thread creates unnamed files; only ``take``, on the training thread, turns them into slots. So an arena that
+    has been closed, or belongs to another process, never receives a stray slot.
 
-    It begins when all ranks are ``through`` with their restart, or have taken long: memory that is made for the first
-    takes cores, and the kernel's locks, from those that the others wait for.
+    It starts when all ranks are ``through`` with their restart, or after ``_GIVE_WAY_SECS``: allocation takes CPU
+    time and kernel locks from the ranks for which the others wait.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class SlotAllocator:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing follows what ``take`` gives next."""
+        """Whether the next ``take`` is the last that returns slots."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_secs: float) -> None:
-        """Return when ``take`` gives something, or nothing follows."""
+        """Wait until ``take`` has a slot to return, or the thread has ended."""
         deadline = time.monotonic() + timeout_secs
         while self._ready.empty() and not self.ended and time.monotonic() < deadline:
             self._thread.join(_POLL_SECS)
 
     def take(self) -> list[int]:
-        """The slots that have become ready; never waits.
+        """Add the slots that are ready to the arena; returns their numbers. Never waits.
 
         Raises:
-            FtckptError: there was no room for the next one, or it cannot be created; those that had it are taken.
+            FtckptError: no room for the next slot, or it cannot be created; raised once no ready slot is left.
         """
-        ended, taken = self.ended, list[int]()  # in this order: what comes behind a look is not lost
+        ended, taken = self.ended, list[int]()  # ``ended`` first: a slot that is put afterwards must not be missed
         while not self._ready.empty():
             slot, fresh = self._ready.get()
             self._arena.put(slot, fresh)
@@ -70,7 +70,7 @@ class SlotAllocator:
         return taken
 
     def close(self) -> None:
-        """Give back what was not taken."""
+        """Stop the thread and free the slots that were not taken."""
         self._closing.set()
         self._thread.join(_END_SECS)
         self._discard()
@@ -82,13 +82,13 @@ class SlotAllocator:
             if free is not None:
                 free()
             for slot in slots:
-                # With patience: what ``free`` has deleted comes back when the SMP has unmapped it.
+                # ``require`` waits: memory that ``free`` deleted is returned once the SMP has unmapped it.
                 require(self._arena.path.parent, self._arena.image.file_bytes)
                 self._ready.put((slot, self._arena.build(slot, self._closing.is_set)))
-        except Exception as error:  # noqa: BLE001 - told on the training thread
+        except Exception as error:  # noqa: BLE001 - raised by ``take``
             self._error = error
         if self._closing.is_set():
-            self._discard()  # ``close`` may have waited in vain
+            self._discard()  # the wait in ``close`` may have timed out
 
     def _give_way(self) -> None:
         deadline = time.monotonic() + _GIVE_WAY_SECS

@@ -1,7 +1,4 @@
-"""One rank's snapshots, as agreed with all others: at the fence, and at each boundary.
-
-What is to be done ``ftckpt.session.session`` decides; this does it.
-"""
+"""Executes one rank's snapshots at fences and boundaries, as ``ftckpt.session.session`` decides."""
 
 from __future__ import annotations
 
@@ -34,20 +31,19 @@ from ftckpt.session.shard import Shard, corruption_text
 from ftckpt.session.vote import Readiness, TaskState, Vote
 
 _LOOK_SECS = 0.01
-"""Between the first two looks at what the SMP is at, each pause twice the one before it: a long pipeline comes to
-hundreds of places in an iteration."""
+"""Pause between the first two polls of the SMP's state, doubled by each: a long pipeline has hundreds of phases."""
 
 _MEASURED_AT = 16
-"""The snapshot of this rank at which what the windows take is stored, for the shares that the next start cuts: the
-medians of the last 9 iterations hold none of the first, slow ones any more, even of a rank that measures late."""
+"""Number of the snapshot at which the capacity of the windows is stored for the next start, which sizes shares by
+it: by then the medians of the last 9 iterations exclude the first, slow ones, even on a rank that measures late."""
 
 
 class SnapshotDriver:
-    """Of one rank, from the load of its state on. Every method is called by the training thread.
+    """One rank's snapshots, once its state is loaded. Only the training thread calls its methods.
 
     Args:
-        shard: as it is laid out.
-        kept: of each boundary, where the last snapshot is to come to storage.
+        shard: must be laid out.
+        kept: keeps the state of each boundary, if the job flushes its final snapshot.
     """
 
     def __init__(self, rank: RankContext, shard: Shard, pacer: WindowScheduler, kept: LastBoundary | None) -> None:
@@ -58,52 +54,52 @@ class SnapshotDriver:
         self._shard = shard
         self._pacer = pacer
         self.kept = kept
-        """None where it is not wanted any more."""
-        self._last_fenced = 0  # the number of a snapshot that was due
-        self._raised: StorageError | None = None  # at the next boundary with a snapshot, where all ranks raise it
+        """None if there is no final flush."""
+        self._last_fenced = 0  # the number of the last snapshot whose copies were awaited
+        self._raised: StorageError | None = None  # all ranks raise it at the next boundary with a snapshot
         self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         self.begun = -1
-        """The iteration of the last snapshot that this rank has begun; -1: none."""
+        """The iteration of the last snapshot that this rank started; -1: none."""
         self._num_begun = 0
 
     @property
     def capture(self) -> Capture | None:
-        """What copies this rank's shard into its arena; None where no arena could be had."""
+        """The copier of this rank's shard into its arena; None if no arena could be allocated."""
         return self._shard.capture
 
     @property
     def arena(self) -> Arena | None:
-        """Where this rank's snapshots lie; None as ``capture``."""
+        """The arena of this rank's snapshots; None as ``capture``."""
         return self.capture.arena if self.capture is not None else None
 
     def begin(self, lineage: bytes, restored: SnapshotId | None, in_memory: bool, rebuilt: bool = False) -> None:
-        """Snapshots have ``lineage`` from now on, and training goes on from ``restored``, of which this start may
-        have ``rebuilt`` a part."""
+        """Start: snapshots have ``lineage``, training resumes from ``restored``, parts of which may have been
+        reconstructed (``rebuilt``)."""
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
         self._state.lay_out(self._shard.positions)
         self._state.take_over(*self._protection.survey(restored, rebuilt))
         self._mark_arrangement()
 
     def require_calls(self) -> None:
-        """A step of the optimizer that is captured is fenced once, and each replay of it writes below the copies."""
+        """Stop snapshots if the optimizer step is captured into a graph: its replays write without a fence."""
         if self.capture is not None and self.capture.in_graph:
-            self.execute(self._state.give_up("the optimizer's step is captured into a graph; step outside of it"))
+            self.execute(self._state.give_up("the optimizer step is captured into a graph; step outside of it"))
 
     def fence(self) -> None:
-        """Wait for the copies of the last snapshot, once, and post what this rank has if that is known by then."""
+        """Wait for the copies of the last snapshot, once, and post this rank's vote if it is known by then."""
         begin, waits = time.perf_counter(), self._last_fenced != self._state.interval.number
-        # Both: where copies have failed the others must learn it.
+        # The vote even if the copies failed: the other ranks must learn of it.
         for action in (self._wait_for_copies, self._vote) if waits else (self._vote,):
             try:
                 action()
-            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+            except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
                 self.fail(error)
         if waits:
             self._numbers.fenced(secs := time.perf_counter() - begin)
             self._events.emit("fence", blocked_secs=secs)
 
     def post_if_known(self) -> None:
-        """Post what this rank has where the fence would have nothing to add; all else it finds out. Looks seldom."""
+        """Post this rank's vote before the fence, if the fence could not add to it. Polls with growing pauses."""
         state = self._state
         if not (state.owes_round or state.waits) or self.capture is None or not self.capture.sealed:
             return
@@ -116,19 +112,19 @@ class SnapshotDriver:
             if not state.owes_round:
                 return
             round_ = self._round()
-            # Protection that is under way may be done by the fence: all would learn of it a step later.
+            # WORKING may become DONE by the fence: posted now, all ranks would learn that a step later.
             if round_.cover != TaskState.WORKING:
                 self._send(round_)
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+        except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
             self.fail(error)
 
     def boundary(self, iteration: int, begin: float) -> None:
-        """Take the snapshot of ``iteration`` if one is due and all ranks take it. ``begin``: of this boundary, by
-        ``time.perf_counter``.
+        """Take the snapshot of ``iteration`` if one is due and all ranks take it. ``begin``: when this boundary
+        started, by ``time.perf_counter``.
 
         Raises:
             SilentCorruptionError: on all ranks, under ``on_corruption: abort``.
-            Exception: what kept this rank from it, for ``fail``.
+            Exception: this rank's error; pass it to ``fail``.
         """
         if self.capture is not None:
             self.capture.at_boundary()
@@ -144,22 +140,22 @@ class SnapshotDriver:
             self._pacer.learn()
 
     def settle(self, wait_secs: float) -> None:
-        """Wait so long at most for the copies of the last snapshot that was fenced."""
+        """Wait at most ``wait_secs`` for the copies of the last fenced snapshot."""
         try:
             if self.capture is not None:
                 self.capture.poll(deadlines.FENCE_SECS, wait_secs)
-        except Exception as error:  # noqa: BLE001 - whatever it is: what the others say must be read, too
+        except Exception as error:  # noqa: BLE001 - the votes of the other ranks must still be read
             self.fail(error)
 
     def let_go(self) -> bool:
-        """Off, and a boundary later, behind the last proof: whether training's memory is training's alone now."""
+        """Release references to training state, once ftckpt is off and no proof follows; returns whether any was."""
         if not self._shard.let_go():
             return False
         self.kept = None
         return True
 
     def take(self, decision: TakeSnapshot, room: Sequence[int] | None = None) -> int:
-        """Begin the snapshot; returns the slot. ``room``: what ``Capture.writable`` has said at this boundary."""
+        """Start the snapshot; returns the slot. ``room``: the prepared slots of this boundary."""
         capture = self.capture
         assert capture is not None
         base = self._pacer.begin(capture.stepped_bytes, capture.unit_bytes)
@@ -167,12 +163,12 @@ class SnapshotDriver:
         slot = capture.begin(decision.snapshot, decision.keep, objects, base, kept=self.kept, slots=room)
         self._pacer.follow(capture.flight, decision.snapshot.iteration)
         if self._config.schedule == "sync":
-            # Sealed when ``step`` returns: who ends the job right behind it has this snapshot.
+            # Sealed when ``step`` returns: a job that ends right after it has this snapshot.
             capture.settle(deadlines.FENCE_SECS)
         return slot
 
     def execute(self, actions: Iterable[Action]) -> None:
-        """Do all of it, then raise what failed first: an action comes once, and one after it may turn ftckpt off."""
+        """Execute all actions, then raise the first error: none is repeated, and a later one may turn ftckpt off."""
         failure: Exception | None = None
         for action in actions:
             try:
@@ -183,7 +179,7 @@ class SnapshotDriver:
             raise failure
 
     def fail(self, error: Exception) -> None:
-        """A snapshot failed: past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
+        """Count a failed snapshot; past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
         self._numbers.failed(self._state.interval.number)
         if self._links.broken:
             self._disconnect(error)
@@ -201,7 +197,7 @@ class SnapshotDriver:
                 self._shard.note_capacity()
         except Exception as error:  # noqa: BLE001 - raised below
             problem = error
-        # Collective: every rank enters a proof that is due, whatever it has read and whatever failed here.
+        # Collective: every rank must enter a proof that is due, whatever it has read and whatever failed here.
         if self._state.proof_due and not self._links.agreement.broken:
             self._prove()
         self._pacer.learn()
@@ -222,15 +218,15 @@ class SnapshotDriver:
             self.begun, self._num_begun = iteration, self._num_begun + 1
             self._numbers.took(capture.stepped_bytes)
             self._events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
-        # Of a snapshot that is skipped, too, but not where it is known by now that replicas differ.
+        # For a skipped snapshot, too, but not once replicas are known to differ.
         if decision is not None and not self._state.objection:
             self._shard.sample(self._state.interval.number)
 
     def _agree(self) -> None:
-        """Learn what is whole on all ranks. Here, and nowhere else, ranks are waited for: a slot is needed now.
+        """Read all vote results. Only here does a rank wait for the others: it needs a slot.
 
         Raises:
-            AgreementError, CaptureError: the others cannot be reached, or did not answer in time.
+            AgreementError, CaptureError: the other ranks are unreachable, or did not answer in time.
         """
         self.settle(deadlines.EARLIER_SECS)
         self._post(now=True)
@@ -241,7 +237,7 @@ class SnapshotDriver:
                 self._state.miss()
                 raise CaptureError(f"other ranks did not answer within {deadlines.VOTE_SECS:g} s")
             self.execute(self._state.learn(verdicts, time.monotonic()))
-            if not self._state.owes_round:  # one may follow from what was read now
+            if not self._state.owes_round:  # a result may call for another vote
                 break
             self._post(now=True)
         self.execute(self._state.agree())
@@ -251,22 +247,21 @@ class SnapshotDriver:
             raise failure
 
     def _vote(self) -> None:
-        """Post what this rank owes, as soon as it is known what that is; never waits."""
+        """Post the votes that this rank owes, as far as they are known; never waits."""
         if self._state.waits:
             self._read()
         self._post()
 
     def _read(self) -> None:
-        """Learn what all ranks have posted by now."""
+        """Apply the vote results that have arrived."""
         if verdicts := self._links.agreement.read_complete():
             self.execute(self._state.learn(verdicts, time.monotonic()))
 
     def _post(self, now: bool = False) -> None:
-        """Post what this rank has once for each round that it owes, as soon as the host knows it, or ``now``: the
-        others wait.
+        """Post every vote that this rank owes: once its copies are sealed, or ``now`` if the others wait.
 
-        Copies that are still on their way take no round away and add none: this one names what was sealed before them
-        and skips the next snapshot, a later one names theirs.
+        Unfinished copies change no count of votes: this vote names the snapshot sealed before them and skips the next
+        one, a later vote names theirs.
         """
         while self._state.owes_round:
             if not now and self.capture is not None and self.capture.flying:
@@ -274,7 +269,7 @@ class SnapshotDriver:
             problem: Exception | None = None
             try:
                 round_ = self._round()
-            except Exception as error:  # noqa: BLE001 - told below, when the others have a round to go on with
+            except Exception as error:  # noqa: BLE001 - reported below; first the vote that the others need
                 round_, problem = self._state.empty_round(), error
             self._send(round_)
             if problem is not None:
@@ -282,7 +277,7 @@ class SnapshotDriver:
 
     def _send(self, round_: Vote) -> None:
         sample = self._shard.sampled(round_.number) if round_.due else ()
-        self._links.agreement.post(round_, *sample)  # where it raises, the round is still owed
+        self._links.agreement.post(round_, *sample)  # if it raises, the vote is still owed
         self._state.posted(round_)
 
     def _round(self) -> Vote:
@@ -307,7 +302,7 @@ class SnapshotDriver:
         return round_
 
     def _prove(self) -> None:
-        """Replicas still hold the same bits, and derived state still follows; else all ranks lay out anew."""
+        """Check that replicas and derived state are still as assumed; if not, all ranks rebuild their arenas."""
         state, shard = self._state, self._shard
         late = state.late or (shard.capture is not None and shard.capture.busy)
         try:
@@ -319,7 +314,7 @@ class SnapshotDriver:
         state.proved(proof.stepped, proof.changed, proof.new_arenas)
         try:
             self.execute(doubts)
-        except Exception as error:  # noqa: BLE001 - the other ranks go on with the proof
+        except Exception as error:  # noqa: BLE001 - the other ranks continue with the proof
             self.fail(error)
         if proof.ends:
             raise SilentCorruptionError(corruption_text(self._topology, proof, state.iteration, trusted))
@@ -327,10 +322,10 @@ class SnapshotDriver:
             state.lay_out(shard.positions)
             self._protect_anew()
             shard.supply()
-            shard.complete(state.keep)  # as long as there is no slot the old arena holds all that is whole
+            shard.complete(state.keep)  # until a slot exists, only the old arena has the committed snapshot
 
     def _protect_anew(self) -> None:
-        """The arenas were laid out anew: what cannot be protected in them is not, and training goes on."""
+        """Set up protection for rebuilt arenas; if that fails, training continues without protection."""
         if self.arena is not None:
             try:
                 self._protection.arrange(self.arena, self._arenas.coming_bytes, self._arenas.slots)
@@ -341,8 +336,8 @@ class SnapshotDriver:
                 self._mark_arrangement()
 
     def _mark_arrangement(self) -> None:
-        """Marks go to the arena as it is laid out. No mode may be left where no replica set spans nodes: what no
-        parity guards must never be called protected."""
+        """Mark the targets in the current arena. If no mode remains (no replica set spans nodes), protection stops: a
+        snapshot without parity must never be called protected."""
         if self._protection.protects:
             self._protection.mark(self._state.marks)
         else:
@@ -351,10 +346,10 @@ class SnapshotDriver:
     def _wait_for_copies(self) -> None:
         if self.capture is not None:
             self.capture.fence(deadlines.FENCE_SECS)
-        self._last_fenced = self._state.interval.number  # only here: what has failed otherwise is tried again
+        self._last_fenced = self._state.interval.number  # after success: a failed wait is repeated
 
     def _disconnect(self, error: Exception) -> None:
-        """The connections to other ranks broke: no rank can agree with the others on a snapshot any more."""
+        """Turn off after the connections to other ranks broke: no vote, and so no commit, is possible."""
         self._links.give_up(str(error))
         if not self._state.off:
             self.execute([self._state.turn_off(f"the connections to other ranks broke: {error}")])

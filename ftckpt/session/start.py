@@ -1,4 +1,4 @@
-"""Before the first boundary: all ranks meet, and training state is loaded from where it lies."""
+"""The start of a session: all ranks meet, then load the training state."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from ftckpt.session.shard import Shard, device_of
 
 
 class Preparation(NamedTuple):
-    """What a rank has before it looks for anything to load. ``kept``: of each boundary, where the last snapshot is to
-    come to storage."""
+    """A rank's parts before it loads anything. ``kept``: the state of the last boundary, if the job flushes its final
+    snapshot."""
 
     described: Description
     near: Locality
@@ -43,8 +43,8 @@ class Preparation(NamedTuple):
 
 
 class LoadResult(NamedTuple):
-    """The lineage of what follows, what the training state holds now, where it came from in words and in short,
-    whether that lies in memory, ``cast`` as of ``Restart``, and whether any of it had to be rebuilt."""
+    """The lineage from now on, the restored snapshot, its source as a sentence (``where``) and in short, whether it
+    is in memory, ``cast`` as in ``Restart``, and whether parts of it were reconstructed (``rebuilt``)."""
 
     lineage: bytes
     snapshot: SnapshotId | None
@@ -56,11 +56,11 @@ class LoadResult(NamedTuple):
 
 
 def meet(rank: RankContext) -> Preparation:
-    """All ranks are there, see what they are to see, and are prepared. Collective; raises as ``restore``."""
+    """Prepare this rank, and check with all others that they can start. Collective; raises as ``restore``."""
     rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node, launch=rank.attempt.launch)
     if rank.topology.is_node_leader:
         rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
-    # Before anything is read: from here on no other attempt writes these arenas.
+    # Before anything is read: afterwards no other attempt writes these arenas.
     rank.arenas.entry.enter()
     rank.protection.smp.tell_hazards(rank.arenas.path)
     prepared: list[Preparation] = []
@@ -71,14 +71,14 @@ def meet(rank: RankContext) -> Preparation:
     )  # fmt: skip
     rank.arenas.entry.require_one_directory(places)
     rank.attempt.begin(attempts)
-    if interval := max(place.interval for place in places):  # nodes may not have read of the last one
+    if interval := max(place.interval for place in places):  # nodes may lack the last change
         rank.state.interval.resume(interval)
         prepared[0].pacer.resume(interval)
     return prepared[0]
 
 
 def _prepare(rank: RankContext) -> Preparation:
-    """What this rank does by itself before the first look at what is there."""
+    """The local part of ``meet``: nothing here waits for other ranks."""
     config, training_state = rank.config, rank.training_state
     rank.storage.prepare()
     described, topology = training_state.describe(), rank.topology
@@ -87,12 +87,12 @@ def _prepare(rank: RankContext) -> Preparation:
         nbytes = sum(piece.tensor.nbytes for piece in (*described.stepped, *described.volatile))
         pin_ahead(nbytes, threads_of(topology))
     kept = LastBoundary(described) if rank.storage.wants_last else None
-    # What cannot be saved is an error at start, not at each snapshot of a job that trains.
+    # Objects that cannot be saved are an error at start, not at each snapshot.
     needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
     if needed > room:
         raise ConfigError(
-            f"objects need {needed} bytes, and {room} are there: raise --ftckpt-objects-size, which is "
-            f"{config.objects_size} now"
+            f"objects need {needed} bytes, but only {room} are reserved: raise --ftckpt-objects-size, which is "
+            f"{config.objects_size}"
         )
     near = locality(device)
     rank.arenas.cores = near.cores
@@ -103,7 +103,7 @@ def _prepare(rank: RankContext) -> Preparation:
 def load(
     rank: RankContext, shard: Shard, described: Description, checkpoint: LoadedCheckpoint, unproven: bool
 ) -> LoadResult:
-    """The newest state that all ranks can have, ``checkpoint`` among it, and no newer one anywhere.
+    """Load the newest state that all ranks can restore, ``checkpoint`` included, and invalidate all newer ones.
 
     Collective; raises as ``restore``.
     """
@@ -115,21 +115,21 @@ def load(
     try:
         request = Request(config.rollback_before, config.restore_from)
         decision = restart.choose(config.on_lost, checkpoint, request, unproven)
-        # Before anybody trains: a kill behind that must not find a newer slot to go on from.
+        # Before any rank trains: a restart after a kill must not find a newer slot to resume from.
         rank.events.end_part("decide")
         lineage = restart.void_newer(decision)
         if decision is not None:
             decision = restart.load(decision, training_state, described)
         restart.record_lineage()
         rank.protection.smp.lineage = restart.lineage
-        # Behind the load, which may find that something is bad.
+        # After the load, which may detect corruption.
         rank.state.flushes.begin(restart.on_storage)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_start(restart.why))
         shard.capacities = restart.capacities()
         snapshot, source = decision.snapshot, restart.source
         other = writer if (writer := restart.written_by(decision)) not in ("", config.job) else ""
-        of_other = f" of job {other}" if other else ""  # one place, one training: a path that was copied
+        of_other = f" of job {other}" if other else ""  # a snapshot directory copied from another job
         where = f"iteration {snapshot.iteration} from {source}{of_other}{checkpoint.beside(config.job)}"
         return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast, bool(restart.usage))
     finally:
@@ -137,12 +137,12 @@ def load(
 
 
 _PACKAGES = {"ftckpt": "ftckpt", "torch": "torch", "megatron.core": "megatron-core", "deepspeed": "deepspeed"}
-"""Distributions by the module that this process has loaded if it uses them."""
+"""Modules and their distributions; only modules that this process has imported are reported."""
 
 
 def conditions() -> dict[str, Any]:
-    """Fields of the event ``conditions``: hardware and versions, without which no number of a report means anything.
-    Never raises: what cannot be learnt is named so."""
+    """Fields of the event ``conditions``: hardware and software inventory for reports. Never raises: an unknown value
+    says so."""
     versions = {"python": platform.python_version()}
     for module, name in _PACKAGES.items():
         if module in sys.modules:
@@ -157,7 +157,7 @@ def conditions() -> dict[str, Any]:
 
 
 def _version(module: str, name: str) -> str:
-    # Of the module where it says so: a look into the package takes milliseconds, and all ranks wait for this one.
+    # The module's own version first: package metadata takes milliseconds, and all ranks wait for this one.
     if isinstance(told := getattr(sys.modules[module], "__version__", None), str):
         return told
     try:
@@ -175,7 +175,7 @@ def _cpu() -> str:
 
 
 def _device() -> str:
-    # The stand-in for CUDA answers as a device would, and is none.
+    # The CPU stand-in for CUDA claims to be a device.
     if os.environ.get("FTCKPT_DEVICE") or not torch.cuda.is_available():
         return "cpu"
     with suppress(RuntimeError, AssertionError):

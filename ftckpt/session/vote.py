@@ -1,10 +1,10 @@
-"""What all ranks know together: one asynchronous all-reduce per round, posted by each rank, read as a verdict; and
-the two groups through which a rank reaches all others, which break together.
+"""Votes: one asynchronous all-reduce per round of what each rank reports; and the two groups that connect the ranks,
+which break together.
 
-An all-gather goes with the round of a snapshot where replicas are compared, see ``ftckpt.capture.sample``.
+Where replicas are compared, an all-gather accompanies the vote of a snapshot, see ``ftckpt.capture.sample``.
 
-The n-th rounds of all ranks belong together. Which steps of training have one
-``ftckpt.session.vote_schedule`` decides, alike on all ranks. Nobody waits for a verdict before a slot is needed.
+The n-th votes of all ranks pair up. ``ftckpt.session.vote_schedule`` decides which steps of training have one, and
+decides the same on all ranks. A rank waits for a vote result only when it needs a slot.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ T = TypeVar("T")
 
 
 class Readiness(IntEnum):
-    """What a rank wants of the next snapshot; the least of all ranks is what happens."""
+    """A rank's vote on the next snapshot; the minimum over all ranks decides."""
 
     OFF, SKIP, GO = -1, 0, 1
-    """All turn ftckpt off, all skip it, all take it."""
+    """All ranks turn ftckpt off, skip the snapshot, take it."""
 
 
 class TaskState(IntEnum):
-    """How far a rank's node is with the protection of the target; the least of all ranks counts.
+    """A node's progress with the protection of the target; the minimum over all ranks counts.
 
-    ``READY``: done, or there is no target, and another one could be begun; after ``DONE`` the node rests first.
+    ``READY``: done, or no target, and able to start the next one. ``DONE``: done, and throttled before the next one.
     """
 
     CANNOT, WORKING, DONE, READY = -1, 0, 1, 2
 
 
 class Vote(NamedTuple):
-    """What one rank posts.
+    """One rank's report.
 
-    ``number``: of snapshots that were due by the step that the round is of. ``due``: whether it is the first round of
-    that snapshot, which is not sent. ``step``: boundaries that this rank has passed. ``newest``: the newest
-    iteration that this rank has sealed in the lineage of the job, -1 for none. ``stretch``: by how much it wishes
-    snapshots to be rarer; ``cost``: what one costs it, in millionths of an iteration. ``target``: the iteration of
-    the target, -1 for none; ``cover``: how far its protection is. ``flush``, ``flushed``: the same of what goes to
-    storage; ``flush_interval``: the iterations between two that it wishes for, 0 where it has no wish.
+    ``number``: snapshots that were due by the step of this vote. ``due``: whether it is the first vote of that
+    snapshot; not sent. ``step``: step boundaries that this rank has passed. ``newest``: the newest iteration that
+    this rank has sealed in the job's lineage, -1: none. ``stretch``: the requested factor between the configured
+    interval and the one in force; ``cost``: the cost of a snapshot in millionths of an iteration. ``target``: the
+    iteration of the protection target, -1: none; ``cover``: its state. ``flush``, ``flushed``: the same of the
+    flush; ``flush_interval``: the requested iterations between two flushes, 0: no request.
     """
 
     number: int
@@ -67,12 +67,12 @@ class Vote(NamedTuple):
     step: int = 0
 
     def words(self) -> tuple[int, ...]:
-        """What goes into an element-wise minimum over all ranks.
+        """The input of an element-wise minimum over all ranks.
 
-        ``newest`` goes in twice, once negated: the minimum of the second is minus the largest. A minimum of
-        ``newest`` alone would name a snapshot that a rank with a newer one may have overwritten; only where least
-        and largest are the same do all ranks have it. ``target`` likewise. Wishes, ``number`` and ``step``
-        are negated because the largest one counts.
+        ``newest`` is sent twice, once negated, which yields minimum and maximum. The minimum alone could name a
+        snapshot that a rank with a newer one has overwritten; all ranks have it only if both are the same.
+        ``target`` and ``flush`` are sent the same way. Requests, ``number`` and ``step`` are negated because their
+        maximum counts.
         """
         wishes = -self.stretch, -self.cost, -self.flush_interval
         protect = self.target, -self.target, self.cover
@@ -81,13 +81,13 @@ class Vote(NamedTuple):
 
 
 class VoteResult(NamedTuple):
-    """What the rounds of all ranks mean together: the same on each of them.
+    """The reduction of the n-th votes over all ranks, the same on each of them.
 
-    ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
-    least willing. ``stretch``, ``cost``, ``flush_interval``: the largest. ``target``: what all take for the target,
-    -1 where they differ. ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to
-    storage. ``number``: the same on all ranks, but for one that turns all off without knowing it. ``step``: of the
-    rank that was furthest. ``replicas``: what the sample of that snapshot says.
+    ``whole``: the iteration that all ranks have sealed, -1 if they differ. ``will``: the minimum. ``stretch``,
+    ``cost``, ``flush_interval``: the maximum. ``target``: the iteration that all ranks have as their target, -1 if
+    they differ. ``cover``: the state of the slowest node. ``flush``, ``flushed``: the same of the flush. ``number``:
+    the maximum; only a rank that turns all off without reading results can differ. ``step``: that of the rank
+    furthest ahead. ``replicas``: the outcome of that snapshot's sample.
     """
 
     number: int
@@ -124,11 +124,11 @@ class VoteResult(NamedTuple):
 
 
 class AgreementError(RuntimeError):
-    """The other ranks cannot be reached any more."""
+    """The other ranks are unreachable."""
 
 
 class _PostedRound(NamedTuple):
-    """A round on its way; ``rows`` where samples go with it, and how they are compared."""
+    """A vote in flight; with ``rows`` and their ``comparison`` if samples accompany it."""
 
     work: Any
     minima: Any
@@ -142,26 +142,26 @@ class _PostedRound(NamedTuple):
 
 
 class Agreement:
-    """Rounds that this rank has posted, and verdicts that it has not read yet.
+    """Votes that this rank has posted, and results that it has not read yet.
 
-    ``group`` is used for nothing else: a collective of another purpose must not come between two rounds.
+    ``group`` must carry nothing else: votes pair up by order, and any other collective would shift them.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._posted: deque[_PostedRound] = deque()
         self._unread: list[VoteResult] = []
-        self._ended = False  # all turn off: nobody posts behind that
+        self._ended = False  # by an OFF result, after which no rank posts
 
     @property
     def broken(self) -> bool:
-        """Whether the other ranks cannot be reached."""
+        """Whether the other ranks are unreachable."""
         return self._group.broken
 
     def post(
         self, round_: Vote, words: npt.NDArray[np.int64] | None = None, comparison: Comparison | None = None
     ) -> None:
-        """Post this rank's round; never waits. ``words``: of its sample of that snapshot, on all ranks or on none,
+        """Post this rank's vote; never waits. ``words``: its sample of that snapshot, given by all ranks or by none,
         for ``comparison``.
 
         Raises:
@@ -177,14 +177,14 @@ class Agreement:
             raise AgreementError(str(error)) from error
 
     def read(self, timeout_secs: float) -> tuple[VoteResult, ...] | None:
-        """Verdicts of all rounds posted since the last ones were read; None when one is missing after the time.
+        """Read the results of all votes posted since the last read; None if one is missing after the timeout.
 
-        All or none: ranks that know the missing one may have reused slots since, so what the others say is no
-        ground to write on. They come with the next read, and none of them is lost: an earlier one may name a
-        snapshot that the last one does not. With the first that turns off the sequence ends, as nobody posts again.
+        All or none: ranks that have read the missing one may have reused slots since, so no slot may be chosen by
+        the others alone. The next read returns them all, since an earlier result may name a snapshot that the last
+        one does not. The sequence ends with the first OFF result, after which no rank posts.
 
         Raises:
-            AgreementError: the verdict will never come.
+            AgreementError: the result will never arrive.
         """
         deadline = time.monotonic() + timeout_secs
         while self._posted and not self._ended:
@@ -193,10 +193,10 @@ class Agreement:
         return self._take_unread()
 
     def read_complete(self) -> tuple[VoteResult, ...]:
-        """Verdicts of the rounds that all ranks have posted, up to the first that one has not; never waits.
+        """Read the results that have arrived, in order, up to the first that has not; never waits.
 
         Raises:
-            AgreementError: the other ranks cannot be reached.
+            AgreementError: the other ranks are unreachable.
         """
         while self._posted and not self._ended and self._group.is_complete(self._posted[0].works):
             self._finish_first(deadline=math.inf)
@@ -207,20 +207,20 @@ class Agreement:
         return verdicts
 
     def _finish_first(self, deadline: float) -> bool:
-        """Whether the verdict of the first round was there before the deadline."""
+        """Move the first vote's result to the unread ones; returns whether it arrived before the deadline."""
         posted = self._posted[0]
         try:
             if not self._group.finish(posted.work, deadline - time.monotonic()):
                 return False
             verdict = VoteResult.of(posted.minima.values.tolist())
-            # A rank that turns all off may not know whether a sample goes with its last round.
+            # A rank that turns all off may not know whether a sample accompanies its last vote.
             wait_secs = deadline - time.monotonic() if verdict.will != Readiness.OFF else 0.0
             has_sample = posted.sample is None or self._group.finish(posted.sample, wait_secs)
             if not has_sample and verdict.will != Readiness.OFF:
                 return False
         except RuntimeError as error:
             raise AgreementError(str(error)) from error
-        # Only here: a read that gave up finds the same round again.
+        # Not earlier: a read that timed out must find the same vote again.
         self._posted.popleft()
         self._group.give_back(posted.minima)
         if has_sample and posted.comparison is not None:
@@ -232,45 +232,45 @@ class Agreement:
 
 
 class GroupPair:
-    """``group`` carries collectives that ranks enter together, ``agreement`` the rounds.
+    """The groups that connect all ranks: ``group`` for blocking collectives, ``agreement`` for votes.
 
-    A rank that cannot reach the others through one of them gives up both, so that all ranks learn it.
+    A rank that cannot reach the others through one of them breaks both, so that all ranks notice.
 
     Args:
         start_timeout_secs: longest wait for other ranks at start and end.
-        connect_timeout_secs: longest wait for a broken group to be connected again at the end.
-        group: all ranks; a new one where None.
+        connect_timeout_secs: longest wait to reconnect a broken group at the end.
+        group: all ranks; a new group if None.
     """
 
     def __init__(self, start_timeout_secs: float, connect_timeout_secs: float, group: Group | None = None) -> None:
         self.group = group or Group(start_timeout_secs)
-        # A group of its own: nothing else may come between two rounds, which pair up by their order alone.
+        # A separate group: votes pair up by order, and any other collective would shift them.
         self._rounds = Group(start_timeout_secs, partners=0)
         self.agreement = Agreement(self._rounds)
         self._start_timeout_secs, self._connect_timeout_secs = start_timeout_secs, connect_timeout_secs
 
     @property
     def broken(self) -> bool:
-        """Whether some rank cannot be reached."""
+        """Whether some rank is unreachable."""
         return self.group.broken or self.agreement.broken
 
     def give_up(self, reason: str) -> None:
-        """Break both groups: other ranks that wait in one of them learn it."""
+        """Break both groups, which ends the wait of other ranks in them."""
         self.group.give_up(reason)
         self._rounds.give_up(reason)
 
     def part(self, leave: Callable[[], None]) -> None:
-        """``leave``, and nothing after it; raises as ``meet``."""
+        """Run ``leave`` as the last collective, then close the vote group; raises as ``meet``."""
         self.meet("end", leave)
         self._rounds.close()
 
     def meet(self, place: str, action: Callable[[], T]) -> T:
-        """Run ``action``, which is collective and can be repeated, at the end of the job, where all ranks come. A
-        broken group is connected again for it, once. ``place`` is not used a second time.
+        """Run ``action``, which must be collective and repeatable, at the end of the job. A broken group is
+        reconnected for it, once. ``place`` must be unique to this call.
 
         Raises:
-            RuntimeError: of ``action``.
-            LaunchError: the group could not be connected again.
+            RuntimeError: raised by ``action``.
+            LaunchError: the group could not be reconnected.
         """
         self.group.timeout_secs = self._start_timeout_secs
         begin = time.monotonic()

@@ -55,8 +55,8 @@ def test_the_end_of_a_job_is_told_and_that_step_was_never_called(settings: dict[
         told = run_ranks(announced, 2, settings, steps)[0].value
         assert any("step() was never called: no snapshot was taken" in text for text in told) is says
     assert told[-1] == (
-        "the job has ended after iteration 1, and its memory is given back; without --ftckpt-persist none of it "
-        "comes to storage by itself"
+        "the job has ended after iteration 1, and its memory is freed; without --ftckpt-persist nothing is flushed "
+        "to storage"
     )
 
 
@@ -139,7 +139,7 @@ def test_an_object_that_cannot_be_saved(settings: dict[str, Any], arena_root: Pa
 
 
 def test_objects_that_do_not_fit(settings: dict[str, Any]) -> None:
-    with a_rank_raises(ConfigError, "are there: raise", "which is 1MiB now"):
+    with a_rank_raises(ConfigError, "are reserved: raise", "which is 1MiB"):
         jobs.outcomes(2, jobs.Run([], 3, {**settings, "objects_size": "1MiB"}, ballast_bytes=2 << 20))
 
 

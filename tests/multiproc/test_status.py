@@ -186,7 +186,7 @@ def test_a_job_that_protects_nothing_is_seen(arena_root: Path) -> None:
         assert behind == [[0, 0], [5, 5]], "of a job that takes no more snapshots it grows, too"
     assert not ranks[0][2], "the leader of the node goes last"
     (line,) = [line for line in ranks[0][3] if "protection: " in line]
-    assert "a node that is lost, or the memory of one rank, takes all snapshots with it" in line
+    assert "the loss of a node, or of one rank's memory, loses them all" in line
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def test_a_running_job_saves_what_any_layout_can_load(tmp_path: Path) -> None:
         # Nothing is protected here: nobody has taken checksums.
         gap = re.search(r"iteration 3 saved at .* without checksums for (\S+) s", *one["lines"])
         assert gap is not None and float(gap[1]) >= 0.2
-        assert "no snapshot is whole" in one["early"]
+        assert "no snapshot is committed" in one["early"]
         assert "out: exists" in one["again"]
         assert one["full"].startswith("rank 2:") and "no room" in one["full"]
         assert "buffer/bias differs between tp0-dp0 and" in one["differ"]

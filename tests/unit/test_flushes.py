@@ -168,7 +168,7 @@ def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pyt
     told.clear()
     states = iter([FlushState.WORKING] * 40)
     assert (
-        flush(str) and not any("tried again" in line for line in told) and any("is on its way" in one for one in told)
+        flush(str) and not any("tried again" in line for line in told) and any("been flushing" in one for one in told)
     )
 
 

@@ -162,7 +162,7 @@ def test_who_waits_for_another_job_of_the_name_says_so(
     members = ranks(arena_root, 2)
     monkeypatch.setattr(node_join, "holder_of", lambda _path: 4242)
     on_all(members, lambda member: member.arenas.entry.enter())
-    (said,) = (text for text in caplog.messages if "for the end of process" in text)
+    (said,) = (text for text in caplog.messages if "for process" in text)
     assert "process 4242" in said
     end(members)
 
