@@ -140,11 +140,11 @@ class CommHooks:
 
     @property
     def are_plain(self) -> bool:
-        """Whether each is one of torch's that average gradients over all ranks, and keeps nothing."""
+        """True if all hooks are torch's stateless ones, which average gradients over all ranks."""
         return all(getattr(hook, "__module__", "") == default_hooks.__name__ for hook, _ in self._hooks)
 
     def check(self) -> None:
-        """Raises CaptureError where a hook was registered since."""
+        """Raises CaptureError if a hook was registered after construction."""
         if list(self._registered()) != self._hooks:
             raise CaptureError("a communication hook of DDP was registered after attach: register it before")
 
