@@ -12,7 +12,7 @@ engine without a pipeline, in the kinds of ``ftckpt.schedule.iteration``:
 
 The gathers and reductions that ZeRO overlaps with computation belong to forward and backward: no link is idle then.
 
-The fence runs before the first write to optimizer-updated state, after the norm of the gradients has been agreed: around
+The fence runs before the first write to optimizer-updated state, after the gradient norm has been reduced: around
 ``_optimizer_step`` of the ZeRO optimizers, and around ``step`` of the inner optimizer of all others. A second,
 independent fence is a torch hook before each step of the inner optimizer. A skipped step writes nothing and needs
 no fence.

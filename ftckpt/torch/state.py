@@ -68,7 +68,7 @@ class PlainState:
         objects: Mapping[str, Stateful],
     ) -> None:
         self.model = unwrap(model)
-        settle_shards(self.model)  # collective: must precede code that can fail on one rank only
+        settle_shards(self.model)  # before code that can fail on one rank only: it is collective
         self.is_fenced = self.has_run = False
         self._optimizer = optimizer
         self._objects = {f"objects: {name}": as_object(value) for name, value in objects.items()}
