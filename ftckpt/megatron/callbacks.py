@@ -204,8 +204,8 @@ def fence() -> None:
 
 @_ends_in_one_line
 def close(exit_code: int | str | None = 0) -> None:
-    """Where the job ends: if it ended well its snapshots are not needed any more."""
-    # Any other code is a failure, or a stop that is to be gone on from: snapshots stay for the next attempt.
+    """Closes the checkpointer at the end of a successful job, whose snapshots are not needed."""
+    # Any other code is a failure, or a stop to resume from: snapshots stay for the next attempt.
     if exit_code not in (None, 0):
         return
     if door.checkpointer is not None:
