@@ -1,11 +1,11 @@
-"""ftckpt for DeepSpeed: ``import ftckpt.deepspeed`` in a script of your own, or one of these for a script as it is.
+"""ftckpt for DeepSpeed: ``import ftckpt.deepspeed`` in your own script, or one of these for an unmodified one.
 
 ftckpt run ... SCRIPT ARGS...
 torchrun ... -m ftckpt.deepspeed SCRIPT ARGS...
 
 Either way ``"ftckpt": {"enabled": true}`` in DeepSpeed's JSON switches it on. ``deepspeed.initialize`` then returns
-an engine whose state is the newest snapshot's: a script that trains ``while engine.global_steps < N`` goes on where
-it was. The snapshot of an iteration is taken when ``engine.step`` or ``train_batch`` returns.
+an engine whose state is the newest snapshot's: a script that trains ``while engine.global_steps < N`` resumes
+there. The snapshot of an iteration is taken when ``engine.step`` or ``train_batch`` returns.
 Megatron-DeepSpeed's own train loop counts otherwise, and is known.
 
 With the runner snapshots are removed when the script has ended well. Without it ``engine.destroy()`` or ``close()``
@@ -66,12 +66,12 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
     the engine's state; ``engine.global_steps`` is right when it returns.
 
     Args:
-        engine: what ``deepspeed.initialize`` has returned.
-        objects: the script's own, by name, beside those that were registered.
+        engine: the result of ``deepspeed.initialize``.
+        objects: objects of the script, by name, in addition to registered ones.
         config: default is the section of the engine's JSON with what ``configure`` was given.
 
     Returns:
-        The Checkpointer, or None where ftckpt is not switched on.
+        The Checkpointer, or None if ftckpt is off.
 
     Raises:
         ConfigError: an engine is followed already, or no job name can be found.

@@ -1,4 +1,4 @@
-"""Where a rank stands in its training data, and how a restarted process gets there again.
+"""The position of a rank in its training data, and how a restarted process returns to it.
 
 Three ways of giving data to DeepSpeed:
 

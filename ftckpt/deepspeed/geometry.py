@@ -1,4 +1,4 @@
-"""Where a DeepSpeed rank stands in the layout, and each of its parameters in a logical tensor.
+"""Coordinates of a DeepSpeed rank in the layout, and boxes of its parameters in logical tensors.
 
 Names are those of the module: a PipelineModule numbers layers across its stages and gives a tied layer one name on
 all of them. What such a layer has beside its tied weights each stage trains for itself: the first one has it under

@@ -1,7 +1,7 @@
-"""Where ftckpt touches a DeepSpeed engine: it listens to its steps and fences its optimizer.
+"""Hooks of a DeepSpeed engine: they follow its steps and fence its optimizer.
 
-All hooks are attributes of the one engine and of its optimizer, in front of the methods of their classes. Places of
-an engine without a pipeline, in the kinds of ``ftckpt.schedule.iteration``:
+All hooks are attributes of one engine and its optimizer that shadow methods of their classes. Phases of an
+engine without a pipeline, in the kinds of ``ftckpt.schedule.iteration``:
 
 | place | from | to |
 |---|---|---|
@@ -10,12 +10,12 @@ an engine without a pipeline, in the kinds of ``ftckpt.schedule.iteration``:
 | window | a micro-batch's reduction of gradients or its end | the next forward |
 | tail | the same of the last micro-batch: reduction, norm, overflow | the fence |
 
-The gathers and reductions that ZeRO runs beside the computation belong to forward and backward: nobody is idle then.
+The gathers and reductions that ZeRO overlaps with computation belong to forward and backward: no link is idle then.
 
-The fence stands before the first write to stepped state, after the norm of the gradients has been agreed: around
-``_optimizer_step`` of the ZeRO optimizers, and around ``step`` of the inner optimizer of all others. Once more, as a
-guard that holds alone, it is a hook of torch before each step of the inner optimizer. A step that is skipped writes
-nothing, and needs none.
+The fence runs before the first write to optimizer-updated state, after the gradient norm has been reduced: around
+``_optimizer_step`` of the ZeRO optimizers, and around ``step`` of the inner optimizer of all others. A second,
+independent fence is a torch hook before each step of the inner optimizer. A skipped step writes nothing and needs
+no fence.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ftckpt.frameworks.hooks import Hook, ModuleHook
 from ftckpt.session.checkpointer import Checkpointer
 
 _STEPS_PER_PRINT = 10
-"""Where the JSON does not say it: the default of most releases."""
+"""Default of most releases if the JSON does not set it."""
 
 
 _FUNCTIONS = (
     "forward", "backward", "step", "allreduce_gradients", "gradient_accumulation_steps",
     "is_gradient_accumulation_boundary", "zero_optimization_stage",
 )  # fmt: skip
-"""Of an engine: wrapped, or called while it trains."""
+"""Methods of an engine that are wrapped, or called during training."""
 
 
 class EngineHooks:
@@ -67,9 +67,9 @@ class EngineHooks:
         self.checkpointer = checkpointer
         self.begin = begin
         self.has_trained = False
-        """Whether a boundary was reached."""
+        """True once a step boundary was reached."""
         self.is_deferred = check_counted is not None
-        """Whether boundaries wait for ``take_boundary``."""
+        """True if step boundaries are deferred until ``take_boundary``."""
         self._check_counted = check_counted
         self._is_due = False
         self._counts_batches = _counts_batches(engine)

@@ -47,7 +47,7 @@ _loops: dict[Any, TrainLoop] = {}
 
 
 class LoopCounters:
-    """Where the loop stands, as an object of a snapshot.
+    """The train loop's counters, as an object of a snapshot.
 
     Args:
         arguments: Megatron's.

@@ -1,6 +1,6 @@
-"""What a script believes of where training stands, against where its engine stands.
+"""Checks a script's own iteration counters against those of its restored engine.
 
-An engine that was restored counts on from there. A script that counts for itself begins at zero: it would train too
+A restored engine continues its counters. A script that counts for itself begins at zero: it would train too
 many iterations, or on the wrong data. Python does not show what a script counts in a local variable. Two things show:
 
 * whether the script has asked, by reading ``engine.global_steps`` or ``engine.global_samples`` since the restore. One

@@ -1,4 +1,4 @@
-"""What ftckpt does not do with DeepSpeed: each with the JSON field that asks for it, and what to do.
+"""Unsupported features of DeepSpeed: each with the JSON field that requests it, and what to do.
 
 These are known from the configuration, which is the same on all ranks. What only some ranks can know, such as a
 parameter without a place, is refused where the state is described.

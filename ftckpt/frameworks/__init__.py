@@ -1,5 +1,5 @@
-"""What the doors share: the start path, torch's live state as pieces, and how launchers start and restart a job.
+"""Code shared by the integrations: startup, live torch state as fragments, and launcher support.
 
-In: a framework's model, optimizer and objects. Out: a TrainingState for ``job``, and hooks by which it knows where
-training is.
+In: a framework's model, optimizer and objects. Out: a TrainingState for ``session``, and hooks that report training
+phases to it.
 """

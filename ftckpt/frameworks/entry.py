@@ -1,8 +1,8 @@
-"""The start path of every door, what it replaces in a framework, and what is active in this process.
+"""The startup of every integration, its patches of the framework, and its state in this process.
 
-A framework's own folder says what its state is, where its tensors lie in the layout, where its places are and how a
-user switches ftckpt on. All else is here. Importing this loads neither torch nor a framework: the lines of a patched
-Megatron-LM do so before they import torch.
+A framework's folder defines its state, the boxes of its tensors, its phases and how a user switches ftckpt on;
+everything else is here. Importing this module loads neither torch nor a framework, because a patched Megatron-LM
+imports it before torch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class Patches:
-    """What ftckpt has put before functions of a framework's modules and objects, and its hooks of torch's kind.
+    """Reversible wrappers of framework functions and methods, and registered torch hooks.
 
-    ``undo`` has one function for each, the oldest first.
+    ``undo`` has one function for each, oldest first.
     """
 
     def __init__(self) -> None:
@@ -47,27 +47,27 @@ class Patches:
         self._wrapped: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def has(self, owner: Any, name: str) -> bool:
-        """Whether ``wrap`` was called so, not undone, and is still in place, perhaps behind somebody else's wrapper.
+        """True if a wrapper of ``owner.name`` is in force, possibly inside a wrapper of other code.
 
-        It is not where a module that was reloaded has defined its function anew.
+        False if the module was reloaded and has redefined the function.
         """
         ours = [wrapped for other, of_other, wrapped in self._wrapped if other is owner and of_other == name]
         now: Any = getattr(owner, name, None)
         while now not in ours and hasattr(now, "__wrapped__"):
             now = now.__wrapped__
-        # Somebody else's wrapper need not say what is behind it; a module's own function has nothing behind it.
+        # A wrapper of other code may lack ``__wrapped__``; a function that the module defines wraps nothing.
         is_own = isinstance(owner, ModuleType) and getattr(now, "__module__", None) == owner.__name__
         return now in ours or (bool(ours) and not is_own)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Let ``around(original, *args, **kwargs)`` stand before a module's function, or a method of one object."""
+        """Replaces a module's function, or a method of one object, by ``around(original, *args, **kwargs)``."""
         original = getattr(owner, name, None)
         if original is None:
             raise UnsupportedError(
                 f"{getattr(owner, '__name__', type(owner).__name__)} has no {name}, from where ftckpt is called: "
                 "install a tested release"
             )
-        # None where the attribute is the class's: it is taken off again, not set.
+        # None if the attribute is the class's: undo then deletes ours.
         before = vars(owner).get(name)
         is_in_force = True
         is_method = isinstance(original, MethodType) and original.__self__ is owner
@@ -78,21 +78,21 @@ class Patches:
                 self, *args = args  # type: ignore[assignment]
                 if self is not owner:  # a copy of it
                     return getattr(type(self), name)(self, *args, **kwargs)
-            # A wrapper that somebody else has put around this one may go on calling it after ``remove``.
+            # A wrapper of other code around this one may still call it after ``remove``.
             return around(original, *args, **kwargs) if is_in_force else original(*args, **kwargs)
 
-        wrapped.__name__ = name  # a pickle of a method has its name alone, and finds that of the class
+        wrapped.__name__ = name  # pickle stores a method by name only and resolves it in the class
         ours = MethodType(wrapped, owner) if is_method else wrapped
 
         def undo() -> None:
             nonlocal is_in_force
             is_in_force = False
             self._wrapped.remove(entry)
-            # Somebody else's wrapper stands before ours now, and is not ours to take off.
+            # Other code has wrapped ours: leave its wrapper in place.
             if vars(owner).get(name) is not ours:
                 return
             if before is None:
-                delattr(owner, name)  # the method of the class shows again
+                delattr(owner, name)  # uncovers the method of the class
             else:
                 setattr(owner, name, before)
 
@@ -102,42 +102,41 @@ class Patches:
         self.undo.append(undo)
 
     def shadow(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of one object, in front of that of its class."""
+        """Sets an attribute of one object that shadows its class's."""
         setattr(owner, name, value)
         self.undo.append(lambda: vars(owner).pop(name, None))
 
     def remove(self) -> None:
-        """Take all back, the last one first: a later patch may stand before an earlier one.
+        """Undoes all patches, newest first, because a later patch may wrap an earlier one.
 
-        What cannot be taken back keeps nothing else in force: its error is raised at the end.
+        An error in one does not stop the others; it is raised at the end.
         """
         with ExitStack() as stack:
-            # Called from the last to the first, and all of them, whichever raises.
+            # ExitStack calls them in reverse order, and all of them even if one raises.
             for undo in self.undo:
                 stack.callback(undo)
             self.undo.clear()
 
 
 class Proxy:
-    """Stands for an object of a framework; what a subclass does not define is ``wrapped``'s own."""
+    """Proxy of a framework's object; forwards attributes that a subclass does not define to ``wrapped``."""
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:
-        # While a copy is being made nothing is wrapped yet, and asking for it would never end.
+        # During copy, ``wrapped`` is not set yet; looking it up would recurse forever.
         if name == "wrapped" or name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
 
 class Integration:
-    """What is in force in this process for one framework.
+    """The state of one framework's integration in this process.
 
-    ``config`` is what ``attach`` uses where it is given none. ``patches`` are those of the framework's modules;
-    ``hooks`` those of the model, the optimizer and the engine that ``checkpointer`` follows. ``state`` is what it
-    saves, where a callback needs that. ``is_installed``: nothing of the framework goes without a hook or a line of
-    ours.
+    ``config`` is the default of ``attach``. ``patches`` apply to the framework's modules; ``hooks`` to the model,
+    optimizer and engine that ``checkpointer`` follows. ``state`` is its training state, if a callback needs it.
+    ``is_installed``: every place of the framework that ftckpt needs is hooked or patched.
     """
 
     def __init__(self) -> None:
@@ -147,7 +146,7 @@ class Integration:
         self.hooks = Patches()
         self._checkpointer: Checkpointer | None = None
         self.was_used = False
-        """Whether a checkpointer has ever followed training."""
+        """True once a checkpointer has followed training."""
         self.state: Any = None
         off_in_children(self.leave)
 
@@ -161,14 +160,14 @@ class Integration:
         self.was_used = self.was_used or checkpointer is not None
 
     def leave(self) -> None:
-        """Follow training no longer; snapshots stay where they are."""
+        """Stops following training; snapshots stay in memory."""
         try:
             self.hooks.remove()
         finally:
             self.checkpointer = self.state = None
 
     def remove(self) -> None:
-        """Put back all that was replaced."""
+        """Removes all hooks and patches."""
         try:
             self.leave()
         finally:
@@ -178,7 +177,7 @@ class Integration:
 
 @dataclass(frozen=True)
 class Start:
-    """What the ranks of a job know of each other before any of them describes its state."""
+    """The job's configuration, process group and topology, known before any rank describes its state."""
 
     config: Config
     group: Group
@@ -187,7 +186,7 @@ class Start:
     untested: str
 
     def build(self, state: Callable[[], Any]) -> Any:
-        """The training state that ``state`` makes. Collective: one rank's refusal is raised on all."""
+        """Builds the training state. Collective: an error on one rank is raised on all."""
         from ftckpt.group import together
 
         def make() -> Any:
@@ -197,7 +196,7 @@ class Start:
         return together(self.group, make)
 
     def checkpointer(self, state: TrainingState) -> Checkpointer:
-        """A checkpointer for ``state``. Collective."""
+        """Creates a checkpointer for ``state``. Collective."""
         from ftckpt.session.checkpointer import Checkpointer
 
         return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run)
@@ -205,10 +204,10 @@ class Start:
 
 @contextmanager
 def naming_what_is_missing(untested: str) -> Iterator[None]:
-    """A field that the ``untested`` release does not have is no mistake of ours; nothing where that is empty.
+    """Reports an AttributeError as a missing feature of the ``untested`` release, unless that is empty.
 
     Raises:
-        UnsupportedError: in place of an AttributeError.
+        UnsupportedError: instead of an AttributeError.
     """
     try:
         yield
@@ -221,10 +220,10 @@ def naming_what_is_missing(untested: str) -> Iterator[None]:
 
 
 def prepare_storage(config: Config) -> None:
-    """Refuse storage that a job cannot use, as soon as its settings are known, and make a directory that can be made.
+    """Checks the storage at start, and creates its directory if it is missing.
 
     Raises:
-        ConfigError: no later attempt could use it, either.
+        ConfigError: the storage is unusable for every later attempt, too.
     """
     if not (config.enabled and config.persist):
         return
@@ -236,7 +235,7 @@ def prepare_storage(config: Config) -> None:
     except StorageError as error:
         if error.lasting:
             raise ConfigError(f"--ftckpt-persist: {error}") from None
-        return  # it may be there when it is needed
+        return  # it may be reachable when it is needed
     if is_new:
         log_to_stderr().warning("ftckpt: --ftckpt-persist: %s was not there, and has been made", config.persist)
 
@@ -244,21 +243,21 @@ def prepare_storage(config: Config) -> None:
 def start(
     config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]], untested: str = ""
 ) -> Start:
-    """Name the job and the node, and gather where every rank stands. Collective; torch.distributed is initialised.
+    """Names the job and the node, and gathers all ranks' coordinates. Collective; needs torch.distributed.
 
     Args:
-        config: ``job`` and ``node`` need not be given.
-        place: gives this rank's coordinates and the sizes of the layout; refuses what the framework cannot do.
-        untested: the release, where that was not tested.
+        config: ``job`` and ``node`` may be unset.
+        place: returns this rank's coordinates and the layout sizes; raises if they are unsupported.
+        untested: the framework's release if ftckpt was not tested with it, else empty.
 
     Raises:
-        ConfigError: a name is none, or no job name can be found; ranks have different ones; two ranks claim the
+        ConfigError: a name is invalid, no job name is found, ranks have different ones, or two ranks have the
             same coordinates.
-        FtckptError: what ``place`` raises on any rank, on all.
+        FtckptError: raised on all ranks if ``place`` raises it on one.
         SystemExit: an earlier attempt of this launcher run ended the job.
     """
     if not logging.getLogger("ftckpt").hasHandlers():
-        log_to_stderr()  # a script that has not configured logging would be told nothing
+        log_to_stderr()  # a script without logging set up would see no messages
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     tell_if_drawn(config.job, os.environ)
     prepare_storage(config)
@@ -268,11 +267,11 @@ def start(
     group = Group(config.start_timeout_secs)
     follow_uncaught()
     code = code_if_over(config.job)
-    # Together: a node that is new knows of no earlier attempt.
+    # Collective: a new node has no record of earlier attempts.
     if codes := [one for one in gather(group, -1 if code is None else code, int) if one >= 0]:
         raise SystemExit(max(codes))
     topology = _gather_topology(group, config, place, untested)
-    # One rank of those that a launcher started on a machine speaks for all of them.
+    # One rank per launcher and machine writes the launch record.
     local = os.environ.get("LOCAL_RANK")
     speaks = topology.is_node_leader if local is None else local == "0"
     run = launcher_run(os.environ)
@@ -282,7 +281,7 @@ def start(
 def _gather_topology(
     group: Group, config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]], untested: str
 ) -> Topology:
-    """Where every rank stands, once all have one name for the job. Collective."""
+    """Gathers all ranks' coordinates after checking that they share one job name. Collective."""
     from ftckpt.group import gather_all
     from ftckpt.model.topology import RankPlace, Topology
 

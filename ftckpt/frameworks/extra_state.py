@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and buffers: the FP8 scales of Transformer Engine, or a script's own state."""
+"""State of modules besides parameters and buffers: the FP8 scales of Transformer Engine, or a script's own state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher gives a job: its names, and a process in which a runner runs the training script.
+"""Names that a launcher gives a job, and the process in which a runner runs the training script.
 
 Names become parts of file names and of socket addresses, so that only a safe alphabet is let through; a name is never
 changed to fit, because two jobs could then end up with one name.
@@ -40,11 +40,11 @@ _LAUNCHER_VARS = (_RUN_ID, "RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RA
 _REFUSED = 2
 """The exit code of a job that ftckpt has ended."""
 _FLUSH_SECS = 60.0
-"""How long a process waits at most for its files to be written out: shared storage may be slow."""
+"""Maximum wait for a process's files to be flushed: shared storage may be slow."""
 _INTERRUPTED = 130
-"""As shells have it: 128 and SIGINT."""
+"""Shell convention: 128 + SIGINT."""
 is_forked = False
-"""Whether this process was forked from a server that had imported, and frozen, what the script imports."""
+"""True in a worker forked from a server that has imported and frozen the script's imports."""
 
 
 def job_name(configured: str | None, env: Mapping[str, str]) -> str:
@@ -80,7 +80,7 @@ def job_name(configured: str | None, env: Mapping[str, str]) -> str:
 
 
 def is_drawn(job: str, env: Mapping[str, str]) -> bool:
-    """Whether torchrun has drawn this name: it draws another one when it is started again."""
+    """True if torchrun drew this name at random: it draws another one at its next start."""
     return job == env.get(_RUN_ID) and _DRAWN.fullmatch(job) is not None and not _asked_id(env)
 
 

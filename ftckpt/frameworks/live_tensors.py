@@ -1,4 +1,4 @@
-"""Whether all tensors that copies read still lie where they were described: asked at each boundary."""
+"""Detection, at each step boundary, of tensors whose memory has moved since it was described."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from ftckpt.errors import CaptureError
 
 Named = Callable[[], Iterator[tuple[str, object, torch.Tensor]]]
-"""What is alive when it is called: what a tensor is, its name, the tensor."""
+"""Yields all live tensors as (kind, name, tensor)."""
 
 _TABLES = attrgetter("_parameters", "_buffers")
 _values = methodcaller("values")
 
 
 class Holders(NamedTuple):
-    """What holds tensors: trees of modules, optimizers of torch's kind, and what neither of them has."""
+    """Owners of tensors: module trees, torch-like optimizers, and tensors that neither owns."""
 
     modules: Sequence[torch.nn.Module] = ()
     optimizers: Sequence[Any] = ()
@@ -30,7 +30,7 @@ class Holders(NamedTuple):
 
 
 _Places = Mapping[tuple[str, object], int]
-"""Addresses, by what a tensor is and its name."""
+"""Addresses by (kind, name)."""
 _ADD_BEFORE = (
     "the job starts with all that it is going to train: give modules and optimizers all of it before ftckpt is "
     "attached, what comes later with a learning rate of 0 until then"
@@ -40,13 +40,13 @@ _ADD_BEFORE = (
 class LiveTensors:
     """The addresses of all tensors that copies read, which must not change while the job runs.
 
-    A copy goes by the address that was described: where a script or an optimizer has put another tensor in the place
-    of one, it would read memory that is no longer the state, and might belong to somebody else.
+    A copy reads the described address. If a script or an optimizer has replaced a tensor, that memory is not state,
+    and may be in use by other code.
 
-    Mostly nothing has changed, which one look at all that was held tells. Where it has names decide.
+    A fast comparison of all owned tensors finds that nothing has changed; otherwise addresses are compared by name.
 
     Args:
-        tensors: gives what is alive when it is called.
+        tensors: yields all live tensors.
         holders: gives what holds all of these; and parameters in the groups of optimizers, which are looked at, too.
         inside: the attribute in which a tensor that has it keeps what this rank has of it.
     """
@@ -77,7 +77,7 @@ class LiveTensors:
         self._look = _Look(self._holders(), self._inside)  # the same memory, held in another way
 
     def _moved(self, moved: list[tuple[str, object]], now: _Places, remedy: str) -> str:
-        """What has changed, and what to do."""
+        """The message: what has changed, and what to do."""
         what, name = moved[0]
         which = f"{what} {name}" + (f" and {len(moved) - 1} more tensors were" if len(moved) > 1 else " was")
         how = "replaced"
@@ -88,7 +88,7 @@ class LiveTensors:
         return f"{which} {how} after training began; {remedy}"
 
     def _addresses(self) -> dict[tuple[str, object], int]:
-        """Of all that has elements: an empty shard has no address to keep."""
+        """Addresses of all tensors with elements: an empty shard has no address."""
         named = chain(self._tensors(), self._in_groups())
         return {(what, name): tensor.data_ptr() for what, name, tensor in named if tensor.numel()}
 
@@ -127,7 +127,7 @@ class _Look:
         self._addresses = self._addresses_now()
 
     def same(self, holders: Holders) -> bool:
-        """Whether ``holders`` hold the same tensors, and these the same memory."""
+        """True if ``holders`` own the same tensors, at the same addresses."""
         if self._registered != _registrations.count or not self._same_held(self._held_now(holders)):
             return False
         return self._addresses_now() == self._addresses

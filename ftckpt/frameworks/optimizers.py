@@ -1,4 +1,4 @@
-"""Optimizers of torch's kind as pieces: what they step, its masters and its moments."""
+"""State of torch-like optimizers as pieces: trained parameters, master weights and moments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftckpt.model.training_state import Piece
 
 
 class ParameterRange(NamedTuple):
-    """What an optimizer steps of ``parameter``: as many elements as ``weight`` has, from ``first`` on.
+    """The range of ``parameter`` that an optimizer steps: as many elements as ``weight`` has, from ``first`` on.
 
     ``weight`` is the memory of these elements: the only part of the parameter that this rank may read. ``owner`` is
     the tensor under which the inner optimizer keeps its state, a master or the parameter's own memory; the range
@@ -38,12 +38,12 @@ class ParameterRange(NamedTuple):
 def stepped_pieces(
     boxes: ParameterBoxes, ranges: Iterable[ParameterRange], state: Callable[[ParameterRange], Mapping[str, Any]]
 ) -> Iterator[Piece]:
-    """Of each range its weight, its master where there is one, and its moments.
+    """Yields the weight, the master (if any) and the moments of each range.
 
     Args:
-        boxes: of all parameters of this rank.
+        boxes: boxes of all parameters of this rank.
         ranges: all that this rank steps.
-        state: what the inner optimizer keeps for the owner of a range.
+        state: returns the inner optimizer's state for the owner of a range.
 
     Raises:
         UnsupportedError: a parameter without a place, or state that is neither per element nor a single number.

@@ -52,11 +52,11 @@ _LISTEN_SECS = 10.0
 
 
 _isolation = ""
-"""How this attempt is kept apart, in words; empty before it is."""
+"""Description of how this attempt is isolated; empty before it is."""
 
 
 def _is_shared() -> bool:
-    """Whether torchrun shares one store among attempts; else each attempt opens a fresh one."""
+    """True if torchrun shares one store among attempts; else each attempt opens a fresh one."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # what torch itself compares with
 
 
@@ -111,7 +111,7 @@ def _follow(store: Store, nonce: str, rank: int, world_size: int, deadline: floa
 
 
 def _wait(store: Store, keys: list[str], timeout_secs: float) -> bool:
-    """Whether all ``keys`` exist within ``timeout_secs``."""
+    """Waits for all ``keys``; False after ``timeout_secs``."""
     try:
         # The store counts in whole milliseconds and takes 0 for "its own timeout".
         store.wait(keys, timedelta(milliseconds=max(1, int(timeout_secs * 1000))))
@@ -121,7 +121,7 @@ def _wait(store: Store, keys: list[str], timeout_secs: float) -> bool:
 
 
 def _comes(store: Store, key: str, secs: float) -> bool:
-    """Whether ``key`` exists within ``secs``; by looking, as each wait that ends so soon is a warning of torch's."""
+    """Waits for ``key``; False after ``secs``. Polls, because torch logs a warning for each wait that times out."""
     deadline = time.monotonic() + secs
     while not store.check([key]):
         if time.monotonic() >= deadline:

@@ -33,11 +33,11 @@ class LogicalBox(NamedTuple):
 
 
 ParameterBoxes = Mapping[torch.nn.Parameter, Sequence[LogicalBox]]
-"""Where each parameter of a rank lies. A parameter of several logical tensors has a box in each."""
+"""Boxes of each parameter of a rank. A parameter of several logical tensors has a box in each."""
 
 
 def unwrapped(named: Iterable[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
-    """What ``named_parameters`` and its kin give, under the names that it has without wrappers."""
+    """Strips the names of wrappers from the results of ``named_parameters`` and similar methods."""
     return ((".".join(part for part in name.split(".") if part not in _WRAPPERS), value) for name, value in named)
 
 

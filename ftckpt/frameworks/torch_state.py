@@ -1,4 +1,4 @@
-"""What a rank's training state is under torch besides its pieces: generators, and objects of a script."""
+"""A rank's training state under torch that is not tensors: generators, and objects of a script."""
 
 from __future__ import annotations
 

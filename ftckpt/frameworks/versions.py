@@ -1,4 +1,4 @@
-"""Which releases of a framework ftckpt was tested with, and what becomes of a job that has another one."""
+"""Tested releases of each framework, and the treatment of a job with another one."""
 
 from __future__ import annotations
 

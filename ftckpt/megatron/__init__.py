@@ -1,4 +1,4 @@
-"""ftckpt for Megatron-core: ``attach`` in a script of your own, or one of these for a script as it is.
+"""ftckpt for Megatron-core: ``attach`` in your own script, or one of these for an unmodified script.
 
 ftckpt run ... SCRIPT ARGS... --ftckpt                     the launcher, which hooks Megatron at run time
 torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt    the runner, which does so under another launcher
@@ -28,7 +28,7 @@ _choice: Choice | None = None
 
 
 def configure(config: Config) -> None:
-    """What ``attach`` uses where it is given no configuration; the flags come in here."""
+    """Sets the default configuration of ``attach``, taken from the flags."""
     door.config = config
 
 
@@ -38,7 +38,7 @@ def active() -> Checkpointer | None:
 
 
 def remove() -> None:
-    """Put Megatron's functions back and take all hooks off the optimizer; snapshots stay in memory."""
+    """Restores Megatron's functions and removes all optimizer hooks; snapshots stay in memory."""
     door.remove()
 
 
@@ -52,12 +52,12 @@ def choose_layout(
 
     Args:
         job: what decides whether a layout fits; its global batch is that of every layout.
-        layouts: names, the most wanted first, or a function that gives one for a number of ranks; default:
+        layouts: names in order of preference, or a function from the number of ranks to one; default:
             ``--ftckpt-layouts``.
         ranks: how many there are; default: ``WORLD_SIZE``.
 
     Raises:
-        LayoutError: no layout fits; the text says of each why not.
+        LayoutError: no layout fits; the message gives the reason for each.
     """
     layouts = door.config.layouts if layouts is None else layouts
     if not layouts:
@@ -81,23 +81,23 @@ def attach(
     objects: Mapping[str, Any] | None = None,
     config: Config | None = None,
 ) -> Checkpointer | None:
-    """A checkpointer for this rank's training state, fenced into the schedules and the optimizer.
+    """Creates a checkpointer for this rank's training state, hooked into the schedules and the optimizer.
 
-    Collective. Call it when model, optimizer, scheduler and whatever ``objects`` names are built and any
+    Collective. Call it after model, optimizer, scheduler and all ``objects`` are built and any
     checkpoint on storage is loaded. Then call ``restore`` once, ``step`` at the end of each iteration and
-    ``close`` after the last. Returns None where ftckpt is not switched on.
+    ``close`` after the last. Returns None if ftckpt is off.
 
     Args:
         model: the rank's chunks as the train loop holds them (wrapped in DDP).
-        optimizer: what ``get_megatron_optimizer`` gave.
+        optimizer: the result of ``get_megatron_optimizer``.
         scheduler: an OptimizerParamScheduler, or anything with ``state_dict`` and ``load_state_dict``.
-        objects: more of the kind, by name: a data loader, counters.
-        config: default is what the flags said.
+        objects: other stateful objects, by name: a data loader, counters.
+        config: default: the flags.
 
     Raises:
         UnsupportedError: a version, an optimizer or state that ftckpt does not know.
         ConfigError: no job name can be found.
-        LayoutError: layouts are listed, and the job was built in another than the one that was chosen.
+        LayoutError: layouts are listed, and none was chosen or the job was built in another one.
     """
     config = config or door.config
     if not config.enabled:

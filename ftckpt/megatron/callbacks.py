@@ -1,4 +1,4 @@
-"""What Megatron calls: by lines of a patched Megatron-LM (patches/), or by run-time hooks in their place (hooks.py).
+"""Callbacks from Megatron: by a patched Megatron-LM (patches/), or by run-time hooks instead (hooks.py).
 
 Each returns at once unless ``--ftckpt`` was given. Megatron imports this module before
 itself, so nothing of Megatron and no torch is imported until a function has work to do.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ALIAS = "ftckpt"
 """The name under which a patched module imports this one."""
 CORE = ("megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.optimizer")
-"""The modules of megatron.core that have lines."""
+"""The modules of megatron.core that are patched."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -42,7 +42,7 @@ _charts: Charts | None = None
 
 
 def is_patched(module: ModuleType) -> bool:
-    """Whether a module of Megatron has our lines."""
+    """True if a module of Megatron is patched."""
     # By identity: a script may have another module under this name.
     return getattr(module, ALIAS, None) is sys.modules[__name__]
 
@@ -204,8 +204,8 @@ def fence() -> None:
 
 @_ends_in_one_line
 def close(exit_code: int | str | None = 0) -> None:
-    """Where the job ends: if it ended well its snapshots are not needed any more."""
-    # Any other code is a failure, or a stop that is to be gone on from: snapshots stay for the next attempt.
+    """Closes the checkpointer at the end of a successful job, whose snapshots are not needed."""
+    # Any other code is a failure, or a stop to resume from: snapshots stay for the next attempt.
     if exit_code not in (None, 0):
         return
     if door.checkpointer is not None:

@@ -47,7 +47,7 @@ class Counters:
         self._log_sums.load(state["log_sums"])
 
     def load_reshaped(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Of all stages of another layout: the position is everywhere the same, losses are known to the last one."""
+        """Loads from another layout: all stages have the same position, only the last one has losses."""
         self.load_state_dict({"counters": states[0]["counters"], "log_sums": states[-1]["log_sums"]})
 
     def follow_log(self, losses: Mapping[str, Any], sums: dict[str, Any], is_first_iteration: bool) -> bool:
@@ -57,7 +57,7 @@ class Counters:
 
 
 def _plain_arguments(args: Any) -> dict[str, Any]:
-    """What can be written as JSON, but for ftckpt's own settings and what differs between ranks."""
+    """Arguments that JSON can represent, except ftckpt's settings and per-rank ones."""
     return {
         name: value
         for name, value in vars(args).items()

@@ -23,13 +23,13 @@ from ftckpt.frameworks.tensors import unwrapped
 _TENSORS_PER_GEMM = 5
 """Casts in forward (input, weight, output) and in backward (gradients of output and of input)."""
 _MOST_GEMMS = 3
-"""Of a module that does not say: attention."""
+"""Assumed for a module without its own number: attention."""
 _FUSED = "TEFusedMLP"
 _TABLE_BYTES = 256
 """Room for a module's line in the table of what is packed."""
 
 Scales = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Of a module, by direction: scales [tensors] and their history [length, tensors]."""
+"""A module's scales [tensors] and their history [length, tensors], by direction."""
 
 
 class ScalingState:

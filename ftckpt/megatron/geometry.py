@@ -1,6 +1,6 @@
-"""Where a Megatron rank stands in the layout, and each of its tensors in a logical tensor, which no layout changes.
+"""Coordinates of a Megatron rank in the layout, and boxes of its tensors in logical tensors.
 
-Megatron itself knows, in ``sharded_state_dict``: key, shape and offset of what each rank holds, with layers
+Boxes come from Megatron's ``sharded_state_dict``: key, shape and offset of what each rank holds, with layers
 numbered across pipeline stages and virtual chunks, experts across expert parallelism, a tied output layer
 under the key of the embedding, and gated layers as two halves. Legacy grouped experts are the exception: see
 ``_grouped``.
@@ -26,7 +26,7 @@ _GROUPED = getattr(moe, "GroupedMLP", ())
 
 
 def coordinates() -> dict[str, int]:
-    """This rank's, along each axis by which state is divided."""
+    """This rank's coordinates along each axis that divides state."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_rank(),
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
@@ -51,7 +51,7 @@ def layout_sizes(distributed_optimizer: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the parameters of this rank's model chunks lie, and those buffers that belong to the model.
+    """Boxes of the parameters of this rank's model chunks, and of the buffers that belong to the model.
 
     ``padded`` are keys, without a role, of vocabularies: Megatron pads them for the tensor parallel size.
     """

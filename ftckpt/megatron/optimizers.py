@@ -21,16 +21,16 @@ _SCALED = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
 """Types that Transformer Engine's precision-aware optimizer may keep in fewer bits, with scales beside its state."""
 
 _MASTER = "master_param"
-"""Where Transformer Engine's FusedAdam keeps the master of a weight that it was given itself."""
+"""State key under which Transformer Engine's FusedAdam stores a master weight that it owns."""
 
 _STEP = "step"
-"""Where FusedAdam counts its steps, in a group that has parameters on this rank."""
+"""Key of FusedAdam's step count, in a group that has parameters on this rank."""
 
 _EXPERTS = "is_expert_parallel"
 _KIND = (
     "wd_mult", "lr_mult", "is_decoupled_lr", "default_config", "max_lr", "min_lr", "start_wd", "end_wd", _EXPERTS,
 )  # fmt: skip
-"""What Megatron makes groups by."""
+"""Keys by which Megatron forms parameter groups."""
 
 
 def leaf_optimizers(optimizer: Any) -> list[Any]:
@@ -59,7 +59,7 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether data-parallel ranks divide the optimizer's state."""
+    """True if the optimizer's state is sharded over data-parallel ranks."""
     return any(leaf.config.use_distributed_optimizer for leaf in leaf_optimizers(optimizer))
 
 
@@ -74,7 +74,7 @@ def pieces(leaf: Any, boxes: ParameterBoxes) -> Iterator[Piece]:
 
 
 def _state(inner: Any, part: ParameterRange) -> Mapping[str, Any]:
-    """What the inner optimizer keeps for a range, but for its master."""
+    """The inner optimizer's state for a range, without its master."""
     return {name: value for name, value in inner.state[part.owner].items() if value is not part.master}
 
 

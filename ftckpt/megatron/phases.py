@@ -1,7 +1,7 @@
-"""Where a run of Megatron's schedule is, by the timers that the schedule itself starts and stops.
+"""Phases of Megatron's schedule, observed through the timers that it starts and stops.
 
 ``config.timers`` is called around every compute step of every schedule, in every release that ftckpt knows, and
-nothing has to be patched to listen. What lies between two compute steps is what a rank waits for and sends:
+so nothing needs a patch. Between two compute steps a rank communicates:
 receives, sends that wait for their receiver, and under ``overlap_p2p_comm`` the waits on requests posted earlier,
 which no timer of a receive sees. That is why windows are taken as the gaps between compute steps, not as the
 spans of ``forward-recv`` and its kin; a wrapper of ``P2PCommunicator`` would add nothing to it.

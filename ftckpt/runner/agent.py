@@ -31,7 +31,7 @@ _agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.lo
 _IMPORTS = "ftckpt.imports"
 """Key in the store of the rendezvous."""
 _LOOK_SECS = 1.0
-"""Between two looks at the preloader, at most."""
+"""Maximum interval between polls of the preloader."""
 
 
 class Agent(LocalElasticAgent):
@@ -89,7 +89,7 @@ class Agent(LocalElasticAgent):
                 self._shared_size = size
 
     def _wait(self) -> None:
-        """Until a worker has ended, or it is time to look for nodes that want to join."""
+        """Waits until a worker ends, or until the next poll for joining nodes is due."""
         poll = select.poll()
         workers = self._pcontext.wakers() if isinstance(self._pcontext, Workers) else ()
         for fd in (*self._preloader.wakers(), *workers):
@@ -97,8 +97,8 @@ class Agent(LocalElasticAgent):
         poll.poll(min(self._interval_secs, _LOOK_SECS) * 1000)
 
     def _is_hopeless(self) -> bool:
-        """Whether each further attempt would fail as the last one: a worker has said so, or has failed twice in one
-        place before it has met the others."""
+        """True if a further attempt would fail like the last: a worker reported so, or failed twice at the same
+        place before it joined the others."""
         before, self._failures = self._failures, notes.take_failures(self._preloader.directory)
         if notes.OVER in self._failures:
             return True
@@ -124,7 +124,7 @@ def launch(words: Sequence[str]) -> None:
 
     Raises:
         ChildFailedError: it has failed.
-        SignalException: this process was told to end.
+        SignalException: this process received a termination signal.
     """
     parser = torchrun.get_args_parser()
     parser.prog = "ftckpt run"

@@ -102,9 +102,9 @@ class Guard(importlib.abc.MetaPathFinder):
 
 
 def is_preloaded(name: str, origin: str | None) -> bool:
-    """Whether a module that a worker has imported is imported before the next ones start.
+    """True if a module that a worker imported is preloaded for later workers.
 
-    Not where it is of the user's own: such a module may read what differs among workers, and change between attempts.
+    The user's own modules are not: they may read per-worker values, and change between attempts.
     """
     return name.partition(".")[0] in _FRAMEWORKS or (origin is not None and not _is_own(origin))
 
@@ -116,7 +116,7 @@ def own_files() -> dict[str, tuple[int, int]]:
 
 
 def file_state(path: str) -> tuple[int, int]:
-    """When a file was changed, and its size; zeros where it is gone."""
+    """Modification time in ns and size of a file; zeros if it does not exist."""
     try:
         stat = os.stat(path)
     except OSError:

@@ -73,7 +73,7 @@ class Recorder(importlib.abc.MetaPathFinder):
 
 
 def imports(directory: Path) -> list[Any]:
-    """What was noted of imports, in its order: ``[name, origin]``, ``{"env": changes}`` or ``{"path": places}``."""
+    """Recorded imports in order: ``[name, origin]``, ``{"env": changes}`` or ``{"path": places}``."""
     return [json.loads(line) for line in _lines(directory / _IMPORTS)]
 
 

@@ -67,7 +67,7 @@ class ForkServer:
     def __init__(self, env: Mapping[str, str], order: dict[str, Any]) -> None:
         self.report: dict[str, Any] | None = None
         self.workers: dict[int, ForkedProcess] = {}
-        """Those that run, by their process ids."""
+        """Running workers by process id."""
         self._answers: list[dict[str, Any]] = []
         self._options = _options(env)
         ours, theirs = socket.socketpair()

@@ -40,7 +40,7 @@ class ServerChannel:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Where nobody listens any more, ``receive`` finds that out."""
+        """Sends a message; ignores a closed peer, which ``receive`` detects."""
         with suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -99,7 +99,7 @@ def main(channel: ServerChannel, parent: int) -> None:
 
 
 def _preload(imports: guard.Guard, order: dict[str, Any]) -> dict[str, Any]:
-    """What the agent is told of it."""
+    """Imports modules and returns the report for the agent."""
     imports.preload([*notes.imports(Path(order["directory"])), *([name, ""] for name in order["extra"] if name)])
     gc.collect()
     gc.freeze()  # else a collection in a worker would copy all pages that it shares with the others

@@ -1,4 +1,4 @@
-"""ftckpt for plain torch: a model as it is, under DDP, or under FSDP2 (``fully_shard``).
+"""ftckpt for plain torch: an unwrapped model, DDP, or FSDP2 (``fully_shard``).
 
 ::
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from ftckpt.session.checkpointer import Checkpointer
 
 patches = entry.Patches()
-"""On all models and optimizers that were attached. Checkpointers are the scripts' own, so that models can go."""
+"""Hooks on all attached models and optimizers. The script owns its checkpointers, so that models can be freed."""
 off_in_children(patches.remove)
 log = logging.getLogger("ftckpt")
 
 
 def init_process_group(config: Config, *args: Any, **options: Any) -> None:
-    """``torch.distributed.init_process_group(*args, **options)``, blind to the addresses of earlier attempts.
+    """Calls ``torch.distributed.init_process_group(*args, **options)``, isolated from earlier attempts.
 
-    torchrun keeps one store for all attempts of a job: see ``ftckpt.frameworks.rendezvous``. Where ftckpt is off
-    this is torch's own call and nothing else.
+    torchrun shares one store among all attempts of a job: see ``ftckpt.frameworks.rendezvous``. If ftckpt is off,
+    this only calls torch.
 
     Raises:
-        LaunchError: torchrun's store is shared among attempts and cannot be divided; the text has the remedy.
+        LaunchError: torchrun's store is shared among attempts and cannot be isolated; the message has the remedy.
     """
     import torch.distributed as dist
 
@@ -65,28 +65,28 @@ def attach(
     objects: Mapping[str, Stateful] | None = None,
     config: Config | None = None,
 ) -> Checkpointer | None:
-    """A checkpointer for this rank's training state, fenced before each step of the optimizer.
+    """Creates a checkpointer for this rank's training state, fenced before each step of the optimizer.
 
-    Collective. Call it when all that it is given is built and any checkpoint on storage is loaded. Then call
-    ``restore`` once, as the last thing before training, ``step`` at the end of each iteration, when optimizer,
-    scheduler and counters have advanced and no batch is drawn, and ``close`` after the last. Returns None where
-    ftckpt is not switched on.
+    Collective. Call it after all arguments are built and any checkpoint on storage is loaded. Then call
+    ``restore`` once, directly before training; ``step`` at the end of each iteration, after optimizer, scheduler
+    and counters have advanced and before the next batch is drawn; and ``close`` after the last. Returns None if
+    ftckpt is off.
 
-    Parameters are written by the optimizer's step alone. What else writes them while training goes on (averaged
-    weights swapped in for an evaluation) must call ``fence`` of the checkpointer first.
+    Only the optimizer's step may write parameters. Other code that writes them during training (averaged weights
+    swapped in for an evaluation) must call the checkpointer's ``fence`` first.
 
     Args:
-        model: as it is trained: wrapped in DDP, sharded by ``fully_shard``, or neither; compiled, if it is to be.
+        model: the model as trained: wrapped in DDP, sharded by ``fully_shard``, or neither; compiled if at all.
         optimizer: torch's Adam, AdamW or SGD over parameters of ``model``.
-        scheduler: of the learning rate, if there is one.
-        objects: what else must come back, by name: a data loader, counters, a GradScaler, a generator.
-        config: None is the default configuration, which is off.
+        scheduler: the learning rate scheduler, if any.
+        objects: other state to restore, by name: a data loader, counters, a GradScaler, a generator.
+        config: None leaves ftckpt off.
 
     Raises:
         UnsupportedError: FSDP1, or state that ftckpt cannot map.
-        ConfigError: no name of the job, no process group, an argument of another kind, an object without state, or
-            layouts.
-        LaunchError: under torchrun, which keeps one store for all attempts, the process group is of torch's own call.
+        ConfigError: no job name, no process group, an argument of the wrong type, an object without state, or
+            layouts are set.
+        LaunchError: torchrun shares one store among attempts, and torch's own call created the process group.
     """
     if isinstance(objects, Config):
         raise ConfigError("attach: the configuration stands in the place of objects; name it: config=")
@@ -124,7 +124,7 @@ def _check(config: Config) -> None:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer that steps, inside wrappers that pose as one (accelerate's)."""
+    """The optimizer that steps, unwrapped from optimizers that delegate to it (accelerate's)."""
     from torch.optim import Optimizer
 
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
@@ -146,5 +146,5 @@ def _check_kinds(model: Any, optimizer: Any, objects: Any) -> None:
 
 
 def remove() -> None:
-    """Take all hooks off models and optimizers; snapshots stay in memory."""
+    """Removes all hooks from models and optimizers; snapshots stay in memory."""
     patches.remove()

@@ -1,10 +1,10 @@
-"""State that DDP keeps: its buckets as they were before a restart, and that of communication hooks.
+"""State inside DDP: the order of its gradient buckets, and the state of communication hooks.
 
-DDP sums gradients in buckets. Its first iteration uses provisional ones; from the order in which gradients then
-became ready it builds those of all later iterations. Where three replicas or more add up, the place of a gradient in
-a bucket decides in which order its summands are added, hence its last bits. A restarted job would use provisional
-buckets once more, for one iteration that has other bits than an unbroken run's. So the order is saved, and after a
-restore the gradients become ready once in that order, all of them zero, before training goes on.
+DDP sums gradients in buckets. The first iteration uses provisional buckets; the order in which its gradients become
+ready determines the buckets of all later iterations. With three or more replicas, the position of a gradient in its
+bucket determines the order of summation, hence its last bits. A restarted job would use provisional buckets for one
+iteration and differ from an uninterrupted run. So the order is saved, and a restore replays it with zero gradients
+before training resumes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ftckpt.errors import CaptureError, UnsupportedError
 from ftckpt.frameworks.torch_state import Stateful
 
 _ANY_ORDER = 2
-"""Replicas whose gradients have the same sum however they are added: a + b is b + a."""
+"""Number of replicas up to which the order of summation does not matter: a + b is b + a."""
 
 
 class Buckets:
-    """The order in which the parameters of ``ddp`` had their gradients in its first iteration.
+    """The order in which gradients of ``ddp`` became ready in its first iteration.
 
     Raises:
         UnsupportedError: a mode of DDP whose first iteration cannot be replayed.
@@ -47,7 +47,7 @@ class Buckets:
                 "a parameter has a hook of the script that runs when its gradient is ready (an optimizer inside the "
                 "backward pass?); a restart would run it once too often: step after the backward pass"
             )
-        # A set that knows the order.
+        # An ordered set.
         self._ready: dict[int, None] = {}
         self._order: list[int] = []
         self._hooks: list[RemovableHandle] = [
@@ -64,29 +64,29 @@ class Buckets:
         return {"order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the order; ``replay`` makes DDP know it."""
+        """Loads the order; ``replay`` applies it to DDP."""
         self._order = [int(index) for index in state["order"]]
 
     def replay(self) -> None:
-        """Let gradients of zero become ready in the order that was loaded. Collective; before training begins."""
+        """Makes zero gradients ready in the loaded order. Collective; call it before training starts."""
         if len(self._order) != len(self._parameters):
             return
-        self._forget_hooks()  # the order is known; the one of this rehearsal must not replace it
+        self._forget_hooks()  # the replay must not overwrite the loaded order
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         with torch.enable_grad():
-            self._ddp.reducer.prepare_for_backward([])  # as DDP's forward does, which does not run here
+            self._ddp.reducer.prepare_for_backward([])  # DDP's forward, which does not run here, does this
             for index in self._order:
                 parameter = self._parameters[index]
-                # Leads to the parameter's own accumulator, which is where DDP's hooks are.
+                # Reaches the parameter's gradient accumulator, where DDP's hooks are.
                 parameter.expand_as(parameter).backward(torch.zeros_like(parameter))
         for parameter, grad in zip(self._parameters, before, strict=True):
             parameter.grad = grad
 
     def _note(self, index: int) -> Any:
         def ready(_: torch.Tensor) -> None:
-            self._ready.pop(index, None)  # of several micro-batches the last one counts: DDP sums then
+            self._ready.pop(index, None)  # the last micro-batch counts: DDP reduces there
             self._ready[index] = None
 
         return ready
@@ -102,11 +102,11 @@ def _has_other_hooks(parameter: Any) -> bool:
 
 
 def buckets_of(model: torch.nn.Module, comm_hooks: CommHooks) -> Buckets | None:
-    """The buckets that must be remembered, if the model is wrapped in DDP that builds them anew: by the order of
-    sums, or by hooks that keep state for each bucket."""
+    """The buckets to save, or None. They matter if DDP rebuilds them and either the order of summation changes bits
+    or hooks keep state for each bucket."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            # DDP builds its buckets anew in these modes alone.
+            # DDP rebuilds its buckets in these modes only.
             rebuilt = not module.find_unused_parameters or module.static_graph
             matters = dist.get_world_size(module.process_group) > _ANY_ORDER or bool(comm_hooks.states)
             return Buckets(module) if rebuilt and matters else None
@@ -140,11 +140,11 @@ class CommHooks:
 
     @property
     def are_plain(self) -> bool:
-        """Whether each is one of torch's that average gradients over all ranks, and keeps nothing."""
+        """True if all hooks are torch's stateless ones, which average gradients over all ranks."""
         return all(getattr(hook, "__module__", "") == default_hooks.__name__ for hook, _ in self._hooks)
 
     def check(self) -> None:
-        """Raises CaptureError where a hook was registered since."""
+        """Raises CaptureError if a hook was registered after construction."""
         if list(self._registered()) != self._hooks:
             raise CaptureError("a communication hook of DDP was registered after attach: register it before")
 

@@ -1,4 +1,4 @@
-"""Where a rank stands in the device mesh, and each tensor in its logical tensor: DTensors know, others are whole."""
+"""Rank coordinates in the device mesh, and boxes of tensors: DTensors may be shards, other tensors are complete."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ftckpt.model.fragment import Box
 _Cut: TypeAlias = Callable[[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Box | str]
 
 LOCAL = "_local_tensor"
-"""Where a DTensor keeps what this rank has of it."""
+"""Attribute of a DTensor with this rank's shard."""
 
 
 def place_rank(model: torch.nn.Module) -> tuple[Mapping[str, int], Mapping[str, Any]]:
     """This rank's coordinates, and the sizes of the layout.
 
-    They are those of the device mesh that the model's DTensors lie on, by the names of its dimensions, where it has
-    names and spans all ranks; otherwise there is one axis, ``dp``.
+    If the device mesh of the model's DTensors has dimension names and spans all ranks, its dimensions are the axes;
+    otherwise the only axis is ``dp``.
     """
     mesh = _mesh(model)
     names = mesh.mesh_dim_names if mesh is not None else None
@@ -43,19 +43,19 @@ def place_rank(model: torch.nn.Module) -> tuple[Mapping[str, int], Mapping[str, 
 
 
 def _mesh(model: torch.nn.Module) -> DeviceMesh | None:
-    """The mesh of all ranks that parameters lie on."""
+    """The device mesh of the parameters that spans all ranks, if any."""
     for parameter in model.parameters():
-        # On a mesh of some ranks several would have the same coordinates.
+        # On a smaller mesh, several ranks would share coordinates.
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() == dist.get_world_size():
             return parameter.device_mesh
     return None
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside DDP and torch.compile.
+    """Returns the user's module inside DDP and torch.compile.
 
     Raises:
-        UnsupportedError: FSDP1 is in it.
+        UnsupportedError: the model contains FSDP1.
     """
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -71,10 +71,10 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def settle_shards(model: torch.nn.Module) -> None:
-    """Let FSDP2 do at once what it else does in its first forward.
+    """Runs the lazy initialization of FSDP2's first forward now. Collective.
 
-    It may then move a shard that is smaller than others: into memory with room for what fills it up. Of what torch
-    promises only gathering comes to that, so this is collective.
+    It may move a shard smaller than others into padded memory. Gathering parameters is the only public call that
+    triggers it.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -83,7 +83,7 @@ def settle_shards(model: torch.nn.Module) -> None:
 
 
 def follows_buffers(model: torch.nn.Module) -> bool:
-    """Whether DDP gives this rank the buffers of the first replica before each forward."""
+    """True if DDP broadcasts buffers of the first replica to this rank before each forward."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             return bool(module.broadcast_buffers) and dist.get_rank(module.process_group) > 0
@@ -91,9 +91,9 @@ def follows_buffers(model: torch.nn.Module) -> bool:
 
 
 def keeps_replicas(model: torch.nn.Module, has_plain_hooks: bool) -> bool:
-    """Whether DDP or FSDP2 keeps all parameters the same on the ranks that hold them.
+    """True if DDP or FSDP2 keeps all parameters identical across their replicas.
 
-    ``has_plain_hooks``: every communication hook of DDP gives all ranks the same gradients.
+    ``has_plain_hooks``: every communication hook of DDP yields the same gradients on all ranks.
     """
     while isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):  # inside torch.compile
         model = inner
@@ -103,23 +103,23 @@ def keeps_replicas(model: torch.nn.Module, has_plain_hooks: bool) -> bool:
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter once, under the name it has without wrappers."""
+    """Yields every parameter once, under its name without wrappers."""
     return unwrapped(model.named_parameters())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that this rank has of a tensor."""
+    """This rank's shard of a tensor."""
     mine: torch.Tensor = getattr(tensor, LOCAL, tensor)
     return mine
 
 
 def places(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[LogicalBox]]:
-    """The box that this rank has of every parameter; one without elements where an uneven shard is empty.
+    """This rank's box of every parameter; an empty box where an uneven shard is empty.
 
     Raises:
-        UnsupportedError: what this rank has is no box, is a summand, or is not contiguous.
+        UnsupportedError: a shard is not a box, is a partial sum, or is not contiguous.
     """
-    cut = cache(_cut)  # of many parameters few are cut in a way of their own
+    cut = cache(_cut)  # many parameters share few shardings
     return {parameter: [_place(name, parameter, cut)] for name, parameter in named_parameters(model)}
 
 
@@ -132,7 +132,7 @@ def _place(name: str, tensor: torch.Tensor, cut: _Cut) -> LogicalBox:
     box = cut(shape, tensor.device_mesh, tensor.placements)
     if isinstance(box, str):
         raise UnsupportedError(f"{name} {box}")
-    # Torch's arithmetic is private to it: a placement that it changes must not shift boxes silently.
+    # Torch's arithmetic is private: a changed placement must not shift boxes silently.
     if box.shape != mine.shape:
         raise UnsupportedError(f"{name} holds {tuple(mine.shape)} on this rank, and its placements say {box.shape}")
     return _logical(name, tensor, box)
@@ -147,7 +147,7 @@ def _logical(name: str, tensor: torch.Tensor, box: Box) -> LogicalBox:
 
 
 def _cut(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box | str:
-    """The box that this rank has of a tensor of ``shape``, or in words why there is none."""
+    """This rank's box of a tensor of ``shape``, or the reason as text why there is none."""
     if (problem := _unknown(mesh, placements)) is not None:
         return problem
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)

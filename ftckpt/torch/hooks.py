@@ -1,12 +1,12 @@
-"""Where ftckpt touches a plain torch job: hooks of torch's own, on the model and on its optimizer.
+"""Torch hooks on the model and its optimizer that fence snapshots and report training phases.
 
-The fence stands before the first write to stepped state: torch calls an optimizer's pre-hooks inside ``step``. The
-guard behind it is in the state: parameters that have changed in an iteration in which no hook was called are an
-error at the boundary, from the first iteration on, before a snapshot could tear.
+The fence runs before the first write to optimizer-updated state: torch calls an optimizer's pre-hooks inside
+``step``. ``PlainState`` checks it: parameters written in an iteration without a hook call are an error at the step
+boundary.
 
-Forward and backward are seen by hooks on the outermost module. What comes after a forward is the loss and the
-backward, until the next forward or the fence. Gaps inside them, in which a rank waits for gradients or parameters of
-others, are not seen; so copies run between iterations and beside forwards and backwards, as measured.
+Hooks on the outermost module mark forward and backward. The time after a forward counts as backward until the next
+forward or the fence. Waits for other ranks inside these phases are not visible, so copies run between iterations
+and concurrently with forwards and backwards, as measured.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def follow(
     optimizer: torch.optim.Optimizer,
     state: PlainState,
 ) -> None:
-    """Follow training with ``model`` for this checkpointer, and fence it before each step of ``optimizer``.
+    """Reports phases of ``model`` to the checkpointer and fences it before each step of ``optimizer``.
 
-    A module in evaluation mode, or one that runs without gradients, is not training.
+    A forward in evaluation mode or without gradients does not count as training.
     """
 
     def before_step(*_: Any) -> None:
-        checkpointer.fence()  # first: an error in it must not look like a fence that was there
+        checkpointer.fence()  # first: a failed fence must not count as a fence
         state.is_fenced = True
 
     def before_forward(module: torch.nn.Module, *_: Any) -> None:

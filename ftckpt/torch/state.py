@@ -49,12 +49,12 @@ _writes = attrgetter("_version")
 class PlainState:
     """Implements ``ftckpt.model.training_state.TrainingState``.
 
-    Stepped: parameters and what the optimizer keeps for them. Volatile: buffers; those that DDP overwrites with the
-    first replica's before each forward are not carried into another layout. Objects: RNG, the optimizer's
+    Optimizer-updated: parameters and their optimizer state. Mutable: buffers; those that DDP overwrites with the
+    first replica's before each forward are not restored in another layout. Objects: RNG, the optimizer's
     hyperparameters, the scheduler and ``objects``.
 
-    ``is_fenced`` is set by whoever fences the optimizer's step, ``has_run`` by whoever sees a forward in training;
-    each boundary clears both.
+    Hooks set ``is_fenced`` before the optimizer's step and ``has_run`` at a forward in training; each step boundary
+    clears both.
 
     Raises:
         ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
@@ -68,7 +68,7 @@ class PlainState:
         objects: Mapping[str, Stateful],
     ) -> None:
         self.model = unwrap(model)
-        settle_shards(self.model)  # before what may fail on one rank alone: the others would wait for it
+        settle_shards(self.model)  # before code that can fail on one rank only: it is collective
         self.is_fenced = self.has_run = False
         self._optimizer = optimizer
         self._objects = {f"objects: {name}": as_object(value) for name, value in objects.items()}
@@ -91,13 +91,13 @@ class PlainState:
         self.late_changes = LateChanges(self._changing, "call step() last in each iteration")
         self._load_hooks: Callable[[], None] | None = None
         self._num_writes = 0
-        self._stepped: tuple[list[Any], list[Any]] = [], []  # parameters that the optimizer steps: DTensors, others
+        self._stepped: tuple[list[Any], list[Any]] = [], []  # trained parameters: DTensors, others
         self._rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
         if self._built is None:
-            # As the job's own set-up seeded them, before a restore: those of another layout follow from these.
+            # As seeded before a restore; generators for another layout are derived from these.
             self._built = save_generators()
         self._extra.refuse()
         boxes = places(self.model)
@@ -155,26 +155,26 @@ class PlainState:
         optimizers.check_kind(self._optimizer, objects[0]["optimizer"]["kind"])
         schedulers.load_reshaped(self._scheduler, [saved["scheduler"] for saved in objects])
         optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"]["groups"] for saved in objects])
-        # Not the order of DDP's buckets: bits of sums are others in another layout.
+        # Without DDP's bucket order: another layout sums differently anyway.
         registered = {name: value for name, value in self._objects.items() if value is not self._buckets}
         load_all_reshaped(registered, [saved["objects"] for saved in objects])
         self._load_hooks = lambda: load_all_reshaped(self._comm_hooks.states, [o["comm hooks"] for o in objects])
         self._rng = derive_generators(self._built, iteration)
 
     def finish_load(self) -> None:
-        """Forget what FSDP2 gathered and DDP arranged before state was loaded, then set RNG."""
+        """Discards parameters that FSDP2 gathered before the load, replays DDP's bucket order, then sets RNG."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                # Full parameters that are gathered are copies of the shards as they were.
+                # Gathered full parameters are copies of the shards before the load.
                 module.reshard()
         if self._buckets is not None:
             self._buckets.replay()
         if self._load_hooks is not None:
-            self._load_hooks()  # after the replay, which calls them
-        # What the restore wrote came without a fence, and rightly.
+            self._load_hooks()  # after the replay, which calls the hooks
+        # The restore writes parameters without a fence: not an error.
         self._num_writes = self._count_writes()
         if self._rng is not None:
-            # Last: what comes before may draw random numbers.
+            # Last: the steps above may draw random numbers.
             load_generators(self._rng)
         self.late_changes.boundary()
 
@@ -211,9 +211,9 @@ class PlainState:
         }
 
     def _refuse_pending_gradients(self) -> None:
-        """The optimizer has not stepped in this iteration: what it is going to step by is in no snapshot.
+        """Raises CaptureError if gradients await the optimizer, because no snapshot contains them.
 
-        A gradient that is not finite is one that a GradScaler has skipped, and nobody uses.
+        A gradient that is not finite was skipped by a GradScaler and is not used.
         """
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
         pending = [parameter for parameter in parameters if parameter.grad is not None]
@@ -225,7 +225,7 @@ class PlainState:
             )
 
     def _count_writes(self) -> int:
-        """Grows with each write to a parameter that the optimizer steps: torch counts them, for autograd."""
+        """Sum of torch's version counters of all trained parameters; grows with each write."""
         apart, whole = self._stepped
         return sum(map(_writes, chain(whole, map(_memory, apart))))
 
