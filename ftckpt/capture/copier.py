@@ -86,7 +86,7 @@ class Worker:
 
     @property
     def waits(self) -> bool:
-        """Whether a job waits for the one that runs."""
+        """True if a job waits for the running one."""
         return not self._jobs.empty()
 
     def close(self, timeout_secs: float = _JOIN_SECS) -> bool:
