@@ -1,4 +1,4 @@
-"""What is near a device: cores for ftckpt's background threads, and memory."""
+"""Cores near a device, for ftckpt's background threads, and the memory near it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def pin(wanted: Set[int] | None) -> bool:
 
 
 def run_on(wanted: Set[int] | None, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises on a thread bound to ``wanted``; None: on the calling thread."""
+    """Runs ``call`` on a thread bound to ``wanted``; None: on the calling thread. Passes on its result or error."""
     if wanted is None:
         return call()
     with ThreadPoolExecutor(1, "ftckpt-bound", initializer=pin, initargs=(wanted,)) as pool:

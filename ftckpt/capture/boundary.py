@@ -24,7 +24,7 @@ class LastBoundary:
 
     def __init__(self, described: Description) -> None:
         self.iteration = -1
-        """Of the boundary; -1: none yet."""
+        """The boundary's iteration; -1: none yet."""
         # Where a derived one was written, and its master was not, a proof shows it.
         self._stepped = WriteCounts(piece for piece in described.stepped if piece.derived_from is None)
         self._volatile = [piece.tensor for piece in described.volatile]

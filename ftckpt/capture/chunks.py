@@ -169,7 +169,7 @@ def xor_parts(copy: ChunkCopy, nbytes: int) -> Iterator[ChunkCopy]:
 
 
 def _in_words(data: torch.Tensor) -> bool:
-    """Whether bytes can be read as words: a device must not read across its words."""
+    """True if bytes can be read as words: a device must not read across its words."""
     # torch wants length and offset in the storage to be multiples of a word; the address is for the device.
     size = _WORD.itemsize
     return data.numel() % size == data.storage_offset() % size == data.data_ptr() % size == 0

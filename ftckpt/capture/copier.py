@@ -31,7 +31,7 @@ _JOIN_SECS = 10.0
 """For a thread that ends."""
 
 Cores = Set[int] | None
-"""Where background threads run; None: anywhere."""
+"""Cores for background threads; None: any core."""
 
 TellCopying = Callable[[bool], None]
 """Called as copies begin and end: whether any is under way."""
@@ -86,7 +86,7 @@ class Worker:
 
     @property
     def waits(self) -> bool:
-        """Whether a job waits for the one that runs."""
+        """True if a job waits for the running one."""
         return not self._jobs.empty()
 
     def close(self, timeout_secs: float = _JOIN_SECS) -> bool:
@@ -156,11 +156,11 @@ class Flight:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the snapshot was dropped."""
+        """True if the snapshot was dropped."""
         return self._cancelled
 
     def wait(self, timeout_secs: float) -> bool:
-        """Whether the flight ended within the time."""
+        """Returns True if the flight ended within the time."""
         return self._ended.wait(timeout_secs)
 
     def cancel(self) -> bool:

@@ -85,7 +85,7 @@ class CopyPlan:
         self._kept = [tensor.detach() for tensor in tensors]
 
     def covers(self, at: int) -> bool:
-        """Whether chunk ``at`` is planned."""
+        """Returns True if chunk ``at`` is planned."""
         return self._stops[at] > at
 
     def stop(self, at: int) -> int:

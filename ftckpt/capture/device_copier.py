@@ -218,7 +218,7 @@ class DeviceCopier:
 
     @property
     def _at_rest(self) -> bool:
-        """Whether no copy is on its way."""
+        """True if no copy is in flight."""
         return self._flight is None or self._flight.ended
 
     def _rehearse(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None:

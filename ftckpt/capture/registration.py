@@ -81,11 +81,11 @@ class Registrar:
         self._settled.set()
 
     def covers(self, slot: Slot, end: int) -> bool:
-        """Whether the device may write to the slot's bytes before ``end``."""
+        """True if the device may write to the slot's bytes before ``end``."""
         return end <= self._pinned.get(slot.data_ptr(), 0)
 
     def is_through(self, slot: Slot) -> bool:
-        """Whether the slot is pinned, or will not be."""
+        """True once the slot is pinned or never will be."""
         return slot.data_ptr() in self._through
 
     @property

@@ -22,7 +22,7 @@ Reader = Callable[[Any], Any]
 
 
 class Gathers(Protocol):
-    """What ``gather`` needs of a group of ranks."""
+    """The operations on a group of ranks that ``gather`` needs."""
 
     def gather(self, data: bytes, /) -> list[bytes]:
         """Every rank's bytes, in the order of ranks."""

@@ -1,4 +1,4 @@
-"""How often snapshots go to storage: the interval that loses least to failures which memory does not survive.
+"""The flush interval that loses the least work to failures which memory does not survive.
 
 A flush costs training ``cost_secs``, and a failure loses half an interval on average. With one failure in
 ``mtbf_secs`` the sum is least at ``sqrt(2 * cost_secs * mtbf_secs)``: J. W. Young, A first order approximation to the

@@ -20,7 +20,7 @@ _ROWS = [line.split() for line in _DTYPES.strip().splitlines()]
 DTYPE_BYTES = {name: int(row[0]) for row in _ROWS for name in row[1::2]}
 """Bytes per element."""
 TORCH_NAMES = {name: torch_name for row in _ROWS for name, torch_name in zip(row[1::2], row[2::2], strict=True)}
-"""What torch calls the type: an SMP reads fragments and never loads torch."""
+"""The type's name in torch: an SMP reads fragments and never loads torch."""
 
 Shape = tuple[int, ...]
 

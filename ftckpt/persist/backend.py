@@ -1,4 +1,4 @@
-"""The choice between directories and object stores."""
+"""Chooses between a directory and an object store."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Checkpoints on storage: many files, of several nodes, that become a checkpoint by one object.
+"""Checkpoints on storage: files written by several nodes and committed by one object, the manifest.
 
-A checkpoint of iteration 12 is what lies below ``iter_0000012/``, if ``manifest.json`` is among it: that object is
+The checkpoint of iteration 12 is the folder ``iter_0000012/``, if ``manifest.json`` is in it: that object is
 the commit, and names all the others. Before it come the files, then a mark of each node that its files are durable.
 Files and marks carry the lineage of their snapshot, so that of two that write one iteration neither writes over what
-the other has; two that write one snapshot, such as behind a restart from it, write the same bytes. Whichever manifest
-is there is whole. ``latest``, moved last, is for people and for programs that look no further: what counts is which
-manifests are there.
+the other has; two that write one snapshot, such as after a restart from it, write the same bytes. Whichever manifest
+is there is complete. ``latest``, moved last, is for people and for programs that look no further: only manifests
+count.
 
 Nothing rests on ``Storage.create`` being atomic: where two commit at once, the last manifest counts, and the files of
 the other are swept.

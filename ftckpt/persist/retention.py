@@ -1,6 +1,6 @@
-"""What stays on storage and what goes, so that nobody loses a checkpoint that he has pinned or is reading.
+"""Retention on storage: deletes old checkpoints, never one that is pinned or being read.
 
-Nothing here rests on a write being atomic or conditional. Whoever removes a checkpoint calls it void first, then
+No write has to be atomic or conditional. Whoever removes a checkpoint marks it void first, then
 looks for pins and readers, and takes its manifest last. Whoever pins one, or reads there, says so first, and then
 looks for what is void. Of two that do so at the same moment at least one sees the other, wherever a read gives what
 was written before it began, as with files and the usual object stores: Dekker's order (E. W. Dijkstra, EWD 123,

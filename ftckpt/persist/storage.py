@@ -1,7 +1,7 @@
-"""Where checkpoints lie: objects by name, each whole and durable or not there at all.
+"""Storage of checkpoints: named objects, each either complete and durable or absent.
 
 Two implementations: files below a directory (a local disk, NFS, Lustre) and the objects of a store (S3, GCS, Azure,
-and a process's own memory for tests) through obstore. ``tests/unit/test_storage.py`` is what both must do.
+and a process's own memory for tests) through obstore. ``tests/unit/test_storage.py`` tests both alike.
 """
 
 from __future__ import annotations
