@@ -247,8 +247,8 @@ class Config:
         """The fewest slots with which a job can start.
 
         One slot is written, one holds the committed snapshot, the candidate for protection. Protection adds one for
-        the protected snapshot, persist one for the snapshot being flushed. No snapshot is skipped if each is protected
-        before the next but one is due.
+        the protected snapshot, persist one for the snapshot being flushed. No snapshot is skipped if each is
+        protected before the next but one is due.
         """
         return (3 if protects else 2) + bool(self.persist)
 
