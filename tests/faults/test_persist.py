@@ -492,7 +492,7 @@ def test_a_job_ends_where_storage_has_gone_and_memory_keeps_its_last_snapshot(
     persisting |= {"persist_interval": 1000, "flush_secs": 3.0, "on_error": on_error}
     ends: AbstractContextManager[object] = nullcontext()
     if on_error == "raise":
-        ends = pytest.raises(RankFailure, match=r"StorageError: the last snapshot did not come.*node n[01]: ")
+        ends = pytest.raises(RankFailure, match=r"StorageError: .*node n[01]: ")
     with ends:
         run_ranks(train_without_storage, 4, persisting)
     assert [event["iteration"] for event in jobs.events(persisting, "flush_failed")] == [6] * 4
