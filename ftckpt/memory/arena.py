@@ -44,8 +44,9 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 
 Progress = Callable[[int, int], None]
+"""Called with the bytes done and their total."""
 HashesOf = Callable[[Iterable[int]], Iterable[int]]
-"""Called with bytes done and bytes in all."""
+"""Computes the hashes of chunks, given by their numbers."""
 
 
 CONTROL_NAME = "control"

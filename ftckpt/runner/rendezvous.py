@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousError, dynamic_rendezvous
 
-from ftckpt.runner.liveness import Liveness
+from ftckpt.runner.agent_ring import AgentRing
 
 _LEAST_SECS, _MOST_SECS = 0.05, 1.0
 _MANY_NODES = 1000
@@ -84,12 +84,12 @@ def drop_ended(handler: Any, store: Any) -> None:
     if store is None or sanitize is None or not hasattr(handler, "_this_node"):
         return
     with suppress(OSError, RuntimeError):  # without a port, or with a broken store, heartbeats decide
-        liveness = Liveness(store, handler._this_node)
+        ring = AgentRing(store, handler._this_node)
 
         def drop_and_sanitize() -> None:
             heartbeats = holder.state.last_heartbeats
-            liveness.look(heartbeats)
-            if ended := heartbeats.keys() & liveness.ended:
+            ring.look(heartbeats)
+            if ended := heartbeats.keys() & ring.ended:
                 heartbeats.update(dict.fromkeys(ended, _LONG_AGO))
                 holder.mark_dirty()  # only this agent knows
             sanitize()

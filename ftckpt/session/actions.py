@@ -10,7 +10,7 @@ from ftckpt.model.snapshot import SnapshotId
 
 
 @dataclass(frozen=True)
-class MarkCommitted:
+class CommitMark:
     """All ranks have sealed ``snapshot``: mark it in the arena."""
 
     snapshot: SnapshotId
@@ -78,4 +78,4 @@ class SkipSnapshot:
     reason: str
 
 
-Action = MarkCommitted | UpdateTargets | OldArenaRemoval | Divergence | IntervalConclusion | Disable | Announcement
+Action = CommitMark | UpdateTargets | OldArenaRemoval | Divergence | IntervalConclusion | Disable | Announcement

@@ -18,10 +18,10 @@ from ftckpt.schedule.cost import IntervalRequest
 from ftckpt.session.actions import (
     Action,
     Announcement,
+    CommitMark,
     Disable,
     Divergence,
     IntervalConclusion,
-    MarkCommitted,
     OldArenaRemoval,
     SkipSnapshot,
     TakeSnapshot,
@@ -236,7 +236,7 @@ class RankState:
                 self._concluded = verdict.stretch
                 actions.append(IntervalConclusion(verdict.stretch))
         if self.whole is not None and self.whole != whole:
-            actions.append(MarkCommitted(self.whole))
+            actions.append(CommitMark(self.whole))
             if self._whole_here_secs is None:
                 self._whole_here_secs = now_secs
         if self.marks != marks:

@@ -17,10 +17,10 @@ from ftckpt.session import deadlines
 from ftckpt.session.actions import (
     Action,
     Announcement,
+    CommitMark,
     Disable,
     Divergence,
     IntervalConclusion,
-    MarkCommitted,
     OldArenaRemoval,
     SkipSnapshot,
     TakeSnapshot,
@@ -356,7 +356,7 @@ class SnapshotDriver:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case MarkCommitted(snapshot):
+            case CommitMark(snapshot):
                 if self.arena is not None:
                     self.arena.control.mark_whole(snapshot)
                 self._attempt.progress()

@@ -20,9 +20,9 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.schedule.cost import IntervalRequest
 from ftckpt.session import session
 from ftckpt.session.actions import (
+    CommitMark,
     Disable,
     Divergence,
-    MarkCommitted,
     OldArenaRemoval,
     SkipSnapshot,
     TakeSnapshot,
@@ -375,7 +375,7 @@ class Rank:
     def _execute(self, decisions: Sequence[Any]) -> None:
         for decision in decisions:
             match decision:
-                case MarkCommitted(snapshot):
+                case CommitMark(snapshot):
                     assert snapshot in self.sealed
                 case UpdateTargets():
                     self.marks = decision

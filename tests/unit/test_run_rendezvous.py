@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from ftckpt.runner import rendezvous
-from ftckpt.runner.liveness import Liveness
+from ftckpt.runner.agent_ring import AgentRing
 from ftckpt.runner.rendezvous import drop_ended, look_often
 from tests.support.launching import free_ports
 from tests.support.waiting import until
@@ -82,21 +82,21 @@ class Agents:
 
 
 @pytest.fixture
-def livenesses(monkeypatch: pytest.MonkeyPatch) -> list[Liveness]:
+def rings(monkeypatch: pytest.MonkeyPatch) -> list[AgentRing]:
     """Of the agents, in their order."""
-    found: list[Liveness] = []
+    found: list[AgentRing] = []
 
-    def make(store: Any, me: Any) -> Liveness:
-        found.append(Liveness(store, me))
+    def make(store: Any, me: Any) -> AgentRing:
+        found.append(AgentRing(store, me))
         return found[-1]
 
-    monkeypatch.setattr(rendezvous, "Liveness", make)
+    monkeypatch.setattr(rendezvous, "AgentRing", make)
     return found
 
 
 @pytest.fixture
 def agents(
-    delays: list[Any], livenesses: list[Liveness], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    delays: list[Any], rings: list[AgentRing], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Agents]:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with ThreadPoolExecutor(3) as pool:
@@ -140,13 +140,13 @@ def test_an_agent_that_leaves_is_followed_before_it_joins_again(agents: Agents) 
 
 @pytest.mark.parametrize("agents", [100], indirect=True)
 def test_a_standby_takes_the_place_of_an_agent_that_has_ended_at_once(
-    agents: Agents, livenesses: list[Liveness]
+    agents: Agents, rings: list[AgentRing]
 ) -> None:  # fmt: skip
     for future in [agents.join(0), agents.join(1)]:
         future.result(30)
     standby = agents.join(2)
-    until(lambda: agents.stands_by(2) and agents.waiting(0) == 0 and livenesses[0]._has_accepted, "the standby", 15)
-    livenesses[1]._listener.close()
+    until(lambda: agents.stands_by(2) and agents.waiting(0) == 0 and rings[0]._has_accepted, "the standby", 15)
+    rings[1]._listener.close()
     until(lambda: agents.waiting(0) == 1, "the other one is told", 15)
     assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
 
@@ -175,7 +175,7 @@ class Ring:
     def __init__(self, num: int) -> None:
         self._store = HashStore()
         self.nodes = [dynamic_rendezvous._NodeDesc("127.0.0.1", at, 0) for at in range(num)]
-        self._agents = [Liveness(self._store, node) for node in self.nodes]
+        self._agents = [AgentRing(self._store, node) for node in self.nodes]
 
     def look(self, times: int = 20) -> None:
         for _ in range(times):

@@ -15,7 +15,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 """A closed connection leaves no trace in the kernel."""
 
 
-class Liveness:
+class AgentRing:
     """A port on which this agent listens, and attempts to connect to the next agent in a ring of all.
 
     A kernel refuses a connection to a process that has ended. A machine that does not answer is left to its
