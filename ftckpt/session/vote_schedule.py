@@ -4,8 +4,9 @@ Votes pair up by order alone. A step runs from one boundary to the next. A step 
 vote, posted when that snapshot is sealed. Any other step has one if the results of all earlier votes leave something
 pending: a rank that has not read them all does not know yet, and posts later. So a late rank delays only what its
 vote decides, and no rank waits for it at a boundary without a snapshot. The next vote is that of a step which no rank
-had reached when it posted the last one: steps that a late rank missed have none. The longer something stays pending,
-the more steps pass between two votes, up to ``_MAX_PAUSE``.
+had reached when it posted the last one: steps that a late rank missed have none. After the first vote of a snapshot
+as many steps have none as its protection is expected to take, by the last one. From then on, the longer something
+stays pending, the more steps pass between two votes, up to ``_MAX_PAUSE``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from ftckpt.session.vote import VoteResult
+from ftckpt.session.vote import TaskState, VoteResult
 
 _MAX_PAUSE = 7
 """Maximum of steps without a vote between two of one snapshot: an all-reduce costs a millisecond of CPU time."""
@@ -38,6 +39,9 @@ class VoteSchedule:
         self._num_posted = self._num_read = 0
         self._furthest = 0  # ``step`` of the last result
         self._number = self._num_again = 0  # the snapshot of the last result, and results of it before
+        self._began = 0  # ``step`` of that snapshot's first result
+        self._working_steps = 0  # steps after a snapshot's first result that protection is expected to take
+        self._has_waited = False  # whether it took at least as long for that snapshot
         self._pause = 0  # steps without a vote before the next one
 
     @property
@@ -87,7 +91,15 @@ class VoteSchedule:
         """Note the result of the first unread vote."""
         self._num_read += 1
         self._furthest = verdict.step
-        self._num_again = self._num_again + 1 if verdict.number == self._number else 0
-        self._number = verdict.number
-        # The pause grows with the wait, so that it delays a result by a fraction of the time already waited.
-        self._pause = min(_MAX_PAUSE, self._num_again // 4)
+        if verdict.number == self._number:
+            self._num_again += 1
+            # The pause grows with the wait, so that it delays a result by a fraction of the time already waited.
+            self._pause = min(_MAX_PAUSE, self._num_again // 4)
+            if verdict.target >= 0 and verdict.cover == TaskState.WORKING:
+                self._working_steps = min(_MAX_PAUSE, verdict.step - self._began)
+                self._has_waited = True
+            return
+        if not self._has_waited:  # a step earlier, in case protection got faster
+            self._working_steps = max(0, self._working_steps - 1)
+        self._pause, self._has_waited = self._working_steps, False
+        self._number, self._num_again, self._began = verdict.number, 0, verdict.step
