@@ -1,7 +1,7 @@
 """Guarantees as mutants: small breakages, each of which must turn a test red.
 
-Every ``*.toml`` beside this file lists some. ``python -m tests.mutants`` applies each to a copy of the repository,
-runs the test that guards it, and names those that survive.
+Every ``*.toml`` beside this file lists those of one promise of the architecture page. ``python -m tests.mutants`` applies
+each to a copy of the repository, runs its test, and names those that survive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent
 class Mutant:
     """In ``file`` the text ``old``, which occurs once, becomes ``new``; then the pytest selection ``test`` goes red.
 
-    ``promise`` is the number, in the architecture page, of the promise that breaks; ``why`` says how a user sees it.
+    ``promise`` is the name of the file that lists it; ``why`` is what a user would see.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Mutant:
     old: str
     new: str
     test: str
-    promise: int
     why: str
+    promise: str
 
     def apply(self, root: Path) -> str:
         """Break the file below ``root``; returns its text as it was.
@@ -49,9 +49,9 @@ class Mutant:
 
 
 def read_mutants(folder: Path = FOLDER) -> list[Mutant]:
-    """All mutants, by file and in the order in which they stand there."""
+    """All mutants, in the order of the files."""
     return [
-        Mutant(**fields)
+        Mutant(**fields, promise=path.stem)
         for path in sorted(folder.glob("*.toml"))
         for fields in tomllib.loads(path.read_text()).get("mutant", [])
     ]

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--only: no mutant is called {', '.join(patterns)}; --list shows their names")
     if arguments.list:
         for mutant in mutants:
-            print(f"{mutant.name:44s} promise {mutant.promise}  {mutant.why}")
+            print(f"{mutant.name:44s} {mutant.promise:18s} {mutant.why}")
         return 0
     return _try_all(mutants, arguments.jobs)
 
