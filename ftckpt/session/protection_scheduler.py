@@ -84,9 +84,9 @@ class ProtectionScheduler:
         yield from self._settle(verdict, now_secs)
         yield from self._note_delay(verdict, now_secs)
         self.waits = False
-        if not self.interval or verdict.number < self.due or verdict.whole < 0:
+        if not self.interval or verdict.number < self.due or verdict.newest < 0:
             return
-        newest = SnapshotId(lineage, verdict.whole)
+        newest = SnapshotId(lineage, verdict.newest)
         if self.target is not None or newest in (self.protected, self.given_up):
             return
         if self.behind_since_secs is None:

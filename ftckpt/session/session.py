@@ -201,7 +201,7 @@ class RankState:
     def _round(self, newest: int, will: Readiness, *more: Any) -> Vote:
         step = self._next_step
         assert step is not None, "call this only if a vote is owed"
-        return Vote(step.number, newest, will, *more)._replace(due=step.due, step=self._votes.step)
+        return Vote(step.number, newest, will, *more, due=step.due, step=self._votes.step)
 
     def posted(self, round_: Vote) -> None:
         """The vote is in flight."""
@@ -222,8 +222,8 @@ class RankState:
             self._votes.read(verdict)
             self._last_will, self._last_number = verdict.will, verdict.number
             # Every result counts: an earlier one may name a snapshot to keep where the last names none.
-            if verdict.whole >= 0 and (self.whole is None or verdict.whole > self.whole.iteration):
-                self.whole = SnapshotId(self.lineage, verdict.whole)
+            if verdict.newest >= 0 and (self.whole is None or verdict.newest > self.whole.iteration):
+                self.whole = SnapshotId(self.lineage, verdict.newest)
             actions += self.targets.learn(verdict, self.lineage, now_secs)
             # While protection fails, committed but unprotected snapshots are flushed.
             protects = self.targets.interval and not self.targets.given_up

@@ -13,7 +13,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ftckpt.group import Group
@@ -42,85 +43,76 @@ class TaskState(IntEnum):
     CANNOT, WORKING, DONE, READY = -1, 0, 1, 2
 
 
-class Vote(NamedTuple):
-    """One rank's report.
+class Reducer(Enum):
+    """The reduction of a field over all ranks. ``SAME``: the value that all ranks have, -1 if they differ."""
 
-    ``number``: snapshots that were due by the step of this vote. ``due``: whether it is the first vote of that
-    snapshot; not sent. ``step``: step boundaries that this rank has passed. ``newest``: the newest iteration that
-    this rank has sealed in the job's lineage, -1: none. ``stretch``: the requested factor between the configured
-    interval and the one in force; ``cost``: the cost of a snapshot in millionths of an iteration. ``target``: the
-    iteration of the protection target, -1: none; ``cover``: its state. ``flush``, ``flushed``: the same of the
-    flush; ``flush_interval``: the requested iterations between two flushes, 0: no request.
+    MIN, MAX, SAME = range(3)
+
+
+def _sent(reducer: Reducer, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"reducer": reducer})
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """One rank's report; all fields but ``due`` are sent.
+
+    ``number``: snapshots that were due by the step of this vote; only a rank that turns all off without reading
+    results can differ. ``newest``: the newest iteration that this rank has sealed in the job's lineage, -1: none. A
+    minimum could name a snapshot that a rank with a newer one has overwritten. ``stretch``: the requested factor
+    between the configured interval and the one in force; ``cost``: the cost of a snapshot in millionths of an
+    iteration. ``target``: the iteration of the protection target, -1: none; ``cover``: its state. ``flush``,
+    ``flushed``: the same of the flush; ``flush_interval``: the requested iterations between two flushes, 0: no
+    request. ``step``: step boundaries that this rank has passed. ``due``: whether it is the first vote of that
+    snapshot.
     """
 
-    number: int
-    newest: int
-    will: Readiness = Readiness.GO
-    stretch: int = 1
-    cost: int = 0
-    target: int = -1
-    cover: TaskState = TaskState.READY
-    flush: int = -1
-    flushed: TaskState = TaskState.DONE
-    flush_interval: int = 0
+    number: int = _sent(Reducer.MAX)
+    newest: int = _sent(Reducer.SAME)
+    will: Readiness = _sent(Reducer.MIN, Readiness.GO)
+    stretch: int = _sent(Reducer.MAX, 1)
+    cost: int = _sent(Reducer.MAX, 0)
+    target: int = _sent(Reducer.SAME, -1)
+    cover: TaskState = _sent(Reducer.MIN, TaskState.READY)
+    flush: int = _sent(Reducer.SAME, -1)
+    flushed: TaskState = _sent(Reducer.MIN, TaskState.DONE)
+    flush_interval: int = _sent(Reducer.MAX, 0)
+    step: int = _sent(Reducer.MAX, 0)
     due: bool = True
-    step: int = 0
 
     def words(self) -> tuple[int, ...]:
-        """The input of an element-wise minimum over all ranks.
-
-        ``newest`` is sent twice, once negated, which yields minimum and maximum. The minimum alone could name a
-        snapshot that a rank with a newer one has overwritten; all ranks have it only if both are the same.
-        ``target`` and ``flush`` are sent the same way. Requests, ``number`` and ``step`` are negated because their
-        maximum counts.
-        """
-        wishes = -self.stretch, -self.cost, -self.flush_interval
-        protect = self.target, -self.target, self.cover
-        flush = self.flush, -self.flush, self.flushed
-        return self.newest, -self.newest, self.will, *wishes, *protect, *flush, -self.number, -self.step
+        """The input of an element-wise minimum over all ranks; for a maximum a value is negated, for ``SAME`` it is
+        sent both ways."""
+        return tuple(
+            sign * getattr(self, name) for name, reducer in _REDUCERS.items() for sign in _SIGNS[reducer]
+        )
 
 
-class VoteResult(NamedTuple):
-    """The reduction of the n-th votes over all ranks, the same on each of them.
+_REDUCERS: dict[str, Reducer] = {
+    one.name: one.metadata["reducer"] for one in fields(Vote) if "reducer" in one.metadata
+}
+_SIGNS = {Reducer.MIN: (1,), Reducer.MAX: (-1,), Reducer.SAME: (1, -1)}
 
-    ``whole``: the iteration that all ranks have sealed, -1 if they differ. ``will``: the minimum. ``stretch``,
-    ``cost``, ``flush_interval``: the maximum. ``target``: the iteration that all ranks have as their target, -1 if
-    they differ. ``cover``: the state of the slowest node. ``flush``, ``flushed``: the same of the flush. ``number``:
-    the maximum; only a rank that turns all off without reading results can differ. ``step``: that of the rank
-    furthest ahead. ``replicas``: the outcome of that snapshot's sample.
+
+@dataclass(frozen=True, slots=True)
+class VoteResult(Vote):
+    """The reduction of the n-th votes over all ranks, the same on each of them: ``newest`` is committed.
+
+    ``replicas``: the outcome of that snapshot's sample.
     """
 
-    number: int
-    whole: int
-    will: Readiness = Readiness.GO
-    stretch: int = 1
-    cost: int = 0
-    target: int = -1
-    cover: TaskState = TaskState.READY
-    flush: int = -1
-    flushed: TaskState = TaskState.DONE
-    flush_interval: int = 0
-    step: int = 0
     replicas: SampleOutcome = SampleOutcome.UNKNOWN
 
     @classmethod
     def of(cls, minima: Sequence[int]) -> VoteResult:
         """Read the minimum of ``Vote.words`` over all ranks."""
-        newest, negated_newest, will, stretch, cost, flush_interval, *tasks = minima
-        target, negated_target, cover, flush, negated_flush, flushed, negated_number, negated_step = tasks
-        return cls(
-            -negated_number,
-            newest if newest == -negated_newest else -1,
-            Readiness(will),
-            -stretch,
-            -cost,
-            target if target == -negated_target else -1,
-            TaskState(cover),
-            flush if flush == -negated_flush else -1,
-            TaskState(flushed),
-            -flush_interval,
-            -negated_step,
-        )
+        words, values = iter(minima), {}
+        for name, reducer in _REDUCERS.items():
+            found = {sign * next(words) for sign in _SIGNS[reducer]}
+            values[name] = found.pop() if len(found) == 1 else -1
+        states = {"will": Readiness(values["will"])}
+        states |= {name: TaskState(values[name]) for name in ("cover", "flushed")}
+        return cls(**{**values, **states})
 
 
 class AgreementError(RuntimeError):
@@ -224,7 +216,7 @@ class Agreement:
         self._posted.popleft()
         self._group.give_back(posted.minima)
         if has_sample and posted.comparison is not None:
-            verdict = verdict._replace(replicas=posted.comparison.outcome(posted.rows.values))
+            verdict = replace(verdict, replicas=posted.comparison.outcome(posted.rows.values))
             self._group.give_back(posted.rows)
         self._unread.append(verdict)
         self._ended = verdict.will == Readiness.OFF

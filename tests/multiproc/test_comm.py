@@ -118,7 +118,7 @@ def test_a_late_rank_is_an_error_at_the_deadline(what: str) -> None:
 def read(agreement: Any, timeout_secs: float) -> Any:
     """Of each verdict what is whole and what all want of the next snapshot."""
     verdicts = agreement.read(timeout_secs)
-    return None if verdicts is None else [(verdict.whole, int(verdict.will)) for verdict in verdicts]
+    return None if verdicts is None else [(verdict.newest, int(verdict.will)) for verdict in verdicts]
 
 
 def agree(rank: int, size: int) -> list[Any]:
@@ -234,7 +234,7 @@ def cover(rank: int, size: int) -> list[Any]:
     agreement.post(Vote(6, 6 + rank, target=3))
     agreement.post(Vote(7, 7, target=4 if rank == 0 else 3))
     verdicts = agreement.read(30.0)
-    return [(verdict.whole, verdict.target, int(verdict.cover)) for verdict in verdicts or ()]
+    return [(verdict.newest, verdict.target, int(verdict.cover)) for verdict in verdicts or ()]
 
 
 def test_a_target_is_covered_when_all_post_that_of_the_same_one() -> None:

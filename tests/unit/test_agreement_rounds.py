@@ -34,7 +34,7 @@ def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Vote]) -> None:
     flushes = {round_.flush for round_ in rounds}
     assert VoteResult.of(minima) == VoteResult(
         number=7,
-        whole=newest.pop() if len(newest) == 1 else -1,
+        newest=newest.pop() if len(newest) == 1 else -1,
         will=min(round_.will for round_ in rounds),
         stretch=max(round_.stretch for round_ in rounds),
         cost=max(round_.cost for round_ in rounds),
