@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftckpt.config import Config
-from ftckpt.model.sampled import SampleOutcome
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.schedule.cost import IntervalRequest
 from ftckpt.session.actions import (
@@ -20,16 +19,16 @@ from ftckpt.session.actions import (
     Announcement,
     CommitMark,
     Disable,
-    Divergence,
     IntervalConclusion,
     OldArenaRemoval,
     SkipSnapshot,
     TakeSnapshot,
     UpdateTargets,
 )
-from ftckpt.session.cadence import Interval, Proofs, ReplicaTrust
 from ftckpt.session.flush_scheduler import NO_FLUSH, FlushScheduler, FlushStatus
+from ftckpt.session.interval import Interval
 from ftckpt.session.protection_scheduler import ProtectionScheduler, ProtectionStatus
+from ftckpt.session.replica_check import ReplicaCheck
 from ftckpt.session.vote import Readiness, Vote, VoteResult
 from ftckpt.session.vote_schedule import VoteSchedule, VoteStep
 
@@ -59,7 +58,6 @@ class RankState:
         """The newest snapshot that all ranks are known to have sealed."""
         self.iteration = -1
         """The iteration of the last snapshot that was due, or of the restored one."""
-        self._before = -1  # the iteration of the snapshot that was due before it
         self._passed = -1  # the iteration of the last boundary
         self.off_reason = ""
         """Why this rank takes no snapshots and no part in votes for the rest of this attempt; empty while on."""
@@ -70,17 +68,11 @@ class RankState:
         self._wished: tuple[int, int] | None = None  # last posted stretch and cost
         self._concluded = 0  # the measured interval that meets the budget; 0: none in this attempt
         self.interval = Interval(config.least_interval, ERROR_LIMIT + _MORE_SNAPSHOTS)
-        self.proofs = Proofs(config.replica_check_interval > 0)
-        self._trust = ReplicaTrust(0, -1)
-        self._trusted_before = -1  # ``trusted`` just before the last proof
-        self._proved = 0  # the number of the snapshot with the last proof
-        self._alarm: int | None = None  # the number of the snapshot whose samples differ, until a proof
-        self._iterations: dict[int, int] = {}  # iterations by number, of snapshots whose result is unread
+        self.replicas = ReplicaCheck(config.replica_check_interval > 0, self.interval.delay)
         self.targets = ProtectionScheduler.of(config) if protects else ProtectionScheduler(0)
         self.flushes = FlushScheduler.of(config, nodes)
         self.has_stepped = False
         """Whether optimizer-updated state of this rank may have changed since the start."""
-        self._wrong = False  # the copy plan is stale and not rebuilt yet
         self._votes = VoteSchedule()
         self._reads = False  # between ``boundary`` and ``agree``: this boundary's own vote is not due yet
         self._newest = -1  # last posted
@@ -93,27 +85,16 @@ class RankState:
         self._missed = False  # results of this boundary were missing at the deadline
         self._whole_here_secs: float | None = None  # when a snapshot was first committed in the current arenas
         self._old_arenas = True
-        self._named: tuple[SnapshotId | None, ...] = ()
-        self._keep: frozenset[SnapshotId] = frozenset()
 
     def begin(self, lineage: bytes, restored: SnapshotId | None, now_secs: float, in_memory: bool = True) -> None:
         """Start: snapshots have ``lineage``, training resumes from ``restored``, which is the first protection
         target if it is ``in_memory``."""
         self.lineage, self.whole = lineage, restored if in_memory else None
         self.iteration = self._passed = restored.iteration if restored is not None else -1
-        self.lay_out(0)
+        self.replicas.lay_out(0, self.iteration)
         self.targets.target = self.whole if self.targets.interval else None
         self.targets.chosen_secs = now_secs
         self.flushes.resume(self.iteration)
-
-    def lay_out(self, positions: int) -> None:
-        """Reset replica trust for a new layout, whose samples have that many ``positions``; 0: no samples."""
-        self._trust = ReplicaTrust(positions, self.iteration)
-
-    @property
-    def trusted(self) -> int:
-        """The newest iteration at which replicas are known to be identical; -1: none."""
-        return self._trust.iteration
 
     def take_over(self, protected: SnapshotId | None, target: SnapshotId | None) -> None:
         """Adopt the snapshots in the arenas of all ranks: the one an earlier attempt protected, the restored one."""
@@ -136,9 +117,9 @@ class RankState:
         due = self.interval.due(iteration)
         self._votes.boundary(self.interval.number, due, self.pending)
         if due:
-            self._before, self.iteration = self.iteration, iteration
+            self.iteration = iteration
             self._will, self._missed, self._reads = None, False, True
-            self._iterations[self.interval.number] = iteration
+            self.replicas.due(self.interval.number, iteration)
         return due
 
     @property
@@ -229,7 +210,7 @@ class RankState:
             protects = self.targets.interval and not self.targets.given_up
             newest = self.targets.protected if protects else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
-            actions += self._compare(verdict)
+            actions += self.replicas.compare(verdict)
             if self.interval.learn(verdict.number, verdict.stretch):
                 actions.append(self._interval_change(verdict))
             if verdict.cost >= 0 and self._config.interval == "auto" and verdict.stretch != self._concluded:
@@ -265,47 +246,19 @@ class RankState:
         A rank that reads late that all turn off must not enter a proof: the others, already off, do not.
         """
         others_left = self._last_round is not None and self._last_round < self.interval.number - 1
-        return not others_left and (self._wrong or self._alarm_due or self.proofs.due(self.interval.number))
-
-    @property
-    def _alarm_due(self) -> bool:
-        """Whether an alarm calls for a proof now: every rank that is still on has read of it by then."""
-        return self._alarm is not None and self.interval.number >= self._alarm + self.interval.delay
-
-    def _compare(self, verdict: VoteResult) -> list[Action]:
-        """Apply the sample that accompanied ``verdict``. No snapshot is taken between an alarm and its proof."""
-        iteration = self._iterations.pop(verdict.number, -1)
-        if verdict.replicas == SampleOutcome.MATCHED:
-            self._trust.match(verdict.number, iteration)
-        if verdict.replicas != SampleOutcome.DIFFER or self._alarm is not None:
-            return []
-        if verdict.number < self._proved:  # read late: a newer proof has settled it
-            return [Divergence(self._trusted_before, iteration)]
-        self._alarm = verdict.number
-        return [Divergence(self.trusted, iteration)]
+        return not others_left and self.replicas.proof_due(self.interval.number)
 
     @property
     def late(self) -> bool:
         """Whether this rank may lack results that others have read: it must not treat its arena as an old one."""
         return self.off or self._will is None
 
-    def mistrust(self) -> list[Action]:
-        """A proof has failed. Samples cover the state in turn and may not have detected it yet: snapshots since
-        ``trusted`` may mix states."""
-        is_known = self._alarm is not None or self._wrong or self.trusted >= self._before
-        return [] if is_known else [Divergence(self.trusted, self._before)]
-
     def proved(self, stepped: bool, changed: bool, new_arenas: bool) -> None:
         """Apply the outcome of a proof, see ``Proof``; the same on all ranks.
 
-        If the arenas could not be rebuilt at once, no snapshot is taken until they are: it would be committed and
-        wrong. In rebuilt arenas nothing is protected yet, and the old ones hold the only committed snapshot.
+        In rebuilt arenas nothing is protected yet, and the old ones hold the only committed snapshot.
         """
-        self.proofs.learn(self.interval.number, stepped)
-        self._wrong = changed and not new_arenas
-        self._alarm, self._proved, self._trusted_before = None, self.interval.number, self.trusted
-        if not changed:
-            self._trust.prove(self.iteration)
+        self.replicas.proved(self.interval.number, stepped, changed, new_arenas)
         if new_arenas:
             self.targets.forget()
             self.flushes.forget()
@@ -325,9 +278,7 @@ class RankState:
     def keep(self) -> frozenset[SnapshotId]:
         """Snapshots whose slots must not be written."""
         snapshots = self.whole, self.targets.protected, self.targets.target, self.flushes.current
-        if snapshots != self._named:  # a cache: read several times at each boundary
-            self._named, self._keep = snapshots, frozenset(one for one in snapshots if one is not None)
-        return self._keep
+        return frozenset(one for one in snapshots if one is not None)
 
     def take(self, has_room: bool, obstacle: str = "") -> TakeSnapshot | SkipSnapshot | None:
         """Decide about this boundary's snapshot. ``has_room``: a slot has none of ``keep``. ``obstacle``: why no
@@ -338,12 +289,8 @@ class RankState:
             return SkipSnapshot("a rank is not ready")
         if self._gives_up:  # after this boundary's vote: the snapshot of the others cannot be committed
             return SkipSnapshot("this rank takes no more snapshots")
-        if self._wrong:
-            return SkipSnapshot("the copy plan changed, and a rank has not rebuilt its arena yet")
-        if self._alarm is not None:
-            return SkipSnapshot("replicas differ: the next proof finds them, and each rank then copies its own")
-        if obstacle:
-            return SkipSnapshot(obstacle)
+        if reason := self.replicas.obstacle or obstacle:
+            return SkipSnapshot(reason)
         if not has_room:
             return SkipSnapshot("no free slot: all are pinned by the pending protection or flush")
         return TakeSnapshot(SnapshotId(self.lineage, self.iteration), self.keep)
@@ -353,8 +300,7 @@ class RankState:
         """Why the final snapshot of the job cannot be taken; empty if it can."""
         if self.off:
             return "snapshots were turned off"
-        is_wrong = self._wrong or self._alarm is not None
-        return "replicas differ, and the copy plan is stale" if is_wrong else ""
+        return "replicas differ, and the copy plan is stale" if self.replicas.obstacle else ""
 
     def let_target_go(self) -> UpdateTargets:
         """Drop the protection target, which frees its slot."""

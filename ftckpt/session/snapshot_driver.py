@@ -76,7 +76,7 @@ class SnapshotDriver:
         """Start: snapshots have ``lineage``, training resumes from ``restored``, parts of which may have been
         reconstructed (``rebuilt``)."""
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
-        self._state.lay_out(self._shard.positions)
+        self._state.replicas.lay_out(self._shard.positions, self._state.iteration)
         self._state.take_over(*self._protection.survey(restored, rebuilt))
         self._mark_arrangement()
 
@@ -308,9 +308,9 @@ class SnapshotDriver:
         try:
             proof = shard.prove(late, state.has_stepped, state.whole)
         except FtckptError as error:
-            self.execute([*state.mistrust(), state.turn_off(f"no new arena: {error}")])
+            self.execute([*state.replicas.mistrust(), state.turn_off(f"no new arena: {error}")])
             return
-        trusted, doubts = state.trusted, state.mistrust() if proof.parted else []
+        trusted, doubts = state.replicas.trusted, state.replicas.mistrust() if proof.parted else []
         state.proved(proof.stepped, proof.changed, proof.new_arenas)
         try:
             self.execute(doubts)
@@ -319,7 +319,7 @@ class SnapshotDriver:
         if proof.ends:
             raise SilentCorruptionError(corruption_text(self._topology, proof, state.iteration, trusted))
         if proof.new_arenas:
-            state.lay_out(shard.positions)
+            state.replicas.lay_out(shard.positions, state.iteration)
             self._protect_anew()
             shard.supply()
             shard.complete(state.keep)  # until a slot exists, only the old arena has the committed snapshot

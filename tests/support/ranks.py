@@ -440,7 +440,9 @@ class Job:
         protected = marks.pop() if len(marks) == 1 else None
         for rank in self.ranks:
             rank.state.begin(bytes([self.lives]) * 16, restored, self.now_secs)
-            rank.state.lay_out(POSITIONS if self.config.replica_check_interval else 0)
+            rank.state.replicas.lay_out(
+                POSITIONS if self.config.replica_check_interval else 0, rank.state.iteration
+            )
             if self.protects:
                 target = restored if restored in in_slots else None
                 rank.state.take_over(protected if protected in in_slots else None, target)
@@ -517,7 +519,7 @@ class Job:
             if not new_arenas or rank.fate.breaks != "layout":  # that one breaks, with its arena made
                 rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
-                rank.state.lay_out(POSITIONS)
+                rank.state.replicas.lay_out(POSITIONS, rank.state.iteration)
                 rank.lay_out_anew()
                 self.layout_broke |= rank.fate.breaks == "layout"
         return True
@@ -526,7 +528,7 @@ class Job:
     def alarmed(self) -> bool:
         """Whether a rank has read that replicas differ, and no proof has come since."""
         # One that is about to break in a proof learns nothing of it.
-        return any(rank.state._alarm is not None and not rank.fate.breaks for rank in self.on)
+        return any(rank.state.replicas.has_alarm and not rank.fate.breaks for rank in self.on)
 
     def check(self) -> None:
         """What holds at any instant."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ftckpt.capture.sample import SAMPLE_BYTES, ends_of, num_positions, reduced, slices
 from ftckpt.model.replicas import CUT_BYTES
 from ftckpt.model.sampled import Comparison, SampleOutcome, position_of
-from ftckpt.session.cadence import ReplicaTrust
+from ftckpt.session.replica_check import ReplicaTrust
 
 
 @given(st.lists(st.integers(0, 700), max_size=12), st.integers(1, 40))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from ftckpt.config import Config
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.actions import Divergence, IntervalConclusion
-from ftckpt.session.cadence import Interval, Proofs
+from ftckpt.session.interval import Interval
 from ftckpt.session.protection_scheduler import ProtectionScheduler, ProtectionStatus
+from ftckpt.session.replica_check import Proofs
 from ftckpt.session.session import RankState
 from ftckpt.session.vote import TaskState, VoteResult
 
@@ -235,18 +236,18 @@ def test_what_was_proven_last_is_what_is_trusted() -> None:
     for iteration, changed in ((1, False), (2, False), (4, True), (8, False)):
         state.boundary(iteration)
         state.proved(stepped=True, changed=changed, new_arenas=False)
-        trusted.append(state.trusted)
+        trusted.append(state.replicas.trusted)
     assert trusted == [1, 2, 2, 8]
 
 
 def test_what_was_taken_since_all_was_the_same_is_in_doubt_where_a_proof_finds_a_difference_first() -> None:
     state = RankState(Config())
     state.begin(b"of this run", None, 0.0)
-    state.lay_out(100)
+    state.replicas.lay_out(100, -1)
     found = []
     for iteration in range(1, 6):
         state.boundary(iteration)
-        found.append(state.mistrust())
+        found.append(state.replicas.mistrust())
         if iteration == 2:
             state.proved(stepped=True, changed=False, new_arenas=False)
     assert found == [[], [Divergence(-1, 1)], [], [Divergence(2, 3)], [Divergence(2, 4)]]

@@ -275,7 +275,7 @@ def test_a_drift_that_a_sample_shows_is_proven_by_all_and_what_came_since_the_la
     """One rank reads of it late; from the alarm on nothing is taken until each rank copies its own."""
     ranks = job(3, replica_check_interval=1000)
     train(ranks, 19)
-    assert {rank.state.trusted for rank in ranks.ranks} == {16}, (
+    assert {rank.state.replicas.trusted for rank in ranks.ranks} == {16}, (
         "18 is not posted before the next boundary, and 17 has the other position"
     )
     ranks.drifts = ranks.changed_replicas = True
@@ -288,7 +288,7 @@ def test_a_drift_that_a_sample_shows_is_proven_by_all_and_what_came_since_the_la
         assert ranks.iteration < 33
     ranks.changed_replicas = False
     assert {tuple(rank.doubts) for rank in ranks.ranks} == {(Divergence(18, 20),)}
-    assert {rank.state.trusted for rank in ranks.ranks} == {ranks.iteration}
+    assert {rank.state.replicas.trusted for rank in ranks.ranks} == {ranks.iteration}
     progresses(ranks)
 
 
@@ -309,9 +309,9 @@ def test_a_rank_that_has_not_sampled_raises_no_alarm_and_its_position_stays_open
     ranks.iterate([CALM, Fate(begin_fails=True)], in_order)
     train(ranks, 2)
     assert not any(rank.doubts for rank in ranks.ranks)
-    assert {rank.state.trusted for rank in ranks.ranks} == {19}, "of its position, 19 was the last that matched"
+    assert {rank.state.replicas.trusted for rank in ranks.ranks} == {19}, "of its position, 19 was the last that matched"
     train(ranks, 2)
-    assert {rank.state.trusted for rank in ranks.ranks} == {22}
+    assert {rank.state.replicas.trusted for rank in ranks.ranks} == {22}
 
 
 @pytest.mark.parametrize("order", [in_order, random.Random(1).randrange])
