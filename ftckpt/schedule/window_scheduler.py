@@ -11,23 +11,19 @@ from typing import Any, NamedTuple, Protocol
 
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.schedule.auto_interval import AutoInterval
 from ftckpt.schedule.bubbles import Always, Bubbles, WindowPlan, Windows
 from ftckpt.schedule.clock import Clock, Moment
-from ftckpt.schedule.cost import CostMeter, IntervalRequest, shortest_interval
+from ftckpt.schedule.interval_control import IntervalControl
 from ftckpt.schedule.iteration import Iteration, Profile, in_windows
 
-_JUDGED = 5
-"""Snapshots over which the medians of copy rates and fence costs are taken."""
+_RATES = 5
+"""Snapshots over which the median of copy rates is taken."""
 
 TIMELINE_EVERY = 50
 """Snapshots from one timeline to the next: one takes as much of the event log as ten snapshots without."""
 
 _MOVED_SHARE = 0.1
 """Share of an iteration by which windows must move before copies are replanned: they jitter by a few percent."""
-
-_MOST_STRETCH = 10_000
-"""Maximum factor on the interval, however small the budget."""
 
 _TOGETHER = 4
 """Iterations that are processed in one batch unless events are recorded: code that runs rarely is not in the CPU
@@ -78,8 +74,6 @@ def _leaves_timeline(number: int) -> bool:
 class WindowScheduler:
     """Measures windows and plans copies for one rank. Only the training thread calls its methods.
 
-    ``speaks``: whether this rank's cost of snapshots decides for all ranks with ``interval`` auto.
-
     ``windows`` gives turns to the copier. ``enter`` reports the current span, a kind of
     ``ftckpt.schedule.iteration``. Kinds are optional: a window that is not entered is not used.
     """
@@ -102,38 +96,14 @@ class WindowScheduler:
         self._flushing = False
         self._paused: Moment | None = None  # the start of the current pause
         self._pauses: list[tuple[Moment, Moment]] = []
-        self._meter = CostMeter()
-        self._auto: AutoInterval | None = None
-        if config.interval == "auto" and config.overhead_budget and speaks:
-            self._auto = AutoInterval(config.overhead_budget, _MOST_STRETCH, self._meter, events.announce)
+        self.intervals = IntervalControl(config, speaks, events.announce)
+        """This rank's requests for the intervals; ``speaks``: see there."""
         # On overflow the oldest is dropped: it is too old to matter by the time the device finishes it.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
-        self._rates: deque[float] = deque(maxlen=_JUDGED)
-        self._fences: deque[float] = deque(maxlen=_JUDGED)
-        self._replanned = False
+        self._rates: deque[float] = deque(maxlen=_RATES)
         self._capacity = 0
         self._places = 0
         self._provide(_PLACES)
-        self.stretch = 1
-        """The factor on the interval that this rank requests to stay within the budget."""
-        self._cost = 0.0 if config.interval != "auto" else -1.0
-        self._wished: IntervalRequest | None = None
-
-    def resume(self, interval: int) -> None:
-        """With ``interval`` auto: start with the interval that an earlier attempt measured."""
-        if self._auto is not None:
-            self._auto.resume(interval)
-            self._follow_auto(self._auto)
-            self._wished = None
-
-    @property
-    def wish(self) -> IntervalRequest:
-        """This rank's requests for the intervals, computed when a vote needs them."""
-        if self._wished is None:
-            self._wished = IntervalRequest(
-                self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share
-            )
-        return self._wished
 
     @property
     def windows(self) -> Windows:
@@ -217,17 +187,11 @@ class WindowScheduler:
             if iteration is None:
                 break
             self._take_in(iteration, self._pending.popleft())
-            self._outdated, self._wished = True, None
+            self._outdated = True
 
     def _take_in(self, iteration: Iteration, passed: IterationMarks) -> None:
         self._profile.add(iteration)
-        more = self._meter.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing)
-        if self._auto is not None:
-            if passed.place == 0:
-                self._auto.took()
-            if more:
-                self._auto.judge()
-            self._follow_auto(self._auto)
+        self.intervals.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing)
         if iteration.copies:
             spent = sum(end - begin for begin, end, _ in iteration.copies)
             copied = sum(nbytes for _, _, nbytes in iteration.copies)
@@ -303,32 +267,8 @@ class WindowScheduler:
         return plan
 
     def _watch_fence(self, iteration: Iteration) -> None:
-        """Limit the cost of the fence: measure the windows again; if that does not help, request a longer interval.
-
-        With ``interval`` auto the interval depends on the total cost, and the fence only triggers the measurement.
-        """
-        budget = self._config.overhead_budget
-        self._fences.append(iteration.stall_secs / max(iteration.secs, 1e-9))
-        if not budget or len(self._fences) < _JUDGED:
-            return
-        share = statistics.median(self._fences)
-        # An n times longer interval has one n-th of the cost.
-        needed = shortest_interval(share, budget, _MOST_STRETCH)
-        if needed > self.stretch and self._bubbles is not None and not self._replanned:
-            self._replanned = True
+        """Measure the windows again if the fence costs too much."""
+        share = self.intervals.add_fence(iteration.stall_secs / max(iteration.secs, 1e-9), self._bubbles is not None)
+        if share is not None:
             self._profile.forget()
-            self._events.emit("replanned", fence_share=share, overhead_budget=budget)
-            self._fences.clear()
-        # Hysteresis: shorter only if half would do. An interval that followed every median would oscillate.
-        elif self._config.interval != "auto" and (needed > self.stretch or 2 * needed <= self.stretch):
-            self._wish(needed, share)
-
-    def _follow_auto(self, auto: AutoInterval) -> None:
-        stretch, cost = auto.wish
-        if stretch != self.stretch:
-            self._wish(stretch, cost)
-        self._cost = cost
-
-    def _wish(self, stretch: int, cost: float) -> None:
-        self.stretch, self._cost, self._replanned = stretch, cost, False
-        self._fences.clear()
+            self._events.emit("replanned", fence_share=share, overhead_budget=self._config.overhead_budget)

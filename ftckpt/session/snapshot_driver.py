@@ -292,7 +292,7 @@ class SnapshotDriver:
         round_ = self._state.round_to_post(
             capture.newest if capture is not None else None,
             will,
-            self._pacer.wish,
+            self._pacer.intervals.request,
             self._protection.observe(self._state.targets.target),
             now_secs,
             flush=self._protection.observe_flush(self._state.flushes.current),

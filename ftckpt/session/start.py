@@ -73,7 +73,7 @@ def meet(rank: RankContext) -> Preparation:
     rank.attempt.begin(attempts)
     if interval := max(place.interval for place in places):  # nodes may lack the last change
         rank.state.interval.resume(interval)
-        prepared[0].pacer.resume(interval)
+        prepared[0].pacer.intervals.resume(interval)
     return prepared[0]
 
 

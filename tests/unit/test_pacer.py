@@ -102,7 +102,7 @@ def test_where_no_events_are_kept_iterations_are_learnt_some_at_once(tmp_path: P
         rank.iterate(scale=2.0)
         rank.pacer.begin(10 * MB, MB)
     assert rank.pacer.capacity_bytes == 12 * MB
-    assert rank.pacer.wish.iteration_secs == 12.0
+    assert rank.pacer.intervals.request.iteration_secs == 12.0
 
 
 def test_the_plan_is_made_anew_when_windows_have_moved(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_only_the_wait_for_copies_counts_against_the_budget(tmp_path: Path) -> N
     rank = Rank(tmp_path, overhead_budget=0.1)
     for _ in range(20):
         rank.iterate(fence=2.0)
-    assert rank.pacer.stretch == 1 and not rank.told("replanned")
+    assert rank.pacer.intervals.stretch == 1 and not rank.told("replanned")
     assert rank.told("copied")[-1]["stall_secs"] == 0.0
     assert rank.told("copied")[-1]["fence_secs"] == 2.0
 
@@ -165,23 +165,23 @@ def test_a_dear_fence_is_measured_anew_then_stretches_the_interval_then_lets_go(
     slow = ((0.5, 8.0, 10 * MB),)
     for _ in range(5):
         rank.iterate(slow, fence=2.0)
-    assert len(rank.told("replanned")) == 1 and rank.pacer.stretch == 1
+    assert len(rank.told("replanned")) == 1 and rank.pacer.intervals.stretch == 1
     for _ in range(5):
         rank.iterate(slow, fence=2.0)
-    assert rank.pacer.stretch == 3, "a stall of a quarter, at most a tenth of the time"
+    assert rank.pacer.intervals.stretch == 3, "a stall of a quarter, at most a tenth of the time"
     for _ in range(20):
         rank.iterate(slow, fence=2.0)
-    assert rank.pacer.stretch == 3 and len(rank.told("replanned")) == 1
+    assert rank.pacer.intervals.stretch == 3 and len(rank.told("replanned")) == 1
     for _ in range(10):
         rank.iterate()
-    assert rank.pacer.stretch == 1
+    assert rank.pacer.intervals.stretch == 1
 
 
 def test_the_smallest_budget_stretches_no_further_than_ten_thousand(tmp_path: Path) -> None:
     rank = Rank(tmp_path, overhead_budget=5e-324)
     for _ in range(12):
         rank.iterate(((0.5, 8.0, 10 * MB),), fence=2.0)
-    assert rank.pacer.stretch == 10_000
+    assert rank.pacer.intervals.stretch == 10_000
 
 
 def test_early_snapshots_leave_timelines_and_later_ones_now_and_then(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ class Auto(Rank):
                 self.clock.now += 6.0
                 self.pacer.boundary()
                 self.pacer.learn()
-        return self.pacer.wish.stretch
+        return self.pacer.intervals.request.stretch
 
 
 @pytest.mark.parametrize(("cost", "stretch"), [(0.0, 1), (0.5, 1), (1.3, 3), (60.0, 100)])
@@ -222,9 +222,9 @@ def test_auto_wishes_for_the_shortest_interval_whose_whole_cost_keeps_the_budget
 ) -> None:
     rank = Auto(tmp_path, overhead_budget=0.1)
     assert rank.live(26, cost) == stretch
-    assert rank.pacer.wish.iteration_secs == 6.0
+    assert rank.pacer.intervals.request.iteration_secs == 6.0
     if stretch > 1:
-        assert rank.pacer.wish.cost == pytest.approx(cost / 6)
+        assert rank.pacer.intervals.request.cost == pytest.approx(cost / 6)
 
 
 def test_auto_goes_both_ways_and_no_small_change_moves_it(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_an_evaluation_at_each_boundary_with_a_snapshot_is_no_cost_of_these(agai
         rank.pacer.enter("start")
 
     rank.before_each_snapshot = evaluate
-    assert rank.live(26, 1.3) == 3 and rank.pacer.wish.iteration_secs == 6.0
+    assert rank.live(26, 1.3) == 3 and rank.pacer.intervals.request.iteration_secs == 6.0
     rank.pacer.pause()
     rank.clock.now += 300.0
     rank.pacer.boundary()
@@ -261,9 +261,9 @@ def test_auto_without_a_budget_wishes_for_nothing(tmp_path: Path) -> None:
 
 def test_auto_goes_on_from_what_an_earlier_attempt_has_found(tmp_path: Path) -> None:
     rank = Auto(tmp_path, overhead_budget=0.1)
-    rank.pacer.resume(7)
-    assert rank.pacer.wish == IntervalRequest(7, -1.0)
-    assert rank.live(26, 4.0, spacing=7) == 7 and rank.pacer.wish.cost == pytest.approx(4 / 6)
+    rank.pacer.intervals.resume(7)
+    assert rank.pacer.intervals.request == IntervalRequest(7, -1.0)
+    assert rank.live(26, 4.0, spacing=7) == 7 and rank.pacer.intervals.request.cost == pytest.approx(4 / 6)
     assert rank.live(30, 0.0, spacing=7) == 1
 
 
@@ -271,16 +271,16 @@ def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
     rank = Auto(tmp_path, overhead_budget=0.1)
     rank.pacer = WindowScheduler(Config(overhead_budget=0.1), rank.clock, rank.events, {"pp": 1}, speaks=False)
     rank.pacer.boundary()
-    assert rank.live(26, 60.0) == 1 and rank.pacer.wish.cost == -1.0
+    assert rank.live(26, 60.0) == 1 and rank.pacer.intervals.request.cost == -1.0
 
 
 def test_a_dear_fence_alone_does_not_stretch_auto(tmp_path: Path) -> None:
     """It is a part of the whole cost, and windows are measured anew for it."""
     rank = Auto(tmp_path, overhead_budget=0.1)
-    rank.pacer.resume(1)
+    rank.pacer.intervals.resume(1)
     for _ in range(15):
         rank.iterate(((0.5, 8.0, 10 * MB),), fence=2.0)
-    assert rank.pacer.stretch == 1 and len(rank.told("replanned")) == 1
+    assert rank.pacer.intervals.stretch == 1 and len(rank.told("replanned")) == 1
 
 
 def test_other_rungs_of_the_ladder_plan_nothing(tmp_path: Path) -> None:
