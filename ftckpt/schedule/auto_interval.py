@@ -24,7 +24,7 @@ class AutoInterval:
     """Chooses the interval on one rank for all: ranks train in step, and the maximum of all would be the noisiest's.
 
     Snapshots in each iteration are too close to show their cost. During a measurement they are ``CYCLE`` iterations
-    apart, or more if the cost requires it. An interval stays while it is within the error of the cost.
+    apart, or more if the cost requires it or protection takes long. An interval stays while it is within the error of the cost.
 
     Args:
         most: maximum of iterations between snapshots.
@@ -59,8 +59,16 @@ class AutoInterval:
     def took(self) -> None:
         """Count a snapshot."""
         self._left -= 1
-        if self._left <= 0 and not self._spacing and self.interval < CYCLE:
-            self._spacing = CYCLE
+        if self._spacing:
+            if 4 * (self._apart - self._spacing) > self._spacing:  # less is noise, and affects all ranks
+                self._spacing = self._apart
+        elif self._left <= 0 and self.interval < self._apart:
+            self._spacing = self._apart
+
+    @property
+    def _apart(self) -> int:
+        """Minimum of iterations between snapshots that shows their cost: half of them are far from any."""
+        return max(CYCLE, 2 * self._meter.near_iterations)
 
     def judge(self) -> None:
         """Conclude from the meter's refined cost, once it is precise enough."""
@@ -75,8 +83,8 @@ class AutoInterval:
         )
         is_precise = cost.error <= _PRECISE * cost.share or longest == 1
         if self._meter.num_snapshots < _MIN_SNAPSHOTS or not (is_precise or self._meter.is_full):
-            if 4 * abs(needed - self._spacing) > self._spacing > 0:  # less is noise, and affects all ranks
-                self._spacing = max(CYCLE, needed)
+            if 4 * abs(needed - self._spacing) > self._spacing > 0:
+                self._spacing = max(self._apart, needed)
             return
         if not shortest <= self.interval <= longest:
             self.interval, self.cost = needed, cost

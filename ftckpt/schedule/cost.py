@@ -1,8 +1,9 @@
 """The total cost of snapshots: how much longer iterations near one take than those far from any.
 
 It includes the waits at the boundary and in the fence, and the slowdown by concurrent copies, checksums and parity;
-flushes are measured in the same way. All iterations are training's own. If the interval is too short for any to be
-far from a snapshot, ``ftckpt.schedule.auto_interval`` extends it now and then. Iterations are compared with their
+flushes are measured in the same way. All iterations are training's own. An iteration is near a snapshot until the
+snapshot is protected, if that takes longer than usual: on a host without idle cores it may take dozens. If the
+interval is too short for any to be far from a snapshot, ``ftckpt.schedule.auto_interval`` extends it now and then. Iterations are compared with their
 neighbours, and the cost is the median of many comparisons: other load on the machine affects both sides of one, or
 few of them.
 """
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NEAR = 3
-"""Iterations that a snapshot is assumed to slow down: the one of its copies, and two of its checksums and parity."""
+"""Minimum of iterations that a snapshot is assumed to slow down: that of its copies, and two of checksums and parity."""
 
 CYCLE = 2 * NEAR
 """Iterations between snapshots while their cost is measured: ``NEAR`` slow ones, and as many to compare with."""
@@ -28,6 +29,9 @@ _JUDGED = 64
 """Maximum of snapshots whose median is the cost; ``_FEWEST`` is the minimum, with a larger error."""
 
 _FEWEST = 8
+
+_PROTECTIONS = 3
+"""Protected snapshots over which the median of their iterations is taken."""
 
 _LEAST = 5
 """Minimum of iterations for a median of their length."""
@@ -71,17 +75,22 @@ class CostMeter:
 
     def __init__(self) -> None:
         self._seen = 0
-        self._cycle: dict[int, float] = {}
+        self._cycle: dict[int, tuple[float, bool]] = {}  # length by place, and whether the iteration is near
+        self._target = -1
+        self._target_iterations = 0
+        self._protections: deque[int] = deque(maxlen=_PROTECTIONS)
         self._before: list[float] = []  # iterations far from any snapshot, just before the current cycle
         self._shares: deque[float] = deque(maxlen=_JUDGED)
         self._lengths: dict[tuple[bool, bool], deque[float]] = {
             (near, flushing): deque(maxlen=_KEPT) for near in (False, True) for flushing in (False, True)
         }
 
-    def add(self, place: int, secs: float, flushing: bool) -> bool:
-        """Add an iteration of ``secs``, ``place`` boundaries after the last snapshot, ``flushing`` if during a flush;
-        returns whether that refined the cost of a snapshot."""
+    def add(self, place: int, secs: float, flushing: bool, target: int = -1) -> bool:
+        """Add an iteration of ``secs``, ``place`` boundaries after the last snapshot, ``flushing`` if during a flush,
+        ``target`` the snapshot that was being protected (-1: none); returns whether that refined the cost of a
+        snapshot."""
         self._seen += 1
+        self._count_protection(target)
         if self._seen <= _SKIPPED:
             return False
         self._lengths[place == 0, flushing].append(secs)
@@ -90,8 +99,14 @@ class CostMeter:
             more = self._judge()
             self._before = self._far[-CYCLE:]
             self._cycle.clear()
-        self._cycle[place] = secs
+        self._cycle[place] = secs, place < NEAR or target >= 0
         return more
+
+    @property
+    def near_iterations(self) -> int:
+        """The number of iterations that a snapshot slows down at present."""
+        taken = self._protections or (self._target_iterations,)
+        return max(NEAR, 1 + int(statistics.median(taken)))  # 1: the iteration of its copies
 
     @property
     def cost(self) -> Cost | None:
@@ -133,16 +148,23 @@ class CostMeter:
 
     @property
     def _far(self) -> list[float]:
-        return [secs for place, secs in self._cycle.items() if place >= NEAR]
+        return [secs for secs, is_near in self._cycle.values() if not is_near]
+
+    def _count_protection(self, target: int) -> None:
+        if target != self._target:
+            if self._target >= 0:
+                self._protections.append(self._target_iterations)
+            self._target, self._target_iterations = target, 0
+        self._target_iterations += target >= 0
 
     def _judge(self) -> bool:
         """Compare the iterations of the cycle that has ended; returns whether there were enough of them."""
-        near, far = [self._cycle[place] for place in range(NEAR) if place in self._cycle], self._far
-        if len(near) < NEAR or len(far) < CYCLE - NEAR:
+        near, far = [secs for secs, is_near in self._cycle.values() if is_near], self._far
+        if any(place not in self._cycle for place in range(NEAR)) or len(far) < CYCLE - NEAR:
             return False
         # The mean: lengths are skewed, their median is below the mean, and every snapshot would seem to cost.
         alone = statistics.fmean([*self._before, *far[:CYCLE]])
-        self._shares.append(sum(near) / max(alone, 1e-9) - NEAR)  # 1e-9: a clock may stand still
+        self._shares.append(sum(near) / max(alone, 1e-9) - len(near))  # 1e-9: a clock may stand still
         return True
 
 

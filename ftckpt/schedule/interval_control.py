@@ -55,10 +55,10 @@ class IntervalControl:
             )
         return self._request
 
-    def add(self, place: int, secs: float, flushing: bool) -> None:
+    def add(self, place: int, secs: float, flushing: bool, target: int) -> None:
         """Add an iteration, see ``CostMeter.add``."""
         self._request = None
-        more = self._meter.add(place, secs, flushing)
+        more = self._meter.add(place, secs, flushing, target)
         if self._auto is not None:
             if place == 0:
                 self._auto.took()

@@ -52,7 +52,7 @@ class IterationMarks(NamedTuple):
 
     ``began``: wall-clock time at its first boundary. ``snapshot``: the iteration whose state was copied last,
     ``place``: boundaries since then. ``flushing``: a flush was under way. ``pauses``: start and end of each time
-    span in which training was paused.
+    span in which training was paused. ``target``: the iteration of the snapshot that was being protected, -1: none.
     """
 
     began: float
@@ -63,6 +63,7 @@ class IterationMarks(NamedTuple):
     place: int
     flushing: bool
     pauses: Sequence[tuple[Moment, Moment]]
+    target: int
 
 
 def _leaves_timeline(number: int) -> bool:
@@ -93,7 +94,7 @@ class WindowScheduler:
         self._began = 0.0
         self._copies: Copies | None = None
         self._snapshot, self._place = -1, 0
-        self._flushing = False
+        self._flushing, self._target = False, -1
         self._paused: Moment | None = None  # the start of the current pause
         self._pauses: list[tuple[Moment, Moment]] = []
         self.intervals = IntervalControl(config, speaks, events.announce)
@@ -142,8 +143,9 @@ class WindowScheduler:
             self._pauses.append((self._paused, self.clock.mark()))
             self._paused = None
 
-    def boundary(self, flushing: bool = False) -> None:
-        """End an iteration and start the next, ``flushing`` if a flush is under way."""
+    def boundary(self, flushing: bool = False, target: int = -1) -> None:
+        """End an iteration and start the next, ``flushing`` if a flush is under way, ``target`` the iteration of the
+        snapshot that is being protected (-1: none)."""
         self._resume()
         end = self.clock.mark()
         moments = [end, *[mark for _, mark in self._marks], *chain.from_iterable(self._pauses)]
@@ -153,11 +155,11 @@ class WindowScheduler:
             self._pending.append(
                 IterationMarks(
                     self._began, self._marks, end, self._copies, self._snapshot, self._place, self._flushing,
-                    self._pauses,
+                    self._pauses, self._target,
                 )
             )  # fmt: skip
         self._pauses = []
-        self._flushing = flushing
+        self._flushing, self._target = flushing, target
         self._began, self._marks, self._copies = time.time(), [("boundary", end)], None
         if self._bubbles is not None:
             self._bubbles.begin(0, None)
@@ -191,7 +193,9 @@ class WindowScheduler:
 
     def _take_in(self, iteration: Iteration, passed: IterationMarks) -> None:
         self._profile.add(iteration)
-        self.intervals.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing)
+        self.intervals.add(
+            passed.place, iteration.secs - self._paused_secs(passed), passed.flushing, passed.target
+        )
         if iteration.copies:
             spent = sum(end - begin for begin, end, _ in iteration.copies)
             copied = sum(nbytes for _, _, nbytes in iteration.copies)

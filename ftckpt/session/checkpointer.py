@@ -285,7 +285,8 @@ class Checkpointer:
         if snapshots.kept is not None:
             snapshots.kept.keep(iteration, self.training_state.save_objects)
         assert self._pacer is not None
-        self._pacer.boundary(flushing=self._state.flushes.current is not None)
+        target = self._state.targets.target
+        self._pacer.boundary(self._state.flushes.current is not None, target.iteration if target is not None else -1)
         try:
             snapshots.boundary(iteration, begin)
         except SilentCorruptionError:  # the job must end: its state may be corrupt
