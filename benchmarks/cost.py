@@ -113,14 +113,14 @@ def rows_of(job: str, rows: Sequence[str]) -> list[str]:
     return [row for row in rows if job == "plain" or ROWS[row].system in ("off", "ftckpt")]
 
 
-def plans_of(jobs: Sequence[str], repeats: int, rows: Sequence[str]) -> list[Plan]:
+def plans_of(jobs: Sequence[str], loads: Sequence[str], repeats: int, rows: Sequence[str]) -> list[Plan]:
     """All blocks, one of each row in turn; each repeat begins with another row."""
     found = []
     for repeat in range(repeats):
         for job in jobs:
             mine = rows_of(job, rows)
             first = repeat * 5 % len(mine)
-            found += [Plan(job, load, repeat, row) for load in MAX_RATIO for row in (*mine[first:], *mine[:first])]
+            found += [Plan(job, load, repeat, row) for load in loads for row in (*mine[first:], *mine[:first])]
     return found
 
 
@@ -274,6 +274,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes and few rows; no goal counts")
     parser.add_argument("--repeats", type=int, help="default: 5, 2 with --quick")
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), help="default: all, plain with --quick")
+    parser.add_argument("--loads", nargs="+", choices=list(MAX_RATIO), default=list(MAX_RATIO), help="default: all")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: all, or some with --quick")
     parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="where storage rows save: on no tmpfs")
@@ -293,7 +294,8 @@ def main(argv: Sequence[str]) -> int:
             "ranks": RANKS,
         },
     )
-    plans = plans_of(jobs, args.repeats or (2 if args.quick else 5), [row for row in rows if row not in reasons])
+    repeats = args.repeats or (2 if args.quick else 5)
+    plans = plans_of(jobs, args.loads, repeats, [row for row in rows if row not in reasons])
     arena, disk = args.arena.absolute(), args.disk.absolute()
     run_block(plans[0], sizes, arena, disk)  # not counted: after a pause of the machine one is up to 4 % faster
     run.measure(
@@ -302,7 +304,7 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     tables: dict[str, dict[str, dict[str, Any]]] = {}
     for job in jobs:
-        for load in MAX_RATIO:
+        for load in args.loads:
             found = {row: figures_of(run.content["blocks"], job, load, row) for row in rows_of(job, rows)}
             tables[f"{job}/{load}"] = found
             show(f"{job}, {load}", found, reasons)

@@ -24,7 +24,8 @@ class AutoInterval:
     """Chooses the interval on one rank for all: ranks train in step, and the maximum of all would be the noisiest's.
 
     Snapshots in each iteration are too close to show their cost. During a measurement they are ``CYCLE`` iterations
-    apart, or more if the cost requires it or protection takes long. An interval stays while it is within the error of the cost.
+    apart, or more if the cost requires it or protection takes long. An interval stays while it is within the error
+    of the cost.
 
     Args:
         most: maximum of iterations between snapshots.

@@ -3,9 +3,9 @@
 It includes the waits at the boundary and in the fence, and the slowdown by concurrent copies, checksums and parity;
 flushes are measured in the same way. All iterations are training's own. An iteration is near a snapshot until the
 snapshot is protected, if that takes longer than usual: on a host without idle cores it may take dozens. If the
-interval is too short for any to be far from a snapshot, ``ftckpt.schedule.auto_interval`` extends it now and then. Iterations are compared with their
-neighbours, and the cost is the median of many comparisons: other load on the machine affects both sides of one, or
-few of them.
+interval is too short for any to be far from a snapshot, ``ftckpt.schedule.auto_interval`` extends it now and then.
+Iterations are compared with their neighbours, and the cost is the median of many comparisons: other load on the
+machine affects both sides of one, or few of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NEAR = 3
-"""Minimum of iterations that a snapshot is assumed to slow down: that of its copies, and two of checksums and parity."""
+"""Minimum of iterations that a snapshot slows down: the one of its copies, and two of its checksums and parity."""
 
 CYCLE = 2 * NEAR
 """Iterations between snapshots while their cost is measured: ``NEAR`` slow ones, and as many to compare with."""

@@ -18,8 +18,9 @@ _FENCES = 5
 
 
 class IntervalControl:
-    """Keeps snapshots within ``overhead_budget``: with ``interval`` auto by their total cost, otherwise by the wait in
-    the fence.
+    """Keeps snapshots within ``overhead_budget``.
+
+    With ``interval`` auto the budget covers their total cost, otherwise the wait in the fence.
 
     Args:
         speaks: whether this rank's cost of snapshots decides for all ranks with ``interval`` auto.

@@ -193,9 +193,7 @@ class WindowScheduler:
 
     def _take_in(self, iteration: Iteration, passed: IterationMarks) -> None:
         self._profile.add(iteration)
-        self.intervals.add(
-            passed.place, iteration.secs - self._paused_secs(passed), passed.flushing, passed.target
-        )
+        self.intervals.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing, passed.target)
         if iteration.copies:
             spent = sum(end - begin for begin, end, _ in iteration.copies)
             copied = sum(nbytes for _, _, nbytes in iteration.copies)

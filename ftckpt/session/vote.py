@@ -13,9 +13,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 from ftckpt.group import Group
 from ftckpt.model.sampled import Comparison, SampleOutcome
@@ -49,10 +49,6 @@ class Reducer(Enum):
     MIN, MAX, SAME = range(3)
 
 
-def _sent(reducer: Reducer, default: Any = MISSING) -> Any:
-    return field(default=default, metadata={"reducer": reducer})
-
-
 @dataclass(frozen=True, slots=True)
 class Vote:
     """One rank's report; all fields but ``due`` are sent.
@@ -67,29 +63,27 @@ class Vote:
     snapshot.
     """
 
-    number: int = _sent(Reducer.MAX)
-    newest: int = _sent(Reducer.SAME)
-    will: Readiness = _sent(Reducer.MIN, Readiness.GO)
-    stretch: int = _sent(Reducer.MAX, 1)
-    cost: int = _sent(Reducer.MAX, 0)
-    target: int = _sent(Reducer.SAME, -1)
-    cover: TaskState = _sent(Reducer.MIN, TaskState.READY)
-    flush: int = _sent(Reducer.SAME, -1)
-    flushed: TaskState = _sent(Reducer.MIN, TaskState.DONE)
-    flush_interval: int = _sent(Reducer.MAX, 0)
-    step: int = _sent(Reducer.MAX, 0)
+    number: Annotated[int, Reducer.MAX]
+    newest: Annotated[int, Reducer.SAME]
+    will: Annotated[Readiness, Reducer.MIN] = Readiness.GO
+    stretch: Annotated[int, Reducer.MAX] = 1
+    cost: Annotated[int, Reducer.MAX] = 0
+    target: Annotated[int, Reducer.SAME] = -1
+    cover: Annotated[TaskState, Reducer.MIN] = TaskState.READY
+    flush: Annotated[int, Reducer.SAME] = -1
+    flushed: Annotated[TaskState, Reducer.MIN] = TaskState.DONE
+    flush_interval: Annotated[int, Reducer.MAX] = 0
+    step: Annotated[int, Reducer.MAX] = 0
     due: bool = True
 
     def words(self) -> tuple[int, ...]:
         """The input of an element-wise minimum over all ranks; for a maximum a value is negated, for ``SAME`` it is
         sent both ways."""
-        return tuple(
-            sign * getattr(self, name) for name, reducer in _REDUCERS.items() for sign in _SIGNS[reducer]
-        )
+        return tuple(sign * getattr(self, name) for name, reducer in _REDUCERS.items() for sign in _SIGNS[reducer])
 
 
 _REDUCERS: dict[str, Reducer] = {
-    one.name: one.metadata["reducer"] for one in fields(Vote) if "reducer" in one.metadata
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Vote, include_extras=True).items() if name != "due"
 }
 _SIGNS = {Reducer.MIN: (1,), Reducer.MAX: (-1,), Reducer.SAME: (1, -1)}
 

@@ -40,8 +40,8 @@ class VoteSchedule:
         self._furthest = 0  # ``step`` of the last result
         self._number = self._num_again = 0  # the snapshot of the last result, and results of it before
         self._began = 0  # ``step`` of that snapshot's first result
-        self._working_steps = 0  # steps after a snapshot's first result that protection is expected to take
-        self._has_waited = False  # whether it took at least as long for that snapshot
+        self._busy_steps = 0  # steps after a snapshot's first result until SMPs are expected to be done
+        self._has_waited = False  # whether they took at least as long for that snapshot
         self._pause = 0  # steps without a vote before the next one
 
     @property
@@ -95,11 +95,12 @@ class VoteSchedule:
             self._num_again += 1
             # The pause grows with the wait, so that it delays a result by a fraction of the time already waited.
             self._pause = min(_MAX_PAUSE, self._num_again // 4)
-            if verdict.target >= 0 and verdict.cover == TaskState.WORKING:
-                self._working_steps = min(_MAX_PAUSE, verdict.step - self._began)
+            # Without a target the next one is chosen once no node's SMP is throttled.
+            if verdict.cover < (TaskState.DONE if verdict.target >= 0 else TaskState.READY):
+                self._busy_steps = min(_MAX_PAUSE, verdict.step - self._began)
                 self._has_waited = True
             return
         if not self._has_waited:  # a step earlier, in case protection got faster
-            self._working_steps = max(0, self._working_steps - 1)
-        self._pause, self._has_waited = self._working_steps, False
+            self._busy_steps = max(0, self._busy_steps - 1)
+        self._pause, self._has_waited = self._busy_steps, False
         self._number, self._num_again, self._began = verdict.number, 0, verdict.step

@@ -117,7 +117,7 @@ def test_a_run_that_was_ended_resumes(
     first, done[:] = done[1:], []
     monkeypatch.setattr(cost, "run_block", lambda plan, *_: done.append(plan) or block_of(1.0))
     assert cost.main(rows) == 0
-    plans = cost.plans_of(["plain"], 2, rows[-3:])
+    plans = cost.plans_of(["plain"], list(cost.MAX_RATIO), 2, rows[-3:])
     assert {plan for plan in plans if plan not in first or plan.row == "torch.save"} == {*done[1:]}
     assert len(result(tmp_path)["blocks"]) == len(plans) == 12
     assert f"{len(plans)} of {len(plans)}" in capsys.readouterr().err

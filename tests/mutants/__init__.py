@@ -1,7 +1,7 @@
 """Guarantees as mutants: small breakages, each of which must turn a test red.
 
-Every ``*.toml`` beside this file lists those of one promise of the architecture page. ``python -m tests.mutants`` applies
-each to a copy of the repository, runs its test, and names those that survive.
+Every ``*.toml`` beside this file lists those of one promise of the architecture page. ``python -m tests.mutants``
+applies each to a copy of the repository, runs its test, and names those that survive.
 """
 
 from __future__ import annotations

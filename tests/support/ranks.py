@@ -440,9 +440,7 @@ class Job:
         protected = marks.pop() if len(marks) == 1 else None
         for rank in self.ranks:
             rank.state.begin(bytes([self.lives]) * 16, restored, self.now_secs)
-            rank.state.replicas.lay_out(
-                POSITIONS if self.config.replica_check_interval else 0, rank.state.iteration
-            )
+            rank.state.replicas.lay_out(POSITIONS if self.config.replica_check_interval else 0, rank.state.iteration)
             if self.protects:
                 target = restored if restored in in_slots else None
                 rank.state.take_over(protected if protected in in_slots else None, target)

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -239,9 +240,9 @@ def test_the_more_nodes_the_more_often_memory_is_lost() -> None:
 
 def test_what_ranks_wish_for_counts_from_the_last_one() -> None:
     flushes = tuning()
-    assert learn(flushes, verdict()._replace(flush_interval=40), 9) == ["interval_changed"]
-    assert learn(flushes, verdict()._replace(flush_interval=40), 42) == [] and flushes.current is None
-    learn(flushes, verdict()._replace(flush_interval=40), 44)
+    assert learn(flushes, replace(verdict(), flush_interval=40), 9) == ["interval_changed"]
+    assert learn(flushes, replace(verdict(), flush_interval=40), 42) == [] and flushes.current is None
+    learn(flushes, replace(verdict(), flush_interval=40), 44)
     assert flushes.current == at(44), "the first behind 43"
 
 
@@ -262,15 +263,15 @@ def test_a_number_is_kept_whatever_ranks_wish_for() -> None:
     learn(flushes, verdict(), 13, 0.0)
     learn(flushes, verdict(13), 14, 50.0)
     assert flushes.wish(IntervalRequest(iteration_secs=2.0)) == 0
-    assert learn(flushes, verdict()._replace(flush_interval=40), 15) == [] and flushes.interval == 10
+    assert learn(flushes, replace(verdict(), flush_interval=40), 15) == [] and flushes.interval == 10
 
 
 def test_one_that_does_not_come_there_is_tried_again_soon_whatever_the_interval() -> None:
     flushes = tuning()
-    learn(flushes, verdict()._replace(flush_interval=40), 43, 200.0)
+    learn(flushes, replace(verdict(), flush_interval=40), 43, 200.0)
     assert flushes.current == at(43)
     assert learn(flushes, verdict(43, CANNOT), 44, 300.0) == ["flush_failed"]
-    learn(flushes, verdict()._replace(flush_interval=60), 45, 400.0)
+    learn(flushes, replace(verdict(), flush_interval=60), 45, 400.0)
     assert flushes.current == at(45)
 
 
@@ -280,7 +281,7 @@ def test_ranks_that_wish_for_different_intervals_choose_the_same_snapshots() -> 
     for number in range(9, 1500):
         wishes = [rank.wish(IntervalRequest(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]
         current = ranks[0].current
-        read = verdict(current.iteration if current else -1)._replace(flush_interval=max(wishes))
+        read = replace(verdict(current.iteration if current else -1), flush_interval=max(wishes))
         for rank in ranks:
             learn(rank, read, number, float(number))
         assert len({rank.current for rank in ranks}) == 1

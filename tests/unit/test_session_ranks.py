@@ -309,7 +309,9 @@ def test_a_rank_that_has_not_sampled_raises_no_alarm_and_its_position_stays_open
     ranks.iterate([CALM, Fate(begin_fails=True)], in_order)
     train(ranks, 2)
     assert not any(rank.doubts for rank in ranks.ranks)
-    assert {rank.state.replicas.trusted for rank in ranks.ranks} == {19}, "of its position, 19 was the last that matched"
+    assert {rank.state.replicas.trusted for rank in ranks.ranks} == {19}, (
+        "of its position, 19 was the last that matched"
+    )
     train(ranks, 2)
     assert {rank.state.replicas.trusted for rank in ranks.ranks} == {22}
 
