@@ -45,8 +45,8 @@ _MOST_COST = 1e6
 class RankState:
     """One rank's decisions, driven by calls in the order of training.
 
-    ``begin`` once; ``boundary`` at each boundary. Where a snapshot is due: ``round_to_post``, ``posted`` and
-    ``learn`` until no earlier step ``owes_round``; then ``agree``, or ``miss`` if a result does not arrive; then the
+    ``begin`` once; ``boundary`` at each boundary. Where a snapshot is due: ``vote_to_post``, ``posted`` and
+    ``learn`` until no earlier step ``owes_vote``; then ``agree``, or ``miss`` if a result does not arrive; then the
     proof, if ``proof_due``; then ``take``. Votes may also be posted and read at any time before. ``fail`` and
     ``turn_off`` may be called at any time.
     """
@@ -123,7 +123,7 @@ class RankState:
         return due
 
     @property
-    def owes_round(self) -> bool:
+    def owes_vote(self) -> bool:
         """Whether this rank has a vote to post now.
 
         A rank posts for every boundary that it passes, whatever failed there: votes pair up by order alone.
@@ -146,7 +146,7 @@ class RankState:
 
     @property
     def waits(self) -> bool:
-        """Whether this rank must read a result to know if it ``owes_round``."""
+        """Whether this rank must read a result to know if it ``owes_vote``."""
         return self._votes.waits and self.unread
 
     @property
@@ -159,37 +159,37 @@ class RankState:
         """Whether this rank has missed results too often: it turns all ranks off."""
         return self._missed and self.failures >= self._error_limit
 
-    def round_to_post(
+    def vote_to_post(
         self, newest: SnapshotId | None, will: Readiness, wish: IntervalRequest, guard: ProtectionStatus,
         now_secs: float, *, flush: FlushStatus = NO_FLUSH,
     ) -> Vote:  # fmt: skip
-        """This rank's vote, when ``owes_round``: its newest sealed snapshot, its readiness and its requests."""
+        """This rank's vote, when ``owes_vote``: its newest sealed snapshot, its readiness and its requests."""
         # The restored snapshot has another lineage and does not count.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
         if self._gives_up or self._lost or (self.failures >= self._error_limit and own <= self._newest):
             will = Readiness.OFF  # unless a snapshot was sealed since, which resets the failures
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         self._wished = wish.stretch, int(min(wish.cost, _MOST_COST) * 1e6)
-        return self._round(own, will, *self._wished, *tasks, self.flushes.wish(wish))
+        return self._make_vote(own, will, *self._wished, *tasks, self.flushes.wish(wish))
 
-    def empty_round(self) -> Vote:
-        """The vote if ``round_to_post`` raises: nothing sealed, SKIP. It repeats the last requests, as this rank's
+    def empty_vote(self) -> Vote:
+        """The vote if ``vote_to_post`` raises: nothing sealed, SKIP. It repeats the last requests, as this rank's
         may be the only ones that count."""
         is_last = self._gives_up or self.failures >= self._error_limit
         wished = self._wished or (self.interval.changes[-1][1], -1)
-        return self._round(-1, Readiness.OFF if is_last else Readiness.SKIP, *wished)
+        return self._make_vote(-1, Readiness.OFF if is_last else Readiness.SKIP, *wished)
 
-    def _round(self, newest: int, will: Readiness, *more: Any) -> Vote:
+    def _make_vote(self, newest: int, will: Readiness, *more: Any) -> Vote:
         step = self._next_step
         assert step is not None, "call this only if a vote is owed"
         return Vote(step.number, newest, will, *more, due=step.due, step=self._votes.step)
 
-    def posted(self, round_: Vote) -> None:
+    def posted(self, vote: Vote) -> None:
         """The vote is in flight."""
         self._votes.posted()
-        self._said_off = self._said_off or round_.will == Readiness.OFF
-        if round_.newest > self._newest:
-            self._newest, self.failures = round_.newest, 0
+        self._said_off = self._said_off or vote.will == Readiness.OFF
+        if vote.newest > self._newest:
+            self._newest, self.failures = vote.newest, 0
 
     def miss(self) -> None:
         """Results were missing at the deadline: this rank takes no snapshot, and its next vote says so."""

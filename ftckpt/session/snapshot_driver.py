@@ -101,7 +101,7 @@ class SnapshotDriver:
     def post_if_known(self) -> None:
         """Post this rank's vote before the fence, if the fence could not add to it. Polls with growing pauses."""
         state = self._state
-        if not (state.owes_round or state.waits) or self.capture is None or not self.capture.sealed:
+        if not (state.owes_vote or state.waits) or self.capture is None or not self.capture.sealed:
             return
         if (now_secs := time.monotonic()) < self._look_again_secs:
             return
@@ -109,12 +109,12 @@ class SnapshotDriver:
         try:
             if state.waits:
                 self._read()
-            if not state.owes_round:
+            if not state.owes_vote:
                 return
-            round_ = self._round()
+            vote = self._current_vote()
             # WORKING may become DONE by the fence: posted now, all ranks would learn that a step later.
-            if round_.cover != TaskState.WORKING:
-                self._send(round_)
+            if vote.cover != TaskState.WORKING:
+                self._send(vote)
         except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
             self.fail(error)
 
@@ -237,7 +237,7 @@ class SnapshotDriver:
                 self._state.miss()
                 raise CaptureError(f"other ranks did not answer within {deadlines.VOTE_SECS:g} s")
             self.execute(self._state.learn(verdicts, time.monotonic()))
-            if not self._state.owes_round:  # a result may call for another vote
+            if not self._state.owes_vote:  # a result may call for another vote
                 break
             self._post(now=True)
         self.execute(self._state.agree())
@@ -263,24 +263,24 @@ class SnapshotDriver:
         Unfinished copies change no count of votes: this vote names the snapshot sealed before them and skips the next
         one, a later vote names theirs.
         """
-        while self._state.owes_round:
+        while self._state.owes_vote:
             if not now and self.capture is not None and self.capture.flying:
                 return
             problem: Exception | None = None
             try:
-                round_ = self._round()
+                vote = self._current_vote()
             except Exception as error:  # noqa: BLE001 - reported below; first the vote that the others need
-                round_, problem = self._state.empty_round(), error
-            self._send(round_)
+                vote, problem = self._state.empty_vote(), error
+            self._send(vote)
             if problem is not None:
                 self.fail(problem)
 
-    def _send(self, round_: Vote) -> None:
-        sample = self._shard.sampled(round_.number) if round_.due else ()
-        self._links.agreement.post(round_, *sample)  # if it raises, the vote is still owed
-        self._state.posted(round_)
+    def _send(self, vote: Vote) -> None:
+        sample = self._shard.sampled(vote.number) if vote.due else ()
+        self._links.agreement.post(vote, *sample)  # if it raises, the vote is still owed
+        self._state.posted(vote)
 
-    def _round(self) -> Vote:
+    def _current_vote(self) -> Vote:
         capture, now_secs = self.capture, time.monotonic()
         will = (
             Readiness.OFF
@@ -289,7 +289,7 @@ class SnapshotDriver:
             if capture.is_ready(self._state.keep)
             else Readiness.SKIP
         )
-        round_ = self._state.round_to_post(
+        vote = self._state.vote_to_post(
             capture.newest if capture is not None else None,
             will,
             self._pacer.intervals.request,
@@ -297,9 +297,9 @@ class SnapshotDriver:
             now_secs,
             flush=self._protection.observe_flush(self._state.flushes.current),
         )
-        if round_.flush >= 0 and round_.flushed == TaskState.CANNOT:
-            self._storage.tell_problem(round_.flush)
-        return round_
+        if vote.flush >= 0 and vote.flushed == TaskState.CANNOT:
+            self._storage.tell_problem(vote.flush)
+        return vote
 
     def _prove(self) -> None:
         """Check that replicas and derived state are still as assumed; if not, all ranks rebuild their arenas."""

@@ -113,7 +113,7 @@ class AgreementError(RuntimeError):
     """The other ranks are unreachable."""
 
 
-class _PostedRound(NamedTuple):
+class _PostedVote(NamedTuple):
     """A vote in flight; with ``rows`` and their ``comparison`` if samples accompany it."""
 
     work: Any
@@ -135,7 +135,7 @@ class Agreement:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._posted: deque[_PostedRound] = deque()
+        self._posted: deque[_PostedVote] = deque()
         self._unread: list[VoteResult] = []
         self._ended = False  # by an OFF result, after which no rank posts
 
@@ -145,7 +145,7 @@ class Agreement:
         return self._group.broken
 
     def post(
-        self, round_: Vote, words: npt.NDArray[np.int64] | None = None, comparison: Comparison | None = None
+        self, vote: Vote, words: npt.NDArray[np.int64] | None = None, comparison: Comparison | None = None
     ) -> None:
         """Post this rank's vote; never waits. ``words``: its sample of that snapshot, given by all ranks or by none,
         for ``comparison``.
@@ -154,7 +154,7 @@ class Agreement:
             AgreementError: nothing was posted.
         """
         try:
-            posted = _PostedRound(*self._group.start_minimum(round_.words()))
+            posted = _PostedVote(*self._group.start_minimum(vote.words()))
             if words is not None:
                 sample, rows = self._group.start_gather(words)
                 posted = posted._replace(sample=sample, rows=rows, comparison=comparison)
@@ -231,8 +231,8 @@ class GroupPair:
     def __init__(self, start_timeout_secs: float, connect_timeout_secs: float, group: Group | None = None) -> None:
         self.group = group or Group(start_timeout_secs)
         # A separate group: votes pair up by order, and any other collective would shift them.
-        self._rounds = Group(start_timeout_secs, partners=0)
-        self.agreement = Agreement(self._rounds)
+        self._votes = Group(start_timeout_secs, partners=0)
+        self.agreement = Agreement(self._votes)
         self._start_timeout_secs, self._connect_timeout_secs = start_timeout_secs, connect_timeout_secs
 
     @property
@@ -243,12 +243,12 @@ class GroupPair:
     def give_up(self, reason: str) -> None:
         """Break both groups, which ends the wait of other ranks in them."""
         self.group.give_up(reason)
-        self._rounds.give_up(reason)
+        self._votes.give_up(reason)
 
     def part(self, leave: Callable[[], None]) -> None:
         """Run ``leave`` as the last collective, then close the vote group; raises as ``meet``."""
         self.meet("end", leave)
-        self._rounds.close()
+        self._votes.close()
 
     def meet(self, place: str, action: Callable[[], T]) -> T:
         """Run ``action``, which must be collective and repeatable, at the end of the job. A broken group is

@@ -392,7 +392,7 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
     read, post = agreement.read, agreement.post
     for iteration in range(1, 9):
         if iteration == 8 and rank == 1 and trouble == "off":
-            agreement.post = lambda round_: post(replace(round_, will=Readiness.OFF))  # type: ignore[method-assign]
+            agreement.post = lambda vote: post(replace(vote, will=Readiness.OFF))  # type: ignore[method-assign]
         checkpointer.fence()
         if iteration == 8 and rank == 1 and trouble == "read":
             agreement.read = broken_read  # type: ignore[method-assign]

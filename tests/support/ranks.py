@@ -242,7 +242,7 @@ class Rank:
             self.waits = ""
             self._read(job)
             yield
-            if state.off or self.missed or not state.owes_round:
+            if state.off or self.missed or not state.owes_vote:
                 break
         if not (state.off or self.missed):
             self._execute(state.agree())
@@ -337,7 +337,7 @@ class Rank:
     def _post(self, job: Job, fate: Fate, now: bool = False) -> bool:
         """Whether a round is on its way that was not."""
         state = self.state
-        if not state.owes_round or (not now and self.flight is not None and not self.flight.stuck):
+        if not state.owes_vote or (not now and self.flight is not None and not self.flight.stuck):
             return False
         target = state.targets.target
         guard = ProtectionStatus(
@@ -349,18 +349,18 @@ class Rank:
             rests=fate.smp == "rests",
         )
         will = Readiness.SKIP if self.flight is not None else Readiness.GO
-        round_ = state.round_to_post(self.newest, will, IntervalRequest(fate.stretch), guard, job.now_secs)
+        vote = state.vote_to_post(self.newest, will, IntervalRequest(fate.stretch), guard, job.now_secs)
         assert not state.off, "a rank that is off posts"
         if fate.breaks == "post":
             self.group.give_up("")
         number = self.group.num_posted
         try:
-            self.agreement.post(round_, *(self._words(job, round_.number) if round_.due else ()))
+            self.agreement.post(vote, *(self._words(job, vote.number) if vote.due else ()))
         except AgreementError:
             self._disconnect()
             return False
-        job.rounds_posted.setdefault(number, []).append(round_)
-        state.posted(round_)
+        job.rounds_posted.setdefault(number, []).append(vote)
+        state.posted(vote)
         return True
 
     def _words(self, job: Job, number: int) -> tuple[Any, Any]:
@@ -554,11 +554,9 @@ class Job:
         assert len({rank.decision.keep for rank in heard if isinstance(rank.decision, TakeSnapshot)}) <= 1
         for rank in heard:
             posted = self.rounds_posted.get(rank.read - 1, [])
-            assert not isinstance(rank.decision, TakeSnapshot) or all(
-                round_.will == Readiness.GO for round_ in posted
-            )
+            assert not isinstance(rank.decision, TakeSnapshot) or all(vote.will == Readiness.GO for vote in posted)
         for rounds in self.rounds_posted.values():
-            steps = {(round_.number, round_.due) for round_ in rounds if round_.will != Readiness.OFF}
+            steps = {(vote.number, vote.due) for vote in rounds if vote.will != Readiness.OFF}
             assert len(steps) <= 1, "rounds of different steps pair up"
         shortest = min((rank.state.interval.changes for rank in self.on), key=len, default=[])
         assert all(rank.state.interval.changes[: len(shortest)] == shortest for rank in self.on)

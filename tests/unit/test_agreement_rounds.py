@@ -29,19 +29,19 @@ ROUNDS = st.lists(
 
 @given(ROUNDS)
 def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Vote]) -> None:
-    minima = [min(words) for words in zip(*(round_.words() for round_ in rounds), strict=True)]
-    newest, targets = {round_.newest for round_ in rounds}, {round_.target for round_ in rounds}
-    flushes = {round_.flush for round_ in rounds}
+    minima = [min(words) for words in zip(*(vote.words() for vote in rounds), strict=True)]
+    newest, targets = {vote.newest for vote in rounds}, {vote.target for vote in rounds}
+    flushes = {vote.flush for vote in rounds}
     assert VoteResult.of(minima) == VoteResult(
         number=7,
         newest=newest.pop() if len(newest) == 1 else -1,
-        will=min(round_.will for round_ in rounds),
-        stretch=max(round_.stretch for round_ in rounds),
-        cost=max(round_.cost for round_ in rounds),
-        flush_interval=max(round_.flush_interval for round_ in rounds),
+        will=min(vote.will for vote in rounds),
+        stretch=max(vote.stretch for vote in rounds),
+        cost=max(vote.cost for vote in rounds),
+        flush_interval=max(vote.flush_interval for vote in rounds),
         target=targets.pop() if len(targets) == 1 else -1,
-        cover=min(round_.cover for round_ in rounds),
+        cover=min(vote.cover for vote in rounds),
         flush=flushes.pop() if len(flushes) == 1 else -1,
-        flushed=min(round_.flushed for round_ in rounds),
-        step=max(round_.step for round_ in rounds),
+        flushed=min(vote.flushed for vote in rounds),
+        step=max(vote.step for vote in rounds),
     )

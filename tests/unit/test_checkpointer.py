@@ -287,7 +287,7 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
     entered.clear()
     state.boundary(3)
     state.agree()
-    assert state.owes_round
+    assert state.owes_vote
     checkpointer.step(4)
     assert state.off and entered == ["given up", "turned_off", "fence", "pacer"]
 
@@ -306,7 +306,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes(
     monkeypatch.setattr("ftckpt.session.snapshot_driver._LOOK_SECS", 0.0)
     rounds: list[Any] = []
     guard, state = ProtectionStatus(), RankState(Config())
-    links = SimpleNamespace(broken=False, agreement=SimpleNamespace(post=lambda round_, *_: rounds.append(round_)))
+    links = SimpleNamespace(broken=False, agreement=SimpleNamespace(post=lambda vote, *_: rounds.append(vote)))
     pacer = SimpleNamespace(wish=IntervalRequest(), enter=lambda kind: None)
     protection = SimpleNamespace(observe=lambda target: guard)
     capture = SimpleNamespace(
@@ -329,7 +329,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes(
     guard = ProtectionStatus(alive=True, configured=True, sealed=True, covered=True)
     for kind in ("backward", "forward"):
         checkpointer.phase(kind)
-    assert [round_.number for round_ in rounds] == [1]
+    assert [vote.number for vote in rounds] == [1]
     checkpointer.fence()
     assert len(rounds) == 1, "once per snapshot"
 

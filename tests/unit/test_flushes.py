@@ -113,8 +113,8 @@ def test_what_is_on_its_way_is_kept_and_marked() -> None:
     state.boundary(5)
     state.learn([VoteResult(2, 5, flush=4, flushed=WORKING)], 0.0)
     assert state.keep == {at(4), at(5)}
-    round_ = state.round_to_post(at(5), Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0, flush=READY)
-    assert (round_.flush, round_.flushed) == (4, WORKING)
+    vote = state.vote_to_post(at(5), Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0, flush=READY)
+    assert (vote.flush, vote.flushed) == (4, WORKING)
     state.boundary(6)
     state.learn([VoteResult(3, 6, flush=4)], 0.0)
     assert state.keep == {at(6)} and state.flushes.persisted == at(4)

@@ -240,8 +240,8 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow(interv
     for iteration in range(1, 200):
         if state.off:
             break
-        while state.owes_round:
-            state.posted(state.round_to_post(None, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0))
+        while state.owes_vote:
+            state.posted(state.vote_to_post(None, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0))
             num_posted += 1
         if not state.boundary(iteration):
             continue
@@ -261,13 +261,13 @@ def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
     state.agree()
     assert isinstance(state.take(has_room=True), TakeSnapshot)
     one = SnapshotId(b"1" * 16, 1)
-    state.posted(state.round_to_post(one, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0))
+    state.posted(state.vote_to_post(one, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0))
     state.give_up("its step is captured")
     state.boundary(2)
     state.learn([VoteResult(1, 1, will=Readiness.GO)], 0.0)
     state.agree()
     assert isinstance(state.take(has_room=True), SkipSnapshot)
-    last = state.round_to_post(one, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0)
+    last = state.vote_to_post(one, Readiness.GO, IntervalRequest(), ProtectionStatus(), 0.0)
     assert (last.newest, last.will) == (1, Readiness.OFF)
 
 
