@@ -15,7 +15,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session import deadlines
 from ftckpt.session.actions import TakeSnapshot
 from ftckpt.session.protection import Protection
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 from ftckpt.session.shard import Shard
 
 
@@ -82,7 +82,7 @@ class RankShutdownReport:
     """
 
     def __init__(
-        self, config: Config, events: Events, state: RankState, protection: Protection, *,
+        self, config: Config, events: Events, state: SessionState, protection: Protection, *,
         shard: Shard, kept: LastBoundary | None, boundary: int, begin: Callable[[TakeSnapshot], int],
     ) -> None:  # fmt: skip
         self._timeout_secs = deadlines.FENCE_SECS

@@ -18,7 +18,7 @@ from ftckpt.session.attempt import AttemptRecord
 from ftckpt.session.counters import RankNumbers
 from ftckpt.session.protection import Protection
 from ftckpt.session.rank_storage import RankStorage
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 from ftckpt.session.vote import GroupPair
 
 
@@ -39,7 +39,7 @@ class RankContext:
     attempt: AttemptRecord
     storage: RankStorage
     numbers: RankNumbers
-    state: RankState
+    state: SessionState
 
     @property
     def group(self) -> Group:
@@ -64,7 +64,7 @@ class RankContext:
         protection = Protection(config, topology, links.group, events)
         config = replace(config, slots=protection.slots)
         nodes = len({member.node for member in topology.members})
-        state = RankState(config, protection.protects, nodes)
+        state = SessionState(config, protection.protects, nodes)
         arenas = NodeArenas(config, topology, links.group, events, protects=protection.protects)
         return cls(
             config, topology, events, links, training_state, protection, arenas,

@@ -22,7 +22,7 @@ from ftckpt.persist.exports import prepare
 from ftckpt.persist.paths import Place
 from ftckpt.session.last_snapshot import JobEnd, RankShutdown, RankShutdownReport
 from ftckpt.session.protection import Protection
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 
 
 def save_command(config: Config) -> str:
@@ -46,7 +46,7 @@ class RankStorage:
     """One rank's part in storage; SMPs write the files. ``bring_last`` is collective."""
 
     def __init__(
-        self, config: Config, group: Group, events: Events, protection: Protection, state: RankState
+        self, config: Config, group: Group, events: Events, protection: Protection, state: SessionState
     ) -> None:
         self._config = config
         self._group = group

@@ -42,7 +42,7 @@ _MOST_COST = 1e6
 """Maximum cost of a snapshot that a vote carries, in iterations."""
 
 
-class RankState:
+class SessionState:
     """One rank's decisions, driven by calls in the order of training.
 
     ``begin`` once; ``boundary`` at each boundary. Where a snapshot is due: ``vote_to_post``, ``posted`` and

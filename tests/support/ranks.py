@@ -29,7 +29,7 @@ from ftckpt.session.actions import (
     UpdateTargets,
 )
 from ftckpt.session.protection_scheduler import ProtectionStatus
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 from ftckpt.session.vote import Agreement, AgreementError, Readiness, VoteResult
 
 POSITIONS = 2
@@ -170,7 +170,7 @@ class Rank:
 
     def start(self, config: Config, protects: bool, rounds: Rounds, error_limit: int) -> None:
         with patch.object(session, "ERROR_LIMIT", error_limit):
-            self.state = RankState(config, protects)
+            self.state = SessionState(config, protects)
         self.group = RankGroup(rounds, self.index)
         self.agreement = Agreement(self.group)  # type: ignore[arg-type]
         self.flight, self.read, self.waits = None, 0, ""

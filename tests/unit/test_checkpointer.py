@@ -32,7 +32,7 @@ from ftckpt.session.gc_pause import imports_that_stay
 from ftckpt.session.protection import ArenaRemains, Protection, in_all_arenas
 from ftckpt.session.protection_scheduler import ProtectionStatus
 from ftckpt.session.rank_parts import RankContext
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 from ftckpt.session.snapshot_driver import SnapshotDriver
 from ftckpt.session.vote import AgreementError
 from tests.support.errors import raises
@@ -46,7 +46,7 @@ def rank_of(**parts: Any) -> Any:
     others = {
         "topology": SimpleNamespace(rank=1, members=()),
         "group": SimpleNamespace(broken=False, outlast_stalls=nothing),
-        "training_state": None, "links": None, "storage": None, "config": config, "state": RankState(config),
+        "training_state": None, "links": None, "storage": None, "config": config, "state": SessionState(config),
         "attempt": SimpleNamespace(trains=nothing, finish=nothing, ends=()), "numbers": RankNumbers(),
         "arenas": SimpleNamespace(path=Path(), withdraw=nothing, release=nothing),
     }  # fmt: skip
@@ -196,7 +196,7 @@ class Lessened:
 def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> None:
     protection = Lessened()
     arenas = SimpleNamespace(path=Path(), coming_bytes=0, slots=4)
-    state = RankState(Config(), protects=True)
+    state = SessionState(Config(), protects=True)
     snapshots = snapshots_of(SimpleNamespace(arena=object()), protection=protection, arenas=arenas, state=state)
     if anew:
         state.take_over(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
@@ -213,7 +213,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     rebuilt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that has come anew has no parity yet, whatever the marks of others say."""
-    snapshot, state = SnapshotId(LINEAGE, 5), RankState(Config(), protects=True)
+    snapshot, state = SnapshotId(LINEAGE, 5), SessionState(Config(), protects=True)
     found: Any = SimpleNamespace(
         choose=lambda *_: SimpleNamespace(snapshot=snapshot), void_newer=lambda _: LINEAGE, load=lambda one, *_: one,
         usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, lineage=UNKNOWN, source="", why="",
@@ -236,7 +236,7 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life(restored: Callable[..., 
     """It trains, and ``ftckpt status`` shows where."""
     beats: list[str] = []
     protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))
-    state = RankState(Config())
+    state = SessionState(Config())
     checkpointer = restored(protection=protection, state=state)
     state.turn_off("why")
     checkpointer.fence()
@@ -283,7 +283,7 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
     )
     events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))
     config = Config()
-    checkpointer = restored(pacer, config=config, state=(state := RankState(config)), links=links, events=events)
+    checkpointer = restored(pacer, config=config, state=(state := SessionState(config)), links=links, events=events)
     entered.clear()
     state.boundary(3)
     state.agree()
@@ -305,7 +305,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes(
     """Not at the fence alone: where the boundary comes right behind it all ranks would wait for each other."""
     monkeypatch.setattr("ftckpt.session.snapshot_driver._LOOK_SECS", 0.0)
     rounds: list[Any] = []
-    guard, state = ProtectionStatus(), RankState(Config())
+    guard, state = ProtectionStatus(), SessionState(Config())
     links = SimpleNamespace(broken=False, agreement=SimpleNamespace(post=lambda vote, *_: rounds.append(vote)))
     pacer = SimpleNamespace(wish=IntervalRequest(), enter=lambda kind: None)
     protection = SimpleNamespace(observe=lambda target: guard)
@@ -336,7 +336,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes(
 
 def test_what_is_evaluated_or_saved_is_no_time_of_training(restored: Callable[..., Checkpointer]) -> None:
     paused: list[str] = []
-    protection, state = SimpleNamespace(beat=lambda _, kind: paused.append(kind)), RankState(Config())
+    protection, state = SimpleNamespace(beat=lambda _, kind: paused.append(kind)), SessionState(Config())
     checkpointer = restored(SimpleNamespace(pause=lambda: paused.append("paced")), protection=protection, state=state)
     checkpointer.pause()
     assert paused == ["pause", "paced"]
@@ -395,7 +395,7 @@ def test_what_training_goes_back_from_does_not_come_to_storage(
     storage = SimpleNamespace(wants_last=True, bring_last=bring_last)
     links = SimpleNamespace(broken=False, meet=lambda _, action: action(), part=lambda _: None)
     pacer = SimpleNamespace(enter=lambda kind: None, pause=lambda: None, wish=IntervalRequest())
-    checkpointer = restored(pacer, storage=storage, links=links, state=(state := RankState(Config())))
+    checkpointer = restored(pacer, storage=storage, links=links, state=(state := SessionState(Config())))
     state.turn_off("why")
     checkpointer.close(done=done)
     assert came == brought

@@ -26,7 +26,7 @@ from ftckpt.session import rank_storage
 from ftckpt.session.flush_scheduler import FlushScheduler, FlushStatus
 from ftckpt.session.protection_scheduler import ProtectionStatus
 from ftckpt.session.rank_storage import _NodeWatch
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 from ftckpt.session.vote import Readiness, TaskState, VoteResult
 from tests.support.errors import lacks
 from tests.support.smp_nodes import Seen
@@ -105,7 +105,7 @@ def test_an_older_verdict_settles_nothing() -> None:
 
 
 def test_what_is_on_its_way_is_kept_and_marked() -> None:
-    state = RankState(Config(persist="/there", persist_interval=4))
+    state = SessionState(Config(persist="/there", persist_interval=4))
     state.begin(LINEAGE, None, 0.0)
     state.boundary(4)
     actions = state.learn([VoteResult(1, 4)], 0.0)
@@ -121,7 +121,7 @@ def test_what_is_on_its_way_is_kept_and_marked() -> None:
 
 
 def test_where_nothing_can_be_protected_what_is_whole_goes_to_storage() -> None:
-    state = RankState(Config(persist="/there", persist_interval=4), protects=True)
+    state = SessionState(Config(persist="/there", persist_interval=4), protects=True)
     state.begin(LINEAGE, None, 0.0)
     for number in range(1, 9):
         state.boundary(number)

@@ -19,7 +19,7 @@ from ftckpt.session import rank_storage
 from ftckpt.session.actions import TakeSnapshot
 from ftckpt.session.last_snapshot import JobEnd, RankShutdown, RankShutdownReport
 from ftckpt.session.rank_storage import RankStorage
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 from tests.support.errors import lacks
 
 
@@ -131,7 +131,7 @@ class Slots:
 
 @pytest.mark.parametrize("full", [False, True], ids=["a free slot", "all are kept"])
 def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_or_protected(full: bool) -> None:
-    state, capture = RankState(Config(), protects=True), Slots(at(5), at(7), at(8), *(() if full else (at(6),)))
+    state, capture = SessionState(Config(), protects=True), Slots(at(5), at(7), at(8), *(() if full else (at(6),)))
     state.begin(b"l" * 16, None, 0.0)
     state.whole = at(7)  # it has not read yet of 8, and another rank has
     state.take_over(at(5), at(7))
@@ -168,7 +168,7 @@ def test_the_last_snapshot_comes_to_storage_unless_it_is_there(
     monkeypatch.setattr(rank_storage.codec, "gather", lambda group, mine, kind: [mine])
     protection: Any = SimpleNamespace(mark=lambda marks: None)
     nothing: Any = None
-    storage = RankStorage(Config(persist="/there"), nothing, nothing, protection, RankState(Config()))
+    storage = RankStorage(Config(persist="/there"), nothing, nothing, protection, SessionState(Config()))
     rank = SimpleNamespace(find=lambda: RankShutdown(sealed=have(7, 9), going=at(7), persisted=persisted))
     assert not storage.bring_last(rank)  # type: ignore[arg-type]
     assert came == brought

@@ -13,7 +13,7 @@ from ftckpt.session.actions import Divergence, IntervalConclusion
 from ftckpt.session.interval import Interval
 from ftckpt.session.protection_scheduler import ProtectionScheduler, ProtectionStatus
 from ftckpt.session.replica_check import Proofs
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 from ftckpt.session.vote import TaskState, VoteResult
 
 LINEAGE = b"l" * 16
@@ -231,7 +231,7 @@ def test_without_an_interval_proofs_are_at_the_start_only() -> None:
 
 
 def test_what_was_proven_last_is_what_is_trusted() -> None:
-    state = RankState(Config())
+    state = SessionState(Config())
     trusted = []
     for iteration, changed in ((1, False), (2, False), (4, True), (8, False)):
         state.boundary(iteration)
@@ -241,7 +241,7 @@ def test_what_was_proven_last_is_what_is_trusted() -> None:
 
 
 def test_what_was_taken_since_all_was_the_same_is_in_doubt_where_a_proof_finds_a_difference_first() -> None:
-    state = RankState(Config())
+    state = SessionState(Config())
     state.begin(b"of this run", None, 0.0)
     state.replicas.lay_out(100, -1)
     found = []
@@ -290,7 +290,7 @@ def test_the_interval_of_an_earlier_attempt_is_in_force_from_the_first_boundary_
 
 def test_only_what_was_concluded_is_kept_for_the_next_attempt() -> None:
     """And once, whatever it was before: that one is being measured says nothing."""
-    state = RankState(Config())
+    state = SessionState(Config())
     state.begin(LINEAGE, None, 0.0)
     kept = []
     for stretch, cost in ((1, -1), (6, -1), (6, -1), (6, 60_000), (6, 60_000), (1, 5_000)):

@@ -16,7 +16,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.schedule.cost import IntervalRequest
 from ftckpt.session.actions import Divergence, SkipSnapshot, TakeSnapshot
 from ftckpt.session.protection_scheduler import ProtectionStatus
-from ftckpt.session.session import RankState
+from ftckpt.session.session import SessionState
 from ftckpt.session.vote import Readiness, VoteResult
 from ftckpt.session.vote_schedule import VoteSchedule, VoteStep
 from tests.support.ranks import CALM, Fate, Job
@@ -234,7 +234,7 @@ def test_ranks_whose_connections_break_are_off_together_and_a_restart_has_what_o
 @pytest.mark.parametrize("interval", [1, 4])
 def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow(interval: int) -> None:
     """What it has posted stays in memory until the others come."""
-    state = RankState(Config(interval=interval, replica_check_interval=0))
+    state = SessionState(Config(interval=interval, replica_check_interval=0))
     state.begin(b"1" * 16, None, 0.0)
     num_posted = 0
     for iteration in range(1, 200):
@@ -255,7 +255,7 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow(interv
 
 def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
     """Others take what they have agreed on; it never becomes whole, and all are off with the next round."""
-    state = RankState(Config(replica_check_interval=0))
+    state = SessionState(Config(replica_check_interval=0))
     state.begin(b"1" * 16, None, 0.0)
     state.boundary(1)
     state.agree()
