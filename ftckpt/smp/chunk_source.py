@@ -221,7 +221,7 @@ def _wrong_length(data: bytearray, nbytes: int) -> str:
 
 
 class Service:
-    """Finds the bytes that other nodes request. Many threads call ``find``, which waits until ``pace`` lets them send."""
+    """Finds the bytes that other nodes request. Any thread may call ``find``; it waits until ``pace`` allows it."""
 
     def __init__(self, arenas: MonitoredArenas, pace: Throttle) -> None:
         self.arenas = arenas

@@ -95,6 +95,6 @@ class CoreShare:
         self._seen, self._seen_secs, self._looked = seen, used_secs, now
         self.idle = 1.0
         if seen is not None and before is not None and (others_secs := seen.all - before.all - own_secs) > 0:
-            # Relative to the time that this process left: were its own use idle time, it could take it from training.
+            # Relative to the time that this process left: counted as idle, its own use would entitle it to more.
             self.idle = min(1.0, max(0.0, seen.idle - before.idle) / others_secs)
         self._rate = self._cores * max(BUSY_SHARE, self.idle)
