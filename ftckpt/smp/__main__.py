@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--idle-secs", type=float, default=IDLE_SECS, metavar="SECS",
         help="time without a trainer after which it ends (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--stand-by", action="store_true", help="if another SMP serves, wait for its end, then serve"
-    )
+    parser.add_argument("--stand-by", action="store_true", help="if another SMP serves, wait for its end, then serve")
     parser.add_argument(
         "--alive", action="store_true",
         help="only report by the exit status whether an SMP lives: 0, or 1 without a recent heartbeat",

@@ -144,8 +144,8 @@ class FinalFlush:
         return not flush.found
 
     def _choose(self, call: Membership, there: SnapshotId | None) -> SnapshotId:
-        """The newest snapshot in all arenas of all nodes; a doubtful one only if all are. ``there``: the newest on storage;
-        nodes that had nothing newer do not wait for others."""
+        """The newest snapshot in all arenas of all nodes; a doubtful one only if all are. ``there``: the newest on
+        storage; nodes that have nothing newer leave without waiting."""
         while True:
             self._patiently(call.beat)
             held = self._patiently(call.present)

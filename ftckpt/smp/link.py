@@ -19,7 +19,7 @@ from ftckpt.units import in_words, rate
 _LEAST_SHARE = 0.05
 """Received fraction of a target from which its rate is meaningful."""
 MARGIN = 4
-"""Timeout of a target as a multiple of its forecast: training has priority at both ends, for up to half of the time."""
+"""Timeout of a target as a multiple of its forecast: at each end training may take up to half of the time."""
 SHARE = 0.25
 """Of a link, each way. While ranks reduce gradients training has all of it (``task_queue.NETWORK_PHASES``)."""
 ASSUMED_GBITS = 25.0
@@ -151,7 +151,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def _speed_gbits(interface: Path) -> float | None:
-    """Speed of an interface backed by hardware; None if unknown. A virtual one (veth) reports a meaningless number."""
+    """Gbit/s of an interface backed by hardware; None if unknown. A virtual one (veth) reports a meaningless rate."""
     if not _has_hardware(interface):
         return None
     try:
