@@ -89,7 +89,7 @@ class SmpClient:
             kept = self._call(EndRequest(), timeout_secs / 2).get("log")
             _wait_gone(self.node_dir, process, deadline)
             if kept:
-                where = f"its log is archived in {kept}, if that can be written"
+                where = f"its log is kept in {kept}, if that can be written"
                 log.info("ftckpt: the SMP of node %s logged warnings: %s", self.node, where)
         except FtckptError:
             if not end_smp(self.node_dir, max(1.0, deadline - time.monotonic())):

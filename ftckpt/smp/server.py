@@ -136,9 +136,9 @@ class _Listener:
 class Server:
     """Answers requests: one thread per listening socket and one per connection.
 
-    Call ``serve_node``, perhaps ``listen``, then ``poll`` in a loop, then ``close``. Requests about state wait for that
-    loop, so that state needs no locks. Threads of connections find and send bytes concurrently. Over the network state
-    can be read, not changed.
+    Call ``serve_node``, perhaps ``listen``, then ``poll`` in a loop, then ``close``. Requests about state wait for
+    that loop, so that state needs no locks. Threads of connections find and send bytes concurrently. Over the network
+    state can be read, not changed.
 
     Args:
         handlers: one for each class of request that the loop serves.
@@ -166,7 +166,7 @@ class Server:
         self._closed = False
 
     def serve_node(self, node_dir: Path) -> None:
-        """Answer this node's processes at a socket in ``node_dir``. The caller holds the SMP's lock: an older one is stale.
+        """Answer the node's processes at a socket in ``node_dir``; an old one is stale, as the caller holds the SMP's lock.
 
         Raises:
             OSError: the socket cannot be created.
