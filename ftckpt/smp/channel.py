@@ -123,7 +123,7 @@ def _peer_uid(sock: socket.socket) -> int:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Bytes to send after a body. ``valid`` tells, once they were read, whether they did not change meanwhile."""
+    """Bytes to send after a body. ``valid`` reports, once they were read, whether they stayed unchanged meanwhile."""
 
     view: memoryview
     hash: int
@@ -273,7 +273,7 @@ class Channel:
             at = 0
             while at < len(view):
                 piece = view[at : at + _PIECE_BYTES]
-                at += self._wait(deadline, "takes nothing", lambda: self._socket.send(piece))  # noqa: B023
+                at += self._wait(deadline, "accepts no data", lambda: self._socket.send(piece))  # noqa: B023
 
     def end_input(self) -> None:
         """Stop receiving, from any thread: a waiting receiver is woken, sending continues."""
@@ -344,7 +344,7 @@ class Channel:
     def _read_into(self, view: memoryview, deadline: float) -> None:
         at = 0
         while at < len(view):
-            got = self._wait(deadline, "sends nothing", lambda: self._socket.recv_into(view[at:]))  # noqa: B023
+            got = self._wait(deadline, "sends no data", lambda: self._socket.recv_into(view[at:]))  # noqa: B023
             if got == 0:
                 raise PeerError("the connection was closed")
             at += got

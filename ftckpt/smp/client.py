@@ -134,7 +134,7 @@ _MOST_SILENT_SECS = 60.0
 _START_SECS = 20.0
 """Twice ``_ANSWER_SECS``: half until a silent SMP is replaced, half for its successor."""
 _MOST_WARNINGS = 16
-"""Reported at a time."""
+"""Maximum warnings reported at a time."""
 _ATTEMPTS = 3
 """Starts of an SMP that ends at once; the last error is reported."""
 

@@ -156,8 +156,8 @@ class FinalFlush:
                 if there is not None and self._patiently(lambda: call.knew_all(there)):
                     return there
                 raise StorageError(
-                    f"nodes are missing: {', '.join(sorted(missing))}: no snapshot is complete without what they "
-                    "hold; save on every node at once, or start the job again, which reconstructs from parity",
+                    f"nodes are missing: {', '.join(sorted(missing))}: no snapshot is complete without their "
+                    "shards; save on every node at once, or start the job again, which reconstructs from parity",
                     lasting=True,
                 )
         everywhere = set.intersection(*held.values())

@@ -181,7 +181,7 @@ class Flush:
             pass
         except Exception as error:  # noqa: BLE001 - reported; training continues whatever storage does
             reason = in_words(error)
-            self.problem, self.state = reason, FlushState.CANNOT  # in this order: a reader of the state wants both
+            self.problem, self.state = reason, FlushState.CANNOT  # in this order, for readers
             self._events.emit("flush_failed", iteration=self.snapshot.iteration, reason=reason)
 
     def _export(self, storage: Storage, exports: ExportPlace) -> None:

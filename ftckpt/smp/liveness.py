@@ -21,7 +21,7 @@ from ftckpt.memory.page import pid_of
 
 
 class Liveness:
-    """Tells which ranks live. The kernel holds a lock while its process lives, in any pid namespace."""
+    """Determines which ranks live. The kernel holds a lock while its process lives, in any pid namespace."""
 
     def __init__(self, node_dir: Path) -> None:
         self._node_dir = node_dir
