@@ -208,7 +208,7 @@ class MonitoredArena:
 
 
 class MonitoredArenas:
-    """The arenas of a node's trainers. ``by_shard`` and ``find`` are for any thread, all else for one."""
+    """The arenas of a node's trainers. Any thread may use ``by_shard`` and ``find``, one all else."""
 
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir

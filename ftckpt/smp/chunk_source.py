@@ -123,7 +123,7 @@ class Sources:
 
 
 class Chunk:
-    """A chunk for parity; this class: one from another node, verified on receipt."""
+    """A chunk for parity. This base class: one received from another node and already verified."""
 
     def __init__(self, data: Bytes) -> None:
         self.data = data

@@ -21,7 +21,7 @@ _LEAST_SHARE = 0.05
 MARGIN = 4
 """Timeout of a target as a multiple of its forecast: at each end training may take up to half of the time."""
 SHARE = 0.25
-"""Of a link, each way. While ranks reduce gradients training has all of it (``task_queue.NETWORK_PHASES``)."""
+"""Share of a link, each way. While ranks reduce gradients training has all of it (``task_queue.NETWORK_PHASES``)."""
 ASSUMED_GBITS = 25.0
 """Assumed speed of an unknown link, that of small cloud machines. A wrong guess costs time, not safety."""
 _SYSFS = Path("/sys/class/net")

@@ -166,7 +166,7 @@ class Server:
         self._closed = False
 
     def serve_node(self, node_dir: Path) -> None:
-        """Answer this node's processes at a socket in ``node_dir``. The caller holds ``smp.lock``: an old socket is stale.
+        """Answer this node's processes at a socket in ``node_dir``. The caller holds the lock: an old one is stale.
 
         Raises:
             OSError: the socket cannot be created.
