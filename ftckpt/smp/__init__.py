@@ -1,22 +1,21 @@
-"""The snapshot management process: one per node and job, nobody's child, outlives the trainers. No torch.
+"""The snapshot management process (SMP): one per node and job, a daemon that outlives the trainers. No torch.
 
-In: arenas that trainers write, their requests, other nodes' SMPs. Out: checksums, parity, packages.
+In: arenas that trainers write, requests, packages and chunks of other nodes. Out: checksums, parity, checkpoints.
 
-* guard: ``duties`` takes turns at ``check`` (checksums of sealed slots), ``cover`` (parity and packages of the
-  target) and ``scrub`` (bytes that went bad since), on ``arenas`` as mapped here and ``sources`` of bytes.
-* talk: ``channel`` (frames, proofs, deadlines; the protocol byte by byte), ``requests``, ``server``, ``ports``,
-  ``client`` (a node's SMP as its trainers have it), ``peers`` (other nodes' as this one has them).
-* ``daemon``: the process, ``footprint``: what it takes and leaves, ``link``: what of the network, ``traffic``: when.
+* Protection: ``task_queue`` schedules ``checksum`` (sealed slots), ``encode`` (parity and packages of the target) and
+  ``scrub`` (later corruption); ``arenas`` maps the node's arenas, ``chunk_source`` supplies bytes.
+* Storage: ``flush``, ``final_flush`` (without trainers), ``export`` (other formats).
+* Communication: ``channel`` (the protocol), ``requests``, ``server``, ``client`` (for trainers), ``peers``.
+* The process: ``daemon``, ``footprint``; its use of the network: ``link`` (how much), ``traffic`` (when).
 
-What on the wire is which: between nodes, and in principle on one node too, every record is *authenticated* (AES-256
-GMAC under keys made of the job's secret and both sides' nonces), so that nobody on the network can read on after the
-handshake as somebody else, or alter, add or repeat anything; with ``encrypt`` it is *sealed* as well (AES-256-GCM).
-Without it whoever listens on the network sees the state of the job. In the clear are always: addresses, the two
-hellos and proofs, and the lengths of records.
+Records between nodes are always *authenticated* (AES-256-GMAC, keys derived from the job's secret and both nonces):
+nobody on the network can take over a connection, or alter, insert or replay a record. With ``encrypt`` they are also
+*sealed* (AES-256-GCM); without it an eavesdropper sees the job's state. Addresses, hellos, proofs and the lengths of
+records are always in the clear.
 """
 
 BUSY_STATUS = 3
-"""Exit status of a starting SMP that found another one serving. Here, as what starts one may not import numpy yet."""
+"""Exit status of a starting SMP if another one serves. In this module because its starter may not import numpy."""
 
 IDLE_SECS = 3600.0
-"""Without any trainer, after which an SMP ends: longer than a scheduler takes to start the job again on its node."""
+"""An SMP ends after this time without a trainer: longer than a scheduler takes to restart the job on its node."""

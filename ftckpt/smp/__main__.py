@@ -1,4 +1,4 @@
-"""``python -m ftckpt.smp --job J [--node N] [--arena ROOT] [--detach]``: start an SMP; ``--alive``: does one live?"""
+"""``python -m ftckpt.smp --job J [--node N] [--arena ROOT] [--detach]`` starts an SMP; ``--alive`` probes it."""
 
 from __future__ import annotations
 
@@ -23,48 +23,46 @@ if TYPE_CHECKING:
 
 _STAND_BY_SECS = 0.5
 _MOST_SILENT_SECS = 60.0
-"""Between two pieces of work an SMP gives signs of life; trainers replace one by the same measure."""
+"""Heartbeat age from which an SMP counts as hung, for trainers too. It beats between pieces of work."""
 _READY = b"ready\n"
 _BUSY = b"busy "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of an SMP, for ``ftckpt smp`` too."""
+    """Add the options of an SMP; ``ftckpt smp`` has the same."""
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument(
         "--node", default=node_here(os.environ)[0],
-        help="stable name of this machine (default: FTCKPT_NODE, Slurm's name of it, or the host name: %(default)s)",
+        help="stable name of this machine (default: FTCKPT_NODE, Slurm's node name, or the host name: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
     parser.add_argument(
         "--idle-secs", type=float, default=IDLE_SECS, metavar="SECS",
-        help="time without any trainer after which it ends (default: %(default)s)",
+        help="time without a trainer after which it ends (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--stand-by", action="store_true", help="where another one serves, wait for its end and serve then"
-    )
+    parser.add_argument("--stand-by", action="store_true", help="if another SMP serves, wait for its end, then serve")
     parser.add_argument(
         "--alive", action="store_true",
-        help="only say whether one lives, by the exit status: 0, or 1 where none has given a sign of life lately",
+        help="only report by the exit status whether an SMP lives: 0, or 1 without a recent heartbeat",
     )  # fmt: skip
 
 
 def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
-    """Be the SMP until it ends; ``ready`` is called once it answers.
+    """Run the SMP until it ends; ``ready`` is called once it answers.
 
     Raises:
         SmpError: another one serves.
         ArenaError: the directory cannot be used.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: each of its threads has memory of its own
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: each of its threads allocates memory
     from ftckpt.smp.footprint import bound_process
 
-    # Before the daemon starts threads: it sets the size of their stacks.
+    # Before the daemon starts threads: this sets their stack size.
     bound_process()
     daemon = _daemon(arguments)
     logging.getLogger("ftckpt").setLevel(logging.INFO)
     if arguments.detach:
-        # What the interpreter itself prints, a traceback at the end, goes to the log too.
+        # The log also receives the interpreter's own output, such as a fatal traceback.
         os.dup2(daemon.log.fd, 1)
         os.dup2(daemon.log.fd, 2)
     ready()
@@ -78,7 +76,7 @@ def _daemon(arguments: argparse.Namespace) -> Daemon:
     told = False
     while True:
         try:
-            # A trainer that starts one has made the directory: where it is gone, so is the job.
+            # A trainer that starts an SMP has created the directory; if it is missing, the job has ended.
             makes = not arguments.detach
             return Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs, makes_directory=makes)
         except SmpError as error:
@@ -91,8 +89,8 @@ def _daemon(arguments: argparse.Namespace) -> Daemon:
 
 
 def alive(arguments: argparse.Namespace) -> int:
-    """Exit status 0 where the SMP of the node lives and moves; otherwise 1, and why on stderr. It is not disturbed:
-    one that has much to do on a busy node answers late, and is healthy."""
+    """Exit status 0 if the node's SMP has a recent heartbeat; otherwise 1, and the reason on stderr. Sends no
+    request: a healthy SMP on a busy node may answer late."""
     from ftckpt.memory.directory import SMP_LOCK_NAME, job_node_path
     from ftckpt.memory.heartbeat import Heartbeat
     from ftckpt.memory.locks import holder_of
@@ -101,7 +99,7 @@ def alive(arguments: argparse.Namespace) -> int:
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
         problem = "has no SMP"
     elif (secs := Heartbeat.open(node_dir, None).smp()[1]) > _MOST_SILENT_SECS:
-        problem = f"has an SMP that has given no sign of life for {secs:.0f} s"
+        problem = f"has an SMP without a heartbeat for {secs:.0f} s"
     else:
         return 0
     print(f"ftckpt: job {arguments.job!r} on node {arguments.node!r} {problem}", file=sys.stderr)
@@ -109,17 +107,17 @@ def alive(arguments: argparse.Namespace) -> int:
 
 
 def detached(arguments: argparse.Namespace) -> int:
-    """Start an SMP that is nobody's child, in a session of its own; returns when it answers.
+    """Start an SMP as a daemon in its own session; returns when it answers.
 
-    Exit status: 0 it does, 3 another one serves, 1 it failed; the reason is on stderr.
+    Exit status: 0 it answers, 3 another one serves, 1 it failed; the reason is on stderr.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         _become_detached(arguments, writer)  # does not return
-    # The read below ends when the last writer has closed: this process must not be one of them.
+    # The read below ends when the last writer closes: this process must not be a writer.
     os.close(writer)
-    # The first fork ends as soon as it has forked again.
+    # The first child ends as soon as it has forked the SMP.
     os.waitpid(child, 0)
     with os.fdopen(reader, "rb") as pipe:
         message = pipe.read()
@@ -135,14 +133,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--detach", action="store_true", help="run in the background; return when it answers")
     arguments = parser.parse_args(argv)
-    settings_are_written(SettingSyntax.FLAG)  # trainers, who are told, write them as their users do
+    settings_are_written(SettingSyntax.FLAG)  # in messages; trainers translate them to their users' syntax
     if arguments.alive:
         return alive(arguments)
     return detached(arguments) if arguments.detach else foreground(arguments)
 
 
 def foreground(arguments: argparse.Namespace) -> int:
-    """Be the SMP in this process, which logs to the terminal; returns the exit status."""
+    """Run the SMP in this process, logging to the terminal; returns the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     try:
         return serve(arguments, lambda: None)
@@ -152,47 +150,47 @@ def foreground(arguments: argparse.Namespace) -> int:
 
 
 def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
-    """In the child of ``detached``: never returns."""
+    """Turn the child of ``detached`` into the SMP; never returns."""
     starter, status = _Starter(writer), 1
     try:
-        # A session of its own keeps it from torchrun's kill of a worker group; the second fork makes it nobody's
-        # child, and no leader of its session, so that it can never get a terminal.
+        # Its own session protects it from torchrun's kill of a worker group. After the second fork it is not the
+        # session's leader, and so can never acquire a terminal.
         os.setsid()
         if os.fork():
             os._exit(0)
-        # A mask is inherited, and SIGTERM, by which an SMP is ended, might be in it.
+        # The inherited signal mask may block SIGTERM, which ends an SMP.
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        # A directory of the starter's could not be unmounted while the SMP lives.
+        # The starter's directory could not be unmounted while the SMP lives.
         os.chdir("/")
         os.umask(0o077)
         null = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):
             os.dup2(null, fd)
-        # Whatever the trainer had open (sockets, device files, locks) would stay open as long as the SMP lives.
+        # The trainer's sockets, device files and locks would stay open as long as the SMP lives.
         os.closerange(3, writer)
         os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
         status = serve(arguments, lambda: starter.report(_READY))
-    except BaseException as error:  # noqa: BLE001 - the process ends here; who started it, or the log, must know why
+    except BaseException as error:  # noqa: BLE001 - the process ends; its starter or the log gets the reason
         busy = _BUSY if isinstance(error, SmpError) else b""
         starter.report(busy + f"{type(error).__name__}: {error}".encode())
         traceback.print_exc()
     finally:
-        # Not sys.exit: handlers and buffers of the starter are in this process since the fork.
+        # Not sys.exit: the fork copied the starter's exit handlers and buffers.
         os._exit(status)
 
 
 class _Starter:
-    """Who started this process waits for one message."""
+    """The process that started this one and waits for one message."""
 
     def __init__(self, writer: int) -> None:
         self._writer = writer
 
     def report(self, message: bytes) -> None:
-        """Say how the start went; what comes after the first message is dropped."""
+        """Send the outcome of the start; later messages are dropped."""
         writer, self._writer = self._writer, -1
         if writer >= 0:
-            with suppress(OSError):  # it is gone
+            with suppress(OSError):  # the starter is gone
                 os.write(writer, message)
             os.close(writer)
 

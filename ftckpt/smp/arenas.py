@@ -1,4 +1,4 @@
-"""The arenas of this node as the SMP has them: mapped, with their checks, parity files and leases on their slots."""
+"""The arenas of this node as the SMP maps them, with their checks, parity files and leases on slots."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ftckpt.model.snapshot import SnapshotId
 
 
 class ParityFiles:
-    """Open parity files by path, all writable: the SMP alone writes them. Whoever gets one does not close it."""
+    """Open parity files by path, all writable: only the SMP writes them. Callers do not close them."""
 
     def __init__(self) -> None:
         self._files: dict[Path, tuple[FileId, ParityFile]] = {}
 
     def get(self, path: Path) -> ParityFile | None:
-        """The file, or None where there is none that can be used."""
-        # By device and inode: an SMP before this one, or another layout, may have made a new file of that name.
+        """The file, or None if there is no usable one."""
+        # By device and inode: an earlier SMP, or another layout, may have created a new file of that name.
         identity = file_id(path)
         known = self._files.get(path)
         if known is not None and known[0] == identity:
@@ -46,7 +46,7 @@ class ParityFiles:
         return file
 
     def add(self, file: ParityFile) -> ParityFile:
-        """Keep a file that was just made."""
+        """Register a new file."""
         identity = file_id(file.path)
         if identity is not None:
             self.drop(file.path)
@@ -54,23 +54,23 @@ class ParityFiles:
         return file
 
     def drop(self, path: Path) -> None:
-        """Close the file, before it is deleted or because it is gone."""
+        """Close the file, before or after its deletion."""
         known = self._files.pop(path, None)
         if known is not None:
             known[1].close()
 
     def keep(self, wanted: Callable[[Path], bool]) -> None:
-        """Close those whose arena's directory is not ``wanted``."""
+        """Close the files of arenas whose directory is not ``wanted``."""
         for path in [path for path in self._files if not wanted(path.parent)]:
             self.drop(path)
 
 
 LEASE_SECS = 20.0
-"""After these a trainer takes a slot over from an SMP that was killed or stands still."""
+"""Lifetime of a lease, so that a trainer can take a slot over from a killed or hung SMP."""
 _OPEN_AGAIN_SECS = 1.0
-"""Between attempts on an arena that could not be opened."""
+"""Interval between attempts to open an arena."""
 _LOOK_AGAIN_SECS = 0.2
-"""Between looks for files that were replaced: each is a stat of every slot."""
+"""Interval between checks for replaced files: each is a stat of every slot."""
 
 
 @dataclass(frozen=True)
@@ -83,23 +83,22 @@ class CheckedSlot:
 
     @property
     def hashes(self) -> npt.NDArray[np.uint64]:
-        """xxh3-64 of each chunk, as the check took them."""
+        """xxh3-64 of each chunk, computed by the check."""
         return self.check.chunk_hashes
 
 
 class MonitoredArena:
-    """One arena. ``find``, ``still_holds``, ``identity``, ``behind`` and ``lease`` may be called from any thread.
+    """One arena. Any thread may call ``find``, ``still_holds``, ``identity``, ``behind`` and ``lease``.
 
-    What another thread reads while the arena is closed raises ValueError or ArenaError; memory it has a view
-    of stays mapped.
+    These raise ValueError or ArenaError if another thread closes the arena; memory with a view on it stays mapped.
 
     Raises:
-        FtckptError: the arena cannot be opened, or its file of checks not be made.
+        FtckptError: the arena cannot be opened, or its checks file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Asked before anything is mapped: what is replaced in between counts as another file.
+        # Before anything is mapped: a file replaced in between then counts as another one.
         identities = _identities(path, MAX_SLOTS)
         self.mapped = Arena.open(path)
         self._identities = identities[: self.mapped.control.slots + 1]
@@ -112,7 +111,7 @@ class MonitoredArena:
             self.mapped.close()
             raise
         self._guard = threading.Lock()
-        # Slot → how many hold a lease on it here: the work on it and any number of transfers.
+        # Slot → its lease holders in this process: the work on it and any number of transfers.
         self._leases: dict[int, int] = {}
 
     @property
@@ -122,29 +121,29 @@ class MonitoredArena:
 
     @property
     def shard(self) -> str:
-        """The shard that it holds."""
+        """The shard in the arena."""
         return self.mapped.control.shard
 
     @property
     def behind(self) -> bool:
-        """Whether slots have their memory that ``grow`` has not mapped yet: what they hold is not seen."""
+        """Whether slots were allocated that ``grow`` has not mapped yet: their snapshots are not visible."""
         now = _identities(self.path, self.mapped.control.slots)
         return any(known is None and new is not None for known, new in zip(self._identities, now, strict=True))
 
     def grow(self) -> None:
-        """Map slots that have got their memory since: other threads go on with those that they read."""
+        """Map newly allocated slots; other threads can keep reading the others."""
         known, now = self._identities, _identities(self.path, self.mapped.control.slots)
         for slot, identity in enumerate(now[1:]):
             if known[1 + slot] is None and identity is not None:
                 self.mapped.map(slot)
-                # Behind it: whoever finds the identity finds the slot. Of a file that was replaced in between it is
-                # the old one's, and the arena stale.
+                # After the mapping: a reader that sees the identity sees the slot. If the file was replaced in
+                # between, this is the identity of the old one, and the arena is stale.
                 known = (*known[: 1 + slot], identity, *known[2 + slot :])
                 self._identities = known
 
     @property
     def stale(self) -> bool:
-        """Whether a file of the arena was replaced or deleted since it was mapped: open it again."""
+        """Whether a file of the arena was replaced or deleted since it was mapped: reopen the arena."""
         return self.checks.replaced or self._identities != _identities(self.path, self.mapped.control.slots)
 
     @property
@@ -153,11 +152,11 @@ class MonitoredArena:
         return not self.path.exists()
 
     def identity(self, slot: int) -> FileId | None:
-        """Of the file of ``slot`` that is mapped here."""
+        """The identity of the mapped file of ``slot``."""
         return self._identities[1 + slot]
 
     def still_holds(self, slot: int, record: SlotRecord) -> bool:
-        """Whether ``slot`` still holds the snapshot of ``record``, in the file that is mapped here."""
+        """Whether ``slot`` still holds the snapshot of ``record``, in the file that is mapped."""
         now = self.mapped.control.record(slot)
         return now.sealed and now.seal_id == record.seal_id and self._current(slot)
 
@@ -167,15 +166,15 @@ class MonitoredArena:
         if slot is None or not self._current(slot):
             return None
         record, check = self.mapped.control.record(slot), self.checks.read(slot)
-        # The slot may have been given up since it was found.
+        # The slot may have been reused since it was found.
         matches = check is not None and check.snapshot == snapshot and check.seal_id == record.seal_id
         return CheckedSlot(slot, record, check) if check is not None and matches else None
 
     @contextmanager
     def lease(self, slot: int) -> Iterator[None]:
-        """Hold a lease on ``slot``; whoever holds one for long renews it with ``renew``."""
+        """Hold a lease on ``slot``; a long-term holder calls ``renew``."""
         with self._guard:
-            # The file has one lease for a slot: it ends with the last of those that hold it here.
+            # The file has one lease per slot: it ends with the last holder in this process.
             self._leases[slot] = self._leases.get(slot, 0) + 1
             self.checks.lease(slot, _until())
         try:
@@ -192,7 +191,7 @@ class MonitoredArena:
             self.checks.lease(slot, _until())
 
     def close(self) -> None:
-        """Unmap. Leases end, so that no trainer waits for one that nobody uses any more."""
+        """Unmap the arena and release its leases, so that no trainer waits for them."""
         with self._guard:
             for slot, holders in self._leases.items():
                 if holders:
@@ -201,7 +200,7 @@ class MonitoredArena:
         self.mapped.close()
 
     def _end_lease(self, slot: int) -> None:
-        with suppress(ValueError):  # closed meanwhile, which ended it
+        with suppress(ValueError):  # closed meanwhile, which released it
             self.checks.release(slot)
 
     def _current(self, slot: int) -> bool:
@@ -209,44 +208,44 @@ class MonitoredArena:
 
 
 class MonitoredArenas:
-    """The arenas of a node that a live trainer writes. All but ``by_shard`` and ``find`` belong to one thread."""
+    """The arenas of a node's trainers. Any thread may use ``by_shard`` and ``find``, one all else."""
 
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self.by_shard: Mapping[str, MonitoredArena] = {}
         self.parity = ParityFiles()
         self.problems: dict[str, str] = {}
-        """Why an arena cannot be used, by its name."""
+        """Reasons why arenas are unusable, by name."""
         self.gone: set[str] = set()
-        """Those that were open here and have been deleted since."""
+        """Names of arenas that were open and have been deleted since."""
         self._wanted: tuple[str, ...] = ()
         self._try_again = self._look_again = 0.0
 
     @property
     def all(self) -> list[MonitoredArena]:
-        """The open ones, in no order that means anything."""
+        """The open arenas, in no particular order."""
         return list(self.by_shard.values())
 
     def find(self, shard: str, snapshot: SnapshotId) -> tuple[MonitoredArena, CheckedSlot] | None:
-        """The arena of ``shard`` and its slot with ``snapshot``, where that is there and checked."""
+        """The arena of ``shard`` and its slot with ``snapshot``; None if it is missing or not checked."""
         arena = self.by_shard.get(shard)
         checked = arena.find(snapshot) if arena is not None else None
         return (arena, checked) if arena is not None and checked is not None else None
 
     @property
     def complete(self) -> bool:
-        """Whether all that are wanted are open."""
+        """Whether all wanted arenas are open."""
         return len(self.by_shard) == len(self._wanted)
 
     def want(self, names: Iterator[str] | list[str]) -> None:
-        """Directory names of the arenas to hold from now on."""
+        """Set the directory names of the arenas to open; ``refresh`` opens them."""
         self._wanted = tuple(dict.fromkeys(names))
         self.gone.clear()
         self._try_again = 0.0
 
     @property
     def changed(self) -> bool:
-        """Whether ``refresh`` has something to do. Slots that have got their memory are mapped by the look itself."""
+        """Whether ``refresh`` has something to do. Also maps newly allocated slots."""
         names = {arena.name for arena in self.all}
         missing = set(self._wanted) - names
         if names - set(self._wanted) or (missing and time.monotonic() >= self._try_again):
@@ -259,7 +258,7 @@ class MonitoredArenas:
         return any(arena.stale for arena in self.all)
 
     def refresh(self) -> None:
-        """Open what is wanted and not open, and again what was replaced; close the rest."""
+        """Open wanted arenas, reopen replaced ones, and close the rest."""
         self._try_again = time.monotonic() + _OPEN_AGAIN_SECS
         for arena in self.all:
             arena.grow()
@@ -268,7 +267,7 @@ class MonitoredArenas:
         self.gone |= {arena.name for arena in gone if arena.name in self._wanted and arena.vanished}
         self.problems.clear()
         for name in self._wanted:
-            # One that was deleted is not tried again and again: a job that ends removes them one after the other.
+            # A deleted arena is not retried: a job that ends removes its arenas one by one.
             if name in keep or (name in self.gone and not (self.node_dir / name).exists()):
                 continue
             try:
@@ -276,7 +275,7 @@ class MonitoredArenas:
             except (FtckptError, OSError) as error:
                 self.problems[name] = str(error)
         self.gone -= keep.keys()
-        # Other threads look arenas up by shard: the new table is there before an arena that is not in it is closed.
+        # Other threads look arenas up by shard: the new table is set before an arena that is not in it is closed.
         self.by_shard = {arena.shard: arena for arena in keep.values()}
         self.parity.keep(lambda directory: directory.name in keep)
         for arena in gone:
@@ -296,8 +295,8 @@ def common_mark(marks: list[SnapshotId | None]) -> SnapshotId | None:
 
 
 def least_mark(marks: list[SnapshotId | None]) -> SnapshotId | None:
-    """The snapshot to which all ranks have come: the oldest that ``marks`` name, as ranks pass a boundary one after
-    the other. None where one names none, or they are of two lineages."""
+    """The oldest of ``marks``, which all ranks have reached: ranks pass a boundary one after another. None if a mark
+    is missing, or the lineages differ."""
     named = [mark for mark in marks if mark is not None]
     if len(named) < len(marks) or len({mark.lineage for mark in named}) != 1:
         return None
@@ -309,5 +308,5 @@ def _until() -> int:
 
 
 def _identities(path: Path, slots: int) -> tuple[FileId | None, ...]:
-    """Of the control block, then of each slot."""
+    """The identities of the control block and of each slot."""
     return tuple(map(file_id, (path / CONTROL_NAME, *(path / slot_name(slot) for slot in range(slots)))))

@@ -1,4 +1,4 @@
-"""How an SMP is talked to, by trainers and the command line over a Unix socket, by other nodes' SMPs over TCP.
+"""Authenticated connections to an SMP: from trainers and the command line by Unix socket, from other SMPs by TCP.
 
 PROTOCOL. Numbers are little-endian, lengths in bytes::
 
@@ -9,19 +9,18 @@ PROTOCOL. Numbers are little-endian, lengths in bytes::
      16  nonce  32 s               8  payload  u64                    tag, 16
                                   16  body, then its tag, 16
 
-A connection begins with a hello of each side, the client's first. Each side then proves that it knows the job's
-secret: the client, and after it the server, sends HMAC-SHA256 under it over a word for its role and both hellos.
-Nobody learns the secret or can use a proof twice, in the other role, or with other flags; a server shows nothing,
-not even whether it holds anything, to who has not proven it.
+A connection starts with a hello of each side, the client's first. Each side then proves that it knows the job's
+secret: the client, then the server, sends an HMAC-SHA256 under it over a label of its role and both hellos. A proof
+reveals nothing about the secret and is useless on another connection, in the other role, or with other flags. To an
+unproven client a server reveals nothing, not even whether it has data.
 
-All that follows is frames: a body, which is one JSON object, and perhaps a payload. Each direction has a key of its
-own, made of the secret and both hellos, and AES-256-GCM with the number of the record as nonce. Body and stream are a
-record each. *Every* record is authenticated: nobody on the network can alter, repeat, reorder, cut or add one
-unseen. If either side wants it by its hello, what the records hold is *sealed*, too; only the lengths and flags
-in the first 16 bytes of a frame are open to see then. Otherwise it travels in the clear (GMAC).
+Then follow frames: a body, which is one JSON object, and optionally a payload. Each direction has its own key,
+derived from the secret and both hellos, and AES-256-GCM uses the number of the record as nonce. Body and stream are a
+record each. *Every* record is authenticated: altering, replaying, reordering, cutting or inserting one is detected.
+If either hello requests it, the contents of records are also *sealed*, which leaves only the lengths and flags in the
+first 16 bytes of a frame in the clear. Otherwise contents are in the clear (GMAC).
 
-Over a Unix socket it is the same with an empty secret, which proves nothing: the kernel names the user at
-the other end, and that is the proof (``trust_in``).
+Over a Unix socket the secret is empty and proves nothing: the kernel names the peer's user instead (``trust_in``).
 
 Every wait has a deadline, and every length is bounded before memory is allocated for it.
 """
@@ -51,21 +50,21 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 TAG_BYTES = 16
 MIN_SECRET_BYTES = 16
-"""128 bits cannot be guessed, with recorded proofs to try on either."""
+"""128 bits cannot be guessed, not even offline from recorded proofs."""
 
 HELLO = struct.Struct("<8sB7x32s")
 FRAME = struct.Struct("<IB3xQ")
 _SEAL = 1
 _PIECE_BYTES = 256 << 10
-"""What is copied, authenticated and sent at a time: it stays in a core's cache in between."""
+"""Unit of copying, authentication and sending: it stays in a core's cache in between."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Longest waits in seconds; a transfer may take ``step_secs`` plus its bytes over ``slowest_bytes_per_sec``.
+    """Timeouts in seconds; a transfer may take ``step_secs`` plus its bytes over ``slowest_bytes_per_sec``.
 
-    ``connect_secs`` is for connection, hellos and proofs together; ``idle_secs`` for the next request. The slowest
-    rate is below a hundredth of a 10 Gbit/s link: training and other transfers leave more of one.
+    ``connect_secs``: connection, hellos and proofs together. ``idle_secs``: until the next request. The slowest rate
+    is below a hundredth of a 10 Gbit/s link: training and other transfers leave more than that.
     """
 
     connect_secs: float = 5.0
@@ -74,39 +73,38 @@ class Deadlines:
     slowest_bytes_per_sec: float = 10e6
 
     def transfer_secs(self, nbytes: int) -> float:
-        """Seconds that ``nbytes`` may take from their first byte to their last."""
+        """Longest time from the first to the last of ``nbytes``."""
         return self.step_secs + nbytes / self.slowest_bytes_per_sec
 
 
 @dataclass(frozen=True)
 class Trust:
-    """What proves who is at the other end, and whether this side wants records sealed."""
+    """Credentials of a connection, and whether this side requests sealed records."""
 
     secret: bytes = field(default=b"", repr=False)
     encrypt: bool = False
 
     def checked(self) -> Trust:
-        """Itself.
+        """Returns itself.
 
         Raises:
-            ConfigError: the secret is too short to keep anybody out.
+            ConfigError: the secret is too short to be safe.
         """
         if len(self.secret) < MIN_SECRET_BYTES:
             raise ConfigError(
-                f"--ftckpt-secret-file: a secret of {len(self.secret)} bytes; at least {MIN_SECRET_BYTES} are needed"
+                f"--ftckpt-secret-file: the secret has {len(self.secret)} bytes; it needs at least {MIN_SECRET_BYTES}"
             )
         return self
 
 
 def trust_in(sock: socket.socket, trust: Trust) -> Trust:
-    """The one rule of who is believed at the other end of ``sock``, and by what proof.
+    """The credentials to demand on ``sock``: the only rule of who is trusted.
 
-    Over a Unix socket: processes of this user, by the credentials that the kernel names, and without a secret,
-    because it is a trainer of this user that brings the secret with its first requests. Over the network: who
-    proves ``trust``; nobody where no secret is known.
+    Over a Unix socket: processes of this user, by the credentials that the kernel reports. No secret is required: a
+    trainer brings it with its first requests. Over the network: peers that prove ``trust``; nobody without a secret.
 
     Raises:
-        PeerAuthError: another user, or no secret to prove anything by.
+        PeerAuthError: another user, or no secret is known.
     """
     if sock.family == socket.AF_UNIX:
         uid = _peer_uid(sock)
@@ -125,7 +123,7 @@ def _peer_uid(sock: socket.socket) -> int:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Bytes to send after a body. ``valid`` says, after they were read, whether they had been right all the time."""
+    """Bytes to send after a body. ``valid`` reports, once they were read, whether they stayed unchanged meanwhile."""
 
     view: memoryview
     hash: int
@@ -134,7 +132,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Frame:
-    """What came: a body, and a payload where there was one and it had been valid."""
+    """A received body, and its payload if there was a valid one."""
 
     body: bytes
     payload: bytearray | None = None
@@ -148,22 +146,22 @@ class _Keys:
         self._records = 0
 
     def next(self) -> Cipher[modes.GCM]:
-        """The cipher of the next record. A nonce that came twice under one key would give the key away."""
+        """The cipher of the next record. Reuse of a nonce would reveal the authentication key."""
         self._records += 1
         return Cipher(self._key, modes.GCM(struct.pack("<4xQ", self._records)))
 
 
 class Channel:
-    """A connected socket, of which each call ends at a deadline (``time.monotonic``). One thread uses it.
+    """A connected socket on which each call has a deadline (``time.monotonic``).
 
-    ``greet`` or ``welcome`` comes first.
+    Call ``greet`` (client) or ``welcome`` (server) first. One thread uses it; any may ``end_input`` or ``abort``.
 
     Raises (every method that sends or receives):
-        PeerError: closed by the other side, too late, broken, or altered on its way.
+        PeerError: closed by the peer, late, broken, or altered in transit.
     """
 
     moved_bytes: ClassVar[int] = 0
-    """That this process has sent and received over the network; what threads count at once may be lost."""
+    """Bytes sent and received by this process over the network; approximate, as threads add without a lock."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -174,17 +172,17 @@ class Channel:
         self._scratch = memoryview(b"")
         self._end = math.inf
         if not self._is_local:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a request is one small frame, and waits
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a request is one small frame
 
     def end_by(self, deadline: float) -> None:
-        """No later call may take longer than until ``deadline``, whatever its own is."""
+        """Set an upper limit for the deadlines of all later calls."""
         self._end = deadline
 
     def greet(self, trust: Trust, deadline: float) -> None:
-        """The client's side of the beginning.
+        """Perform the client's side of the handshake.
 
         Raises:
-            PeerTimeoutError: the other side says nothing.
+            PeerTimeoutError: no hello in time.
             PeerAuthError: one side does not know the secret.
         """
         trust = trust_in(self._socket, trust)
@@ -194,29 +192,29 @@ class Channel:
             theirs = bytes(self.read(HELLO.size, deadline))
         except PeerError as error:
             if time.monotonic() < min(deadline, self._end):
-                raise  # it hung up: an SMP that ends does so
+                raise  # the peer hung up, as an SMP that ends does
             raise PeerTimeoutError(str(error)) from None
         _check_version(theirs)
         self.write(_proof(trust, b"client", mine + theirs), deadline)
         try:
             proof = self.read(PROOF_BYTES, deadline)
         except PeerError as error:
-            # Hanging up is all the answer that a server gives to a wrong proof.
+            # A server answers a wrong proof only by hanging up.
             raise PeerAuthError(f"it does not accept this node's secret ({error})") from None
         if not hmac.compare_digest(proof, _proof(trust, b"server", mine + theirs)):
             raise PeerAuthError("it does not know the job's secret")
         self._begin(trust, mine, theirs, (b"client", b"server"))
 
     def welcome(self, trust: Trust, deadline: float) -> None:
-        """The server's side of the beginning.
+        """Perform the server's side of the handshake.
 
         Raises:
-            PeerAuthError: the other side does not know the secret.
+            PeerAuthError: the client does not know the secret.
         """
         trust = trust_in(self._socket, trust)
         theirs = bytes(self.read(HELLO.size, deadline))
         mine = HELLO.pack(MAGIC, _SEAL * trust.encrypt, os.urandom(NONCE_BYTES))
-        self.write(mine, deadline)  # before theirs is looked at: one of another version must see which this one is
+        self.write(mine, deadline)  # before the check: a client of another version must see this version
         _check_version(theirs)
         proof = self.read(PROOF_BYTES, deadline)
         if not hmac.compare_digest(proof, _proof(trust, b"client", theirs + mine)):
@@ -225,7 +223,7 @@ class Channel:
         self._begin(trust, theirs, mine, (b"server", b"client"))
 
     def send(self, body: bytes, deadline: float, payload: Delivery | None = None) -> None:
-        """One frame; what ``payload`` shows is read while it is sent."""
+        """Send one frame; the bytes of ``payload`` are read while they are sent."""
         assert self._sending is not None, "greet or welcome comes first"
         nbytes = 0 if payload is None else len(payload.view)
         head = FRAME.pack(len(body), _SEAL * self._sealed, nbytes)
@@ -234,7 +232,7 @@ class Channel:
         sent = bytearray(body)
         self._pass(record, memoryview(sent))
         record.finalize()
-        # At once: a small frame is one packet, and nobody waits for the rest of it.
+        # In one call: a small frame is one packet.
         self.write(head + sent + record.tag, deadline)
         if payload is not None and nbytes:
             self._send_stream(self._sending, payload, deadline)
@@ -242,18 +240,18 @@ class Channel:
     def receive(
         self, most_body: int, most_payload: int, deadlines: Deadlines, wait_secs: float | None = None
     ) -> Frame:
-        """The next frame; waiting for its begin may take ``wait_secs`` (default: a step).
+        """Receive the next frame, whose start may take ``wait_secs`` (default: ``step_secs``).
 
         Raises:
-            PeerError: also where it announces more than ``most_body`` or ``most_payload`` bytes.
+            PeerError: also if it announces more than ``most_body`` or ``most_payload`` bytes.
         """
         assert self._receiving is not None, "greet or welcome comes first"
         head = self.read(FRAME.size, time.monotonic() + (deadlines.step_secs if wait_secs is None else wait_secs))
-        # The lengths are believed only within bounds until the tag behind the body has proven them.
+        # The lengths are unverified until the tag after the body, and so must be within bounds.
         num_body, flags, nbytes = FRAME.unpack(head)
         if flags != _SEAL * self._sealed or num_body > most_body or nbytes > most_payload:
             raise PeerError(
-                f"it announces {num_body} and {nbytes} bytes where {most_body} and {most_payload} are the most"
+                f"it announces {num_body} and {nbytes} bytes; the limits are {most_body} and {most_payload}"
             )
         deadline = time.monotonic() + deadlines.transfer_secs(num_body)
         record = self._receiving.next().decryptor()
@@ -264,28 +262,28 @@ class Channel:
         return Frame(bytes(body), self._receive_stream(self._receiving, nbytes, deadlines) if nbytes else None)
 
     def read(self, nbytes: int, deadline: float) -> bytearray:
-        """Exactly ``nbytes`` as they come; the caller has bounded them."""
+        """Read exactly ``nbytes`` unverified bytes; the caller bounds the number."""
         data = bytearray(nbytes)
         self._read_into(memoryview(data), deadline)
         return data
 
     def write(self, data: bytes | bytearray | memoryview, deadline: float) -> None:
-        """Send ``data`` as it is."""
+        """Send ``data`` unauthenticated."""
         with memoryview(data) as view:
             at = 0
             while at < len(view):
                 piece = view[at : at + _PIECE_BYTES]
-                at += self._wait(deadline, "takes nothing", lambda: self._socket.send(piece))  # noqa: B023
+                at += self._wait(deadline, "accepts no data", lambda: self._socket.send(piece))  # noqa: B023
 
     def end_input(self) -> None:
-        """Take nothing more, from any thread: who waits for a frame is woken, what is being sent goes on."""
+        """Stop receiving, from any thread: a waiting receiver is woken, sending continues."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def abort(self) -> None:
-        """End the connection from any thread: the one that waits in it is woken with an error and closes it."""
-        # Shut down, not closed: only that wakes a thread which waits in the socket, and a closed descriptor
-        # could be another file's by the time that thread goes on.
+        """End the connection from any thread: the thread that waits in it is woken with an error and closes it."""
+        # Shut down, not closed: only that wakes a waiting thread, and the descriptor of a closed socket could be
+        # another file's by the time that the thread resumes.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -295,7 +293,7 @@ class Channel:
         self._socket.close()
 
     def _begin(self, trust: Trust, client: bytes, server: bytes, roles: tuple[bytes, bytes]) -> None:
-        # Either side's wish is enough. Both hellos are in both proofs: nobody on the way can clear the flag.
+        # A request by either side is enough. Both proofs cover both hellos: nobody in between can clear the flag.
         self._sealed = any(HELLO.unpack(hello)[1] & _SEAL for hello in (client, server))
         self._sending, self._receiving = (_Keys(trust.secret, role, client + server) for role in roles)
 
@@ -304,8 +302,8 @@ class Channel:
         if not self._scratch:
             self._scratch = memoryview(bytearray(_PIECE_BYTES))
         for begin in range(0, len(payload.view), _PIECE_BYTES):
-            # A trainer may take the slot over at any moment: were its memory authenticated first and sent after,
-            # bytes that changed in between would look like an attack. So both are done with one copy.
+            # A trainer may take the slot over at any moment. Bytes that changed between their authentication and
+            # their sending would look like an attack, so both use one copy.
             with payload.view[begin : begin + _PIECE_BYTES] as source:
                 piece = self._scratch[: len(source)]
                 piece[:] = source
@@ -331,8 +329,7 @@ class Channel:
         return data if trailer[0] == 1 else None
 
     def _pass(self, record: Any, piece: memoryview) -> None:
-        """Let a piece go through a record, a GCM context of the library: authenticated, and in place sealed or opened
-        where that was agreed."""
+        """Authenticate a piece of ``record``, a GCM context, and seal or open it in place on a sealed connection."""
         if self._sealed:
             record.update_into(piece, piece)
         else:
@@ -342,12 +339,12 @@ class Channel:
         try:
             record.finalize_with_tag(bytes(self.read(TAG_BYTES, deadline)))
         except InvalidTag:
-            raise PeerError("what it sent was altered on its way") from None
+            raise PeerError("its record was altered in transit") from None
 
     def _read_into(self, view: memoryview, deadline: float) -> None:
         at = 0
         while at < len(view):
-            got = self._wait(deadline, "sends nothing", lambda: self._socket.recv_into(view[at:]))  # noqa: B023
+            got = self._wait(deadline, "sends no data", lambda: self._socket.recv_into(view[at:]))  # noqa: B023
             if got == 0:
                 raise PeerError("the connection was closed")
             at += got
@@ -379,7 +376,7 @@ def _proof(trust: Trust, role: bytes, hellos: bytes) -> bytes:
 
 @contextmanager
 def socket_address(node_dir: Path) -> Iterator[str]:
-    """A short path of the SMP's socket in ``node_dir``, valid in the block: an address holds 107 bytes at most.
+    """A short path of the SMP's socket in ``node_dir``, valid in the block: socket addresses have at most 107 bytes.
 
     Raises:
         OSError: no such directory.
@@ -392,8 +389,8 @@ def socket_address(node_dir: Path) -> Iterator[str]:
 
 
 def connect(where: Path | tuple[str, int], timeout_secs: float) -> Channel:
-    """A channel to the SMP of a node's directory, or at a port of the first address that is reached, of those with
-    commas between; ``greet`` comes next.
+    """A channel to the SMP of a node's directory, or at a port of the first reachable of several addresses, separated
+    by commas; call ``greet`` next.
 
     Raises:
         PeerError: it cannot be reached in time.
@@ -415,5 +412,5 @@ def connect(where: Path | tuple[str, int], timeout_secs: float) -> Channel:
             connected.close()
             raise
         return Channel(connected)
-    except (OSError, UnicodeError, OverflowError) as error:  # the latter two: a host or a port that cannot be
+    except (OSError, UnicodeError, OverflowError) as error:  # the latter two: an impossible host or port
         raise PeerError(f"cannot be reached: {error}") from None

@@ -1,4 +1,4 @@
-"""Checksums of snapshots that trainers sealed, computed on several cores, of those that somebody needs."""
+"""Checksums of sealed slots, computed on several cores, for snapshots that are needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ftckpt.smp.work import Throttle, Work
 
 
 class _Key(NamedTuple):
-    """What a slot holds; ``file`` tells one file of a slot from the next."""
+    """The contents of a slot; ``file`` distinguishes successive files of a slot."""
 
     arena: str
     slot: int
@@ -48,13 +48,13 @@ class _Seal:
 
 
 class Checker:
-    """Finds sealed slots that have no checksums yet, and computes them.
+    """Finds sealed slots without checksums and computes them.
 
-    A slot that a restart has reconstructed has checksums already. If its bytes do not match them, this is reported
-    once, as an event ``corrupt``, and the slot is left as it is.
+    A slot that a restart has reconstructed has checksums already. A mismatch with them is reported once, as an event
+    ``corrupt``, and the slot stays as it is.
 
     Args:
-        threads: on which to compute checksums, by the bytes of a slot.
+        threads: the number of threads for a slot of so many bytes.
     """
 
     def __init__(
@@ -72,27 +72,27 @@ class Checker:
         return next((key.arena for key in self._bad if key.seal_id[0] == snapshot), "")
 
     def forget(self) -> None:
-        """What was bad may have been put right: it is looked at again."""
+        """Check corrupt slots again: they may have been repaired."""
         self._bad.clear()
 
     def next(self, first: SnapshotId | None, needed: Callable[[SnapshotId], bool]) -> Work[None] | None:
-        """The work on the slot to check next, or None: those of ``first`` before others, then newest first.
+        """The work on the next slot, or None. Slots of ``first`` come first, then the newest.
 
-        ``needed``: whether anything depends on the checksums of a snapshot.
+        ``needed``: whether the checksums of a snapshot are needed.
         """
         seals = list(self._seals())
         self._bad &= {seal.key for seal in seals}
         waiting = [seal for seal in seals if seal.key not in self._bad and needed(seal.snapshot)]
         if not waiting:
             return None
-        # Newest first: trainers write over the oldest, and a restart wants the newest.
+        # Newest first: trainers overwrite the oldest, and a restart prefers the newest.
         return self._check(max(waiting, key=lambda seal: _order(seal, first)))
 
     def _seals(self) -> Iterator[_Seal]:
         for arena in self._arenas.all:
             for slot in range(arena.mapped.control.slots):
                 record = arena.mapped.control.record(slot)
-                # One whose file is not the one that is mapped here is checked when that is.
+                # A slot whose file was replaced is checked once the new file is mapped.
                 seal_id = record.seal_id
                 if seal_id is not None and not _checked(arena, slot, seal_id) and arena.still_holds(slot, record):
                     yield _Seal(arena, slot, record, seal_id)
@@ -102,10 +102,10 @@ class Checker:
         with arena.lease(slot):
             try:
                 hashes = yield from self._hash(seal)
-                # Read again after the last byte: a trainer needs no lock to take the slot over.
+                # Verified after the last byte: a trainer takes a slot over without a lock.
                 if hashes is None or not arena.still_holds(slot, record):
                     return
-                # Of a slot that had none before, these are the checksums that count from now on.
+                # A slot without earlier checksums cannot mismatch: these become its checksums.
                 bad_chunks = np.flatnonzero(hashes != record.chunk_hashes).tolist() if record.hashed else []
                 damage = arena.mapped.damage(slot, record, bad_chunks)
             except ArenaError as error:
@@ -113,12 +113,12 @@ class Checker:
             if not arena.still_holds(slot, record):
                 return
             if damage:
-                # By file and seal: what is sealed anew there, or was put right in a new file, is looked at again.
+                # By file and seal: a new snapshot in the slot, or a repaired file, is checked again.
                 self._bad.add(seal.key)
                 iteration = seal.snapshot.iteration
                 self._events.emit("corrupt", arena=arena.name, slot=slot, iteration=iteration, what=damage.names[:20])
                 return
-            # A restart that reconstructed the slot had its checksums before it sealed it.
+            # A restart that reconstructs a slot has its checksums before the seal: no gap.
             gap_secs = 0.0 if record.hashed else max(0.0, time.monotonic() - record.sealed_secs)
             arena.checks.store_checked(slot, seal.seal_id, hashes, gap_secs)
         self.checked += 1
@@ -128,7 +128,7 @@ class Checker:
         )
 
     def _hash(self, seal: _Seal) -> Work[npt.NDArray[np.uint64] | None]:
-        """Returns the checksums, or None where the slot was given up meanwhile."""
+        """Returns the checksums, or None if the slot was reused meanwhile."""
         arena, slot = seal.arena, seal.slot
         chunks = arena.mapped.image.chunks
         hashes = np.zeros(len(chunks), np.uint64)
@@ -138,14 +138,14 @@ class Checker:
             for first in range(0, len(chunks), threads):
                 batch = range(first, min(first + threads, len(chunks)))
                 yield from self.pace.memory(sum(chunks[chunk].nbytes for chunk in batch))
-                # For each batch: a whole slot may take longer than a lease lasts.
+                # Per batch: hashing a slot may take longer than a lease lasts.
                 arena.renew(slot)
                 if not arena.still_holds(slot, seal.record):
                     return None
                 others = pool.map(hash_chunk, batch[1:]) if pool is not None else ()
                 hashes[first] = hash_chunk(first)
                 hashes[first + 1 : batch.stop] = [*others]
-                # Between batches the loop answers its trainers and beats.
+                # Between batches the loop answers requests and beats.
                 yield 0.0
         return hashes
 

@@ -1,4 +1,4 @@
-"""Bytes of a snapshot: read of slots here, requested of other nodes a few at a time, and checked for other nodes."""
+"""Chunks of a snapshot: read from local slots, prefetched from other nodes, and served to other nodes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ftckpt.smp.work import Throttle, Work
 
 AHEAD = 4
 AHEAD_BYTES = 64 << 20
-"""Chunks that are requested, or have come, and are not used yet: no more than these, but one."""
+"""Maximum chunks, in number and bytes, that are requested or received and not used yet; one is always allowed."""
 _POLL_SECS = 0.002
-"""Shorter than elsewhere: parity waits for each chunk that comes."""
+"""Shorter than elsewhere: parity waits for each received chunk."""
 _AGAIN_SECS = 0.02
-"""First pause before what is not there yet is requested again; each is twice the one before it."""
+"""First pause before a missing chunk is requested again; each pause doubles."""
 _MAX_AGAIN_SECS = 0.5
 _REPORT_SECS = 1.0
-"""Failures that last longer are told: a connection that broke is mostly made again before."""
+"""Failures that last longer are reported: most broken connections are restored sooner."""
 
 
 class Sources:
-    """Where bytes of a snapshot come from, each chunk with its checksum.
+    """Supplies the bytes of snapshots: local chunks with their checksums, and fetches from other nodes.
 
     Args:
         node: name of this node.
-        patience_secs: how long another node may fail, again and again, before it is given up.
+        patience_secs: how long another node may fail before ``take`` raises.
     """
 
     def __init__(
@@ -58,31 +58,31 @@ class Sources:
         self.pace = pace
         self.received_bytes = 0
         self.failing: dict[str, str] = {}
-        """Nodes that do not answer, and why."""
+        """The failing nodes, and why."""
         self._peers = peers
         self._events = events
         self._patience_secs = patience_secs
         self._since: dict[str, float] = {}
 
     def local(self, shard: str, chunk: int, snapshot: SnapshotId) -> LocalChunk:
-        """Chunk ``chunk`` of a slot of this node; raises ArenaError if it is not there, or not checked."""
+        """Chunk ``chunk`` of a slot of this node; raises ArenaError if the slot is missing or not checked."""
         if (found := self.arenas.find(shard, snapshot)) is None:
-            raise ArenaError(f"{shard}: iteration {snapshot.iteration} is not here, or not checked")
+            raise ArenaError(f"{shard}: iteration {snapshot.iteration} is not in memory, or not checked")
         return LocalChunk(*found, chunk)
 
     def request(self, node: str, request: BytesRequest, at_most: int) -> Work[Fetch]:
-        """Request bytes of another node, once training leaves the network to us and what came so far is paid for."""
+        """Request bytes of another node, once the network is idle and earlier bytes are paid off."""
         yield from self.pace.receive(at_most)
         return self._peers.fetch(node, request, at_most, self.pace.received.charge)
 
     def take(self, node: str, fetch: Fetch, problem: Callable[[bytearray], str]) -> Work[bytearray]:
-        """Wait for a fetch, and repeat it while the other node does not have it or fails.
+        """Wait for a fetch; repeat it while the other node fails or does not have the bytes yet.
 
         Args:
-            problem: what is wrong with the bytes that came; "" if nothing is.
+            problem: describes an error in the received bytes; "" if there is none.
 
         Raises:
-            ProtectionUnavailableError: it has failed for too long.
+            ProtectionUnavailableError: the node has failed for ``patience_secs``.
         """
         pause = _AGAIN_SECS
         try:
@@ -99,12 +99,12 @@ class Sources:
                     if data is not None:
                         self.received_bytes += len(data)
                         return data
-                # Not there yet is the usual case: nodes seal and check at different times.
+                # Usually it is not there yet: nodes seal and check at different times.
                 yield pause
                 pause = min(2 * pause, _MAX_AGAIN_SECS)
                 fetch = yield from self.request(node, fetch.request, fetch.at_most)
         finally:
-            fetch.cancel()  # given up: nobody waits for it, and it is not transferred
+            fetch.cancel()  # if the caller has stopped waiting, it is not transferred
 
     def _failed(self, node: str, error: str, tried: bool) -> None:
         now = time.monotonic()
@@ -112,7 +112,7 @@ class Sources:
         if now - since >= min(_REPORT_SECS, self._patience_secs) and node not in self.failing:
             self._events.emit("peer_lost", node=node, reason=error)
             self.failing[node] = error
-        # What was not tried, because of a failure a moment ago, must not use the patience up by itself.
+        # Fetches that were not even tried, after a recent failure, must not exhaust the patience by themselves.
         if tried and now - since >= self._patience_secs:
             raise ProtectionUnavailableError(f"{error} (for {now - since:.0f} s)")
 
@@ -123,18 +123,18 @@ class Sources:
 
 
 class Chunk:
-    """A chunk that goes into parity; this one came from another node, and was verified when it came."""
+    """A chunk for parity. This base class: one received from another node and already verified."""
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
 
     def read(self, begin: int, end: int) -> Bytes:
-        """The next piece, from the first byte on; empty behind the end."""
+        """The next piece; pieces are read in order. Empty after the end."""
         return self.data[begin:end]
 
 
 class LocalChunk(Chunk):
-    """One in a slot of this node, read in place: hashed as it is read, and nothing is known of it before its end."""
+    """A chunk in a slot of this node, read in place and hashed meanwhile; unverified until ``verify``."""
 
     def __init__(self, arena: MonitoredArena, checked: CheckedSlot, chunk: int) -> None:
         span = arena.mapped.image.chunks[chunk]
@@ -152,7 +152,7 @@ class LocalChunk(Chunk):
         self._arena.renew(self._slot)
 
     def verify(self) -> None:
-        """Raises CorruptError if what was read, all of it, is not what was checked."""
+        """Raises CorruptError if the bytes, read completely, do not match the checksum."""
         if self._hash.intdigest() != self._expected:
             raise CorruptError(
                 f"{self._arena.name}: chunk {self._chunk} of slot {self._slot} does not match its checksum"
@@ -160,10 +160,7 @@ class LocalChunk(Chunk):
 
 
 class Feed:
-    """Data chunks of the stripes of one group, in order, one snapshot. A few are requested ahead of time.
-
-    Whoever makes one closes it: what was requested in vain is not transferred then.
-    """
+    """Data chunks of the stripes of one group at one snapshot, in order, with prefetching. Its creator closes it."""
 
     def __init__(self, sources: Sources, group: ParityGroup, stripes: Iterable[Stripe], snapshot: SnapshotId) -> None:
         self._sources = sources
@@ -196,7 +193,7 @@ class Feed:
         return chunks
 
     def close(self) -> None:
-        """Nobody wants what was requested ahead of time any more."""
+        """Cancel prefetches that were not used."""
         for fetch in self._requested.values():
             fetch.cancel()
         self._requested.clear()
@@ -204,7 +201,7 @@ class Feed:
     def _remote(self, index: int, chunk: int) -> Work[bytearray]:
         while (index, chunk) not in self._requested:
             yield from self._request_next()
-        # The network fetches the next chunks while this one is encoded; how many is bounded by memory, not by number.
+        # The next chunks are fetched while this one is encoded; memory bounds their number.
         most = max(1, min(AHEAD, AHEAD_BYTES // self._group.chunk_bytes))
         while self._todo and len(self._requested) < most:
             yield from self._request_next()
@@ -224,7 +221,7 @@ def _wrong_length(data: bytearray, nbytes: int) -> str:
 
 
 class Service:
-    """Finds what other nodes request; called from many threads, which wait here until ``pace`` lets them send."""
+    """Finds the bytes that other nodes request. Any thread may call ``find``; it waits until ``pace`` allows it."""
 
     def __init__(self, arenas: MonitoredArenas, pace: Throttle) -> None:
         self.arenas = arenas
@@ -233,14 +230,14 @@ class Service:
 
     @contextmanager
     def find(self, request: BytesRequest) -> Iterator[Delivery | None]:
-        """What is requested, leased while the block runs; None: not here, not yet, or not now."""
+        """The requested bytes, leased while the block runs; None: not in memory, not yet, or not now."""
         with ExitStack() as stack:
             try:
                 if isinstance(request, ChunkRequest):
                     answer = self._chunk(request, stack)
                 else:
                     answer = self._package(request, stack)
-            # The arena, or its file, may be closed, replaced or deleted by another thread or process meanwhile.
+            # Another thread or process may close, replace or delete the arena or its file meanwhile.
             except (ArenaError, ValueError, OSError):
                 answer = None
             yield answer
@@ -254,7 +251,7 @@ class Service:
         span = arena.mapped.image.chunks[request.chunk]
         if not self._may_send(span.nbytes):
             return None
-        # The lease first, then the record once more: who takes the slot over in between is seen.
+        # Lease first, then check the record again: a takeover in between is detected.
         stack.enter_context(arena.lease(checked.slot))
         if not arena.still_holds(checked.slot, checked.record):
             return None
@@ -277,7 +274,7 @@ class Service:
         return Delivery(data, xxhash.xxh3_64_intdigest(data), lambda: True)
 
     def _may_send(self, nbytes: int) -> bool:
-        """Wait for this thread's turn; False where it does not come soon: whoever asks will ask again."""
+        """Wait for this thread's turn; False if it does not come soon: the client will request again."""
         turn = self.pace.send(nbytes)
         while True:
             try:

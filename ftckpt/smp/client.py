@@ -1,4 +1,4 @@
-"""A node's SMP as its trainers and the command line have it: found or started, configured, and brought back."""
+"""Client of a node's SMP, for trainers and the command line: finds, starts, configures and restarts it."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from ftckpt.smp.requests import (
 )
 
 _ANSWER_SECS = 10.0
-"""Training comes first on every core: on a node whose cores are all busy an SMP may be slow."""
+"""Training has priority on every core: on a busy node an SMP may be slow."""
 _POLL_SECS = 0.02
 
 
 class SmpClient:
-    """Requests to the SMP of one node. Each opens a connection of its own and ends by its deadline.
+    """Requests to the SMP of one node. Each opens its own connection and ends by its deadline.
 
     Args:
-        node_dir: where the node's arenas lie.
-        root, job, node: what names that directory; a new SMP is started with them.
-        idle_secs: without any trainer, after which an SMP that is started here ends.
+        node_dir: directory of the node's arenas.
+        root, job, node: name that directory; a new SMP is started with them.
+        idle_secs: time without a trainer after which an SMP started by this client ends.
 
     Raises (every method):
-        SmpError: no SMP answers in time, or it answers nonsense.
-        FtckptError: it refuses; of the class that it has raised.
+        SmpError: no SMP answers in time, or its answer is invalid.
+        FtckptError: it refuses; of the class that it raised.
     """
 
     def __init__(self, node_dir: Path, root: Path, job: str, node: str, idle_secs: float = IDLE_SECS) -> None:
@@ -62,37 +62,35 @@ class SmpClient:
         return self._call(HelloRequest(), timeout_secs)
 
     def status(self, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
-        """What the SMP does: trainers it sees, its memory, and ``duties``."""
+        """State of the SMP: trainers, its memory, and ``duties``."""
         return self._call(StatusRequest(), timeout_secs)
 
     def configure(self, description: Mapping[str, Any], timeout_secs: float = _ANSWER_SECS) -> str:
-        """Tells it what to protect, and where to answer other nodes. It stores the description, so that a restarted
-        one needs no trainer. Returns why it cannot answer other nodes, "" where it can."""
+        """Configure what it protects and where it answers other nodes. It stores the description, so that a restarted
+        SMP needs no trainer. Returns why it cannot answer other nodes, "" if it can."""
         return str(self._call(ConfigureRequest(dict(description)), timeout_secs).get("problem", ""))
 
     def persist(self, request: PersistRequest, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
-        """Bring the newest snapshot to storage; says how far that is: ``flush`` (``working``, ``done``, ``cannot``),
-        ``iteration``, ``where``, and see ``FinalFlush.status``."""
+        """Flush the newest snapshot; returns the progress: ``flush`` (``working``, ``done``, ``cannot``),
+        ``iteration``, ``where`` and more, see ``FinalFlush.status``."""
         return self._call(request, timeout_secs)
 
     def end(self, timeout_secs: float = _ANSWER_SECS) -> None:
-        """The job is over: it removes its files and ends; returns when the process is gone.
-
-        Returns at once where none runs. One that does not answer is ended by signals.
-        """
+        """End the SMP of a job that is over: it removes its files. Returns when the process is gone, at once if none
+        runs. An SMP that does not answer is ended by signals."""
         pid = holder_of(self.node_dir / SMP_LOCK_NAME)
         if pid is None:
             return
-        # Opened before the request: afterwards its pid may be another process's.
+        # Opened before the request: afterwards its pid may belong to another process.
         deadline = time.monotonic() + timeout_secs
         process = Process.open(pid)
         try:
-            # Half of the time to answer, half to go.
+            # Half of the time for the answer, half for the exit.
             kept = self._call(EndRequest(), timeout_secs / 2).get("log")
             _wait_gone(self.node_dir, process, deadline)
             if kept:
-                where = f"its log is kept in {kept}, where that can be written"
-                log.info("ftckpt: what the SMP of node %s warned of: %s", self.node, where)
+                where = f"its log is kept in {kept}, if that can be written"
+                log.info("ftckpt: the SMP of node %s logged warnings: %s", self.node, where)
         except FtckptError:
             if not end_smp(self.node_dir, max(1.0, deadline - time.monotonic())):
                 raise
@@ -117,10 +115,10 @@ class SmpClient:
 
 
 def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None:
-    """Until the SMP is gone; None: one of another container, whose lock must tell.
+    """Wait until the SMP is gone. Without ``process``, as for another container's SMP, its lock is polled.
 
     Raises:
-        SmpError: it is still there at the deadline.
+        SmpError: it still runs at the deadline.
     """
     while time.monotonic() < deadline:
         if process is not None and process.gone(deadline - time.monotonic()):
@@ -132,26 +130,26 @@ def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None
 
 
 _MOST_SILENT_SECS = 60.0
-"""An SMP comes behind training; between two pieces of its work it gives a sign of life."""
+"""Heartbeat age from which an SMP counts as hung. It has low priority, and beats between pieces of work."""
 _START_SECS = 20.0
-"""Twice ``_ANSWER_SECS``: after so long a silent one is replaced, and its successor needs the rest."""
+"""Twice ``_ANSWER_SECS``: half until a silent SMP is replaced, half for its successor."""
 _MOST_WARNINGS = 16
-"""Of an SMP that are told at a time."""
+"""Maximum warnings reported at a time."""
 _ATTEMPTS = 3
-"""Starts of an SMP that ends at once; the last error is told."""
+"""Starts of an SMP that ends at once; the last error is reported."""
 
 
 def find_or_start(
     node_dir: Path, root: Path, job: str, node: str, *, idle_secs: float = IDLE_SECS,
     timeout_secs: float = _START_SECS,
 ) -> SmpClient:  # fmt: skip
-    """The SMP of this node and job: the one that runs, or a new one. Any number of ranks may call this at once.
+    """Find the running SMP of this node and job, or start one. Any number of ranks may call this at once.
 
-    ``node_dir`` must exist. A new SMP takes over arenas and configuration of one that died, and replaces one of
-    another version, and one that takes connections but says no hello for ten seconds, such as a stopped process.
+    ``node_dir`` must exist. A new SMP takes over arenas and configuration of a dead one. It replaces an SMP of
+    another version, and one that accepts connections but sends no hello for ten seconds, such as a stopped process.
 
     Raises:
-        SmpError: none could be started, or the one that runs does not answer, within ``timeout_secs``.
+        SmpError: none could be started, or the running one does not answer, within ``timeout_secs``.
     """
     client = SmpClient(node_dir, root, job, node, idle_secs)
     deadline = time.monotonic() + timeout_secs
@@ -160,7 +158,7 @@ def find_or_start(
         left = deadline - time.monotonic()
         if holder_of(node_dir / SMP_LOCK_NAME) is None:
             if attempts == _ATTEMPTS:
-                break  # it ends again and again: what it wrote says why, and more attempts would not
+                break  # it ends each time: its output says why, and more attempts would not help
             attempts += 1
             problem = _start(client, left) or problem
         try:
@@ -172,8 +170,8 @@ def find_or_start(
             if isinstance(error.__cause__, VersionError):
                 unfit = "it is of another version of ftckpt, and does not end"
             elif isinstance(error.__cause__, PeerTimeoutError) and left >= _ANSWER_SECS:
-                # Less time than that proves nothing: one that starts on a busy node may be as slow.
-                unfit = "it says no hello, and does not end"
+                # With less time this proves nothing: a starting SMP on a busy node may be as slow.
+                unfit = "it sends no hello, and does not end"
             else:  # it is starting or ending
                 problem = problem or str(error)
                 time.sleep(_POLL_SECS)
@@ -184,17 +182,17 @@ def find_or_start(
 
 
 class Watch:
-    """A thread that starts a new SMP within about a second when the node's has died, and tells what it warns of. For
-    one rank of the node.
+    """A thread that replaces the node's SMP within about a second of its death, and reports its warnings. Only one
+    rank of a node runs it.
 
-    One that stands still is ended first: one that is stopped guards nothing and would keep its lock. It may be killed
-    at any time, so that nothing is lost where it was only slow. The new one configures itself by what the old one
-    stored. ``stop`` the watch before ``SmpClient.end``.
+    A hung SMP is ended first: it protects nothing and would keep its lock. If it was only slow nothing is lost, as an
+    SMP may be killed at any time. The new SMP takes over the stored configuration. Call ``stop`` before
+    ``SmpClient.end``.
 
     Args:
         report: called with an event's name and fields: ``smp_restarted``, ``smp_error``.
-        tell: called with each warning of the SMP's, a line.
-        silent_secs: without a sign of life, after which it is ended.
+        tell: called with each warning of the SMP, one line.
+        silent_secs: heartbeat age from which it counts as hung.
     """
 
     def __init__(
@@ -209,13 +207,13 @@ class Watch:
         self._log = LogTail(client.node_dir)
         self._pulse = Heartbeat.open(client.node_dir, None)
         self._most_silent = math.ceil(silent_secs / every_secs)
-        self._seen, self._silent = (0, 0), 0  # the last sign of life, and the looks since that found no other
+        self._seen, self._silent = (0, 0), 0  # the last heartbeat, and the number of polls since
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftckpt-smp-watch", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_secs: float = _START_SECS + 1) -> None:
-        """Start none any more; waits for one that is being started."""
+        """Stop replacing SMPs; waits for one that is starting."""
         self._stopped.set()
         self._thread.join(timeout_secs)
 
@@ -225,7 +223,7 @@ class Watch:
             wait = self._every_secs
             client, begin = self._client, time.monotonic()
             try:
-                if not client.node_dir.is_dir():  # the job was cleaned away
+                if not client.node_dir.is_dir():  # the job was cleaned up
                     continue
                 self._tell_warnings()
                 holder = holder_of(client.node_dir / SMP_LOCK_NAME)
@@ -233,9 +231,9 @@ class Watch:
                     continue
                 find_or_start(client.node_dir, client.root, client.job, client.node, idle_secs=client.idle_secs)
                 self._report("smp_restarted", background_secs=time.monotonic() - begin)
-            except Exception as error:  # noqa: BLE001 - promise 4: protection is degraded, training goes on
+            except Exception as error:  # noqa: BLE001 - promise 4: protection is degraded, training continues
                 self._report("smp_error", error=str(error))
-                # Fewer attempts from now on: each costs a process start on a node that trains.
+                # Retry more slowly: each attempt starts a process on a node that trains.
                 wait = 20 * self._every_secs
 
     def _tell_warnings(self) -> None:
@@ -246,21 +244,21 @@ class Watch:
             self._tell(f"{len(warnings) - _MOST_WARNINGS} more warnings are in {SMP_LOG_NAME}")
 
     def _stands_still(self, holder: int) -> bool:
-        """Whether the SMP that holds the lock has been silent for too long, and was ended for that."""
+        """End the SMP that holds the lock if it is hung; returns whether it was ended."""
         now = self._pulse.smp_beat()
-        # By looks, not by the clock: where the whole node stood still, or this thread, none of them was made. Of
-        # another container, or before its first sign of life, an SMP cannot be judged.
+        # Counts polls, not time: while the node, or this thread, was suspended, no poll was made. An SMP of another
+        # container, or before its first heartbeat, cannot be judged.
         self._silent = self._silent + 1 if now == self._seen and pid_of(now[0]) == holder else 0
         self._seen = now
         if self._silent < self._most_silent or not self._pulse.smp_lives():
             return False
         secs, self._silent = self._silent * self._every_secs, 0
-        self._report("smp_error", error=f"pid {holder} has given no sign of life for {secs:.0f} s: it is replaced")
+        self._report("smp_error", error=f"pid {holder} has had no heartbeat for {secs:.0f} s: it is replaced")
         return end_smp(self._client.node_dir, _ANSWER_SECS)
 
 
 def _start(client: SmpClient, timeout_secs: float) -> str:
-    """Start an SMP that is nobody's child; returns what went wrong, or nothing."""
+    """Start a detached SMP; returns the error, or ""."""
     command = [sys.executable or "python3", "-m", "ftckpt.smp", "--detach"]
     command += ["--job", client.job, "--node", client.node, "--arena", str(client.root)]
     command += ["--idle-secs", str(client.idle_secs)]
@@ -275,7 +273,7 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
         try:
             _, complaint = process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
-            # The starter; the SMP itself, if it has got as far, is found by its lock the next time.
+            # Kills the starter. The SMP itself, if it already runs, is found by its lock the next time.
             process.kill()
             return f"it was not ready after {timeout_secs:.0f} s"
     if process.returncode in (0, BUSY_STATUS):
@@ -284,46 +282,46 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
 
 
 def environment() -> dict[str, str]:
-    """For an SMP: this process's, with the package that it imported, and without threads that do nothing."""
+    """This process's environment, changed for an SMP: the same package, and no idle threads."""
     package_root = Path(__file__).parents[2]
-    # glibc makes up to eight arenas a core, each with memory of its own; two are enough here.
+    # glibc creates up to eight malloc arenas per core, each with its own memory; two suffice.
     variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    if package_root.name not in ("site-packages", "dist-packages"):  # they shall not come before the standard library
+    if package_root.name not in ("site-packages", "dist-packages"):  # must not precede the standard library
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(package_root))))
-    # It meets no ranks. Launchers kill, before an attempt, what is nobody's child and has all that a worker has.
+    # It joins no rendezvous. Before an attempt launchers kill orphans that have all variables of a worker.
     variables.pop("MASTER_PORT", None)
     return variables
 
 
 _LOUD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?:WARNING|ERROR|CRITICAL) (?:ftckpt \S+: )?(.+)")
 _MOST_LOG_BYTES = 256 << 10
-"""As long as the log ever gets."""
+"""Maximum size of the log."""
 
 
 class LogTail:
-    """Warnings of the SMP of a node, each told once: those before the first trainer has come, those while none lived,
-    and those that come from now on. A log that is not there, or goes, has none."""
+    """Reads the warnings in the log of a node's SMP, each once: also those from before the first trainer, or while
+    none lived. A missing log has none."""
 
     def __init__(self, node_dir: Path) -> None:
         self._path, self._mark = node_dir / SMP_LOG_NAME, node_dir / TOLD_NAME
-        self._inode, self._end = 0, 0  # of the file, and of what was read of it
+        self._inode, self._end = 0, 0  # of the file, and the end of the read part
         try:
-            self._last = os.readlink(self._mark)  # the digest of the line that was told last
+            self._last = os.readlink(self._mark)  # the digest of the last reported line
         except OSError:
             self._last = ""
 
     def new_warnings(self) -> list[str]:
-        """Since the last call, one line each, without their times."""
+        """Warnings since the last call, one line each, without their times."""
         inode, size = self._stat()
         goes_on = inode == self._inode and size >= self._end
         if goes_on and size == self._end:
             return []
         begin = self._end if goes_on else 0
         data = self._read(begin)
-        data = data[: data.rfind(b"\n") + 1]  # what is being written is read when it is there
+        data = data[: data.rfind(b"\n") + 1]  # an incomplete line is read next time
         self._inode, self._end = inode, begin + len(data)
         lines = data.decode("utf-8", "replace").splitlines()
-        # Begun anew after an attempt, or as its older half goes and the rest is moved: then it is empty for a moment.
+        # The log restarts with an attempt, or when its older half is dropped; then it is empty for a moment.
         digests = [_digest(line) for line in lines] if begin == 0 else []
         if self._last in digests:
             lines = lines[len(digests) - digests[::-1].index(self._last) :]
@@ -334,7 +332,7 @@ class LogTail:
         return [warning for _, warning in loud]
 
     def _keep_mark(self) -> None:
-        """In the name that a link leads to: a file's bytes would need a page, and the tmpfs may be full."""
+        """Store the digest as the target of a symlink: a file would need a page, and the tmpfs may be full."""
         with suppress(OSError):
             self._mark.unlink(missing_ok=True)
             self._mark.symlink_to(self._last)

@@ -1,4 +1,4 @@
-"""What an SMP takes of its node's cores: a share of those that idle, and of the others little."""
+"""Limit of an SMP's use of its node's cores: a share of the idle ones, and a small part of that if none idles."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import NamedTuple
 from ftckpt.config import BUSY_SHARE, MAX_REST_SECS
 
 _LOOK_SECS = 1.0
-"""Between two looks at the cores: what idled is counted in hundredths of a second."""
+"""Interval between samples of the cores: the kernel counts idle time in hundredths of a second."""
 _FREE_SECS = 0.5
-"""What the whole share comes to in this time is never waited for: small states need no more, and a start has many of
-them."""
+"""The full share of this time is free: small states need no more, and a start has many of them."""
 _IDLE, _IOWAIT, _GUEST = 3, 4, 8
-"""Columns of ``/proc/stat``. Where a core waits for a disk others may have it; those from guest on count twice."""
+"""Columns of ``/proc/stat``. A core that waits for a disk is available; columns from guest on are counted twice."""
 
 
 class CoreSecs(NamedTuple):
-    """What cores were there for, in seconds of one core since boot."""
+    """Idle and total time of some cores, in core seconds since boot."""
 
     idle: float
     all: float
 
 
 def core_secs(cores: Collection[int]) -> CoreSecs | None:
-    """Of ``cores``; None where the system does not tell. What a hypervisor took for others was not idle."""
+    """Idle and total time of ``cores``; None if the system does not report it. Stolen time counts as used."""
     idle = everything = 0
     try:
         with open("/proc/stat") as file:
@@ -45,13 +44,12 @@ def core_secs(cores: Collection[int]) -> CoreSecs | None:
 
 
 class CoreShare:
-    """Pays for processor time: when all that this process has taken, its threads and what went to storage among it,
-    is no more than its share of the cores that idle, and a part of that where none does. However much it has taken,
-    that is paid after ``MAX_REST_SECS``.
+    """Throttles this process: it computes when its CPU time so far, of all threads, is within its share of the idle
+    cores, or within ``BUSY_SHARE`` of that share if none idles. No debt lasts longer than ``MAX_REST_SECS``.
 
     Args:
-        cores: processor seconds for each second while all cores idle; 0: any.
-        look: at the cores; None: unknown, and all count as idle.
+        cores: CPU seconds per second while all cores idle; 0: no limit.
+        look: samples the cores; None: unknown, and all count as idle.
     """
 
     def __init__(
@@ -65,28 +63,28 @@ class CoreShare:
         self._look, self._used, self._clock = look, used, clock
         self._debt_secs, self._noted_secs = 0.0, used()
         self.due_secs = self._noted = self._looked = clock()
-        """When it is paid for what was noted, by ``time.monotonic``."""
+        """When the charged CPU time is paid off (``time.monotonic``)."""
         self._seen, self._seen_secs = look(), self._noted_secs
         self.idle = 1.0
-        """The part of the cores that nobody wanted but this process, when they were last looked at."""
+        """The fraction of the cores that no other process used, at the last sample."""
 
     def note(self) -> None:
-        """Charge what was taken since the last call."""
+        """Charge the CPU time used since the last call."""
         if self._cores <= 0:
             return
         used_secs, now = self._used(), self._clock()
-        # At the rate by which it was told when it would be paid for.
+        # At the rate from which ``due_secs`` was computed.
         left_secs = max(0.0, self._debt_secs - self._rate * (now - self._noted))
         self._look_again(used_secs, now)
         free_secs = _FREE_SECS * self._cores
-        # The guaranteed minimum: what is not paid by then never is.
+        # The guaranteed minimum: debt beyond ``MAX_REST_SECS`` is forgiven.
         most_secs = free_secs + MAX_REST_SECS * self._rate
         self._debt_secs = min(left_secs + used_secs - self._noted_secs, most_secs)
         self._noted_secs, self._noted = used_secs, now
         self.due_secs = now + max(0.0, self._debt_secs - free_secs) / self._rate
 
     def threads(self, most: int) -> int:
-        """How many threads may compute at a time: ``most`` where so many cores idle, at least 1."""
+        """The number of threads to use: one per idle core, at most ``most``, at least 1."""
         return max(1, min(most, int(self.idle * len(os.sched_getaffinity(0)))))
 
     def _look_again(self, used_secs: float, now: float) -> None:
@@ -97,6 +95,6 @@ class CoreShare:
         self._seen, self._seen_secs, self._looked = seen, used_secs, now
         self.idle = 1.0
         if seen is not None and before is not None and (others_secs := seen.all - before.all - own_secs) > 0:
-            # Of what this process left: counted as idle, what it took from training would let it take that again.
+            # Relative to the time that this process left: counted as idle, its own use would entitle it to more.
             self.idle = min(1.0, max(0.0, seen.idle - before.idle) / others_secs)
         self._rate = self._cores * max(BUSY_SHARE, self.idle)

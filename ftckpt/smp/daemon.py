@@ -1,4 +1,4 @@
-"""The SMP as a process: one loop that answers its trainers, does its duties, and watches which trainers live."""
+"""The SMP as a process: one loop that answers trainers, works on tasks, and monitors which trainers live."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ from ftckpt.smp.server import Handler, Server
 from ftckpt.smp.task_queue import TaskQueue
 
 _IDLE_WAIT_SECS, _QUIET_WAIT_SECS = 0.02, 0.1
-"""Wait for a request where there is nothing to do, for as long as there has been nothing: a new seal or target is
-seen within so long, and each look takes a core from training."""
+"""Bounds of the wait for a request when idle; it grows with the idle time. A new seal or target is noticed after it,
+and each wake-up takes a core from training."""
 _STEP_SECS = 0.05
-"""Work at a stretch: a request waits for the loop so long, and for one piece of work."""
+"""One slice of work: a request waits for the rest of it and for one piece of work."""
 _LOOK_SECS = 0.5
-"""Between looks at locks and pulses, which cost system calls for each arena and rank."""
+"""Interval between checks of locks and heartbeats, which cost system calls for each arena and rank."""
 _EVENTS = 5
-"""That its status tells."""
+"""Number of recent events in the status."""
 _OVER, _REMOVED = "the job is over", "its directory was removed"
 _STORE_AGAIN_SECS = 2.0
 _PAUSE_SECS = 1.0
-"""After duties failed: an error that stays must not fill the log nor take a core."""
+"""After failed work: a persistent error must neither fill the log nor occupy a core."""
 
 
 class Daemon:
-    """One node's SMP. Only the process that holds ``smp.lock`` serves.
+    """One node's SMP. Only the process that holds ``smp.lock`` serves. Call ``run`` in the main thread.
 
     Args:
         root, job, node: name the directory.
-        makes_directory: if it is not there.
-        idle_secs: time without any trainer after which it ends.
+        makes_directory: create it if it is missing.
+        idle_secs: time without a trainer after which the SMP ends.
 
     Raises:
         SmpError: another SMP serves this node and job.
@@ -75,10 +75,10 @@ class Daemon:
         try:
             self._lock = FileLock(lock, 0, what, "use that one, or end it first")
         except ArenaError as error:
-            if holder_of(lock) is None:  # the file cannot be used at all
+            if holder_of(lock) is None:  # the lock file itself is unusable
                 raise
             raise SmpError(str(error)) from None
-        # Behind the lock: the log, and the socket below, are of the one SMP that serves.
+        # After the lock is taken: the log, and the socket below, belong to the SMP that serves.
         self.log = BoundedLog(self.node_dir)
         log.addHandler(self.log)
         self.events = Events(None, -1, f"smp-{node}")
@@ -90,7 +90,7 @@ class Daemon:
         self._exporter = Exporter(job, node, self._measured, lambda text: self.events.emit("smp_error", error=text))
         self._description: dict[str, Any] | None = None
         self._digest = 0
-        self._store_again: float | None = None  # None: it is stored
+        self._store_again: float | None = None  # None: the description is stored
         self._idle_secs = idle_secs
         self._deaths = DeathWatch()
         self._whole, self._protected = MarkHistory(_LOOK_SECS), MarkHistory(_LOOK_SECS)
@@ -105,11 +105,11 @@ class Daemon:
             ProtectionRequest: self._protection,
         }  # fmt: skip
         self._server = Server(handlers, find=self._duties.service.find, events=self.events)
-        # Last: from here on requests come, and wait for ``run``.
+        # Last: from now on requests arrive, and wait for ``run``.
         self._server.serve_node(self.node_dir)
 
     def run(self) -> None:
-        """Serve until the job is over, nobody has trained for long, or SIGTERM; then leave what must stay."""
+        """Serve until the job ends, ``idle_secs`` pass without a trainer, or a signal; then close."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _frame: self._end_for(f"signal {signal.Signals(number).name}"))
         log.info("SMP of job %s on node %s: pid %d, %s", self.job, self.node, os.getpid(), self.node_dir)
@@ -117,7 +117,7 @@ class Daemon:
         try:
             while not self._ending:
                 worked = self._work()
-                self._beat()  # after work: an SMP that is stuck in it looks dead to trainers, as it should
+                self._beat()  # after work: an SMP that hangs in it must look dead to trainers
                 self._server.poll(self._wait_secs(worked))
                 self._export()
                 if time.monotonic() >= self._next_look:
@@ -127,25 +127,25 @@ class Daemon:
             self._close()
 
     def _adopt(self) -> None:
-        """Go on where an SMP of this node was killed: no trainer is needed."""
+        """Take over the configuration of a killed SMP of this node; needs no trainer."""
         try:
             description = load_description(self.node_dir)
             if description is None:
                 return
             self._take(description)
             self._listen(description)
-            log.info("configured as the SMP before it was")
-        except Exception as error:  # noqa: BLE001 - trainers configure it anew
-            log.exception("what the SMP before it stored cannot be used")
-            self.events.emit("smp_error", error=f"not adopted: {error}")
+            log.info("configured as the previous SMP was")
+        except Exception as error:  # noqa: BLE001 - trainers will configure it
+            log.exception("the configuration of the previous SMP cannot be used")
+            self.events.emit("smp_error", error=f"the configuration of the previous SMP is not used: {error}")
 
     def _work(self) -> bool:
         if time.monotonic() < self._paused_until:
             return False
         try:
             return self._duties.step(time.monotonic() + _STEP_SECS)
-        except Exception as error:  # noqa: BLE001 - one shard that cannot be guarded must not end all the rest
-            log.exception("duties failed")
+        except Exception as error:  # noqa: BLE001 - one failing shard must not stop the others
+            log.exception("work failed")
             self.events.emit("smp_error", error=repr(error))
             self._paused_until = time.monotonic() + _PAUSE_SECS
             return False
@@ -157,7 +157,7 @@ class Daemon:
         return 0.0 if worked else min(_QUIET_WAIT_SECS, max(_IDLE_WAIT_SECS, now - self._last_work))
 
     def _beat(self) -> None:
-        # First: who sees the digest of an attempt takes what is told of a flush for that of this attempt.
+        # First: a reader that sees an attempt's digest takes the flush state for that attempt's.
         self._pulse.tell_flush(*self._duties.flushing)
         cannot = self._duties.cannot
         if cannot is not None:
@@ -169,16 +169,16 @@ class Daemon:
     def _export(self) -> None:
         try:
             self._exporter.step()
-        except Exception as error:  # noqa: BLE001 - nothing that is measured may end what it measures
+        except Exception as error:  # noqa: BLE001 - metrics must not end the SMP
             self.events.emit("smp_error", error=f"metrics: {error}")
 
     def _look_safely(self) -> None:
         try:
             self._look()
             self._look_error = ""
-        except Exception as error:  # noqa: BLE001 - such as a directory that vanishes while it is listed: look again
-            if repr(error) != self._look_error:  # one that stays would be told twice a second
-                log.exception("a look at the node failed")
+        except Exception as error:  # noqa: BLE001 - such as a directory that vanishes while listed; retried
+            if repr(error) != self._look_error:  # a persistent error would repeat twice a second
+                log.exception("checking the node failed")
                 self.events.emit("smp_error", error=repr(error))
             self._look_error = repr(error)
 
@@ -205,20 +205,20 @@ class Daemon:
         self._protected.note(protected, now)
 
     def _trainer_lives(self) -> bool:
-        """Whether a process trains on this node; locks show those in other containers, too."""
+        """Whether a process trains on this node; locks also show those in other containers."""
         return any(pulse.lives for pulse in self._pulse.ranks()) or self._living.any_lock_is_held()
 
     def _ranks(self) -> list[RankHeartbeat]:
         return self._living.judge(self._pulse.ranks())
 
     def _ends_in_secs(self) -> float | None:
-        """How long the SMP waits yet for a trainer; None while one lives, or a save goes on."""
+        """Seconds until the SMP ends without a trainer; None while one lives, or a save runs."""
         if self._duties.trains or self._duties.saving:
             return None
         return round(max(0.0, self._last_trainer + self._idle_secs - time.monotonic()), 1)
 
     def _kept_later(self, text: str) -> str:
-        """With the place where the log is kept; nothing where there is none."""
+        """``text`` with the path of the archived log; "" if it cannot be determined."""
         with suppress(OSError):
             return text.format(kept_path(self.job, self.node))
         return ""
@@ -249,7 +249,7 @@ class Daemon:
         }
 
     def _measured(self) -> dict[str, Any]:
-        """What metrics are made of."""
+        """The values that metrics are computed from."""
         return {**self._status(), "loud": dict(self.events.loud), "memory_bytes": used_bytes(self.node_dir)}
 
     def _report(self, _request: ReportRequest) -> dict[str, Any]:
@@ -267,9 +267,9 @@ class Daemon:
         return {"problem": self._listen(request.description)}
 
     def _listen(self, description: dict[str, Any]) -> str:
-        """Why other nodes are not answered, "" where they are. The memory of this node is guarded all the same."""
+        """Start answering other nodes; returns why that fails, or "". Protection inside the node continues."""
         host, port = str(description.get("address", "")), int(description.get("port", 0))
-        if not (host and description.get("secret")):  # without them it goes on as before
+        if not (host and description.get("secret")):  # without them nothing changes
             return ""
         try:
             got = self._server.listen(host, self._duties.trust, port)
@@ -277,7 +277,7 @@ class Daemon:
             self.events.emit("smp_error", error=f"other nodes are not answered: {error}")
             return str(error)
         if port not in (0, got):
-            self.events.emit("smp_error", error=f"port {port} is taken: other nodes do not know of port {got}")
+            self.events.emit("smp_error", error=f"port {port} is taken: other nodes do not know port {got}")
         return ""
 
     def _take(self, description: dict[str, Any]) -> None:
@@ -285,23 +285,23 @@ class Daemon:
             if description.get(name) != mine:
                 raise SmpError(f"configure: {name} is {description.get(name)!r}, this is the SMP of {mine!r}")
         settings = _settings(description.get("settings", {}))
-        # This may raise, and so stands before all that changes here.
+        # First, because it may raise: nothing has changed then.
         self._duties.configure(description)
         self._living.know(description.get("places", {}))
         self._description, self._digest = description, guard_digest(description)
         try:
             self.events.direct(settings.events_dir, MAX_LOG_BYTES, may_hang(settings.events_dir))
         except OSError as error:
-            log.warning("no events are written: %s", error)
+            log.warning("events are not written: %s", error)
         self._exporter.configure(settings.metrics_port, settings.metrics_dir)
 
     def _store(self) -> None:
-        """Keep the configuration for an SMP that takes over. Where it cannot be kept, nothing else waits for that."""
+        """Store the configuration for the next SMP. A failure delays nothing; it is retried."""
         try:
             store_description(self.node_dir, self._description or {})
         except OSError as error:
             if self._store_again is None:  # once
-                problem = f"{self.node_dir}: the configuration cannot be stored: {error.strerror}; it is tried again"
+                problem = f"{self.node_dir}: the configuration cannot be stored: {error.strerror}; it is retried"
                 self.events.emit("smp_error", error=problem)
             self._store_again = time.monotonic() + _STORE_AGAIN_SECS
         else:
@@ -321,19 +321,19 @@ class Daemon:
         self._ending = self._ending or reason
 
     def _close(self) -> None:
-        """End in an order in which a kill half-way leaves what a new SMP takes over. The lock goes last."""
+        """End in an order such that a new SMP can take over after a kill at any point. The lock is released last."""
         log.info("the SMP ends: %s", self._ending or "an error")
-        self._pulse.leave_smp()  # first: a trainer that waits for protection sees at once that nobody works on it
+        self._pulse.leave_smp()  # first: a trainer that waits for protection must see at once that nobody works on it
         self._server.close()
         self._exporter.close()
         self._duties.close()
-        # Not so where the directory was removed, and another SMP may serve in a new one of its name.
+        # False if the directory was removed: another SMP may serve in a new one of that name.
         mine = holder_of(self.node_dir / SMP_LOCK_NAME) == os.getpid()
         if mine and self._ending == _OVER:
             remove_smp_files(self.node_dir)
         elif mine:
-            # What it was told stays with the arenas: an SMP that is to save what memory has goes on from it. The lock
-            # goes while it is held: released first, it could be another SMP's by now.
+            # The configuration stays with the arenas, for an SMP that saves them later. The lock file is removed
+            # under the lock: after its release it could be another SMP's.
             (self.node_dir / SMP_LOCK_NAME).unlink(missing_ok=True)
         self._lock.release()
         try:
@@ -343,7 +343,7 @@ class Daemon:
         self._deaths.close()
         self.events.close()
         log.removeHandler(self.log)
-        if self._ending == _REMOVED or (mine and self._ending == _OVER):  # else who removes the directory keeps it
+        if self._ending == _REMOVED or (mine and self._ending == _OVER):  # else the remover archives it
             keep_logs([self.log.text(self.job, self.node)])  # last: home may be on storage that hangs
         self.log.close()
 

@@ -1,4 +1,4 @@
-"""What a node owes to the protection of one snapshot: packages, parity, packages of other nodes' shards."""
+"""A node's part in the protection of a snapshot: packages, parity, and mirrored packages of other nodes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from ftckpt.smp.requests import PackageRequest
 from ftckpt.smp.work import Work, in_thread
 
 PULLED_BYTES = 64 << 20
-"""Packages that are requested, or have come, and are not stored yet: no more than these, but one."""
+"""Maximum size of packages that are requested or received and not stored yet; one is always allowed."""
 
 
 def has_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
-    """Whether there is a package of that name, sound or not."""
+    """Whether the package exists, valid or not."""
     return package.package_path(node_dir, shard, snapshot).is_file()
 
 
 def has_sound_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
-    """Whether the package is there and sound; all of it is read."""
+    """Whether the package exists and is valid; reads all of it."""
     if not has_package(node_dir, shard, snapshot):
         return False
     try:
@@ -52,7 +52,7 @@ def has_sound_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
 
 
 def store_package(sources: Sources, arena: MonitoredArena, checked: CheckedSlot) -> Work[None]:
-    """Store the package of a slot on which the caller has a lease; raises as ``package.pack`` and ``store``."""
+    """Store the package of a slot that the caller leases; raises as ``package.pack`` and ``store``."""
     yield from sources.pace.memory(arena.mapped.image.volatile.nbytes)
     data = package.pack(arena.mapped, checked.slot)
     yield from in_thread(partial(package.store, sources.arenas.node_dir, data))
@@ -60,7 +60,7 @@ def store_package(sources: Sources, arena: MonitoredArena, checked: CheckedSlot)
 
 @dataclass(frozen=True)
 class MirroredPackage:
-    """A shard of another node, whose package, of ``most_bytes`` or less, this node keeps."""
+    """A shard of another node whose package, of at most ``most_bytes``, this node mirrors."""
 
     node: str
     shard: str
@@ -68,7 +68,7 @@ class MirroredPackage:
 
 
 def pull_packages(sources: Sources, snapshot: SnapshotId, wanted: Sequence[MirroredPackage]) -> Work[None]:
-    """Fetch and store packages, as many at a time as memory allows: each is held whole.
+    """Fetch and store packages, as many at a time as memory allows: each is buffered completely.
 
     Raises:
         ProtectionUnavailableError: a node has failed for too long.
@@ -96,15 +96,15 @@ def pull_packages(sources: Sources, snapshot: SnapshotId, wanted: Sequence[Mirro
 def prune_packages(
     node_dir: Path, shards: Collection[str], marks: Collection[SnapshotId], target: SnapshotId
 ) -> None:
-    """Before ``target`` is covered: bound what stays, so that targets given up one after another do not add up.
+    """Before ``target`` is encoded: limit the retained packages, so that those of failed targets do not accumulate.
 
-    What is marked and the target stay, and the newest older ones that are complete: one of them may be the only
-    one that is protected on all nodes.
+    Retained are the marked snapshots, the target, and the newest complete ones: one of them may be the only one that
+    is protected on all nodes.
 
     Args:
-        shards: of which the node keeps packages now. A snapshot with packages of others is one of another
-            layout; whether it is complete cannot be known, and it counts as such. Without marks two of those are
-            retained: the newest may be one that was being protected.
+        shards: the shards whose packages the node stores now. A snapshot with packages of others belongs to another
+            layout and counts as complete, as that cannot be known. Without marks two of those are retained: the
+            newest may be one whose protection was incomplete.
         marks: snapshots marked as protected.
     """
     keep = {*marks, target}
@@ -120,7 +120,7 @@ def prune_packages(
 
 
 def _problem(data: bytearray, shard: str, snapshot: SnapshotId) -> str:
-    """What is wrong with what came as a package; "" if nothing is."""
+    """The error in a received package; "" if it is valid."""
     try:
         received = package.unpack(data)
     except (CorruptError, MismatchError) as error:
@@ -132,7 +132,7 @@ def _problem(data: bytearray, shard: str, snapshot: SnapshotId) -> str:
 def sealed_parity(
     sources: Sources, arena: MonitoredArena, group: ParityGroup, holder: int, *, snapshot: SnapshotId
 ) -> Path | None:
-    """The file with all blocks that ``holder`` keeps of ``group`` for ``snapshot``, or None."""
+    """The file with all blocks that ``holder`` stores of ``group`` for ``snapshot``, or None."""
     for index in range(PARITY_FILES):
         path = parity_path(arena.path, group.mode, index)
         file = sources.arenas.parity.get(path)
@@ -150,10 +150,10 @@ def write_parity(
     snapshot: SnapshotId,
     keep: SnapshotId | None,
 ) -> Work[None]:
-    """Compute and store what ``holder`` keeps of ``group``, if it is not there already.
+    """Compute and store the blocks of ``holder`` in ``group``, unless they are complete already.
 
     Args:
-        keep: the protected snapshot, whose parity is not overwritten.
+        keep: the protected snapshot, whose parity must not be overwritten.
 
     Raises:
         MemoryBudgetError: no room for the file.
@@ -163,15 +163,15 @@ def write_parity(
     if blocks == 0 or sealed_parity(sources, arena, group, holder, snapshot=snapshot) is not None:
         return
     files = sources.arenas.parity
-    # Two files an arena and mode: the protected snapshot's parity stays until that of the next one is complete.
+    # Two files per arena and mode: the protected snapshot's parity stays until the next one's is complete.
     path = parity_path(arena.path, group.mode, _index_to_write(sources, arena, group, holder, keep=keep))
     file = files.get(path)
     if file is None or not _belongs(file, group, holder):
         files.drop(path)
         path.unlink(missing_ok=True)
         file = files.add((yield from in_thread(lambda: ParityFile.create(path, group, holder))))
-    # ``begin`` voids what the file has, ``seal`` comes when all blocks are there: a kill in between leaves a file of
-    # no snapshot, never one with blocks of two.
+    # ``begin`` invalidates the file and ``seal`` follows the last block: a kill in between leaves a file of no
+    # snapshot, never one with blocks of two.
     file.begin(snapshot)
     own = [stripe(group, stripe_of_block(group, holder, block)) for block in range(blocks)]
     with closing(Feed(sources, group, own, snapshot)) as feed:
@@ -190,13 +190,13 @@ def _belongs(file: ParityFile, group: ParityGroup, holder: int) -> bool:
 def _index_to_write(
     sources: Sources, arena: MonitoredArena, group: ParityGroup, holder: int, *, keep: SnapshotId | None
 ) -> int:
-    """The file that loses least: never the only one of the protected snapshot."""
+    """The file to overwrite: never the only one of the protected snapshot."""
     ranks = []
     for index in range(PARITY_FILES):
         file = sources.arenas.parity.get(parity_path(arena.path, group.mode, index))
         snapshot = None if file is None else file.snapshot()
         if file is None or snapshot is None:
-            # No file, one of no snapshot, the oldest; at last the protected one's, of other groups first.
+            # In this order: missing, of no snapshot, the oldest, the protected one's of another group, of this group.
             ranks.append((0, 0 if file is None else 1, index))
         elif keep is None or snapshot != keep:
             ranks.append((1, snapshot.iteration, index))
@@ -210,14 +210,14 @@ _POLL_SECS = 0.02
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """What this node is to do: groups with a member here, and of which nodes' shards it keeps packages."""
+    """The work of this node: parity groups with a local member, and packages to mirror."""
 
     groups: tuple[ParityGroup, ...] = ()
     mirror_from: tuple[MirroredPackage, ...] = ()
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> EncodeTask:
-        """What a description for the SMP says; raises ValueError, TypeError or AttributeError if it is unusable."""
+        """Parse a description for the SMP; raises ValueError, TypeError or AttributeError if it is invalid."""
         groups = tuple(ParityGroup.from_json(group) for group in description.get("groups", ()))
         mirrors = description.get("mirror_from", {})
         mirror_from = tuple(
@@ -228,7 +228,7 @@ class EncodeTask:
         return cls(groups, mirror_from)
 
     def holders(self, sources: Sources) -> Iterator[tuple[MonitoredArena, ParityGroup, int]]:
-        """Arenas of this node, and what they are in each group; groups that need no other node first."""
+        """Arenas of this node with their groups and index in each; groups that need no other node first."""
         for group in sorted(self.groups, key=lambda group: group.mode != "node"):
             for index, member in enumerate(group.members):
                 arena = sources.arenas.by_shard.get(member.shard)
@@ -236,11 +236,11 @@ class EncodeTask:
                     yield arena, group, index
 
     def shards(self, sources: Sources) -> list[str]:
-        """Those of which this node keeps packages."""
+        """The shards whose packages this node stores."""
         return [arena.shard for arena in sources.arenas.all] + [each.shard for each in self.mirror_from]
 
     def done(self, sources: Sources, snapshot: SnapshotId) -> bool:
-        """Whether everything that this node owes to ``snapshot`` is there; packages may be unsound: none is read."""
+        """Whether this node has its complete part for ``snapshot``. Packages are not read, and so may be invalid."""
         node_dir = sources.arenas.node_dir
         return all(has_package(node_dir, shard, snapshot) for shard in self.shards(sources)) and all(
             num_blocks(group, index) == 0
@@ -250,7 +250,7 @@ class EncodeTask:
 
 
 class SnapshotEncoder:
-    """The work on one target snapshot. Whatever is there already, and sound, is not done again."""
+    """The work on one target snapshot. Existing valid parts are reused."""
 
     def __init__(self, sources: Sources, duty: EncodeTask, events: Events, snapshot: SnapshotId) -> None:
         self.snapshot = snapshot
@@ -259,10 +259,10 @@ class SnapshotEncoder:
         self._events = events
 
     def run(self) -> Work[None]:
-        """Do it all and store COVERED; ends at once where that is stored already.
+        """Complete this node's part and store COVERED; ends at once if that is stored already.
 
         Raises:
-            FtckptError, OSError: it cannot be done; the text says why.
+            FtckptError, OSError: it failed; the text says why.
         """
         slots = yield from self._checked()
         if all(one.check.state == CheckState.COVERED for _, one in slots):
@@ -270,8 +270,8 @@ class SnapshotEncoder:
         begun, received = time.monotonic(), self._sources.received_bytes
         marks = [mark for arena, _ in slots if (mark := arena.mapped.control.protected()) is not None]
         node_dir = self._sources.arenas.node_dir
-        # A lease keeps trainers from the slot while others are free. It is no lock: who needs the slot takes it, and
-        # whether all still hold the snapshot is looked at again before anything is claimed.
+        # A lease makes trainers prefer other slots. It is no lock: a trainer without a free slot takes a leased one,
+        # so the slots are verified again before COVERED is stored.
         with ExitStack() as leases:
             for arena, one in slots:
                 leases.enter_context(arena.lease(one.slot))
@@ -279,10 +279,10 @@ class SnapshotEncoder:
             yield from self._duties(slots, max(marks, default=None))
             if not self._store_covered(slots):
                 return
-        # Asked again: trainers may have marked another one as protected meanwhile.
+        # Read again: trainers may have marked another snapshot as protected meanwhile.
         marks = [mark for arena, _ in slots if (mark := arena.mapped.control.protected()) is not None]
-        # Without a mark all stays: until all nodes have covered the target, what a lost node would be brought back to
-        # is a snapshot of another layout or of other shares, which these arenas do not name.
+        # Without a mark all stays: until all nodes have encoded the target, a lost node is reconstructed from a
+        # snapshot of another layout or other shares, which these arenas do not name.
         if marks:
             package.prune(node_dir, {*marks, self.snapshot})
         self._events.emit(
@@ -294,7 +294,7 @@ class SnapshotEncoder:
         )
 
     def _checked(self) -> Work[list[tuple[MonitoredArena, CheckedSlot]]]:
-        """Waits until every arena of the node holds the snapshot and is CHECKED."""
+        """Wait until every arena of the node has the snapshot CHECKED."""
         while True:
             slots = [(arena, arena.find(self.snapshot)) for arena in self._sources.arenas.all]
             ready = [(arena, one) for arena, one in slots if one is not None]
@@ -303,8 +303,8 @@ class SnapshotEncoder:
             yield _POLL_SECS
 
     def _duties(self, slots: Sequence[tuple[MonitoredArena, CheckedSlot]], keep: SnapshotId | None) -> Work[None]:
-        """``keep``: a protected snapshot, where an arena's own mark names none."""
-        # Packages first: they are small, and other nodes wait for them.
+        """Create all parts. ``keep``: the protected snapshot for arenas without a mark of their own."""
+        # Packages first: they are small and other nodes wait for them.
         for arena, one in slots:
             if not (yield from self._has_sound(arena.shard)):
                 yield from store_package(self._sources, arena, one)
@@ -325,10 +325,10 @@ class SnapshotEncoder:
         return (yield from in_thread(lambda: has_sound_package(node_dir, shard, self.snapshot)))
 
     def _store_covered(self, slots: Sequence[tuple[MonitoredArena, CheckedSlot]]) -> bool:
-        """Whether all slots still hold the snapshot; only then is anything claimed.
+        """Store COVERED if all slots still hold the snapshot; returns whether they do.
 
         Raises:
-            ProtectionUnavailableError: something that was made is not there any more.
+            ProtectionUnavailableError: a created part is missing.
         """
         if not all(arena.still_holds(one.slot, one.record) for arena, one in slots):
             return False
@@ -337,13 +337,13 @@ class SnapshotEncoder:
             raise ProtectionUnavailableError(
                 f"iteration {iteration}: a package or a parity file was replaced or deleted"
             )
-        # COVERED in the arenas of all nodes means protected to trainers: it is stored when everything is in place.
+        # To trainers COVERED in the arenas of all nodes means protected: it is stored last.
         for arena, one in slots:
             arena.checks.store_covered(one.slot, one.check.seal_id)
         return True
 
     def prove(self) -> Work[None]:
-        """Store COVERED where all is there from before, and sound, and nothing is to be done."""
+        """Store COVERED if all parts exist from an earlier run and are valid."""
         slots = [(arena, one) for arena in self._sources.arenas.all if (one := arena.find(self.snapshot)) is not None]
         for shard in self._duty.shards(self._sources):
             if not (yield from self._has_sound(shard)):
@@ -355,34 +355,34 @@ class SnapshotEncoder:
 
 
 def covered_slots(sources: Sources) -> dict[SnapshotId, list[tuple[MonitoredArena, CheckedSlot]]]:
-    """What is COVERED on this node, and where."""
+    """The COVERED snapshots of this node, with their slots."""
     covered: dict[SnapshotId, list[tuple[MonitoredArena, CheckedSlot]]] = {}
     for arena in sources.arenas.all:
         for slot in range(arena.mapped.control.slots):
             check = arena.checks.read(slot)
             if check is not None and check.state == CheckState.COVERED:
                 checked = arena.find(check.snapshot)
-                # Where two slots hold one snapshot only the one that was sealed last is found, and counts.
+                # If two slots hold one snapshot, ``find`` returns the last sealed one, and only that counts.
                 if checked is not None and checked.slot == slot:
                     covered.setdefault(check.snapshot, []).append((arena, checked))
     return covered
 
 
 def take_back(slots: Iterable[tuple[MonitoredArena, CheckedSlot]]) -> None:
-    """What is COVERED in ``slots`` is only CHECKED again."""
+    """Degrade COVERED ``slots`` to CHECKED."""
     for arena, one in slots:
         arena.checks.uncover(one.slot)
 
 
 def uncover(sources: Sources, duty: EncodeTask) -> None:
-    """Take back COVERED where it is not true any more: other duties, or something that is gone."""
+    """Revoke COVERED of snapshots that are incomplete, by other groups or missing parts."""
     for snapshot, slots in covered_slots(sources).items():
         if not duty.done(sources, snapshot):
             take_back(slots)
 
 
 def claims(sources: Sources) -> list[SnapshotId]:
-    """Take back all that is COVERED, and name it: what an SMP before this one claimed counts when it is proven."""
+    """Revoke COVERED everywhere and return the snapshots: an earlier SMP's claims count once they are verified."""
     covered = covered_slots(sources)
     for slots in covered.values():
         take_back(slots)
@@ -390,17 +390,17 @@ def claims(sources: Sources) -> list[SnapshotId]:
 
 
 PIECE_BYTES = 512 << 10
-"""What is used at a time: with the sum it stays in a core's own cache, and calls of Python cost little beside it."""
+"""Unit of encoding: it stays in a core's cache with the sum, and amortizes the Python calls."""
 STEP_BYTES = 16 << 20
-"""What is read at most between two looks at the limit and at ranks that copy; a piece of each chunk at least."""
+"""Maximum read between two waits for the throttle; at least one piece of each chunk."""
 
 
 def make_block(
     sources: Sources, feed: Feed, group: ParityGroup, stripe: Stripe, *, row: int, out: Bytes
 ) -> Work[int]:
-    """Make block ``row`` of a stripe in ``out``, of its length; returns the block's checksum, xxh3-64.
+    """Compute block ``row`` of a stripe into ``out``, of its length; returns the block's checksum, xxh3-64.
 
-    Only when it returns was all of the data verified: before, and where it raises, ``out`` means nothing.
+    The data is verified only when it returns: before that, or if it raises, ``out`` is invalid.
 
     Raises:
         CorruptError: data in a slot of this node does not match its checksum.

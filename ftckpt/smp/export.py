@@ -1,6 +1,6 @@
-"""What others load, made of a snapshot that is on storage: ``ftckpt convert`` in a process of its own.
+"""Export of a persisted snapshot to another format by ``ftckpt convert`` in a child process.
 
-That process loads torch, which an SMP does not. It yields cores and disks to all others, and ends with the SMP.
+The child imports torch, which an SMP does not. It has the lowest priority on cores and disks, and ends with the SMP.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ftckpt.smp.client import environment
 
 _POLL_SECS = 0.1
 _KILL_SECS = 10.0
-"""For a killed process to go: one that waits for a file system that is away does so later."""
+"""Wait for the exit of a killed process; one that waits for an unreachable file system exits later."""
 _MOST_CHARS = 500
-"""Of what it says."""
+"""Of its error output."""
 
 
 def export(
     storage: Storage, place: Place, snapshot: SnapshotId, events: Events, *,
     owner: str, deadline: float, pause: Callable[[float], None],
 ) -> None:  # fmt: skip
-    """Make the export of ``snapshot``, where there is none yet; those whose snapshots are gone go.
+    """Export ``snapshot`` unless that is done already, and remove exports whose snapshots are gone.
 
     Args:
-        storage: of the snapshots, which ``owner`` writes.
+        storage: the storage of the snapshots, which ``owner`` writes.
         deadline: as ``time.monotonic``.
-        pause: waits some seconds; what it raises ends all.
+        pause: waits some seconds; may raise, to cancel.
 
     Raises:
-        StorageError: it cannot be made, was not done in time, or its name is taken.
+        StorageError: it failed, was not done in time, or its name is taken.
         OSError: the process cannot be started.
     """
     assert place.exports is not None
@@ -63,7 +63,7 @@ def export(
 
 
 def _there(storage: Storage, snapshots: Iterable[SnapshotId]) -> set[SnapshotId]:
-    """Those of ``snapshots`` that are committed; of what cannot be read nobody knows whether it is another."""
+    """The ``snapshots`` that are committed, or may be: an unreadable checkpoint of that iteration counts."""
     there = {name: snapshot_of(storage, name) for name in checkpoints(storage)}
     unreadable = {name.iteration for name, snapshot in there.items() if snapshot is None}
     return {one for one in snapshots if one in there.values() or one.iteration in unreadable}
@@ -72,13 +72,13 @@ def _there(storage: Storage, snapshots: Iterable[SnapshotId]) -> set[SnapshotId]
 def _convert(
     source: Path, path: Path, form: str, *, umask: int, deadline: float, pause: Callable[[float], None]
 ) -> None:
-    """Raises StorageError where it fails, or is not done at the ``deadline``."""
+    """Run the conversion; raises StorageError if it fails or exceeds the ``deadline``."""
     if time.monotonic() >= deadline:
         raise StorageError("no time was left for the conversion", lasting=True)
-    # The module, not ``ftckpt``: that need not be on the path.
+    # The module, not the command ``ftckpt``, which may not be in PATH.
     command = [sys.executable, "-m", "ftckpt.cli.main", "convert", str(source), str(path)]
     command += ["--to", form, "--workers", "1", "--background"]
-    # A file, not a pipe, which would fill up: it tells its progress.
+    # A file, not a pipe: its progress output would fill a pipe.
     with TemporaryFile() as said:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, cwd="/", env=environment(),

@@ -1,4 +1,4 @@
-"""An SMP's metrics on their way out: served on the loopback interface, or written to a file for a node exporter."""
+"""Export of an SMP's metrics: over HTTP on the loopback interface, or to a file for a node exporter."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _FILE_SECS = 15.0
-"""Between two writes of the file, as often as node exporters are asked, and between two tries for a port."""
+"""Interval of writing the file, the usual scrape interval of node exporters, and of retrying a port."""
 _PATIENCE_SECS = 2.0
-"""For the SMP, which may be at a piece of work; then a reader gets the values before."""
+"""Wait of a reader for the SMP's loop, which may be busy; then it gets the previous values."""
 _READABLE, _ENTERABLE = 0o644, 0o755
-"""A node exporter is another user; the SMP makes everything else for its own."""
+"""A node exporter runs as another user; all other files of the SMP are private."""
 
 
 class Exporter:
-    """One SMP's metrics, a collector of prometheus_client. The SMP's loop, which alone may read its state, calls
-    everything but ``collect``.
+    """One SMP's metrics, a collector of prometheus_client. The SMP's loop calls all methods but ``collect``, as only
+    it may read the SMP's state.
 
     Args:
-        status: gives what metrics are made of.
+        status: returns the values that metrics are computed from.
         report: called with a failure, once until it works again.
     """
 
     def __init__(self, job: str, node: str, status: Callable[[], Status], report: Callable[[str], None]) -> None:
-        # Not job, which is Prometheus' own word for what it scrapes: it would rename this one.
+        # Not ``job``: Prometheus uses that label for the scrape job and would rename this one.
         self._labels = {"training_job": job, "node": node}
         self._status = status
         self._report = report
@@ -55,12 +55,12 @@ class Exporter:
 
     @property
     def url(self) -> str:
-        """The address at which metrics are served; empty: nowhere."""
+        """The address at which metrics are served; empty: they are not."""
         return f"http://{_HOST}:{self._server.server_port}/metrics" if self._server is not None else ""
 
     def configure(self, port: int | str, directory: str) -> None:
-        """Serve at ``port`` (0: not at all; ``auto``: any that is free), and write to ``directory`` (empty: nowhere).
-        What fails is tried again and again."""
+        """Serve at ``port`` (0: not at all; ``auto``: any free one) and write to ``directory`` (empty: nowhere).
+        Failures are retried."""
         name = "-".join(["ftckpt", *self._labels.values()])
         path = Path(directory) / f"{name}.prom" if directory else None
         if path != self._path:
@@ -71,7 +71,7 @@ class Exporter:
         self._try()
 
     def step(self) -> None:
-        """Answer readers, and write the file if it is time."""
+        """Answer readers, and write the file if it is due."""
         self._stepped = time.monotonic()
         while not self._asked.empty():
             self._asked.get().set_result(list(self._made()))
@@ -79,7 +79,7 @@ class Exporter:
             self._try()
 
     def collect(self) -> list[Family]:
-        """The metrics, on any thread: values of the next moment of the loop."""
+        """The metrics; any thread may call it, and waits for the loop to compute them."""
         if threading.get_ident() == self._loop:
             self._families = list(self._made())
         else:
@@ -90,7 +90,7 @@ class Exporter:
         return [*self._families, self._silence()]
 
     def close(self) -> None:
-        """Serve no more; the file goes, so that nobody takes it for news."""
+        """Stop serving; the file is removed, so that nobody mistakes it for current values."""
         self._stop_serving()
         self._remove_file()
 
@@ -109,7 +109,7 @@ class Exporter:
             yield family
 
     def _silence(self) -> Family:
-        """Here, and not in the loop: it says that the loop does not move, and all else is old."""
+        """Computed by the reader, not by the loop: it shows that the loop hangs and all other values are old."""
         from prometheus_client.core import GaugeMetricFamily
 
         family = GaugeMetricFamily(f"{PREFIX}{SILENCE}", METRICS[SILENCE].meaning, labels=[*self._labels])
@@ -126,7 +126,7 @@ class Exporter:
                 "end its holder, another program or the SMP of another job (ftckpt ls), or use auto",
             )
         if self._path is not None:
-            self._do(self._write, f"--ftckpt-metrics-dir: {self._path} cannot be written", "it is tried again")
+            self._do(self._write, f"--ftckpt-metrics-dir: {self._path} cannot be written", "it is retried")
 
     def _do(self, action: Callable[[], None], failed: str, remedy: str) -> None:
         try:

@@ -1,8 +1,8 @@
-"""The newest snapshot of a job that trains no more, on its way to storage: without trainers, by the SMPs alone.
+"""Flush of a stopped job's newest snapshot, by the SMPs alone, without trainers.
 
-Each node writes to storage which snapshots its arenas hold; the SMPs flush the newest that every node holds. What a
-node has written counts while it goes on writing: one that is lost may have written before. Nothing changes meanwhile,
-as nobody writes the arenas. Where a node is missing nothing is flushed, and the reason names it.
+Each node publishes on storage which snapshots its arenas hold, and the SMPs flush the newest that all nodes have. A
+node's entry counts only while the node renews it: a lost node may have left one. Nothing changes meanwhile, as nobody
+writes the arenas. If a node is missing, nothing is flushed, and the reason names it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ftckpt.smp.work import Throttle
 
 _POLL_SECS = 0.2
 _NODES_SECS = 120.0
-"""Longest wait for other nodes, and at most half of the time that there is: the rest is for writing."""
+"""Longest wait for other nodes, but at most half of the timeout: the rest is for writing."""
 _AGAIN_SECS = 1.0
 _BEAT_SECS = 1.0
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class FinalFlush:
-    """The work of one node, on a thread of its own; given up after ``timeout_secs``."""
+    """The final flush of one node, in a thread that starts at construction and fails after ``timeout_secs``."""
 
     def __init__(
         self, orders: FlushOrders, arenas: MonitoredArenas, pace: Throttle, events: Events, *, timeout_secs: float,
@@ -59,17 +59,17 @@ class FinalFlush:
 
     @property
     def working(self) -> bool:
-        """Whether it has not come to its end."""
+        """Whether it has neither succeeded nor failed."""
         return self._state == FlushState.WORKING
 
     def stop(self) -> None:
-        """Leave it."""
+        """Cancel it."""
         self._halted.set()
-        if self._flush is not None:  # its thread may be in a call of storage that takes long
+        if self._flush is not None:  # its thread may be in a long call to storage
             self._flush.stop()
 
     def join(self, timeout_secs: float | None = None) -> None:
-        """Wait for the end of one that was stopped, and of what was begun before it."""
+        """Wait for the end of its threads, and of the flush before it."""
         begin = time.monotonic()
         self._thread.join(timeout_secs)
         last = self._flush or self._before
@@ -78,7 +78,7 @@ class FinalFlush:
 
     @property
     def status(self) -> dict[str, Any]:
-        """How far it is, as JSON values."""
+        """The progress, as JSON values."""
         return {
             "flush": self._state.name.lower(),
             "iteration": self._snapshot.iteration if self._snapshot is not None else -1,
@@ -91,7 +91,7 @@ class FinalFlush:
         try:
             self._bring_newest(self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist")))
             self._state = FlushState.DONE
-        except Exception as error:  # noqa: BLE001 - told to who waits
+        except Exception as error:  # noqa: BLE001 - reported to the client
             self._reason = in_words(error)
             self._state = FlushState.CANNOT
             iteration = self._snapshot.iteration if self._snapshot is not None else -1
@@ -101,51 +101,51 @@ class FinalFlush:
         held = self._held()
         there = self._patiently(lambda: self._newest(storage, {one.lineage for one in held}))
         call = Membership(storage, self.orders, held)
-        self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there
-        # One iteration more: what others load may have to be made of that which is there.
+        self._patiently(call.beat)  # before this node may leave: another may hold newer snapshots and need its entry
+        # One more with exports: the snapshot on storage may still need one.
         floor = max((one.iteration for one in held), default=-1) + (self.orders.exports is not None)
         if there is not None and there.iteration >= floor:
-            self._snapshot = there  # memory has no more than the job has brought there before
+            self._snapshot = there  # memory has nothing newer than storage
             return
-        is_over = False  # nobody can count any more on what this node holds
+        is_over = False  # whether no node needs this one's entry any more
         try:
             chosen = self._choose(call, there)
             if there is not None and there.iteration > chosen.iteration:
-                self._snapshot = there  # what all have is of a past that the job has left
+                self._snapshot = there  # the common snapshot is older than the one on storage
                 return
             self._snapshot = chosen
             is_over = self._bring(call, chosen)
-        except BaseException:  # what was held for it is released, whatever failed
+        except BaseException:  # the flush has failed: other nodes must not wait for this one
             is_over = True
             raise
         finally:
-            # Of what was there before other nodes may not have read yet what this one holds.
+            # If it was on storage before, other nodes may not have read this node's entry yet.
             if is_over:
                 with suppress(StorageError):
                     call.leave()
 
     def _bring(self, call: Membership, chosen: SnapshotId) -> bool:
-        """Whether the snapshot was not there before; it is now."""
+        """Flush ``chosen``; returns whether it was not on storage before."""
         flush = self._flush = Flush(self.orders, self._arenas, self._pace, self._events, chosen, before=self._before)
-        if self._halted.is_set():  # and whoever did that may not have seen it
+        if self._halted.is_set():  # ``stop`` may have missed the new flush
             flush.stop()
         while flush.state == FlushState.WORKING:
-            with suppress(StorageError):  # the flush itself tells
+            with suppress(StorageError):  # the flush reports it
                 call.beat()
             if self._late(_POLL_SECS):
                 flush.stop()
-                where = f"is at {self.orders.where}, what others load is not" if flush.committed else "was not there"
+                where = f"is at {self.orders.where}, but its export is not" if flush.committed else "was not flushed"
                 why = f": {flush.problem}" if flush.problem else ""
                 raise StorageError(f"iteration {chosen.iteration} {where} in time{why}", lasting=True)
         if flush.state != FlushState.DONE:
-            raise StorageError("it did not come there: the log of the SMP says why", lasting=True)
+            raise StorageError("the flush failed: the log of the SMP says why", lasting=True)
         if flush.unexported:
             raise StorageError(f"iteration {chosen.iteration} is at {self.orders.where}, but {flush.unexported}")
         return not flush.found
 
     def _choose(self, call: Membership, there: SnapshotId | None) -> SnapshotId:
-        """The newest snapshot that all arenas of all nodes hold, in doubt only where all are; ``there``: what is on
-        storage, and nobody waits who had no more than that."""
+        """The newest snapshot in all arenas of all nodes; a doubtful one only if all are. ``there``: the newest on
+        storage; nodes that have nothing newer leave without waiting."""
         while True:
             self._patiently(call.beat)
             held = self._patiently(call.present)
@@ -156,8 +156,8 @@ class FinalFlush:
                 if there is not None and self._patiently(lambda: call.knew_all(there)):
                     return there
                 raise StorageError(
-                    f"nodes are missing: {', '.join(sorted(missing))}: no snapshot is complete without what they "
-                    "hold; save on every node at once, or start the job again, which reconstructs from parity",
+                    f"nodes are missing: {', '.join(sorted(missing))}: no snapshot is complete without their "
+                    "shards; save on every node at once, or start the job again, which reconstructs from parity",
                     lasting=True,
                 )
         everywhere = set.intersection(*held.values())
@@ -173,11 +173,11 @@ class FinalFlush:
         return max(certain or everywhere)
 
     def _newest(self, storage: Storage, lineages: Collection[bytes]) -> SnapshotId | None:
-        """The newest that the job has on storage in its history.
+        """The newest snapshot on storage in the job's history.
 
         Args:
-            lineages: those of memory. Where this run writes by itself others count, too: it has begun with what is
-                there. Elsewhere they are of another training under the name of the job.
+            lineages: those in memory. If this run owns the storage, others count too, as it has started from there.
+                Otherwise they may belong to another training of the same job name.
         """
         if not self._arenas.all:
             return None
@@ -189,7 +189,7 @@ class FinalFlush:
             except StorageError as error:
                 if not error.lasting:
                     raise  # it may be the newest
-                continue  # one that is damaged is nothing to rely on
+                continue  # a corrupt one does not count
             counts = there.snapshot not in void and Selection(head).takes(there.lineage, there.snapshot)
             is_ours = there.job == self.orders.job and (is_own or there.snapshot.lineage in lineages)
             if is_ours and counts:
@@ -197,17 +197,17 @@ class FinalFlush:
         return None
 
     def _owns(self, storage: Storage) -> bool:
-        """Whether this run has claimed the place."""
+        """Whether this run owns the storage."""
         try:
             return commit.require_owner(storage, self.orders.owner)
         except StorageError as error:
             if not error.lasting:
                 raise
-            return False  # another run has; whether that is an error is seen where something is to be written
+            return False  # another run does, which is an error only when this one writes
 
     def _held(self) -> set[SnapshotId]:
-        """Snapshots of which every arena of this node has a slot."""
-        # The newest may lie in a slot that has just got its memory: another thread maps it.
+        """The snapshots that every arena of this node has."""
+        # The newest may be in a newly allocated slot, which another thread maps.
         while not self._arenas.complete or any(arena.behind for arena in self._arenas.all):
             if self._late(_POLL_SECS):
                 raise StorageError(f"arenas cannot be read: {dict(self._arenas.problems)}", lasting=True)
@@ -215,7 +215,7 @@ class FinalFlush:
         return set.intersection(*found) if found else set()
 
     def _patiently(self, action: Callable[[], T]) -> T:
-        """``action``, again and again while storage fails in a way that may pass, until the deadline."""
+        """Run ``action``; retry it while storage fails temporarily, until the deadline."""
         while True:
             try:
                 return action()
@@ -228,9 +228,9 @@ class FinalFlush:
 
 
 class Membership:
-    """One node's part in telling who is there; ``held`` are the snapshots of which it has all its shards.
+    """Membership of the nodes, published on storage. ``held``: the snapshots of which this node has all its shards.
 
-    All methods but ``leave`` raise StorageError where storage fails; they may be called again.
+    All methods raise StorageError if storage fails, and can be retried.
     """
 
     def __init__(self, storage: Storage, orders: FlushOrders, held: Collection[SnapshotId]) -> None:
@@ -239,7 +239,7 @@ class Membership:
         self._first: dict[str, str | None] | None = None
 
     def beat(self) -> None:
-        """Write that this node is there, once a second at most."""
+        """Renew this node's entry, at most once a second."""
         if time.monotonic() - self._told >= _BEAT_SECS:
             self._number += 1
             beat = f"{self._name}-{self._number}"
@@ -247,7 +247,7 @@ class Membership:
             self._told = time.monotonic()
 
     def present(self) -> dict[str, set[SnapshotId]]:
-        """What each node holds that has written since the first call."""
+        """The snapshots of each node that has renewed its entry since the first call."""
         told = self._read()
         if self._first is None:
             self._first = {node: beat for node, (beat, _) in told.items()}
@@ -255,12 +255,12 @@ class Membership:
         return {**found, self._orders.node: self._held}
 
     def knew_all(self, snapshot: SnapshotId) -> bool:
-        """Whether every node has written at some time that it holds ``snapshot``: once it is on storage they go."""
+        """Whether every node has an entry with ``snapshot``, recent or not: nodes leave once it is on storage."""
         told = self._read()
         return all(node in told and snapshot in told[node][1] for node in self._orders.nodes)
 
     def leave(self) -> None:
-        """Withdraw what this node has written."""
+        """Remove this node's entry."""
         commit.forget_holdings(self._storage, self._orders.node)
 
     def _read(self) -> dict[str, tuple[str, set[SnapshotId]]]:

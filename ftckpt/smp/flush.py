@@ -1,9 +1,8 @@
-"""One snapshot on its way to storage: this node's shards, and, on one node, the commit of all nodes' parts.
+"""Flush of one snapshot to storage: this node's shards and, on one node, the commit for all nodes.
 
-A thread of its own, as storage may be slow, or away for an hour, and one more for each file but one that it writes at
-a time. They take a piece at a time, behind whatever ranks of the node copy and reduce, and together at most as many
-bytes a second as they may. What they read is proven piece by piece; nothing counts before all nodes are done and one
-object says so.
+Runs in a thread of its own, as storage may be slow or away for an hour, plus one for each further file written
+concurrently. The threads yield to copies and reductions of the node's ranks and share one rate limit. Bytes are
+verified piece by piece as they are read; nothing counts until all nodes are done and one object commits it.
 """
 
 from __future__ import annotations
@@ -41,32 +40,32 @@ from ftckpt.units import rate
 
 _POLL_SECS = 0.1
 _MOST_POLL_SECS = 2.0
-"""Between looks at storage for the parts of other nodes: each is a listing."""
+"""Maximum interval of polling storage for other nodes' parts: each poll is a listing."""
 _AGAIN_SECS = 1.0
 _MOST_AGAIN_SECS = 60.0
-"""Between attempts while storage fails, each pause twice the one before it."""
+"""Maximum pause between attempts while storage fails; each pause doubles."""
 _FILES = 2
-"""Written at a time: what storage gives one file is often less than what it gives a node. Each takes memory and a
-core: compressed, to an object store, 350 MiB."""
+"""Files written concurrently: one file often gets less bandwidth than a node. Each takes memory and a core: 350 MiB
+if compressed, to an object store."""
 _EXPORTED_BY = 0.9
-"""Of the time that a flush has: ranks count it from a moment earlier, and are to hear by then that the snapshot is
-there, with what others load or without."""
+"""Deadline of the export as a fraction of the flush's: ranks count that from slightly earlier, and must learn of the
+commit in time, with or without the export."""
 _LOST = (ArenaError, ValueError)
-"""What reading memory raises that was unmapped meanwhile."""
+"""Errors of reading memory that was unmapped meanwhile."""
 
 
 class _Cancellation(Exception):
-    """The snapshot is not wanted on storage any more."""
+    """The flush was stopped."""
 
 
 @dataclass(frozen=True)
 class FlushOrders:
-    """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
+    """A node's instructions for flushes: storage ``where``, the ``job``, its run's ``owner`` and all ``nodes``.
 
-    The first of ``nodes`` commits, and makes the ``exports``, all within ``timeout_secs``. ``keep``: how many
-    checkpoints stay, the newest, 0: all; ``bytes_per_sec``: of this node, 0 for no limit. ``at_end``:
-    whether the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``. ``began``: when the owner
-    did, in seconds of the time of day; 0: not known.
+    The first of ``nodes`` commits and creates the ``exports``, all within ``timeout_secs``. ``keep``: number of
+    newest checkpoints to retain, 0: all. ``bytes_per_sec``: limit of this node, 0: none. ``at_end``: also flush the
+    last snapshot of a job. ``compress``: ``none`` or ``zstd``. ``began``: start of the owner, in seconds since the
+    epoch, 0: unknown.
     """
 
     where: str = ""
@@ -84,7 +83,7 @@ class FlushOrders:
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> FlushOrders:
-        """What a description for the SMP says; raises KeyError, ValueError or TypeError if it is unusable."""
+        """Parse a description for the SMP; raises KeyError, ValueError or TypeError if it is invalid."""
         settings = dict(description.get("settings", {}))
         place = Place.of(str(settings.get("persist", "")), str(settings.get("persist_format", SNAPSHOT)))
         return cls(
@@ -98,7 +97,7 @@ class FlushOrders:
 
     @property
     def commits(self) -> bool:
-        """Whether this node does."""
+        """Whether this node commits."""
         return self.nodes[:1] == (self.node,)
 
 
@@ -110,10 +109,10 @@ class Joinable(Protocol):
 
 
 class Flush:
-    """The work on one snapshot. ``state`` may be read by any thread.
+    """The flush of one snapshot, started by construction. Any thread may read ``state``.
 
     Args:
-        before: what was begun for storage before this. It must have ended: it may be removing things.
+        before: the previous flush to this storage. This one waits for its end, as it may still be removing files.
     """
 
     def __init__(
@@ -123,12 +122,12 @@ class Flush:
         self.snapshot = snapshot
         self.state = FlushState.WORKING
         self.found = False
-        """Whether it was there before; known at the end."""
+        """Whether the snapshot was on storage before; valid at the end."""
         self.problem = ""
-        """Why it cannot come there, or what keeps it; empty where nothing does."""
+        """Why the flush failed, or what delays it; empty if nothing does."""
         self.committed = False
         self.unexported = ""
-        """Why what others load was not made of it; known at the end."""
+        """Why it was not exported; valid at the end."""
         self.orders = orders
         self._arenas = arenas
         self._pace = pace
@@ -137,23 +136,23 @@ class Flush:
         self.halted = False
         """Whether it was stopped."""
         self._over = threading.Event()
-        """Nothing more is to be done: it was stopped, or one of its files has failed."""
+        """Set when it was stopped, or one of its files has failed."""
         self.written: dict[str, StoredShard] = {}
         self._thread = threading.Thread(target=self._run, args=(before,), name="smp-flush", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Leave it. What this node was writing is removed; once it is done, the rest is no more its own."""
+        """Cancel the flush. This node's partial files are removed; after its marker it removes nothing."""
         self.halted = True
         self._over.set()
 
     def join(self, timeout_secs: float | None = None) -> None:
-        """Wait for the end of one that was stopped."""
+        """Wait for the end of the thread."""
         self._thread.join(timeout_secs)
 
     def _run(self, before: Joinable | None) -> None:
-        # Files are written by this thread and those that it starts, and so in its class; what the file system writes
-        # of its own, such as a journal, is not. Of cores they have what the process has: a thread inherits that.
+        # I/O priority applies to this thread and those that it starts, which write the files, not to the file
+        # system's own writes, such as a journal. CPU priority is the process's: a thread inherits it.
         yield_disks()
         if before is not None:
             before.join()
@@ -161,13 +160,13 @@ class Flush:
             storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
             pending = CheckpointTransaction(storage, self.snapshot, self.orders.node)
             path = f"{pending.folder}/{commit.MANIFEST_NAME}"
-            # Before anything is written: an earlier run that removes leftovers must see that they are of another.
+            # Before the first write: an earlier run that sweeps leftovers must see that they have another owner.
             self._patiently(lambda: self._owns(storage))
             if self.orders.commits:
-                # The one before this has ended, and no other of this run writes an older one.
+                # The previous flush has ended, and no node of this run writes an older snapshot.
                 self._patiently(lambda: self._sweep(storage))
-            # In this order: a commit is there before it takes the marks away. What has neither is not committed
-            # before this node says that it is done; an SMP that was killed behind a commit leaves nothing to do.
+            # In this order: a commit removes the markers only once it is complete. With neither, the snapshot is not
+            # committed before this node writes its marker. An SMP killed after a commit leaves nothing to do.
             promised = self._patiently(pending.own_mark)
             self.found = self._patiently(lambda: self._is_there(storage))
             if not self.found:
@@ -175,14 +174,14 @@ class Flush:
                 self._settle(storage, pending, path)
             self.committed = True
             if self.orders.commits and self.orders.exports is not None:
-                # Not before others are told that it is there: memory has it until then, and the job may end.
+                # After the commit is visible: until then memory keeps the snapshot, and the job may end.
                 self._export(storage, self.orders.exports)
             self.problem, self.state = "", FlushState.DONE
         except _Cancellation:
             pass
-        except Exception as error:  # noqa: BLE001 - training goes on whatever storage does, and is told
+        except Exception as error:  # noqa: BLE001 - reported; training continues whatever storage does
             reason = in_words(error)
-            self.problem, self.state = reason, FlushState.CANNOT  # in this order: who sees the state asks why
+            self.problem, self.state = reason, FlushState.CANNOT  # in this order, for readers
             self._events.emit("flush_failed", iteration=self.snapshot.iteration, reason=reason)
 
     def _export(self, storage: Storage, exports: ExportPlace) -> None:
@@ -195,20 +194,20 @@ class Flush:
                 deadline=self._begun + _EXPORTED_BY * self.orders.timeout_secs, pause=self._pause,
             )  # fmt: skip
         except (StorageError, OSError, _Cancellation) as error:
-            # No failure of the flush: what a restart needs is there.
-            self.unexported = f"{exports.form} was not made of it: {error}"
+            # The flush succeeds all the same: a restart needs no export.
+            self.unexported = f"it was not exported as {exports.form}: {error}"
             self._events.emit(
                 "not_exported", iteration=self.snapshot.iteration, format=exports.form, reason=str(error)
             )
 
     def _write(self, storage: Storage, pending: CheckpointTransaction, promised: NodeCommitMarker | None) -> None:
-        """All shards of this node, each whole and of this snapshot when it has its name.
+        """Write all shards of this node; each gets its name only when it is complete and verified.
 
         Args:
-            promised: what this node has said before.
+            promised: the marker that this node has written before.
         """
-        # By an SMP that was killed, or by an attempt that another node gave up; unless that node is lost, and this
-        # one holds more than it did then, as a restart placed its shards here.
+        # A killed SMP, or an attempt that failed on another node, may have written everything. If that node was
+        # lost, a restart may have placed its shards on this one, which then has more to write.
         shards = {arena.shard for arena in self._arenas.all}
         marks = [promised] if promised is not None and shards <= promised.parts.keys() else []
         if marks and not self._patiently(lambda: pending.lacks(*marks)):
@@ -220,7 +219,7 @@ class Flush:
                     leases.enter_context(arena.lease(checked.slot))
                 self._put_all(pending, slots)
         except BaseException:
-            # Only before this node has said that it is done: the commit, elsewhere, may count on its files.
+            # Not after this node wrote its marker: the committing node may rely on the files.
             if promised is None:
                 self._withdraw(storage, pending)
             raise
@@ -230,10 +229,10 @@ class Flush:
         self._events.emit("flushed", iteration=self.snapshot.iteration, bytes=nbytes, secs=secs)
 
     def _checked(self) -> tuple[Lineage, list[tuple[MonitoredArena, CheckedSlot]]]:
-        """Waits until all arenas of the node hold the snapshot with its checksums; its lineage, and where it lies."""
+        """Wait until all arenas of the node have the snapshot checked; returns its lineage and slots."""
         while True:
-            # First: a job that branches voids slots, then writes its lineage. Slots that hold the snapshot to the end
-            # of the reading were not void when this was read.
+            # First: a job that branches invalidates slots, then writes its lineage. Slots that hold the snapshot
+            # until they are read completely were valid when the lineage was read.
             lineage, arenas = read_lineage(self._arenas.node_dir), self._arenas.all
             slots = [(arena, arena.find(self.snapshot)) for arena in arenas]
             ready = [(arena, one) for arena, one in slots if one is not None]
@@ -242,12 +241,12 @@ class Flush:
             self._pause(_POLL_SECS)
 
     def _put_all(self, pending: CheckpointTransaction, slots: Sequence[tuple[MonitoredArena, CheckedSlot]]) -> None:
-        """A few at a time. At the first that fails the others are left; all threads have ended when it returns."""
+        """Write the shards, a few concurrently. The first failure cancels the others; returns after all threads."""
         left, errors, threads = iter(slots), list[BaseException](), list[threading.Thread]()
 
         def work() -> None:
             try:
-                for arena, checked in left:  # each is given to one thread
+                for arena, checked in left:  # threads share the iterator
                     self.written[arena.shard] = self._patiently(partial(self._put, pending, arena, checked))
             except BaseException as error:  # noqa: BLE001 - raised again below
                 errors.append(error)
@@ -255,7 +254,7 @@ class Flush:
 
         for _ in slots[1:_FILES]:
             thread = threading.Thread(target=work, name="smp-flush-file", daemon=True)
-            with suppress(RuntimeError):  # no memory for one more: the others do all
+            with suppress(RuntimeError):  # no memory for a thread: the others write all
                 thread.start()
                 threads.append(thread)
         work()
@@ -279,11 +278,11 @@ class Flush:
                 pieces = packed(shard.image, entry.objects_used, pieces, lengths)
             file = pending.write(entry.file, pieces)
         except (CorruptError, *_LOST) as error:
-            # A ValueError: memory was unmapped in the middle, as the node's arenas were laid out anew.
+            # ValueError: memory was unmapped meanwhile, as the node's arenas were reallocated.
             if isinstance(error, ValueError) or not arena.still_holds(checked.slot, record):
                 raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot") from None
             raise
-        # Behind the last byte: what was read before that may have been written over meanwhile.
+        # After the last byte: earlier ones may have been overwritten while the slot was read.
         if not arena.still_holds(checked.slot, record):
             raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot")
         frames = np.array(lengths, np.uint64) if compresses else None
@@ -303,10 +302,10 @@ class Flush:
 
     def before_piece(self, nbytes: int) -> Iterator[float]:
         yield from self._pace.memory(nbytes)
-        yield from self._pace.receive()  # what goes to storage takes the network as what comes from other nodes
+        yield from self._pace.receive()  # storage shares the network with other nodes' transfers
 
     def _settle(self, storage: Storage, pending: CheckpointTransaction, path: str) -> None:
-        """Wait until the snapshot is committed; one node does it, when all are done."""
+        """Wait until the snapshot is committed, by one node after all are done."""
         poll_secs = _POLL_SECS
         while not self._patiently(
             lambda: self._commit(storage, pending, path) if self.orders.commits else self._is_there(storage)
@@ -315,15 +314,15 @@ class Flush:
             poll_secs = min(2 * poll_secs, _MOST_POLL_SECS)
 
     def _is_there(self, storage: Storage) -> bool:
-        """Whether this very snapshot is committed."""
+        """Whether exactly this snapshot is committed."""
         there = _committed(storage, CheckpointName(self.snapshot.iteration))
         return there is not None and there.snapshot == self.snapshot
 
     def _commit(self, storage: Storage, pending: CheckpointTransaction, path: str) -> bool:
-        """Whether all nodes were done, and the snapshot is committed."""
+        """Commit the snapshot if all nodes are done; returns whether it is committed."""
         marks = pending.marks()
         if not set(self.orders.nodes) <= marks.keys():
-            return self._is_there(storage)  # marks go behind the commit
+            return self._is_there(storage)  # a commit removes the markers
         own = {node: marks[node] for node in self.orders.nodes}
         parts = [(str(name), entry) for mark in own.values() for name, entry in mark.parts.items()]
         shards = {name: StoredShard.from_json(entry) for name, entry in parts}
@@ -331,17 +330,17 @@ class Flush:
         layout = arena.manifest.layout
         lineage = min((mark.lineage for mark in own.values()), key=lambda one: one.generation)
         if lacking := set(shard_names(layout, axes_of(arena.manifest.shard))) - shards.keys():
-            # A node that holds more since another was lost has not yet said so anew.
+            # A node that took over shards of a lost one has not yet renewed its marker.
             self._tell(f"no node has written {', '.join(sorted(lacking)[:3])} yet")
             return False
         stored = StoredSnapshot(self.snapshot, self.orders.job, layout, shards, lineage)
         if self._over.is_set():
             raise _Cancellation
-        # Right before: the job may go on elsewhere by now.
+        # Right before the commit: by now the job may run elsewhere.
         if is_owner := self._owns(storage):
             self._set_aside(storage, path)
         if not pending.commit(stored.encode(), own, replaces=is_owner):
-            raise StorageError(f"{self.orders.where}/{path}: is there already, of another run", lasting=True)
+            raise StorageError(f"{self.orders.where}/{path}: exists and belongs to another run", lasting=True)
         self._events.emit(
             "committed", iteration=self.snapshot.iteration, path=f"{self.orders.where}/{pending.folder}",
             bytes=stored.nbytes, shards=len(shards),
@@ -350,11 +349,11 @@ class Flush:
             self._retain(storage, lineage)
             self._sweep(storage)
         except (StorageError, *_LOST) as error:
-            self._tell(str(error))  # the checkpoint is there; the next one tidies up
+            self._tell(str(error))  # the checkpoint is committed; the next one cleans up
         return True
 
     def _set_aside(self, storage: Storage, path: str) -> None:
-        """What another branch of the job has left where this snapshot goes stays, under another name."""
+        """Rename a checkpoint of another branch of the job that occupies this snapshot's path."""
         if storage.size(path) is None:
             return
         there = _committed(storage, CheckpointName(self.snapshot.iteration))
@@ -362,8 +361,8 @@ class Flush:
             retention.set_aside(storage, self.snapshot.iteration, there)
 
     def _retain(self, storage: Storage, lineage: Lineage) -> None:
-        """Remove checkpoints beyond those that are kept."""
-        # Doubts may have come up since the snapshot's own lineage was read.
+        """Remove surplus checkpoints and update ``latest``."""
+        # The lineage may have become doubtful since it was read for this snapshot.
         now = read_lineage(self._arenas.node_dir)
         lineage = now if now == lineage else lineage
         there = self._whole(storage)
@@ -372,7 +371,7 @@ class Flush:
         doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
         if not self._owns(storage):
             return
-        # What it names may be of a branch that is abandoned, or in doubt by now.
+        # ``latest`` may name a checkpoint of an abandoned branch, or one in doubt by now.
         certain = retention.restorable(lineages, lineage)
         newest = max((name.iteration for name in certain), default=self.snapshot.iteration)
         if commit.latest(storage) != newest:
@@ -384,19 +383,19 @@ class Flush:
                 self._events.emit("removed", iteration=name.iteration, path=f"{self.orders.where}/{name}")
 
     def _whole(self, storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
-        """Checkpoints that can be read: others are nobody's to remove."""
+        """The readable checkpoints; unreadable ones are never removed."""
         found = {name: _committed(storage, name) for name in commit.checkpoints(storage)}
         return {name: stored for name, stored in found.items() if stored is not None}
 
     def _sweep(self, storage: Storage) -> None:
-        """Remove what came to nothing."""
+        """Remove files of flushes that were never committed."""
         if self._owns(storage):
-            # What other nodes may have gone on to is whole on all, and in a slot of this one.
+            # A snapshot that other nodes may already be flushing is committed, and so in a slot of this node too.
             lineages = {one.lineage for arena in self._arenas.all for one in arena.mapped.snapshots()}
             commit.sweep(storage, self.snapshot, files_of, lambda: self._may_remove(storage), lineages)
 
     def _may_remove(self, storage: Storage) -> bool:
-        # One that was stopped may have been at this for long: others have gone on to what it does not know of.
+        # A stopped flush may have hung here: others have since written files that it does not know.
         return not self._over.is_set() and self._owns(storage)
 
     def _owns(self, storage: Storage) -> bool:
@@ -404,14 +403,14 @@ class Flush:
 
     def _withdraw(self, storage: Storage, pending: CheckpointTransaction) -> None:
         try:
-            # A run that goes on elsewhere may have restored this snapshot, and written it under the same names.
+            # A run that continues elsewhere may have restored this snapshot and written it under the same names.
             self._owns(storage)
             pending.withdraw()
         except StorageError as error:
-            self._tell(str(error))  # swept behind the next commit
+            self._tell(str(error))  # swept after the next commit
 
     def _patiently(self, action: Callable[[], Any]) -> Any:
-        """``action``, again and again while storage fails in a way that may pass."""
+        """Run ``action``; retry it while storage fails temporarily."""
         pause_secs = _AGAIN_SECS
         while True:
             try:
@@ -425,7 +424,7 @@ class Flush:
 
     def _pause(self, secs: float) -> None:
         if self._over.wait(secs):
-            raise _Cancellation("it was stopped: the job has ended, went back, is being saved or starts anew")
+            raise _Cancellation("it was stopped: the job has ended, rolled back, is being saved or restarts")
 
     def _tell(self, problem: str) -> None:
         if problem != self.problem:
@@ -434,7 +433,7 @@ class Flush:
 
 
 def _committed(storage: Storage, name: CheckpointName) -> StoredSnapshot | None:
-    """What a manifest says; None where there is none, or it is not to be read."""
+    """The manifest of a checkpoint; None if it is missing or unreadable."""
     if storage.size(name.manifest) is None:
         return None
     try:

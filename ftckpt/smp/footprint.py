@@ -1,4 +1,4 @@
-"""What an SMP leaves and takes on its node: its configuration and log in the directory, memory and descriptors."""
+"""Resources of an SMP on its node: configuration and log files, memory, descriptors, priorities."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from ftckpt.memory.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, re
 from ftckpt.memory.log_archive import SmpLog, read_log
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
 
-_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # malloc.h; larger blocks go back to the system when they are freed
+_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # malloc.h; larger blocks are unmapped when freed
 _LOG_BYTES = 256 << 10
 _MESSAGE_CHARS = 4000
 _WARNINGS, _WARNING_CHARS = 8, 400
 _MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
-"""A description as it came, with room for what JSON escapes."""
+"""A received description, with room for JSON escapes."""
 
 
 def store_description(node_dir: Path, description: Mapping[str, Any]) -> None:
-    """Stores in ``smp.json`` (0600) how this node's SMP is configured, for one that starts next or replaces a killed
-    one. A kill leaves the old file or the new one, or, on a full tmpfs, none.
+    """Store this node's configuration in ``smp.json`` (0600) for the next SMP. A kill leaves the old file or the new
+    one, or none on a full tmpfs.
 
     Raises:
-        OSError: the tmpfs is full or not writable; there is none then.
+        OSError: the tmpfs is full or not writable; no file is left.
     """
     data, path = encode_object({"version": VERSION, "description": description}), node_dir / SMP_STATE_NAME
     remove_half_made(node_dir, f"{SMP_STATE_NAME}*")
     try:
         _replace(path, data)
     except OSError:
-        # The old one gives its pages; and an SMP that took it over would guard what is no more.
+        # Frees the pages of the old one, which an SMP must not take over: it is outdated.
         path.unlink(missing_ok=True)
         _replace(path, data)
 
 
 def load_description(node_dir: Path) -> dict[str, Any] | None:
-    """The description that was stored last on this node; None where there is none.
+    """The description stored last on this node; None if there is none.
 
     Raises:
-        SmpError: it is damaged, of another version, or another user's.
+        SmpError: it is corrupt, of another version, or another user's.
     """
     path = node_dir / SMP_STATE_NAME
     try:
-        # O_NONBLOCK: a FIFO that somebody put there would hold the start up for ever.
+        # O_NONBLOCK: opening a FIFO of that name would block forever.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -84,8 +84,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 class BoundedLog(logging.Handler):
-    """Messages go to ``smp.log`` (0600), of which the newer half stays whenever it has 256 KiB. ``warnings`` has the
-    last of them, warnings and worse, shortened."""
+    """Logs to ``smp.log`` (0600), which is cut to its newer half at 256 KiB. ``warnings`` has the last messages of
+    level warning or above, shortened."""
 
     def __init__(self, node_dir: Path) -> None:
         super().__init__()
@@ -96,21 +96,21 @@ class BoundedLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append one message; one that cannot be written is lost."""
+        """Append one message; on failure it is lost."""
         if record.levelno >= logging.WARNING:
             self.warnings.append(" ".join(self.format(record).split())[:_WARNING_CHARS])
         try:
             os.write(self.fd, self.format(record)[:_MESSAGE_CHARS].encode() + b"\n")
             self.trim()
         except (OSError, ValueError):
-            pass  # a full tmpfs must not end what guards the rest of it
+            pass  # a full tmpfs must not end the SMP
 
     def text(self, job: str, node: str) -> SmpLog:
-        """What it has now, also where the file was removed."""
+        """The current contents, even if the file was removed."""
         return SmpLog(job, node, read_log(self.fd))
 
     def trim(self) -> None:
-        """Keep the file short; what others write into it (a traceback at the end) counts as well."""
+        """Limit the size of the file, including output of the interpreter such as a fatal traceback."""
         size = os.fstat(self.fd).st_size
         if size > _LOG_BYTES:
             tail = os.pread(self.fd, _LOG_BYTES // 2, size - _LOG_BYTES // 2)
@@ -126,49 +126,49 @@ class BoundedLog(logging.Handler):
 
 
 DATA_LIMIT_BYTES = 1 << 30
-"""Of private writable memory (RLIMIT_DATA): mapped arenas do not count. By itself the process needs some 40 MB."""
+"""Limit of private writable memory (RLIMIT_DATA), without mapped arenas. The process itself needs about 40 MB."""
 _PACKAGE_COPIES = 3
-"""As it came, its parts, and one that is written meanwhile."""
+"""A received package, its unpacked parts, and one that is written meanwhile."""
 _STACK_BYTES = 512 << 10
 
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-"""The number of the system call: the C library has no name for it."""
+"""Number of the system call, for which the C library has no wrapper."""
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_IDLE, _IOPRIO_CLASS_SHIFT = 1, 3, 13
 
 NICE = 10
-"""Of conversions, which nobody waits for: a tenth of a thread that runs beside them."""
+"""For conversions, which nobody waits for: a tenth of the CPU time of a competing thread."""
 
 
 def yield_cores() -> None:
-    """Other processes come first. Whatever is refused is left.
+    """Lower this process's CPU priority, as far as the system permits.
 
-    Where the kernel weighs sessions against each other, a process's own niceness says nothing beyond its session.
+    With autogrouping niceness has no effect outside of the session, so the session's is set, too.
     """
     os.nice(NICE)
-    if os.getsid(0) == os.getpid():  # others in it would be slowed, too
+    if os.getsid(0) == os.getpid():  # otherwise the session's other processes slow down, too
         with suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(NICE))
 
 
 def yield_disks() -> None:
-    """This thread, and those that it starts, read and write when nobody else does. Whatever is refused is left."""
+    """Give this thread and its future threads idle I/O priority, if the system permits."""
     number = _IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << _IOPRIO_CLASS_SHIFT)
 
 
 def bound_process() -> None:
-    """Bounded memory, as many descriptors as allowed, and no core from a thread that runs when this process wakes.
+    """Limit memory, raise the limit of descriptors, and never preempt a running thread on wake-up.
 
-    Its niceness stays its starter's: a nicer one starves beside busy cores. It pauses instead, see ``CoreShare``.
+    The niceness stays the starter's: a higher one would starve beside busy cores. ``CoreShare`` throttles instead.
     """
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    with suppress(AttributeError):  # of another C library
-        # Without this glibc learns from each large block that is freed to keep the next one.
+    with suppress(AttributeError):  # another C library
+        # Without this glibc raises its threshold with each freed large block, and caches the next ones.
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
-    threading.stack_size(_STACK_BYTES)  # by default 8 MiB each, and RLIMIT_DATA counts them
+    threading.stack_size(_STACK_BYTES)  # the default of 8 MiB each counts in RLIMIT_DATA
     for limit, wanted in ((resource.RLIMIT_DATA, DATA_LIMIT_BYTES), (resource.RLIMIT_NOFILE, None)):
         _, hard = resource.getrlimit(limit)
         soft = hard if wanted is None else wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -176,10 +176,7 @@ def bound_process() -> None:
 
 
 def allow_packages(most_bytes: int) -> None:
-    """Raise the bound of memory, as far as the system allows, so that the largest package can be held and read.
-
-    It is never lowered.
-    """
+    """Raise the memory limit, as far as the system permits, for packages of ``most_bytes``. Never lowers it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = DATA_LIMIT_BYTES + _PACKAGE_COPIES * most_bytes
     if hard != resource.RLIM_INFINITY:
@@ -189,6 +186,6 @@ def allow_packages(most_bytes: int) -> None:
 
 
 def anon_bytes() -> int:
-    """Memory of this process that is its own: neither files nor arenas."""
+    """Private memory of this process, without files and arenas."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:"))

@@ -1,5 +1,5 @@
-"""Which ranks of the node live: by their pids; where those are of another container, by the locks that they hold.
-And what the SMP, which is not their parent, can see of the end of those that are gone without having left."""
+"""Liveness of a node's ranks: by pid or, in other containers, by the locks that they hold. And diagnosis of silent
+deaths, as far as the SMP, which is not the parent, can observe them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ftckpt.memory.page import pid_of
 
 
 class Liveness:
-    """The kernel keeps a lock for as long as its process lives, whatever pid namespace that is in."""
+    """Determines which ranks live. The kernel holds a lock while its process lives, in any pid namespace."""
 
     def __init__(self, node_dir: Path) -> None:
         self._node_dir = node_dir
         self._arenas: dict[int, str] = {}  # by rank
 
     def know(self, places: Mapping[str, Mapping[str, Any]]) -> None:
-        """``places`` as ranks have told them: where the arena of each lies."""
+        """Set the arena of each rank; ``places`` is from the description."""
         self._arenas = {int(rank): str(place["arena"]) for rank, place in places.items()}
 
     def judge(self, pulses: Iterable[RankHeartbeat]) -> list[RankHeartbeat]:
-        """The pulses, with what can be known of ranks of other containers: ``lives`` stays None where only an attempt
-        that begins may hold locks."""
+        """The heartbeats, with ``lives`` set for ranks of other containers; it stays None if the locks may belong to
+        an attempt that is starting."""
         judged = list(pulses)
         if all(pulse.is_here for pulse in judged):
             return judged
@@ -44,7 +44,7 @@ class Liveness:
         ]
 
     def any_lock_is_held(self) -> bool:
-        """Whether a process trains on this node, or is about to."""
+        """Whether a process trains on this node or is starting."""
         locks = [self._node_dir / JOB_LOCK_NAME, *(arena / LOCK_NAME for arena in list_arenas(self._node_dir))]
         return any(holder_of(lock) is not None for lock in locks)
 
@@ -54,33 +54,33 @@ class Liveness:
 
 
 _OOM_SECS = 5.0
-"""Within which a rank is seen gone that the OOM killer has ended, or whose end it has caused."""
+"""Time from an OOM kill within which the death of a rank is attributed to it."""
 _STRUCK = "the kernel's OOM killer has struck here (oom_kill of the memory cgroup)"
 
 
 class DeathWatch:
-    """Tells once of each rank that is gone, but for those that were gone at the first look: an attempt may be shorter
-    than the time between two.
+    """Reports each dead rank once, except those that were dead at the first poll: an attempt may be shorter than the
+    poll interval.
 
-    By which signal, or with which exit code, is told where the kernel shows it. That memory was too small shows in
-    the counts of its OOM killer, of the groups of processes that this one and the ranks are in.
+    The signal or exit code is reported if the kernel exposes it. An OOM kill is detected by the kill counters of the
+    cgroups of this process and of the ranks.
     """
 
     def __init__(self, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> None:
         self._places = (proc, cgroup_root)
-        self._gone: set[int] | None = None  # owners that were
-        self._living: set[int] = set()  # owners whose groups are counted
+        self._gone: set[int] | None = None  # owners at the last poll
+        self._living: set[int] = set()  # owners whose cgroups are counted
         self._kills: dict[Path, int] = {}
-        self._struck = -math.inf  # when it was seen that the OOM killer has
+        self._struck = -math.inf  # when an OOM kill was last detected
         self._count(())
         self._exits = ExitWatch()
 
     def look(self, pulses: Sequence[RankHeartbeat], told: Mapping[int, bool] | None = None) -> list[ExitNote]:
-        """What is to be told, if anything is; ``pulses``: of the node's ranks now; ``told``: see ``ends.told_of``."""
+        """Poll; returns notes to report. ``pulses``: the current heartbeats; ``told``: see ``end_notes.told_of``."""
         self._look_for_kills()
         gone = [pulse for pulse in pulses if pulse.lives is False]
         dead = [pulse for pulse in gone if self._gone is not None and pulse.owner not in self._gone]
-        # Those of another container, of which nothing is known for now, too: they may be of an earlier attempt.
+        # Includes unknown ranks of other containers: they may belong to an earlier attempt.
         self._gone = {pulse.owner for pulse in pulses if not pulse.lives}
         ends = list(self._ends_of(dead, told or {})) if dead else []
         living = {pulse.owner for pulse in pulses if pulse.lives and pulse.is_here}
@@ -90,14 +90,14 @@ class DeathWatch:
         return ends
 
     def close(self) -> None:
-        """It looks no more."""
+        """Stop watching exits."""
         self._exits.close()
 
     def _ends_of(self, dead: Sequence[RankHeartbeat], told: Mapping[int, bool]) -> Iterator[ExitNote]:
         silent = [
             pulse
             for pulse in dead
-            # What others could only call gone is told again by who has seen how.
+            # A rank reported only as gone is reported again if its exit status is known.
             if pulse.rank not in told or (not told[pulse.rank] and self._exits.exit_of(pulse.owner).status)
         ]
         struck, self._struck = time.monotonic() - self._struck < _OOM_SECS, -math.inf
@@ -108,13 +108,13 @@ class DeathWatch:
             yield ExitNote(time.time(), _STRUCK)
 
     def _look_for_kills(self) -> None:
-        """Each time: what the OOM killer did long before a rank dies has nothing to do with that."""
+        """Detect new OOM kills. At each poll: earlier kills have nothing to do with a rank's death."""
         before, self._kills = self._kills, {group: oom_kills(group) for group in self._kills}
         if any(kills > before[group] for group, kills in self._kills.items()):
             self._struck = time.monotonic()
 
     def _count(self, living: Collection[int]) -> None:
-        """Look at the groups of this process and of these."""
+        """Count OOM kills in the cgroups of this process and of ``living``."""
         processes = ["self", *(str(pid_of(owner)) for owner in living)]
         found = {oom_group(*self._places, one) for one in processes} - {None}
         before, self._living = self._kills, set(living)

@@ -1,4 +1,4 @@
-"""What an SMP fetches from those of other nodes: a few connections to each that was ever asked, over all links."""
+"""Fetches from the SMPs of other nodes: a few connections to each that is needed, over all links."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ftckpt.smp.channel import Channel, Deadlines, Trust, connect
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, exchange
 
 _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
-"""After the first failure in a row, the second, …; all later ones have the last."""
+"""Pauses after consecutive failures; the last one repeats."""
 _MAX_QUEUED = 64
-"""Far more than cover and scrub have under way: what nobody takes must not pile up."""
+"""Far more than encoding and scrubbing have in flight: bounds the memory of unserved requests."""
 _SHUNNED_SECS = 120.0
-"""An address at which a node could not be reached is left out for so long, where it has another one."""
+"""Time for which an unreachable address of a node is skipped, if the node has another one."""
 CONNECTIONS = 4
-"""To one node: as many as chunks that are requested ahead of time. One that nothing waits for is not made."""
+"""Maximum per node: as many as chunks are prefetched. They are opened on demand."""
 
 
 @dataclass
 class Fetch:
-    """Bytes that were requested: read ``data`` and ``error`` once ``done`` is set.
+    """A request for bytes: read ``data`` and ``error`` once ``done`` is set.
 
-    ``data`` is None and ``error`` empty where the other side does not have it (yet). ``tried`` is false where
-    nothing was sent, because an earlier failure is not long ago: ``error`` is that one's then.
-    ``arrived`` is called with the bytes that came, from another thread, also where nobody wants them any more.
+    ``data`` is None and ``error`` empty if the other side does not have the bytes (yet). ``tried`` is false if
+    nothing was sent because of a recent failure, which is in ``error``. ``arrived`` is called with the number of
+    received bytes, from another thread, even after ``cancel``.
     """
 
     request: BytesRequest
@@ -44,28 +44,28 @@ class Fetch:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: it is not sent for, unless that has begun."""
+        """Skip the request, unless it was already sent."""
         self.cancelled = True
 
     def fail(self, error: str, tried: bool = True) -> None:
-        """Nothing will come; who waits is woken."""
+        """Set the error and wake the waiter."""
         self.error, self.tried = error, tried
         self.done.set()
 
 
 class Peers:
-    """The other nodes of a job, by name. All methods belong to one thread."""
+    """The other nodes of a job, by name. ``configure``, then ``fetch``; one thread calls all methods."""
 
     def __init__(self, deadlines: Deadlines | None = None) -> None:
         self._deadlines = deadlines or Deadlines()
         self._addresses: dict[str, tuple[str, int]] = {}
-        # Made when first asked: of a thousand nodes a handful shares groups and packages with this one.
+        # Created on first use: of a thousand nodes a handful shares groups and packages with this one.
         self._peers: dict[str, _Peer] = {}
         self.trust = Trust()
 
     def configure(self, addresses: Mapping[str, tuple[str, int]], trust: Trust) -> None:
-        """Who is where: addresses with commas between, and a port. Connections to nodes that are gone, have moved, or
-        had another secret end.
+        """Set each node's addresses, separated by commas, and port. Connections to nodes that are gone or have moved,
+        or under another secret, end.
 
         Raises:
             ConfigError: the secret is too short.
@@ -79,24 +79,24 @@ class Peers:
     def fetch(
         self, node: str, request: BytesRequest, at_most: int, arrived: Callable[[int], None] = lambda nbytes: None
     ) -> Fetch:
-        """Ask ``node``; answered in its thread, within deadlines, also when the node is dead or unknown."""
+        """Request bytes of ``node``. A thread completes the fetch within deadlines, even if the node is dead."""
         fetch = Fetch(request, at_most, arrived)
         if node not in self._addresses:
             fetch.fail(f"{node}: its SMP has no address")
             return fetch
         try:
             if node not in self._peers:
-                first = len(self._peers)  # of few connections each goes over another interface
+                first = len(self._peers)  # few connections: spread them over the interfaces
                 self._peers[node] = _Peer(node, self._addresses[node], self.trust, self._deadlines, first)
             if not self._peers[node].put(fetch):
-                fetch.fail(f"{node}: {_MAX_QUEUED} requests wait for it already", tried=False)
+                fetch.fail(f"{node}: {_MAX_QUEUED} requests are queued already", tried=False)
         except (RuntimeError, MemoryError) as error:
             fetch.fail(f"{node}: no thread can be started for it: {error}")
             return fetch
         return fetch
 
     def close(self) -> None:
-        """End all connections; fetches that wait end with an error."""
+        """End all connections; waiting fetches fail."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -104,7 +104,7 @@ class Peers:
 
 
 class _Peer:
-    """One other node: its addresses, what waits for it, and its connections, each with a thread."""
+    """One other node: its addresses, its queue of fetches, and its connections, each with a thread."""
 
     def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines, first: int) -> None:
         self.address, self._node, self._trust, self._deadlines = address, node, trust, deadlines
@@ -119,7 +119,7 @@ class _Peer:
         self._not_before, self._error = 0.0, ""
 
     def put(self, fetch: Fetch) -> bool:
-        """Have ``fetch`` served; False where too many wait already: those that were cancelled are forgotten.
+        """Queue ``fetch`` and drop cancelled ones; False if the queue is full.
 
         Raises:
             RuntimeError, MemoryError: no thread can be started.
@@ -137,7 +137,7 @@ class _Peer:
             return True
 
     def close(self) -> None:
-        """From any thread; nothing is sent for afterwards."""
+        """End all connections, from any thread; nothing is sent afterwards."""
         with self._guard:
             self._closed = True  # before the channels: their threads, woken by the abort, must see it
             self._guard.notify_all()
@@ -158,18 +158,18 @@ class _Peer:
             finally:
                 with self._guard:
                     self._busy -= 1
-                # In any case: who waits for it has no deadline of its own.
+                # In any case: its waiter has no deadline.
                 fetch.done.set()
         self._hang_up(channel)
 
     def _serve(self, fetch: Fetch, channel: Channel | None) -> Channel | None:
-        """Returns the connection to go on with; None: another one."""
+        """Serve ``fetch``; returns the connection to reuse, None if it failed."""
         if self._closed:
-            fetch.fail(f"{self._node}: the connection was given up")
+            fetch.fail(f"{self._node}: the connection was closed")
             return channel
         if fetch.cancelled:
             return channel
-        # What waits behind a failure fails with it: else each would wait for its own deadlines, one after the other.
+        # Queued fetches fail with the last one: else each would wait for its own deadlines, one after another.
         if time.monotonic() < self._not_before:
             fetch.error, fetch.tried = self._error, False
             return channel
@@ -178,7 +178,7 @@ class _Peer:
             channel = channel or self._connect(place)
             fetch.data = self._exchange(fetch, channel)
             self._failures = 0
-        except Exception as error:  # noqa: BLE001 - what comes later waits for this thread, too
+        except Exception as error:  # noqa: BLE001 - later fetches need this thread, too
             if channel is None:
                 self._shunned[place] = time.monotonic() + _SHUNNED_SECS
             self._hang_up(channel)
@@ -198,14 +198,14 @@ class _Peer:
         if reply.payload is None:
             return None
         fetch.arrived(len(reply.payload))
-        # The channel proves that the bytes are those that were sent; only this, that they were good in memory there.
+        # The channel proves that the bytes are as sent, and only this that they were correct in memory there.
         if xxhash.xxh3_64_intdigest(reply.payload) != reply.fields.get("hash"):
             name = f"chunk {request.chunk}" if isinstance(request, ChunkRequest) else "the package"
             raise PeerError(f"{name} of {request.shard} at {request.snapshot.iteration} does not match its checksum")
         return reply.payload
 
     def _next_place(self) -> tuple[str, int]:
-        """Each in turn; where all are shunned, too: there is no other way."""
+        """The next address in turn that is not shunned; if all are, the next one."""
         now = time.monotonic()
         with self._guard:
             self._places.rotate(-1)
@@ -217,8 +217,8 @@ class _Peer:
         with self._guard:
             self._channels[channel] = place
         try:
-            if self._closed:  # behind the lock: either this sees it, or ``close`` has seen the channel
-                raise PeerError("the connection was given up")
+            if self._closed:  # after the lock: either this sees it, or ``close`` has seen the channel
+                raise PeerError("the connection was closed")
             channel.greet(self._trust, deadline)
         except BaseException:  # nobody else would close it
             self._hang_up(channel)

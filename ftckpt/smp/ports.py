@@ -10,26 +10,26 @@ from collections.abc import Callable
 from ftckpt.errors import ConfigError
 
 PORTS = range(20000, 29000)
-"""Below those that a kernel lends to outgoing connections (Linux: 32768 to 60999). Other nodes remember the port, and
-an SMP that takes the place of a killed one must find it free. Launchers' usual ports lie above (29400, 29500)."""
+"""Below the kernel's ephemeral ports (Linux: 32768 to 60999) and launchers' usual ports (29400, 29500). Other nodes
+remember the port, and the successor of a killed SMP must find it free."""
 _TRIES = 8
 
 
 def listen_at(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Sockets that listen at ``port`` of each address of ``host``, commas between; at another where that is taken, or
-    0.
+    """Sockets listening at ``port`` of each address of ``host``, separated by commas; at another port if that is
+    taken or 0.
 
     Raises:
-        ConfigError: the first address cannot be listened at.
+        ConfigError: the first address cannot be bound.
     """
     return _first_free(host, port, lambda family, place: socket.create_server(place, family=family, backlog=backlog))
 
 
 class PortHold:
-    """A port of ``host``, of each of its addresses, that is nobody else's, before there is an SMP to listen at it.
+    """A reserved port on each address of ``host``, until an SMP listens at it. Call ``lend``, then ``close``.
 
     Raises:
-        ConfigError: the address cannot be listened at.
+        ConfigError: the address cannot be bound.
     """
 
     def __init__(self, host: str) -> None:
@@ -38,15 +38,15 @@ class PortHold:
         self.number = int(self._sockets[0].getsockname()[1])
 
     def lend(self) -> None:
-        """From now on a process that shares addresses, as every SMP does, may listen at it."""
-        # Bound without it, which no other socket was then, and shared since: the kernel looks at both sockets as they
-        # are when the second one is bound, and lets at most one of them listen.
+        """Let a process that binds with SO_REUSEADDR, as every SMP does, listen at the port."""
+        # Bound without it, so that no other socket could share the port; set afterwards, as the kernel compares both
+        # sockets' current options when the second one binds. At most one of them can listen.
         for held in self._sockets:
-            if held.fileno() >= 0:  # closed where somebody listens at it
+            if held.fileno() >= 0:  # -1 once closed
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
     def close(self) -> None:
-        """Let go of it; who listens at it stays."""
+        """Release the port; a listening SMP is not affected."""
         for held in self._sockets:
             held.close()
 
@@ -62,7 +62,7 @@ def _bound(family: int, place: tuple[str, int]) -> socket.socket:
 
 
 def _first_free(host: str, port: int, take: Callable[[int, tuple[str, int]], socket.socket]) -> list[socket.socket]:
-    """What ``take`` makes of the first port that is free at all addresses: ``port``, one of many, at last any."""
+    """Sockets by ``take`` at the first port free on all addresses: ``port``, random ones of PORTS, finally any."""
     try:
         places = [(socket.getaddrinfo(one, 0, type=socket.SOCK_STREAM)[0][0], one) for one in host.split(",")]
     except (OSError, UnicodeError) as error:
@@ -75,11 +75,11 @@ def _first_free(host: str, port: int, take: Callable[[int, tuple[str, int]], soc
                 try:
                     taken.append(take(family, (address, taken[0].getsockname()[1] if taken else wanted)))
                 except OSError as error:
-                    # Without one of several interfaces, which may have failed since, the others do.
+                    # One of several interfaces may have failed since: the others suffice.
                     if not taken or error.errno != errno.EADDRNOTAVAIL:
                         raise
             return taken
-        except (OSError, OverflowError) as error:  # the latter: no number of a port
+        except (OSError, OverflowError) as error:  # the latter: an invalid port
             problem = str(error)
             for each in taken:
                 each.close()

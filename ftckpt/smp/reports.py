@@ -1,4 +1,4 @@
-"""What an SMP tells of its node to those who ask what a restart would take."""
+"""Parts of an SMP's status replies: protection, ranks, and the history of marks."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.inventory import NodeProtection
 
 _MOST_BYTES = 64 << 20
-"""Of what is unpacked: hundreds of times what a node of eight large arenas has."""
+"""Limit after decompression: hundreds of times the size for a node of eight large arenas."""
 _REMEMBERED = 32
 
 
 def packed(protection: NodeProtection) -> str:
-    """As text of a reply; groups of large arenas repeat themselves."""
+    """Encode and compress it as text for a reply: groups of large arenas are repetitive."""
     return base64.b64encode(zlib.compress(codec.encode(protection), 1)).decode()
 
 
 def unpacked(text: str) -> NodeProtection:
-    """Inverse of ``packed``.
+    """Decode the output of ``packed``.
 
     Raises:
-        SmpError: it is none.
+        SmpError: invalid text.
     """
     try:
         inflated = zlib.decompressobj()
         data = inflated.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
         return codec.decode(data, NodeProtection)
     except (ValueError, zlib.error) as error:
-        raise SmpError(f"what it says protects the snapshot is unusable: {error}") from None
+        raise SmpError(f"its description of the protection is invalid: {error}") from None
 
 
 def rank_report(pulse: RankHeartbeat) -> dict[str, Any]:
-    """Where a rank is: ``iteration`` is that of its last boundary, ``secs`` count from its last heartbeat; and its
-    ``counts`` by ``HeartbeatGauge``."""
+    """The state of a rank: ``iteration`` of its last step boundary, ``secs`` since its last heartbeat, and ``counts``
+    by ``HeartbeatGauge``."""
     return {
         "rank": pulse.rank if pulse.rank >= 0 else None,
         "place": pulse.place,
@@ -55,28 +55,28 @@ def rank_report(pulse: RankHeartbeat) -> dict[str, Any]:
 
 
 class MarkHistory:
-    """Which snapshots a mark of this node's arenas has named, and when, by looks ``look_secs`` apart."""
+    """History of a mark in this node's arenas, sampled every ``look_secs``."""
 
     def __init__(self, look_secs: float) -> None:
         self._look_secs = look_secs
         self._seen: deque[tuple[float, SnapshotId]] = deque(maxlen=_REMEMBERED)
 
     def note(self, snapshot: SnapshotId | None, now: float) -> None:
-        """The mark names ``snapshot`` at ``now`` (``time.monotonic``)."""
+        """Add a sample: the mark names ``snapshot`` at ``now`` (``time.monotonic``)."""
         if snapshot is None or (self._seen and snapshot.lineage != self._seen[-1][1].lineage):
-            self._seen.clear()  # what was before a restart says nothing of what is now
+            self._seen.clear()  # the history before a restart is irrelevant
         if snapshot is not None and (not self._seen or self._seen[-1][1] != snapshot):
             self._seen.append((now, snapshot))
 
     def fields(self, now: float) -> dict[str, Any] | None:
-        """``iteration`` and ``lineage`` of the newest; ``age_secs``: since it was first seen; ``every_secs`` and
-        ``every_iterations``: from one to the next, null where that is unknown. None where there is none."""
+        """``iteration`` and ``lineage`` of the newest snapshot; ``age_secs`` since it was first seen; ``every_secs``
+        and ``every_iterations`` between snapshots, null if unknown. None without a snapshot."""
         if not self._seen:
             return None
         (first_at, first), (last_at, last) = self._seen[0], self._seen[-1]
         steps = len(self._seen) - 1
         every_secs = (last_at - first_at) / steps if steps else 0.0
-        # What comes more often than anybody looks was not seen each time.
+        # Shorter intervals than the sampling miss snapshots.
         known = every_secs > 2 * self._look_secs
         return {
             **last.fields, "age_secs": round(now - last_at, 3), "every_secs": round(every_secs, 3) if known else None,

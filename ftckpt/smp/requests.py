@@ -1,7 +1,7 @@
 """Requests to an SMP and its replies: the JSON objects in the bodies of frames.
 
-A request has ``request``, the word of its kind, and that kind's fields. A reply has ``ok``, and either the fields of
-the answer or ``error``. State never travels here: it lies in shared memory.
+A request has ``request``, its name, and the fields of its class. A reply has ``ok``, and either the fields of the
+answer or ``error``. Training state is never in them: it is in shared memory.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.channel import Channel, Deadlines
 
 VERSION = 7
-"""Of requests, and of what an SMP keeps in files; an SMP of another version is replaced."""
+"""Version of requests and of an SMP's files; an SMP of another version is replaced."""
 MAX_REQUEST_BYTES = 8 << 20
-"""A description of the groups of eight arenas of 64 GB takes about a tenth."""
+"""Ten times the description of the groups of eight arenas of 64 GB."""
 MAX_NETWORK_REQUEST_BYTES = 64 << 10
-"""Other nodes name a snapshot, and shards of it."""
+"""Other nodes send a snapshot and names of shards."""
 MAX_REPLY_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = max(MAX_PACKAGE_BYTES, 1 << 30)
-"""A chunk may have any size that a user sets; this is what nobody needs."""
+"""The chunk size is configurable; nobody needs this much."""
 
 
 @dataclass(frozen=True)
 class SmpRequest:
-    """Base of all kinds. Those that are about state are served in the SMP's loop; they come from this node alone, or
-    only read it and come from any node that knows the secret (``FROM_ANYWHERE``)."""
+    """Base class. The SMP's loop serves requests about its state. Only processes of the same node may send them, but
+    any node with the secret may send those that only read (``FROM_ANYWHERE``)."""
 
     WORD: ClassVar[str] = ""
     FROM_ANYWHERE: ClassVar[bool] = False
@@ -44,21 +44,21 @@ class SmpRequest:
 
 @dataclass(frozen=True)
 class HelloRequest(SmpRequest):
-    """Who are you? ``version``, ``pid``, ``job``, ``node``, ``configured``, ``port`` (0: it does not listen)."""
+    """Identify the SMP: ``version``, ``pid``, ``job``, ``node``, ``configured``, ``port`` (0: it does not listen)."""
 
     WORD = "hello"
 
 
 @dataclass(frozen=True)
 class StatusRequest(SmpRequest):
-    """What do you do? Trainers that it sees, its memory, and ``duties``."""
+    """Report the state: trainers, the SMP's memory, and ``duties``."""
 
     WORD = "status"
 
 
 @dataclass(frozen=True)
 class ReportRequest(SmpRequest):
-    """What lies on your node? The answer of ``status``, and ``inventory``, a ``restore.inventory.Inventory``."""
+    """Report the node's contents: the reply of ``status``, and ``inventory``, a ``restore.inventory.Inventory``."""
 
     WORD = "report"
     FROM_ANYWHERE = True
@@ -66,8 +66,8 @@ class ReportRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class ProtectionRequest(SmpRequest):
-    """What protects ``snapshot``, in ``layout``, on your node? Of packages those of ``shards``. The answer has
-    ``protection``, a ``restore.inventory.NodeProtection`` that ``reports.packed`` has packed."""
+    """Report the node's protection of ``snapshot`` in ``layout``, with the packages of ``shards``. The reply has
+    ``protection``, a ``restore.inventory.NodeProtection`` encoded by ``reports.packed``."""
 
     WORD = "protection"
     FROM_ANYWHERE = True
@@ -78,9 +78,8 @@ class ProtectionRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class ConfigureRequest(SmpRequest):
-    """Guard what ``description`` names: places, groups, packages of other nodes, settings. Answer other nodes at its
-    ``port`` of its ``address``, to those who know its ``secret`` (hex). The answer has ``problem``: why it cannot
-    answer them, "" where it can."""
+    """Apply ``description``: arenas, groups, packages to mirror, settings, and the ``address``, ``port`` and
+    ``secret`` (hex) for answering other nodes. The reply has ``problem``: why it cannot answer them, "" if it can."""
 
     WORD = "configure"
     description: dict[str, Any] = field(repr=False)
@@ -88,19 +87,20 @@ class ConfigureRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class EndRequest(SmpRequest):
-    """The job is over: remove the SMP's files, and end."""
+    """End the SMP of a job that is over, and remove its files."""
 
     WORD = "end"
 
 
 @dataclass(frozen=True)
 class PersistRequest(SmpRequest):
-    """Bring the newest snapshot to storage: at ``where`` in ``form``, one of ``config.PERSIST_FORMATS``, or as the
-    job does where that is empty, given up after ``timeout_secs``: begun with ``anew``, unless one is on its way
-    there. Without it the answer says how far that is.
+    """Flush the newest snapshot, or report the progress.
+
+    With ``anew`` a flush to ``where`` in ``form``, one of ``PERSIST_FORMATS``, starts unless one runs; an empty
+    ``where`` is the job's own storage. It fails after ``timeout_secs``. Without ``anew`` nothing starts.
 
     Raises:
-        SmpError: no time that can be waited, no such form.
+        SmpError: an impossible timeout, or an unknown form.
     """
 
     WORD = "persist"
@@ -118,10 +118,10 @@ class PersistRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class BytesRequest(SmpRequest):
-    """Bytes of one shard at one snapshot, for other nodes; answered by ``here``, ``hash`` (xxh3-64) and a payload.
+    """Request bytes of one shard at one snapshot; the reply has ``here``, ``hash`` (xxh3-64) and a payload.
 
     Raises:
-        SmpError: ``shard`` names none.
+        SmpError: ``shard`` is no name of a shard.
     """
 
     FROM_ANYWHERE = True
@@ -135,10 +135,10 @@ class BytesRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class ChunkRequest(BytesRequest):
-    """A chunk of a checked slot.
+    """Request a chunk of a checked slot.
 
     Raises:
-        SmpError: as its base, or a negative number.
+        SmpError: as the base class, or a negative number.
     """
 
     WORD = "chunk"
@@ -152,7 +152,7 @@ class ChunkRequest(BytesRequest):
 
 @dataclass(frozen=True)
 class PackageRequest(BytesRequest):
-    """The package of the shard."""
+    """Request the package of the shard."""
 
     WORD = "package"
 
@@ -168,36 +168,36 @@ REQUESTS: dict[str, type[SmpRequest]] = {
 
 @dataclass(frozen=True)
 class Reply:
-    """What an SMP answered; ``payload`` is None where there is none, or it became invalid while it was sent."""
+    """The reply of an SMP; ``payload`` is None if there is none, or it became invalid while it was sent."""
 
     fields: Mapping[str, Any]
     payload: bytearray | None = None
 
     @property
     def error(self) -> str:
-        """Why the request was refused; "" if it was not."""
+        """The reason of a refusal; "" if there is none."""
         return "" if self.fields.get("ok") is True else str(self.fields.get("error"))
 
     def refusal(self, prefix: str = "") -> FtckptError:
-        """The error for which the request was refused, of its class, with ``prefix`` before its text."""
+        """The error of a refused request, of its original class, with ``prefix`` before its text."""
         return error_from_json(self.fields, prefix)
 
 
 def encode_object(message: Mapping[str, Any]) -> bytes:
     """``message`` as the body of a frame, compact JSON."""
-    # ``str`` is the form of a SnapshotId.
+    # ``str``: for a SnapshotId.
     return json.dumps(message, separators=(",", ":"), default=str).encode()
 
 
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object in a body.
+    """Decode the JSON object in a body.
 
     Raises:
         SmpError: it is none.
     """
     try:
         message = json.loads(body)
-    # The last two: deep nesting, and values that take a multiple of their text.
+    # The last two: deep nesting, and values much larger than their text.
     except (ValueError, RecursionError, MemoryError) as error:
         raise SmpError(f"not a JSON object: {type(error).__name__}") from None
     if not isinstance(message, dict):
@@ -206,15 +206,15 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def encode_request(request: SmpRequest) -> bytes:
-    """The body of a request."""
+    """Encode a request as a body."""
     return encode_object({"request": request.WORD, **vars(request)})
 
 
 def decode_request(body: bytes | bytearray) -> SmpRequest:
-    """The request in a body.
+    """Decode the request in a body.
 
     Raises:
-        SmpError: unknown, or its fields are not those of its kind.
+        SmpError: an unknown request, or wrong fields.
     """
     message = decode_object(body)
     word = message.pop("request", None)
@@ -234,10 +234,10 @@ def exchange(channel: Channel, request: SmpRequest, deadlines: Deadlines, *, mos
     """Send one request and wait for its reply.
 
     Args:
-        most_payload: bytes that the caller has room for.
+        most_payload: maximum size of the payload.
 
     Raises:
-        PeerError: as ``Channel``, or nonsense.
+        PeerError: as ``Channel``, or an invalid reply.
     """
     body = encode_request(request)
     if len(body) > MAX_REQUEST_BYTES:
@@ -251,9 +251,9 @@ def exchange(channel: Channel, request: SmpRequest, deadlines: Deadlines, *, mos
 
 
 def guard_digest(description: Mapping[str, Any]) -> int:
-    """A digest, never 0, of what a description says is to be guarded: arenas, groups, packages of other nodes; and of
-    the attempt that says so."""
-    # Leader and SMP each compute it; ranks compare theirs with that in the SMP's pulse, where 0 is none.
+    """A digest, never 0, of the parts of a description that protection depends on: arenas, groups, mirrored packages,
+    and the attempt."""
+    # Ranks compare the leader's digest with the one in the SMP's heartbeat, where 0 is none.
     arenas = sorted(str(place["arena"]) for place in description["places"].values())
     value = [arenas, description["groups"], description["mirror_from"], description.get("owner", "")]
     return xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) | 1

@@ -1,4 +1,4 @@
-"""Looking for bytes that went bad while they lay there: what is the SMP's own is made anew, the rest is reported."""
+"""Scrubbing: detection of corrupt bytes in memory, repair of parity and packages, reports of corrupt slots."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from ftckpt.smp.encode import (
 from ftckpt.smp.work import Work, in_thread, within
 
 _REMOTE_SECS = 30.0
-"""How long other nodes may take to give what a bad parity block, or package, is made anew from."""
+"""Timeout for other nodes' data in the repair of a parity block or package."""
 _MAX_NAMED = 20
 
 
 @dataclass
 class _State:
-    """What a run saw of one snapshot: parity files, blocks that are bad, and bad chunks of slots."""
+    """Results of a run for one snapshot: parity files, corrupt blocks, and corrupt chunks of slots."""
 
     files: dict[tuple[str, int], ParityFile] = field(default_factory=dict)
     bad_blocks: set[BlockId] = field(default_factory=set)
@@ -50,7 +50,7 @@ class _State:
 
 
 class _LostBlocks:
-    """Blocks that are bad or not there; what other nodes hold of a snapshot that is not covered is not there."""
+    """The corrupt or missing blocks. Those of other nodes are missing unless the snapshot is COVERED."""
 
     def __init__(self, state: _State, groups: dict[str, ParityGroup], node: str, covered: bool) -> None:
         self._state, self._groups, self._node, self._covered = state, groups, node, covered
@@ -64,22 +64,22 @@ class _LostBlocks:
 
 
 SCRUB_SECS = 300.0
-"""Between two checks of all that a node holds: often enough that two chunks of a stripe seldom go bad between."""
+"""Interval between runs, short enough that two chunks of a stripe rarely become corrupt between two runs."""
 
 
 class Scrubber:
-    """Goes through checked slots, parity and packages of this node, every ``secs``; 0: never.
+    """Verifies checked slots, parity and packages of this node every ``secs``; 0: never.
 
-    What is bad is reported once, as an event ``corrupt``, and again if it was good in between. Slots are never
-    written: a trainer may take one over at any moment, and writes without a lock; a restart puts them right. Bad
-    parity and packages are the SMP's own and are made anew, an event ``repaired`` each. Where that fails, or nothing
-    can bring a chunk back, COVERED is taken back.
+    Corruption is reported once, as an event ``corrupt``, and again if it recurs after a good run. Slots are never
+    written: a trainer may take one over at any moment, without a lock; a restart repairs them. Corrupt parity and
+    packages, which the SMP owns, are recreated, with an event ``repaired`` each. If that fails, or a chunk cannot be
+    reconstructed, COVERED is revoked.
     """
 
     def __init__(self, sources: Sources, duty: EncodeTask, events: Events, secs: float) -> None:
         self.repaired = 0
         self.lost: set[SnapshotId] = set()
-        """Snapshots of which something is gone that has to be made anew; whoever reads it clears it."""
+        """Snapshots that lost a part, which must be encoded again; the reader clears it."""
         self._sources = sources
         self._duty = duty
         self._events = events
@@ -87,24 +87,24 @@ class Scrubber:
         self._next = time.monotonic() + secs
         self._found: set[tuple[object, ...]] = set()
         self._reported: set[tuple[object, ...]] = set()
-        # Known before the target is begun anew, which ``lost`` brings about.
+        # Set before the target is encoded again because of ``lost``.
         self._refused: dict[SnapshotId, str] = {}
 
     @property
     def due(self) -> bool:
-        """Whether it is time for the next run."""
+        """Whether the next run is due."""
         return self._secs > 0 and time.monotonic() >= self._next
 
     def refused(self, snapshot: SnapshotId) -> str:
-        """An arena whose slot of ``snapshot`` is bad beyond repair, as of the last run; "" if none is."""
+        """An arena whose slot of ``snapshot`` was irreparable in the last run; "" if none was."""
         return self._refused.get(snapshot, "")
 
     def forget(self) -> None:
-        """What was bad may have been put right."""
+        """Forget irreparable slots: a restart may have repaired them."""
         self._refused.clear()
 
     def run(self) -> Work[None]:
-        """One run over all that is guarded; raises FtckptError or OSError where something cannot be read at all."""
+        """Scrub everything once; raises FtckptError or OSError if something cannot be read at all."""
         states: dict[SnapshotId, _State] = {}
         refused: dict[SnapshotId, str] = {}
         begun, nbytes = time.monotonic(), 0
@@ -122,14 +122,14 @@ class Scrubber:
             yield from self._packages()
             self._what_is_gone()
         finally:
-            # Also after an error, which would come again at once.
+            # Also after an error, which would recur at once.
             self._next = time.monotonic() + self._secs
         self._refused = refused
         self._reported = self._found
         self._events.emit("scrubbed", secs=round(time.monotonic() - begun, 4), bytes=nbytes)
 
     def _slots(self, arena: MonitoredArena, states: dict[SnapshotId, _State]) -> Work[int]:
-        """Hash every chunk of every checked slot; returns the bytes."""
+        """Hash every chunk of every checked slot; returns the number of bytes."""
         total = 0
         for snapshot in list(_checked(arena)):
             bad = []
@@ -140,19 +140,19 @@ class Scrubber:
                 if checked is not None and arena.mapped.hash_chunk(checked.slot, chunk) != int(checked.hashes[chunk]):
                     bad.append(chunk)
                 yield 0.0
-            # Only what was not given up meanwhile says anything.
+            # A slot that was reused meanwhile is not corrupt.
             if bad and checked is not None and arena.still_holds(checked.slot, checked.record):
                 states.setdefault(snapshot, _State()).slots.append((arena, checked, bad))
         return total
 
     def _parity(self, arena: MonitoredArena, states: dict[SnapshotId, _State]) -> Work[int]:
-        """Hash every block of every sealed parity file; returns the bytes."""
+        """Hash every block of every sealed parity file; returns the number of bytes."""
         total = 0
         for path in (parity_path(arena.path, mode, index) for mode in MODES for index in range(PARITY_FILES)):
             file = self._sources.arenas.parity.get(path)
             if file is not None and (damage := file.damage()):
                 self._report(("parity", str(path), damage), arena=arena.name, file=path.name, what=damage.names)
-                # What is mapped was read when it was opened: whoever asks for the file sees what became of it.
+                # The mapped file was parsed when it was opened: the next ``get`` sees its current state.
                 self._sources.arenas.parity.drop(path)
                 continue
             snapshot = None if file is None else file.snapshot()
@@ -174,7 +174,7 @@ class Scrubber:
     def _judge(
         self, snapshot: SnapshotId, state: _State, arena: MonitoredArena, checked: CheckedSlot, bad: list[int]
     ) -> bool:
-        """Tell bad chunks of a slot; whether there are some that nothing can bring back, of what should be safe."""
+        """Report corrupt chunks of a slot; returns whether any is irreparable."""
         if not arena.still_holds(checked.slot, checked.record):
             return False
         covered = checked.check.state == CheckState.COVERED
@@ -193,13 +193,13 @@ class Scrubber:
                 ],
             )
         if all((arena.shard, chunk) in safe for chunk in bad):
-            return False  # a restart rebuilds them: here only trainers may write into slots
+            return False  # a restart reconstructs them: only trainers write slots
         self._refused[snapshot] = arena.name
         self._take_back(snapshot)
         return True
 
     def _repairable(self, snapshot: SnapshotId, state: _State, covered: bool) -> set[ChunkId]:
-        """Those of the bad chunks of a snapshot that a restart can bring back, as far as this node can tell."""
+        """The corrupt chunks of a snapshot that a restart can reconstruct, as far as this node knows."""
         groups = {file.group.name: file.group for file in state.files.values()}
         groups |= {group.name: group for group in self._duty.groups}
         bad = {(arena.shard, chunk) for arena, _, chunks in state.slots for chunk in chunks}
@@ -208,21 +208,21 @@ class Scrubber:
         for arena, _, chunks in state.slots if covered else ():
             image, node_dir = arena.mapped.image, self._sources.arenas.node_dir
             spans = [range(s.first_chunk, s.first_chunk + s.num_chunks) for s in image.sections if s.group]
-            if has_package(node_dir, arena.shard, snapshot):  # it has a copy of the volatile region
+            if has_package(node_dir, arena.shard, snapshot):  # it has a copy of the mutable state
                 spans.append(range(image.num_stepped_chunks, len(image.chunks)))
-            # What replicas share is computed from them, and lies in the slots of other nodes.
+            # Replica parity of these chunks is in the slots of other nodes.
             safe |= {(arena.shard, chunk) for chunk in chunks if any(chunk in span for span in spans)}
         return safe
 
     def _repair_file(self, snapshot: SnapshotId, state: _State, key: tuple[str, int]) -> Work[None]:
-        """Compute bad blocks anew; where that fails COVERED is taken back, and the file is made anew for a target."""
+        """Recompute corrupt blocks. If that fails COVERED is revoked, and a target's file is recreated."""
         file = state.files[key]
         good = True
         for block in sorted(block for *which, block in state.bad_blocks if tuple(which) == key):
             try:
                 good = yield from within(self._repair_block(snapshot, file, block), _REMOTE_SECS)
             except ValueError:
-                return  # the file was closed meanwhile: it is needed no more
+                return  # the file was closed meanwhile: it is not needed
             except FtckptError:
                 good = False
             if not good:
@@ -232,7 +232,7 @@ class Scrubber:
             self._events.emit("repaired", arena=file.path.parent.name, iteration=snapshot.iteration, what=what)
         if not good:
             self._take_back(snapshot)
-            # A target's file is made anew as a whole. That of a protected one stays: its other blocks are of use.
+            # A target's file is recreated completely. A protected snapshot's stays: its other blocks are useful.
             if snapshot in self._targets():
                 self._sources.arenas.parity.drop(file.path)
                 file.path.unlink(missing_ok=True)
@@ -240,11 +240,11 @@ class Scrubber:
     def _repair_block(self, snapshot: SnapshotId, file: ParityFile, block: int) -> Work[bool]:
         group, holder = file.group, file.holder
         one = stripe(group, stripe_of_block(group, holder, block))
-        # Beside the file: a bad block may be all there is until it is known that its data is sound.
+        # Not in place: the corrupt block may be the only copy until its data is verified.
         data, row = np.empty(one.length, np.uint8), one.blocks.index((holder, block))
         with closing(Feed(self._sources, group, [one], snapshot)) as feed:
             yield from make_block(self._sources, feed, group, one, row=row, out=data)
-        # The next target may have begun the file while other nodes were waited for.
+        # Encoding of the next target may have started to overwrite the file during the wait.
         if file.snapshot() == snapshot:
             np.copyto(file.block(block), data)
         return file.verify(block)
@@ -260,7 +260,7 @@ class Scrubber:
             yield 0.0
 
     def _package_anew(self, name: package.PackageName) -> Work[None]:
-        """Pack or pull a bad package again; where that fails it goes, and COVERED with it."""
+        """Pack or pull a corrupt package again. If that fails it is deleted and COVERED is revoked."""
         known = {snapshot for arena in self._sources.arenas.all for snapshot in _checked(arena)} | self._targets()
         snapshot = name.snapshot if name.snapshot in known else None
         try:
@@ -275,7 +275,7 @@ class Scrubber:
         name.path.unlink(missing_ok=True)
 
     def _make_package(self, shard: str, snapshot: SnapshotId) -> Work[bool]:
-        """Whether this node has it to keep, and does again."""
+        """Store the package if it is one that this node stores; returns whether it is."""
         if (found := self._sources.arenas.find(shard, snapshot)) is not None:
             arena, checked = found
             with arena.lease(checked.slot):
@@ -286,15 +286,15 @@ class Scrubber:
         return bool(wanted)
 
     def _what_is_gone(self) -> None:
-        """Take back COVERED where a file was deleted, or cannot be read as what it is."""
+        """Revoke COVERED of snapshots with a deleted or unreadable file."""
         marks = {arena.mapped.control.protected() for arena in self._sources.arenas.all} | self._targets()
         for snapshot in covered_slots(self._sources):
             if not self._duty.done(self._sources, snapshot):
-                # Looked at last: an arena that is removed goes before what is in it, and takes no protection away.
+                # Checked after the files: a removed arena vanishes before its files, and revokes nothing.
                 if any(arena.vanished for arena in self._sources.arenas.all):
                     return
                 self._take_back(snapshot)
-                # Of others the files went to newer ones: that is no loss.
+                # Files of other snapshots were reused for newer ones: no loss.
                 if snapshot in marks:
                     reason = "a package or a parity file is gone"
                     self._events.emit("not_covered", iteration=snapshot.iteration, reason=reason)
@@ -312,11 +312,11 @@ class Scrubber:
             self._events.emit("corrupt", **fields)
 
     def _is_new(self, key: tuple[object, ...]) -> bool:
-        """Whether the last run did not find what is bad here."""
+        """Record a corruption; returns whether the last run did not have it."""
         self._found.add(key)
         return key not in self._reported
 
 
 def _checked(arena: MonitoredArena) -> Iterator[SnapshotId]:
-    """Snapshots of an arena that are checked."""
+    """The checked snapshots of an arena."""
     yield from (snapshot for snapshot in arena.mapped.snapshots() if arena.find(snapshot) is not None)

@@ -1,4 +1,4 @@
-"""The SMP's end of all connections: of its node's processes at a Unix socket, of other nodes at a TCP port."""
+"""Server of an SMP: for its node's processes at a Unix socket, for other nodes at a TCP port."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from ftckpt.smp.requests import (
 )
 
 MAX_CONNECTIONS = 256
-"""Of other nodes; each has a thread, whose stack is of the memory that the process may have."""
+"""Of other nodes; each has a thread, whose stack counts in the process's memory limit."""
 MAX_UNPROVEN = 64
-"""More that have not proven the secret yet, which takes them milliseconds: groups of nodes may come all at once."""
+"""Further connections that have not proven the secret yet: it takes milliseconds, but many may arrive at once."""
 MAX_LOCAL_CONNECTIONS = 32
 _LOCAL_IDLE_SECS = 10.0
 """Clients on the node send one request and hang up."""
 _CLOSE_SECS = 2.0
-"""For replies that are being sent: enough for a chunk over any usual network."""
+"""Time to finish replies: enough for a chunk over any usual network."""
 _LEAVE_SECS = 1.0
-"""For the thread of one that was turned out, before another is begun in its place."""
+"""Wait for the thread of an evicted connection before the next one starts."""
 _REPORT_AGAIN_SECS = 60.0
 _MAX_REPORTED = 256
 _NOT_HERE = encode_object({"ok": True, "here": False})
 
 Handler = Callable[[Any], Mapping[str, Any]]
-"""Gets a request and returns the reply's fields, or raises FtckptError. Called in the loop that polls."""
+"""Returns the reply's fields for a request, or raises FtckptError. Called in the loop that polls."""
 Find = Callable[[Any], AbstractContextManager[Delivery | None]]
-"""Looks up what is wanted and holds it while it is sent; None: not here (yet). Called from many threads."""
+"""Finds requested bytes and leases them while they are sent; None: not available (yet). Called from many threads."""
 
 
 @dataclass
 class _Call:
-    """A request on its way through the loop."""
+    """A request that waits for the loop, and its reply."""
 
     request: SmpRequest
     done: threading.Event = field(default_factory=threading.Event)
@@ -61,7 +61,7 @@ class _Call:
 
 @dataclass
 class _Listener:
-    """Sockets that are listened at, what is allowed there, and the connections that they made."""
+    """Listening sockets, their limits, and their connections."""
 
     sockets: list[socket.socket]
     local: bool
@@ -71,41 +71,41 @@ class _Listener:
     accepting: list[threading.Thread] = field(default_factory=list)
     threads: dict[Channel, threading.Thread] = field(default_factory=dict)
     unproven: dict[Channel, str] = field(default_factory=dict)
-    """Those of ``threads`` that have not proven the secret yet, oldest first, and from where they come."""
+    """Those of ``threads`` that have not proven the secret yet, oldest first, with their origin."""
     guard: threading.Lock = field(default_factory=threading.Lock)
-    """Of both: those in them have begun."""
+    """Protects both; their threads have been started."""
     closed: bool = False
 
     def make_room(self) -> str:
-        """Turn one out where too many have proven nothing yet; returns from where it came, or "".
+        """Evict an unproven connection if there are too many; returns its origin, or "".
 
-        The oldest of the address with most of them: who floods the port crowds out himself, and whoever knows the
-        secret has proven it long before he is the oldest.
+        The oldest one of the address with most of them: a flood evicts only its own, and a client with the secret has
+        proven it long before it is the oldest.
         """
         with self.guard:
             if len(self.unproven) < MAX_UNPROVEN:
                 return ""
-            # Of equals the first, which began with the oldest of all.
+            # ``max`` returns the first of equals: the address of the oldest connection.
             origin = max(Counter(self.unproven.values()).items(), key=lambda each: each[1])[0]
             oldest = next(channel for channel, each in self.unproven.items() if each == origin)
             del self.unproven[oldest]
             thread = self.threads[oldest]
             oldest.abort()
-        thread.join(_LEAVE_SECS)  # not within the guard, which it takes at its end
+        thread.join(_LEAVE_SECS)  # outside of the guard, which the thread takes at its end
         return origin
 
     def admit(self, channel: Channel) -> None:
-        """It has proven the secret.
+        """Move ``channel``, which has proven the secret, to the admitted connections.
 
         Raises:
-            PeerAuthError: there are too many of those.
-            PeerError: it was turned out at this moment.
+            PeerAuthError: there are too many.
+            PeerError: it has just been evicted.
         """
         with self.guard:
             known = self.unproven.pop(channel, None) is not None
             full = len(self.threads) - len(self.unproven) > self.max_connections
         if not known:
-            raise PeerError("it was turned out before its proof was read")
+            raise PeerError("it was evicted before its proof was read")
         if full:
             raise PeerAuthError(f"there are {self.max_connections} connections already")
 
@@ -116,12 +116,12 @@ class _Listener:
                 channel.abort()
 
     def close(self) -> None:
-        """Stop listening; replies that are being sent are finished, within a moment."""
+        """Stop listening and end all connections, after their current replies within ``_CLOSE_SECS``."""
         self.closed = True
         for listening in self.sockets:
             with suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        _join(self.accepting)  # a thread that runs while the interpreter ends may crash it
+        _join(self.accepting)  # a thread still running at interpreter exit may crash it
         for listening in self.sockets:
             listening.close()
         with self.guard:
@@ -134,15 +134,15 @@ class _Listener:
 
 
 class Server:
-    """Answers requests: a thread listens at each socket, and one serves each connection.
+    """Answers requests: one thread per listening socket and one per connection.
 
-    Requests about state wait for the loop that calls ``poll``, so that state needs no locks; bytes are looked up and
-    sent by the thread of the connection, so that the loop goes on meanwhile. Over the network bytes are given, and
-    what lies here is told; nothing is changed.
+    Call ``serve_node``, perhaps ``listen``, then ``poll`` in a loop, then ``close``. Requests about state wait for
+    that loop, so that state needs no locks. Threads of connections find and send bytes concurrently. Over the network
+    state can be read, not changed.
 
     Args:
-        handlers: one for each kind of request that the loop serves.
-        find: of bytes that other nodes want.
+        handlers: one for each class of request that the loop serves.
+        find: finds bytes for other nodes.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class Server:
         self._deadlines = deadlines or Deadlines()
         self._trust = Trust()
         self._host = ""
-        # No SimpleQueue: its ``get`` waits for ever where a signal's handler returns behind the deadline (CPython 3.9
-        # to 3.12), and the loop that is to end by the signal waits here.
+        # No SimpleQueue: its ``get`` blocks forever if a signal handler returns after the deadline (CPython 3.9 to
+        # 3.12), and this loop must end by a signal.
         self._calls: queue.Queue[_Call] = queue.Queue()
-        self._guard, self._decoding = threading.Lock(), threading.Lock()  # neither is taken within the other
+        self._guard, self._decoding = threading.Lock(), threading.Lock()  # never nested
         self._reported: dict[str, float] = {}
         self._unix: _Listener | None = None
         self._network: _Listener | None = None
@@ -166,17 +166,17 @@ class Server:
         self._closed = False
 
     def serve_node(self, node_dir: Path) -> None:
-        """Answer this node's processes in ``node_dir``; the lock of the SMP is held: what lies there is stale.
+        """Answer this node's processes at a socket in ``node_dir``. The caller holds the lock: an old one is stale.
 
         Raises:
-            OSError: the socket cannot be made.
+            OSError: the socket cannot be created.
         """
         path = node_dir / SMP_SOCKET_NAME
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path.unlink(missing_ok=True)
         with socket_address(node_dir) as address:
             listening.bind(address)
-        path.chmod(0o600)  # the directory is 0700: nobody else has come in between
+        path.chmod(0o600)  # the directory is 0700: nobody else could connect before this
         self._socket_path = path, path.lstat().st_ino
         listening.listen(MAX_LOCAL_CONNECTIONS)
         deadlines = replace(self._deadlines, idle_secs=_LOCAL_IDLE_SECS)
@@ -184,19 +184,19 @@ class Server:
         self._start(self._unix)
 
     def listen(self, host: str, trust: Trust, port: int = 0) -> int:
-        """Answer other nodes at ``host``, one address or several with commas between; returns the port: ``port``
-        itself if it is free, 0 is any.
+        """Answer other nodes at ``host``, one address or several separated by commas; returns the port: ``port``
+        unless it is taken or 0.
 
-        A second call for the same host, and the same port or any, keeps it and takes over ``trust``: connections of
-        other nodes made with another secret end.
+        A second call with the same host, and the same port or 0, only replaces ``trust``: connections under another
+        secret end.
 
         Raises:
-            ConfigError: the address cannot be listened at, or the secret is too short.
+            ConfigError: the address cannot be bound, or the secret is too short.
         """
         trust.checked()
         if self._network is not None and self._host == host and port in (0, self.port):
             if trust != self._trust:
-                self._trust = trust  # first: a connection that is beginning compares it before each request
+                self._trust = trust  # first: a starting connection compares it before each request
                 self._network.abort()
             return self.port
         if self._network is not None:
@@ -212,29 +212,29 @@ class Server:
 
     @property
     def port(self) -> int:
-        """At which other nodes are answered; 0: at none."""
+        """The port for other nodes; 0: none."""
         return 0 if self._network is None else int(self._network.sockets[0].getsockname()[1])
 
     @property
     def connections(self) -> int:
-        """How many other nodes have now."""
+        """The current number of connections of other nodes."""
         return 0 if self._network is None else len(self._network.threads)
 
     def poll(self, timeout_secs: float) -> None:
-        """Serve the requests that wait for the loop; wait for one up to ``timeout_secs``."""
+        """Serve the queued requests; wait for the first one up to ``timeout_secs``."""
         with suppress(queue.Empty):
             self._handle(self._calls.get(timeout=timeout_secs) if timeout_secs > 0 else self._calls.get_nowait())
             while True:
                 self._handle(self._calls.get_nowait())
 
     def close(self) -> None:
-        """Hang up, once replies are sent that wait for nothing, and remove the socket."""
-        # Before the queue is emptied: ``_call`` looks at it after it has put its request there.
+        """Refuse queued requests, finish replies that are being sent, end all connections, and remove the socket."""
+        # Before the queue is drained: ``_call`` checks it after queueing its request.
         self._closed = True
         if self._socket_path is not None:
             path, inode = self._socket_path
             with suppress(OSError):
-                if path.lstat().st_ino == inode:  # another SMP serves where this one's directory was removed
+                if path.lstat().st_ino == inode:  # not another SMP's, after the directory was removed
                     path.unlink()
         with suppress(queue.Empty):
             while True:
@@ -261,18 +261,18 @@ class Server:
                 sock, address = listening.accept()
             except OSError:
                 if not listener.closed:
-                    time.sleep(0.1)  # out of descriptors, or a connection that is gone already
+                    time.sleep(0.1)  # out of descriptors, or the connection is gone already
                 continue
             origin, channel = "this node" if listener.local else str(address[0]), Channel(sock)
-            # Counted before anything is proven: otherwise strangers could make any number of threads.
+            # Limited before the proof: otherwise strangers could create any number of threads.
             if crowded := listener.make_room():
-                self._report_refusal(crowded, f"{MAX_UNPROVEN} connections wait to prove the secret: the oldest goes")
+                self._report_refusal(crowded, f"{MAX_UNPROVEN} connections have no proof yet: the oldest is evicted")
             if refusal := self._begin(listener, channel, origin):
                 channel.close()
                 self._report_refusal(origin, refusal)
 
     def _begin(self, listener: _Listener, channel: Channel, origin: str) -> str:
-        """Start the thread of a connection; returns why it cannot be, or ""."""
+        """Start the thread of a connection; returns why that fails, or ""."""
         thread = threading.Thread(target=self._run, args=(listener, channel, origin), name="smp-answer", daemon=True)
         with listener.guard:
             if listener.closed:
@@ -280,13 +280,13 @@ class Server:
             listener.threads[channel], listener.unproven[channel] = thread, origin
             try:
                 thread.start()
-            except (RuntimeError, MemoryError) as error:  # the thread that accepts must live: nobody else does
+            except (RuntimeError, MemoryError) as error:  # the thread that accepts must live: there is no other
                 del listener.threads[channel], listener.unproven[channel]
                 return f"no thread can be started for it: {error}"
         return ""
 
     def _run(self, listener: _Listener, channel: Channel, origin: str) -> None:
-        deadlines, trust = listener.deadlines, self._trust  # the trust of this connection, from its first byte on
+        deadlines, trust = listener.deadlines, self._trust  # fixed for this connection, from its first byte
         try:
             channel.welcome(trust, time.monotonic() + deadlines.connect_secs)
             listener.admit(channel)
@@ -296,7 +296,7 @@ class Server:
         except PeerAuthError as error:
             self._report_refusal(origin, str(error))
         except PeerError as error:
-            # It went away, or is broken: who still wants something connects again.
+            # Closed or broken: a client that needs more connects again.
             log.debug("a connection from %s ended: %s", origin, error)
         finally:
             with listener.guard:
@@ -307,7 +307,7 @@ class Server:
     def _answer(self, channel: Channel, body: bytes, listener: _Listener) -> None:
         deadlines = listener.deadlines
         try:
-            with self._decoding:  # one at a time: what is parsed may take twenty times the bytes that came
+            with self._decoding:  # one at a time: parsing may take twenty times the size
                 request = decode_request(body)
             if not (listener.local or request.FROM_ANYWHERE):
                 raise SmpError(f"{request.WORD} is for processes of the SMP's own node")
@@ -317,7 +317,7 @@ class Server:
                     raise SmpError(f"a reply of {len(reply)} bytes")
         except FtckptError as error:
             refusal = error.to_json()
-            # One line: some of it came from the other side, and it goes into the log.
+            # One line: parts of it come from the client and go into the log.
             refusal["error"] = " ".join(str(refusal["error"]).split())[:1000]
             log.warning("refused: %s", refusal["error"])
             reply = encode_object({"ok": False, **refusal})
@@ -337,11 +337,11 @@ class Server:
             channel.send(body, time.monotonic() + deadlines.transfer_secs(len(delivery.view)), delivery)
 
     def _call(self, request: SmpRequest) -> Mapping[str, Any]:
-        """Have the loop serve a request.
+        """Let the loop serve a request.
 
         Raises:
             FtckptError: it was refused.
-            SmpError: the loop does not come to it.
+            SmpError: the SMP ends, or the loop is busy for too long.
         """
         call = _Call(request)
         self._calls.put(call)
@@ -355,17 +355,17 @@ class Server:
         try:
             handler = self._handlers.get(type(call.request))
             if handler is None:
-                raise SmpError(f"{call.request.WORD} is not served here")
+                raise SmpError(f"{call.request.WORD} is not served")
             call.reply = handler(call.request)
         except FtckptError as error:
             call.error = error
-        except Exception as error:  # noqa: BLE001 - a wrong request must not end what others rely on
+        except Exception as error:  # noqa: BLE001 - a bad request must not end the SMP
             log.exception("request %r failed", call.request.WORD)
             call.error = SmpError(in_words(error))
         call.done.set()
 
     def _report_refusal(self, origin: str, reason: str) -> None:
-        """Once a minute for each address, so that a stranger who tries and tries fills no log."""
+        """Report a refusal, at most once a minute per address, so that repeated attempts do not fill the log."""
         now = time.monotonic()
         with self._guard:
             if now - self._reported.get(origin, -_REPORT_AGAIN_SECS) < _REPORT_AGAIN_SECS:
@@ -379,5 +379,5 @@ class Server:
 def _join(threads: Iterable[threading.Thread]) -> None:
     deadline = time.monotonic() + _CLOSE_SECS
     for thread in threads:
-        if thread.ident is not None:  # one that could not be started cannot be joined
+        if thread.ident is not None:  # a thread that never started cannot be joined
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What the SMP of a node does, in small steps: check what is sealed, cover the target snapshot, scrub."""
+"""Scheduler of an SMP's work in small steps: checksums of sealed slots, parity of the target, scrubbing, flushes."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from ftckpt.smp.work import Task, Throttle
 from ftckpt.units import rate
 
 NETWORK_PHASES = frozenset({"tail", "fence", "optimizer"})
-"""Phases of training that need the network, where ``TrafficMonitor`` knows nothing: from the last backward on
-gradients are reduced, and after the optimizer parameters are gathered."""
+"""Phases of training that need the network, used while ``TrafficMonitor`` has no profile: gradients are reduced from
+the last backward on, and parameters are gathered after the optimizer."""
 _LOOK_SECS = 0.02
-"""Between looks for seals and targets, which read the control block of each arena."""
+"""Interval between scans for seals and targets, which read the control block of each arena."""
 _PAUSE_SECS = 1.0
-"""After a failed check or scrub: what fails at once would fail again and again."""
+"""After a failed check or scrub: an immediate failure would repeat at once."""
 _CLOSE_SECS = 2.0
-"""For a flush to remove what it has begun: whoever ends the SMP does not wait for storage."""
+"""For a flush to remove its partial files: whoever ends the SMP does not wait for storage."""
 _MAX_REPORTED = 200
 _THREADS, _THREAD_BYTES = 4, 64 << 20
-"""Most threads that compute the checksums of a slot, each for so many of its bytes at least: a small slot takes less
-time than the start of a thread."""
+"""Maximum threads that hash one slot, and the minimum bytes for each: hashing less takes less time than starting a
+thread."""
 _PATIENCE = 0.5
-"""Share of the time that trainers wait for protection, after which a node that fails all the time is given up."""
+"""Share of the trainers' protection timeout after which the SMP stops retrying a node that keeps failing."""
 
 
 class _Orders(NamedTuple):
-    """The description of a node's duties, as trainers send it."""
+    """The parsed description of a node's work, which trainers send."""
 
     node: str
     duty: EncodeTask
@@ -86,11 +86,13 @@ def _read(given: Mapping[str, Any]) -> _Orders:
 
 
 class TaskQueue:
-    """All work of one node's SMP. Everything but what it starts itself runs in the caller's thread.
+    """All work of one node's SMP. ``configure`` it, then call ``step`` repeatedly, then ``close``.
+
+    One thread calls all methods; only ``service`` is for other threads. Flushes run in threads of their own.
 
     Args:
         node_dir: directory of the node's arenas.
-        deadlines: of talks with other nodes.
+        deadlines: of requests to other nodes.
     """
 
     def __init__(self, node_dir: Path, events: Events, deadlines: Deadlines | None = None) -> None:
@@ -106,12 +108,12 @@ class TaskQueue:
         self._reported: set[str] = set()
         self._turn = 0
         self._check, self._cover, self._proof, self._scrub = Task(), Task(), Task(), Task()
-        # What an earlier SMP, or this one for other groups, claimed to be covered; the first is being proven.
+        # Snapshots that an earlier SMP, or this one for other groups, marked COVERED; the first is being verified.
         self._claims: list[SnapshotId] = []
         self._flush_orders = FlushOrders()
         self._flush: Flush | None = None
         self._final: FinalFlush | None = None
-        # What was begun last at a place; the next one there waits for its end. Another place may hang for ever.
+        # The last flush at each place; the next one there waits for its end. Another place may hang forever.
         self._last_at: dict[str, Joinable] = {}
         self._forecast = TransferForecast(0, NetworkLimit(0.0, "not configured"), 0.0)
         self._traffic = TrafficMonitor("", self._pulse.began_secs, int)
@@ -126,58 +128,56 @@ class TaskQueue:
 
     @property
     def cannot(self) -> SnapshotId | None:
-        """The target that this node cannot protect; None while it can, or there is none."""
+        """The target that this node cannot protect; None while it can, or without a target."""
         return self._cannot[0] if self._cannot else None
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way here, though it may wait."""
+        """Whether a task is active, even if it waits."""
         return any(task.active for task in (self._check, self._cover, self._proof, self._scrub))
 
     @property
     def flushing(self) -> tuple[SnapshotId | None, FlushState]:
-        """What is to be written to storage, and how far this node is with it."""
+        """The snapshot to flush, and this node's progress."""
         flush = self._flush
         return (None, FlushState.NONE) if flush is None or flush.halted else (flush.snapshot, flush.state)
 
     @property
     def open_arenas(self) -> dict[str, Arena]:
-        """Those that are guarded, by the names of their directories."""
+        """The open arenas by the names of their directories."""
         return {arena.name: arena.mapped for arena in self._arenas.all}
 
     def marks(self) -> tuple[SnapshotId | None, SnapshotId | None]:
-        """The newest whole and the newest protected snapshot, as all arenas of this node say."""
+        """The newest committed and the newest protected snapshot, as marked in all arenas of this node."""
         controls = [arena.mapped.control for arena in self._arenas.all]
         return least_mark([one.whole() for one in controls]), least_mark([one.protected() for one in controls])
 
     @property
     def saving(self) -> bool:
-        """Whether what is in memory is on its way to storage without ranks."""
+        """Whether a final flush runs, which needs no ranks."""
         return self._final is not None and self._final.working
 
     @property
     def trust(self) -> Trust:
-        """What proves to the SMPs of other nodes who this one is."""
+        """The credentials of this SMP towards those of other nodes."""
         return self._peers.trust
 
     def configure(self, description: Mapping[str, Any]) -> None:
-        """Take over what this node has to do; what is under way for anything else is given up.
-
-        Nothing that takes long: a trainer waits for the answer.
+        """Apply a description; work for another one is cancelled. Must be fast: a trainer waits for the answer.
 
         Raises:
             SmpError: the description lacks something or contradicts itself.
             ConfigError: the secret is too short.
         """
         given = dict(description)
-        # A start of the job may have put right what was bad.
+        # A restart may have repaired corrupt slots.
         self._checker.forget()
         self._scrubber.forget()
         if self._final is not None:  # the job trains again
             self._final.stop()
             self._final = None
         if given == self._description:
-            if self._cannot is not None:  # it is begun anew
+            if self._cannot is not None:  # retry the target
                 self._target = self._cannot = None
             return
         node, duty, flush, arenas, addresses, trust, forecast, settings = _read(given)
@@ -186,14 +186,14 @@ class TaskQueue:
             self._peers.configure(addresses, trust)
         self._abandon()
         if self._flush is not None and flush != self._flush_orders:
-            # Begun anew if it is still wanted: what an earlier attempt's orders came to says nothing of these.
+            # Restarted if still requested: its state belongs to the orders of an earlier attempt.
             self._flush.stop()
         self._description, self._duty, self._forecast, self._flush_orders = given, duty, forecast, flush
         self._traffic.stop()
         self._traffic = TrafficMonitor(
             str(given.get("address", "")), self._pulse.began_secs, lambda: Channel.moved_bytes
         )
-        # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
+        # One throttle for both: sent data is read from this node's memory and uses the same link.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
         self._share = _new_share(settings)
         patience = _PATIENCE * float(settings.get("protect_timeout_secs", 60.0))
@@ -203,33 +203,33 @@ class TaskQueue:
         self._scrubber = Scrubber(self._sources, duty, self._events, float(given.get("scrub_secs", SCRUB_SECS)))
         self._arenas.want(arenas)
         self._refresh()
-        # It may have gone bad since it was claimed: every package is read before it counts again.
+        # Packages may have become corrupt since: each is verified before a claim counts again.
         self._claims = list(dict.fromkeys([*self._claims, *claims(self._sources)]))
 
     def persist(self, request: PersistRequest) -> dict[str, Any]:
-        """Bring the newest snapshot to storage, without ranks; says how far that is.
+        """Start flushing the newest snapshot without ranks, or only report the progress.
 
         Raises:
-            SmpError: nothing was ever guarded here, or no place is named.
+            SmpError: no save runs, the node is not configured, no place is named, or a save to another one runs.
         """
         if not request.anew:
             if self._final is None:
-                raise SmpError("nothing is on its way to storage: the SMP that was asked for it has ended")
+                raise SmpError("no save is running: the SMP that was asked for it has ended")
             return self._final.status
         orders = self._flush_orders
         if request.where:
             place = Place.of(request.where, request.form)
             orders = replace(orders, where=place.snapshots, exports=place.exports, keep=0)
         if self._description is None or not orders.where:
-            raise SmpError("no storage is named: neither here nor by the job's --ftckpt-persist")
+            raise SmpError("no storage is named: neither in the request nor by the job's --ftckpt-persist")
         if self._final is not None and self._final.working:
             if (self._final.orders.where, self._final.orders.exports) != (orders.where, orders.exports):
-                raise SmpError(f"another save is on its way, to {self._final.orders.where}: wait for its end")
-            return self._final.status  # who asked first waits for the same
+                raise SmpError(f"another save is running, to {self._final.orders.where}: wait for its end")
+            return self._final.status  # a second request shares the save
         orders = replace(orders, timeout_secs=request.timeout_secs)
         if self._flush is not None:
             self._flush.stop()
-        # As fast as it goes: nobody trains.
+        # Yields to nobody: no rank trains.
         pace = Throttle(bool, bool, orders.bytes_per_sec)
         self._final = self._last_at[orders.where] = FinalFlush(
             orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs,
@@ -238,10 +238,7 @@ class TaskQueue:
         return self._final.status
 
     def step(self, deadline: float) -> bool:
-        """Work until ``deadline`` (``time.monotonic``), or there is nothing to do; whether anything was done.
-
-        While there is more to do at once it goes on, and returns True at ``deadline``.
-        """
+        """Work until ``deadline`` (``time.monotonic``) or until idle; returns whether anything was done."""
         worked = False
         while (now := time.monotonic()) < deadline:
             if now >= self._next_look:
@@ -257,7 +254,7 @@ class TaskQueue:
         return worked
 
     def status(self) -> dict[str, Any]:
-        """What it is at, as JSON values."""
+        """The state of all work, as JSON values."""
         state = "idle" if self._description is None else "cannot" if self._cannot else "working"
         flushed, flush_state = self.flushing
         return {
@@ -284,7 +281,7 @@ class TaskQueue:
         }
 
     def close(self) -> None:
-        """Give up what is under way, unmap everything. ``service`` is not to be used any more."""
+        """Cancel all work and unmap everything; ``service`` must not be used afterwards."""
         self._abandon()
         self._traffic.stop()
         for begun in (self._flush, self._final):
@@ -306,7 +303,7 @@ class TaskQueue:
         )
 
     def _has_room(self, need_secs: float) -> bool | None:
-        # Looked up at each call: a flush outlives the profile that it began with.
+        # Looks the monitor up at each call: a flush outlives the one that it started with.
         return self._traffic.has_room(need_secs)
 
     def _others_need_cores(self) -> bool:
@@ -317,18 +314,18 @@ class TaskQueue:
         return any(rank.phase in NETWORK_PHASES and rank.lives is not False for rank in self._pulse.ranks())
 
     def _look(self) -> None:
-        """Arenas that were replaced, a target that has changed, seals that nobody has checked."""
+        """Detect replaced arenas, a new target or flush, and unchecked seals, and start their work."""
         if self._arenas.changed:
             self._abandon()
             self._refresh()
         arenas = self._arenas.all
         target = common_mark([arena.mapped.control.target() for arena in arenas]) if self._arenas.complete else None
         if self._claims and not self._proof.active:
-            self._claims.sort(key=lambda claim: claim != target)  # trainers wait for that of the target
+            self._claims.sort(key=lambda claim: claim != target)  # trainers wait for the target's
             self._proof.start(SnapshotEncoder(self._sources, self._duty, self._events, self._claims[0]).prove())
-        # A target that is claimed is left alone until it is proven, or not.
+        # A claimed target is not encoded before its claim is verified or rejected.
         if target != self._target and target not in self._claims:
-            # Trainers wait for the new one, and may write into slots of the old.
+            # Trainers wait for the new target, and may overwrite slots of the old one.
             self._cover.stop()
             self._target, self._cannot = target, None
             if target is not None:
@@ -338,15 +335,15 @@ class TaskQueue:
             common_mark([a.mapped.control.flush() for a in arenas]) if self._arenas.complete else None
         )
         refused = target is not None and (self._checker.refused(target) or self._scrubber.refused(target))
-        # At once, not after the patience for other nodes: trainers choose another target as soon as they know.
+        # At once, not after the timeout for other nodes: trainers can then choose another target.
         if self._cover.active and target is not None and refused:
             self._cover.stop()
-            self._give_up(target, f"{refused}: the snapshot is not as it was sealed")
+            self._give_up(target, f"{refused}: the snapshot does not match its checksums")
         if not self._check.active and (needed := self._needs_checksums()) is not None:
             work = self._checker.next(self._target, needed)
             if work is not None:
                 self._check.start(work)
-        # Scrubbing has all the time there is: it never stands in the way of what trainers wait for.
+        # Scrubbing is not urgent: it never delays work that trainers wait for.
         if not self.busy and self._scrubber.due:
             self._scrub.start(self._scrubber.run())
 
@@ -354,13 +351,13 @@ class TaskQueue:
         return self._share.threads(min(_THREADS, nbytes // _THREAD_BYTES))
 
     def _needs_checksums(self) -> Callable[[SnapshotId], bool] | None:
-        """Whether anything depends on the checksums of a snapshot; None: on those of none. While ranks train most
-        snapshots are overwritten unread."""
+        """A predicate for the snapshots whose checksums are needed; None: none are. While ranks train, most snapshots
+        are overwritten unread."""
         named = (self._target, self.flushing[0])
         if self.trains and self._final is None:
             return named.__contains__ if any(named) else None
-        # A restart, or a save, may take any that is not older than the newest known to be whole: ranks end at
-        # different boundaries, and other nodes may not have the newest of this one.
+        # A restart or a save may choose any snapshot that is not older than the newest committed one: ranks end at
+        # different boundaries, and other nodes may lack this one's newest.
         whole, _ = self.marks()
         oldest = -1 if whole is None or self._final is not None else whole.iteration
         return lambda snapshot: snapshot in named or snapshot.iteration >= oldest
@@ -381,9 +378,9 @@ class TaskQueue:
             )
 
     def _advance(self) -> float | None:
-        """One piece of work; returns the seconds to wait, None if there is nothing to do."""
+        """Do one piece of work; returns the seconds to wait, None if there is no work."""
         tasks = [self._check, self._cover, self._proof]
-        self._turn = (self._turn + 1) % len(tasks)  # none of them waits for ever because others have always work
+        self._turn = (self._turn + 1) % len(tasks)  # round robin: no task starves
         busy = [running for running in tasks[self._turn :] + tasks[: self._turn] if running.active]
         waits = []
         for running in busy or [self._scrub]:
@@ -403,15 +400,15 @@ class TaskQueue:
             finally:
                 self._share.note()
             if not running.active:
-                self._next_look = 0.0  # there may be more to do at once
-        except (FtckptError, OSError, ValueError) as error:  # ValueError: what was closed meanwhile
+                self._next_look = 0.0  # there may be more work at once
+        except (FtckptError, OSError, ValueError) as error:  # ValueError: a file was closed meanwhile
             self._failed(running, error)
         except Exception as error:  # trainers wait for the target: they must see that it cannot be protected
             if running is not self._cover:
                 raise
             self._failed(running, error)
         finally:
-            # Until its end, and for the next target alone: checks in between must not put that off.
+            # Only after steps of encoding: checks in between must not delay the next target.
             if running is self._cover:
                 self._pulse.tell_rest(self._share.due_secs)
                 self._forecast.note(self._sources.received_bytes, time.monotonic())
@@ -420,12 +417,12 @@ class TaskQueue:
                 self._claims.pop(0)
         if running is self._scrub:
             if self._target in self._scrubber.lost:
-                self._target = None  # what was lost is made anew
+                self._target = None  # encode it again
             self._scrubber.lost.clear()
 
     def _failed(self, running: Task, error: Exception) -> None:
         if any(arena.vanished for arena in self._arenas.all):
-            return  # what was done is in vain; the next refresh reports it
+            return  # the work was in vain; the next refresh reports it
         reason = in_words(error)
         if running is self._cover and self._target is not None:
             self._give_up(self._target, reason)
@@ -438,7 +435,7 @@ class TaskQueue:
         self._events.emit("not_covered", iteration=target.iteration, reason=reason)
 
     def _report_once(self, problem: str, **fields: Any) -> None:
-        """The same problem may come every time; more than a few hundred different ones are not told apart."""
+        """Report each problem once, although every attempt may hit it; the record is cleared when full."""
         if problem not in self._reported:
             if len(self._reported) >= _MAX_REPORTED:
                 self._reported.clear()
@@ -446,7 +443,7 @@ class TaskQueue:
             self._events.emit("smp_error", error=problem, **fields)
 
     def _abandon(self) -> None:
-        """Leave what is under way, and forget the target, so that it is begun anew."""
+        """Cancel all tasks and forget the target, so that it is encoded again."""
         for running in (self._check, self._cover, self._proof, self._scrub):
             running.stop()
         self._target = self._cannot = None
@@ -462,7 +459,7 @@ class TaskQueue:
 
 
 def _new_share(settings: Mapping[str, Any]) -> CoreShare:
-    """Of the cores that this process may run on; any where each Kth snapshot was asked for."""
+    """The limit on this process's use of its cores; none if ``protect_interval`` is a number."""
     share = float(settings.get("smp_cores", 0.0)) if settings.get("protect_interval") == "auto" else 0.0
     cores = os.sched_getaffinity(0)
     return CoreShare(share * len(cores), lambda: core_secs(cores))

@@ -1,6 +1,6 @@
-"""When training leaves the network idle, by the byte counters of interfaces, folded by position in the iteration.
+"""Profile of the network's idle times, from the byte counters of interfaces by position in the iteration.
 
-Phases do not tell of gradients that are reduced beside the backward, nor of parameters that are gathered ahead.
+Phases do not show gradients reduced during the backward pass, nor prefetched parameters.
 """
 
 from __future__ import annotations
@@ -19,62 +19,62 @@ from ftckpt.smp.link import interfaces_at
 
 ITERATIONS = 20
 PARTS = 64
-"""Of an iteration."""
+"""Number of bins of an iteration."""
 _ALIKE = 0.2
-"""An iteration whose length differs by more from the median says nothing: an evaluation, a save."""
+"""Iterations that deviate more from the median length are ignored: evaluations, saves."""
 _BUSY, _LEAST_RATE = 0.1, 1e6
-"""Of the highest rate; and bytes per second: training that never moves more uses a network that is not counted."""
+"""Rate of a busy bin, of the highest; minimum of that in bytes per second: less means that counters miss training."""
 _LEAST_IDLE = 0.125
 _OVERHEAD = 1.06
-"""Headers and repetitions of what this process moves."""
+"""Headers and retransmissions, on top of this process's own bytes."""
 _SAMPLE_SECS, _IDLE_SECS = 0.005, 0.5
 _AGAIN_SECS = 600.0
-"""Training changes: the length of its sequences, its schedule."""
+"""Until the next profile: training changes its sequence length or schedule."""
 _MOST_REFUSED = 2
-"""Iterations in a row that have no room: the profile is of others."""
+"""Consecutive iterations without room after which the profile is outdated."""
 _SYSFS = Path("/sys/class/net")
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
 
 Sample = tuple[float, float, float]
-"""Position in the iteration, from 0 to 1; bytes of training; seconds in which they passed."""
+"""Position in the iteration, from 0 to 1; bytes of training; seconds of the sample."""
 
 
 @dataclass(frozen=True)
 class NetworkProfile:
-    """Parts of an iteration in which training leaves the network idle, each from and to a position."""
+    """The idle parts of an iteration, as start and end positions."""
 
     iteration_secs: float
     idle: tuple[tuple[float, float], ...]
 
     @classmethod
     def of(cls, iterations: Sequence[tuple[float, Sequence[Sample]]]) -> NetworkProfile | None:
-        """What iterations, their seconds and samples, have in common; None where nothing can be learnt."""
+        """The profile of iterations, given as seconds and samples; None if there is no usable one."""
         usual_secs = statistics.median(secs for secs, _ in iterations)
         alike = [samples for secs, samples in iterations if abs(secs - usual_secs) <= _ALIKE * usual_secs]
         if len(alike) < len(iterations) / 2 or usual_secs < PARTS * _SAMPLE_SECS:
             return None
         idle = idle_parts(sample for samples in alike for sample in samples)
-        # Where it is rarely idle, waiting for that would take too long.
+        # If it is rarely idle, waiting for it would take too long.
         return cls(usual_secs, idle) if any(end - begin >= _LEAST_IDLE for begin, end in idle) else None
 
     def has_room(self, since_begin_secs: float, need_secs: float) -> bool | None:
-        """Whether a transfer of ``need_secs`` can begin now; None: the iteration takes longer than those before."""
+        """Whether a transfer of ``need_secs`` can start now; None: the iteration is longer than the profiled ones."""
         position, need = since_begin_secs / self.iteration_secs, need_secs / self.iteration_secs
         if not 0 <= position < 1:
             return None
-        # One that fits nowhere begins in the first half of the longest part.
+        # A transfer that fits nowhere may start in the first half of the longest part.
         need = min(need, max(end - begin for begin, end in self.idle) / 2)
         return any(begin <= position and position + need <= end for begin, end in self.idle)
 
 
 def idle_parts(samples: Iterable[Sample]) -> tuple[tuple[float, float], ...]:
-    """Where the mean rate is far below the highest; none where training is not seen at all."""
+    """The parts whose mean rate is far below the highest; none if training's traffic is not visible."""
     nbytes, secs = [0.0] * PARTS, [0.0] * PARTS
     for position, moved, took_secs in samples:
         at = min(PARTS - 1, int(position * PARTS))
         nbytes[at] += moved
         secs[at] += took_secs
-    # A part of which nothing is known counts as one in use.
+    # A bin without samples counts as busy.
     rates = [moved / took if took else math.inf for moved, took in zip(nbytes, secs, strict=True)]
     highest = max((rate for rate in rates if rate < math.inf), default=0.0)
     runs = [list(run) for _, run in groupby(range(PARTS), lambda at: rates[at] <= _BUSY * highest)]
@@ -83,20 +83,20 @@ def idle_parts(samples: Iterable[Sample]) -> tuple[tuple[float, float], ...]:
 
 
 def counter_files(interface: Path) -> list[tuple[Path, int]]:
-    """What counts the bytes of an interface, each with its unit; those of RDMA pass the interface unseen."""
+    """The byte counters of an interface with their units; RDMA bypasses the interface's own."""
     ports = sorted((interface / "device" / "infiniband").glob("*/ports/*/counters"))
     found = [(port / name, 4) for port in ports for name in ("port_rcv_data", "port_xmit_data")]
-    if not found or (interface / "type").read_text().strip() != _INFINIBAND:  # there ports count all
+    if not found or (interface / "type").read_text().strip() != _INFINIBAND:  # there the ports count everything
         found += [(interface / "statistics" / name, 1) for name in ("rx_bytes", "tx_bytes")]
     return [(path, unit) for path, unit in found if path.exists()]
 
 
 class TrafficMonitor:
-    """Learns the profile of the interfaces at ``addresses``, again and again, on a thread.
+    """Profiles the interfaces at ``addresses`` repeatedly, in a thread; ``stop`` ends it.
 
     Args:
-        began_secs: when the iteration began that runs now; 0: none has.
-        own_bytes: what this process has moved so far.
+        began_secs: start of the current iteration (``time.monotonic``); 0: none yet.
+        own_bytes: bytes moved by this process so far.
     """
 
     profile: NetworkProfile | None = None
@@ -108,14 +108,14 @@ class TrafficMonitor:
         self._began_secs, self._own_bytes = began_secs, own_bytes
         self._files: list[tuple[Path, int]] = []
         self._over = threading.Event()
-        with suppress(OSError, ValueError, KeyError):  # no interface has them: nobody knows what counts its bytes
+        with suppress(OSError, ValueError, KeyError):  # no interface has them: no counters
             self._files = [file for name in interfaces_at(addresses) for file in counter_files(sysfs / name)]
         if self._files:
             threading.Thread(target=self._run, name="smp-traffic", daemon=True).start()
 
     def has_room(self, need_secs: float) -> bool | None:
-        """Whether a transfer of ``need_secs`` can begin now; None where nothing is known."""
-        profile, now = self.profile, time.monotonic()  # once: the thread that learns may replace it
+        """Whether a transfer of ``need_secs`` can start now; None without a profile."""
+        profile, now = self.profile, time.monotonic()  # read once: the thread may replace it
         if profile is None:
             return None
         room = profile.has_room(now - self._began_secs(), need_secs)
@@ -123,13 +123,13 @@ class TrafficMonitor:
             self._refuses_since = now
         self._asked_secs = now
         if now - self._refuses_since > _MOST_REFUSED * profile.iteration_secs:
-            # Iterations have become so short that the idle parts that were learned do not come any more.
+            # Iterations have become so short that the profiled idle parts do not occur any more.
             self.profile = None
             return None
         return room
 
     def stop(self) -> None:
-        """Learn nothing more."""
+        """Stop profiling."""
         self._over.set()
 
     def _run(self) -> None:
@@ -140,13 +140,13 @@ class TrafficMonitor:
                 while time.monotonic() < again_secs and is_known == (self.profile is not None):
                     if self._over.wait(_IDLE_SECS):
                         return
-        except (OSError, ValueError):  # an interface that went away
+        except (OSError, ValueError):  # the interface disappeared
             self.profile = None
 
     def _watch(self) -> list[tuple[float, list[Sample]]]:
-        """So many iterations; none where it is over before."""
+        """Sample ``ITERATIONS`` iterations; returns none if stopped before."""
         iterations: list[tuple[float, list[Sample]]] = []
-        seen: list[Sample] = []  # of the iteration that runs, in seconds after its begin
+        seen: list[Sample] = []  # of the current iteration, in seconds after its start
         began_secs = at_secs = last = 0.0
         pause_secs = 0.0
         while len(iterations) < ITERATIONS:
@@ -162,6 +162,6 @@ class TrafficMonitor:
             elif began_secs > 0:
                 seen.append(((now_secs + at_secs) / 2 - began_secs, moved - last, now_secs - at_secs))
             at_secs, last = now_secs, moved
-            # The longer an iteration the fewer: one that never ends takes no memory.
+            # Longer iterations are sampled less often: memory is bounded even if one never ends.
             pause_secs = max(_SAMPLE_SECS, (now_secs - began_secs) / (3 * PARTS)) if began_secs > 0 else _IDLE_SECS
         return iterations

@@ -1,6 +1,6 @@
-"""Pieces of work as generators of the seconds to wait next, and what they wait for: quiet moments, their own limits.
+"""Work as generators that yield the seconds to wait next, and the limits on it: busy ranks and byte rates.
 
-A piece that yields 0 goes on at once. The loop of the caller stays free in between.
+A generator that yields 0 continues at once. Between steps the caller's loop can do other work.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 Work = Generator[float, None, T]
 
 _POLL_SECS = 0.01
-"""Between two looks at what has no wake-up: a thread that works, ranks that copy."""
+"""Interval for polling conditions without a wake-up: a running thread, copying ranks."""
 
 
 class Task:
-    """A piece of work under way, or none; ``active`` is false once it has ended, or failed."""
+    """At most one running generator; ``active`` is false once it has ended or failed."""
 
     def __init__(self) -> None:
         self._work: Work[None] | None = None
@@ -30,22 +30,22 @@ class Task:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to go on with."""
+        """Whether work is left."""
         return self._work is not None
 
     @property
     def wait_secs(self) -> float:
-        """Seconds until it wants to go on; 0: now."""
+        """Seconds until the next step is due; 0: now."""
         return max(0.0, self._not_before - time.monotonic())
 
     def start(self, work: Work[None]) -> None:
-        """Begin ``work``, in place of what was under way."""
+        """Start ``work``; earlier work is stopped."""
         self.stop()
         self._work, self._not_before = work, 0.0
 
     def go_on(self) -> None:
-        """Its next step; raises what the work raises, which has ended then."""
-        # Put back only where it goes on: what has returned or raised is over.
+        """Run the next step; raises the error of the work, which has then ended."""
+        # Put back only if it yields: work that has returned or raised is over.
         work, self._work = self._work, None
         if work is not None:
             with suppress(StopIteration):
@@ -53,17 +53,17 @@ class Task:
                 self._work = work
 
     def stop(self) -> None:
-        """Give up what is under way; its generator is closed."""
+        """Cancel the work: its generator is closed."""
         work, self._work = self._work, None
         if work is not None:
             work.close()
 
 
 def within(work: Work[T], secs: float) -> Work[T]:
-    """``work``, given up after ``secs``.
+    """Run ``work`` for at most ``secs``.
 
     Raises:
-        ProtectionUnavailableError: it was given up.
+        ProtectionUnavailableError: the time is over.
     """
     deadline = time.monotonic() + secs
     try:
@@ -77,15 +77,13 @@ def within(work: Work[T], secs: float) -> Work[T]:
             if time.monotonic() >= deadline:
                 raise ProtectionUnavailableError(f"not done in {secs:g} s")
     finally:
-        # Leases and requests of what was given up end here.
+        # Releases leases and cancels requests of unfinished work.
         work.close()
 
 
 def in_thread(action: Callable[[], T]) -> Work[T]:
-    """Run ``action`` beside the caller's loop; returns (as a generator) its result or raises its error.
-
-    A generator that is closed leaves the thread to end by itself.
-    """
+    """Run ``action`` in a thread; the generator returns its result or raises its error. Closing the generator
+    does not stop the thread."""
     result: list[T] = []
     errors: list[BaseException] = []
 
@@ -95,7 +93,7 @@ def in_thread(action: Callable[[], T]) -> Work[T]:
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
-    # A daemon: whoever ends the SMP does not wait for a disk or a tmpfs.
+    # A daemon: the end of the SMP does not wait for a disk or a tmpfs.
     thread = threading.Thread(target=run, name="smp-work", daemon=True)
     thread.start()
     while thread.is_alive():
@@ -106,13 +104,13 @@ def in_thread(action: Callable[[], T]) -> Work[T]:
 
 
 MOST_SECS = 0.5
-"""Most that is waited at a stretch, and that is saved up, for others to be quiet."""
+"""Longest single wait for busy ranks, and the largest balance of time to wait."""
 NETWORK_MOST_SECS = 2.0
-"""The same for the network: as long as gradients are reduced, and far from deadlines of who waits for bytes."""
+"""The same for the network: as long as a gradient reduction, and far below deadlines of requests for bytes."""
 
 
 class Bucket:
-    """A rate of bytes per second. Work is charged when it begins; the next has to wait until it is paid for.
+    """A limit in bytes per second. A transfer is charged at its start, and the next one waits until that is paid off.
 
     Any thread may call it.
     """
@@ -124,10 +122,10 @@ class Bucket:
         self._guard = threading.RLock()
 
     def charge(self, nbytes: int) -> None:
-        """Note that ``nbytes`` are being moved now."""
+        """Charge ``nbytes`` that are moved now."""
         if self._rate > 0:
             with self._guard:
-                # Time in which nothing was moved is not saved up.
+                # Idle time gives no credit.
                 self._due = max(self._due, self._clock()) + nbytes / self._rate
 
     def wait_secs(self) -> float:
@@ -135,7 +133,7 @@ class Bucket:
         return max(0.0, self._due - self._clock()) if self._rate > 0 else 0.0
 
     def reserve(self, nbytes: int, most_secs: float) -> float | None:
-        """Charge ``nbytes`` that are moved after the seconds returned; None, and nothing charged, if later."""
+        """Charge ``nbytes`` to be moved after the returned seconds; None, and no charge, beyond ``most_secs``."""
         with self._guard:
             wait_secs = self.wait_secs()
             if wait_secs > most_secs:
@@ -145,13 +143,13 @@ class Bucket:
 
 
 class CooperativeYield(threading.local):
-    """Lets others go first, but not for ever: at most as long as was worked, ``most_secs`` at a stretch.
+    """Waits while others are busy, for at most as long as was worked before, and ``most_secs`` at a time.
 
-    So work takes at most twice as long as with nobody else there (and ``most_secs``), however busy they are. Each
-    thread counts by itself: what one of them waits is no work of another.
+    So work takes at most twice its undisturbed time (plus ``most_secs``), however busy others are. Each thread has
+    its own balance: the wait of one thread is not work of another.
 
     Args:
-        busy: whether others should go first now.
+        busy: whether others need the resource now.
     """
 
     def __init__(
@@ -164,23 +162,23 @@ class CooperativeYield(threading.local):
         self._since = clock()
 
     def wait(self) -> Iterator[float]:
-        """Until nobody is busy, or the patience is used up. The time since the last call counts as work."""
+        """Wait until nobody is busy or the balance is used up. The time since the last call counts as work."""
         begun = self._clock()
         self._saved = min(self._most_secs, self._saved + begun - self._since)
         while self._busy() and self._clock() - begun < self._saved:
             yield _POLL_SECS
         self._since = self._clock()
-        # What a late caller waited too long is made good by work before anybody is waited for again.
+        # A caller that resumed late has overdrawn the balance, and first pays that off by work.
         self._saved = max(-self._most_secs, self._saved - (self._since - begun))
 
 
 class Throttle:
-    """What to do before each piece of work, in any thread: limits are of all threads together.
+    """Waits before each piece of work, in any thread. The byte rates are shared by all threads.
 
     Args:
         copying: whether ranks of the node copy state now.
-        network: whether ranks of the node need the network now, as far as their phases tell.
-        has_room: whether a transfer of so many seconds fits between what they send; None: nobody knows.
+        network: whether ranks of the node need the network now, according to their phases.
+        has_room: whether a transfer of so many seconds fits between the ranks' transfers; None: unknown.
         smp_rate: bytes per second read of the node's memory; 0: no limit.
         network_rate: bytes per second received, and as many sent; 0: no limit.
     """
@@ -203,19 +201,19 @@ class Throttle:
         self._network = CooperativeYield(network, clock, NETWORK_MOST_SECS)
 
     def memory(self, nbytes: int) -> Iterator[float]:
-        """Before ``nbytes`` of memory are read."""
+        """Wait before ``nbytes`` of memory are read."""
         yield from _paid(self.read)
         self.read.charge(nbytes)
         yield from self._copying.wait()
 
     def receive(self, nbytes: int = 0) -> Iterator[float]:
-        """Before something is requested over the network; what comes is charged to ``received`` when it is there."""
+        """Wait before a request over the network; the caller charges ``received`` when the bytes have arrived."""
         yield from _paid(self.received)
-        while not (yield from self._idle_network(nbytes)):  # an iteration at the most
+        while not (yield from self._idle_network(nbytes)):  # at most one iteration
             pass
 
     def send(self, nbytes: int) -> Generator[float, None, bool]:
-        """Before ``nbytes`` are sent; False: not now, others have the next half second."""
+        """Wait before ``nbytes`` are sent; False: do not send them, the rate or the network has no room soon."""
         wait_secs = self._sent.reserve(nbytes, MOST_SECS)
         if wait_secs is None:
             return False

@@ -235,7 +235,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_as_others_load_it(
     (tmp_path / "taken" / "iter_0000006").mkdir(parents=True)
     command[2] = str(tmp_path / "taken")
     assert main([*command, "--timeout", str(SECS)]) == 2
-    assert "taken/ftckpt, but universal was not made of it" in capsys.readouterr().err
+    assert "taken/ftckpt, but it was not exported as universal" in capsys.readouterr().err
 
 
 def test_a_place_that_holds_snapshots_themselves_is_refused(exporting: dict[str, Any]) -> None:

@@ -198,7 +198,7 @@ def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: SmpS
         assert site.pids() == [pid] and not told.seen
         os.kill(pid, signal.SIGSTOP)
         until(lambda: "smp_restarted" in told.names)
-        assert told.names == ["smp_error", "smp_restarted"] and "no sign of life" in told.seen[0][1]["error"]
+        assert told.names == ["smp_error", "smp_restarted"] and "no heartbeat" in told.seen[0][1]["error"]
         assert client.hello()["configured"] and site.pids() not in ([pid], [])
     finally:
         watch.stop()
