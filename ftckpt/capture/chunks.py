@@ -14,7 +14,7 @@ from ftckpt.model.fragment import Fragment
 
 
 class Segment(NamedTuple):
-    """A copy of ``numel`` elements of ``piece``, from element ``start``, to ``nbytes`` bytes at file offset ``offset``."""
+    """``numel`` elements of ``piece``, from ``start``, and their destination: ``nbytes`` bytes at file ``offset``."""
 
     piece: int
     start: int
