@@ -61,7 +61,7 @@ _EVENTS = 2
 _MORE_EVENTS = 8
 """Events for the boundary, staged copies, and a failure."""
 _MOST_AHEAD = 64
-"""Maximum number of chunks that are submitted and not complete. A driver queues about a thousand calls of all streams;
+"""Maximum number of chunks that are submitted and incomplete. A driver queues about a thousand calls of all streams;
 then every calling thread blocks, the training thread included. A chunk takes a few calls."""
 _AHEAD_POLL_SECS = 0.005
 """About the time a link needs for the bytes of one call."""
