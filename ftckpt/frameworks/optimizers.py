@@ -295,7 +295,7 @@ def check_fused_adam(inner: Any) -> None:
     # of ``state``.
     for name, is_on in (("capturable", getattr(inner, "capturable", False)), ("master_weights", own_masters)):
         if is_on:
-            raise UnsupportedError(f"FusedAdam with {name} has state that ftckpt cannot save; disable {name}")
+            raise UnsupportedError(f"FusedAdam with {name} has state that ftckpt cannot save; leave it off")
     for name in _DTYPES:
         if (dtype := getattr(inner, name, torch.float32)) != torch.float32:
             raise UnsupportedError(f"FusedAdam with {name} {dtype}: its scales cannot be saved; use fp32")
