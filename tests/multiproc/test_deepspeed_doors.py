@@ -280,7 +280,7 @@ def test_wrong_starts_are_refused_on_all_ranks_in_one_line(arena_root: Path) -> 
         assert small == 'ConfigError: "interval": 0 is too small; the least is 1'
         assert version.startswith("UnsupportedError: ") and "DeepSpeed 9.9.9 was not tested" in version
         assert "0.19.8" in version
-        assert differ.startswith('ConfigError: "interval": 3 to the runner and 2 in the DeepSpeed configuration')
+        assert differ.startswith('ConfigError: "interval": 3 for the runner but 2 in the DeepSpeed configuration')
         assert second.startswith("ConfigError: ftckpt saves one engine")
         assert (off, plain, right, again) == ("accepted",) * 4
         assert not [text for text in found if "\n" in text]
