@@ -99,7 +99,7 @@ def test_state_that_megatron_does_not_show_is_refused_by_its_setting() -> None:
         "exp_avg_dtype torch.bfloat16: its scales cannot be saved; use fp32",
         "exp_avg_sq_dtype torch.float16: its scales cannot be saved; use fp32",
         "main_params_dtype torch.float16: its scales cannot be saved; use fp32",
-        "a step that a CUDA graph replays calls no fence; leave out --optimizer-cuda-graph",
+        "an optimizer step replayed by a CUDA graph cannot be fenced; leave out --optimizer-cuda-graph",
     ]
 
 
