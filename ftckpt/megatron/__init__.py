@@ -130,6 +130,6 @@ def _check_layout(layout: Mapping[str, Any]) -> None:
         )
     if any(layout[axis] != size for axis, size in _choice.sizes.items()):
         raise LayoutError(
-            f"layout {_choice.name} was chosen, but the model was built as {layout_name(layout)}: build it with the "
-            "sizes that choose_layout returns"
+            f"layout {_choice.name} was chosen, but the model was built as {layout_name(layout)}: "
+            "build it with its sizes"
         )
