@@ -248,7 +248,7 @@ def follow_uncaught() -> None:
 class _ErrorHook:
     """An exception hook around ``shown_by``, the previous one.
 
-    A nested call only calls ``shown_by``: torch wraps the hook that it finds, so an error may reach two of this class.
+    A nested call only calls ``shown_by``: torch wraps the hook that it finds, so an error may reach two instances.
     """
 
     _is_showing = False
