@@ -97,7 +97,7 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
 
 
 REPLACED = "replaced after training began; attach later"
-ADDED = "added after training began; .* before ftckpt is attached, what comes later with a learning rate of 0"
+ADDED = "added after training began; .* before ftckpt is attached, with a learning rate of 0"
 GONE = "removed after training began; attach later"
 HOW = {
     "parameter added": ADDED, "first parameter added": ADDED, "first buffer added": ADDED,
