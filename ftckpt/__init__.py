@@ -1,6 +1,6 @@
 """ftckpt: in-memory, bit-exact fault tolerance for hybrid-parallel training.
 
-Names are loaded on first use, so that parts which never touch a tensor start without torch.
+Names are imported on first use, so that parts without tensors do not import torch.
 """
 
 from __future__ import annotations

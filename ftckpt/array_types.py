@@ -1,4 +1,4 @@
-"""Types of arrays and of bytes, each with one name in the whole package."""
+"""Shared type aliases for arrays and buffers."""
 
 from __future__ import annotations
 

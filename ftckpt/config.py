@@ -17,8 +17,8 @@ from ftckpt.setting_checks import NAME_RULE, check_layouts, check_protect, is_na
 from ftckpt.units import rate, seconds, size
 
 MAX_REST_SECS = 15.0
-"""The longest pause of an SMP after its work, however busy the cores are. With it a protected snapshot is at most
-30 s old where protection itself takes seconds."""
+"""Maximum pause of an SMP after its work, however busy the cores are. It limits the age of a protected snapshot to
+30 s if protection itself takes seconds."""
 
 BUSY_SHARE = 0.1
 """Fraction of smp_cores that an SMP takes while no core is idle, because training then loses all of it."""
@@ -52,7 +52,7 @@ class Config:
         0,
         "slots per arena; 0: two, three with protection, one more with persist",
         minimum=0,
-        maximum=64,  # that an arena can have
+        maximum=64,  # the limit of an arena
     )
     memory_limit: str = declare(
         "0",
@@ -229,7 +229,7 @@ class Config:
                 object.__setattr__(self, setting.name, str(value))
             check_value(setting, getattr(self, setting.name))
         check_scheme(self.persist)
-        # A script may go to another directory, and an SMP has one of its own.
+        # Absolute, because a script may change its working directory and an SMP has its own.
         for name in ("arena", "events", "metrics_dir", "secret_file", "persist"):
             object.__setattr__(self, name, absolute(getattr(self, name)))
         _check(self)
@@ -275,8 +275,8 @@ class Config:
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> Config:
-        """Build from a JSON section, where ``layouts`` may be a list, and ``persist_at_end`` and ``pin``
-        a truth value; unknown names are errors that name the closest valid one."""
+        """Builds from a JSON section, in which ``layouts`` may be a list and ``persist_at_end`` and ``pin`` booleans;
+        errors for unknown names suggest the closest valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"settings of ftckpt: expected a mapping, got {type(section).__name__}")
         known = [setting.name for setting in fields(cls)]
@@ -293,10 +293,10 @@ class Config:
 
     @classmethod
     def from_flags(cls, argv: Sequence[str]) -> tuple[Config, list[str]]:
-        """Split ``argv`` into the configuration of its ``--ftckpt*`` flags and all the other arguments.
+        """Splits ``argv`` into the configuration of its ``--ftckpt*`` flags and all other arguments.
 
-        Accepts ``--ftckpt-name value`` and ``--ftckpt-name=value``. Raises ConfigError for an unknown or
-        repeated flag, a missing or a wrong value.
+        Accepts ``--ftckpt-name value`` and ``--ftckpt-name=value``. Raises ConfigError for an unknown or repeated
+        flag, and for a missing or invalid value.
         """
         settings_are_written(SettingSyntax.FLAG)
         settings: dict[str, Any] = {}
@@ -317,24 +317,24 @@ class Config:
                 settings[setting.name] = True
                 continue
             text = value if has_value else next(arguments, None)
-            # A flag in the place of the value: the value was forgotten. ``--flag=--value`` says that it is meant.
+            # If a flag follows, the value is missing; ``--flag=--value`` can set such a value.
             if text is None or (text.startswith("--") and not has_value):
                 raise ConfigError(f"{flag}: needs a value")
-            if not text and not setting.default:  # of a variable that a script has not set, mostly
-                raise ConfigError(f"{flag}: the value is empty; leave it out where none is meant")
+            if not text and not setting.default:  # usually an unset variable of a shell script
+                raise ConfigError(f"{flag}: the value is empty; set one, or leave the flag out")
             settings[setting.name] = convert(flag, text, setting)
         if settings and not settings.get("enabled"):
-            raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags mean nothing without it")
+            raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags have no effect without it")
         return cls.of_flags(settings), rest
 
     @classmethod
     def of_flags(cls, settings: Mapping[str, Any]) -> Config:
-        """Of settings that were given as flags, which texts name from here on."""
+        """Builds from settings that were given as flags; messages name them as flags from then on."""
         settings_are_written(SettingSyntax.FLAG, ("", *settings))
         return cls(**settings)
 
     def flags(self) -> list[str]:
-        """The flags that build this configuration; ``from_flags`` of them gives an equal one."""
+        """The flags from which ``from_flags`` builds an equal configuration."""
         words: list[str] = []
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -346,11 +346,11 @@ class Config:
 
 
 taken: list[str] = []
-"""Flags that ``ftckpt run`` has taken off the command line of a script."""
+"""Flags that ``ftckpt run`` has removed from the command line of a script."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add every ``--ftckpt*`` flag to a parser, so that its ``--help`` and its checks know them."""
+    """Adds every ``--ftckpt*`` flag to a parser, for its ``--help`` and its checks."""
     group = parser.add_argument_group("ftckpt")
     for setting in fields(Config):
         # argparse formats help with %.
@@ -375,36 +375,36 @@ def _flag_target(flag: str) -> Field[Any]:
 
 
 def _check(config: Config) -> None:
-    """Refuse (ConfigError) what cannot be meant; ``setting.check_value`` has seen each value alone."""
-    # One slot would lose the whole snapshot with the first byte of the next one.
+    """Raises ConfigError for invalid combinations; ``setting.check_value`` has checked each value alone."""
+    # With one slot, the first byte of a snapshot would destroy the committed one.
     if config.slots == 1:
         raise ConfigError("--ftckpt-slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
     if config.smp_cores > 1:
         raise ConfigError(
-            f"--ftckpt-smp-cores: {config.smp_cores:g} is more than all cores; give a share such as 0.1"
+            f"--ftckpt-smp-cores: {config.smp_cores:g} is more than all cores; set a fraction such as 0.1"
         )
     check_protect(config.protect)
     check_layouts(config.layouts)
     if config.rollback_before >= 1 << 63:
         raise ConfigError(f"--ftckpt-rollback-before: {config.rollback_before} is too large for an iteration")
     if config.restore_from and config.rollback_before:
-        raise ConfigError("--ftckpt-restore-from, --ftckpt-rollback-before: give one of them")
+        raise ConfigError("--ftckpt-restore-from, --ftckpt-rollback-before: set only one of them")
     for name in ("job", "node", "rack"):
         value = getattr(config, name)
         if value and not is_name(value):
             raise ConfigError(f"{flag_of(name)}: {value!r} is not a name; {NAME_RULE}")
     if not config.arena:
-        raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
+        raise ConfigError("--ftckpt-arena: is empty; set it to a directory on a tmpfs")
     _check_storage(config)
     _check_metrics(config)
 
 
 def _check_storage(config: Config) -> None:
     check_persist(config.persist, config.persist_format)
-    # From the class: a value that was not given.
+    # The class attribute is the default.
     if not config.persist and config.persist_interval != type(config).persist_interval:
         raise ConfigError(
-            "--ftckpt-persist-interval: nothing comes to storage without --ftckpt-persist, which names it"
+            "--ftckpt-persist-interval: nothing is flushed without --ftckpt-persist; set it to the storage"
         )
     if config.persist_compress == "zstd":
         _require_installed("zstandard", "--ftckpt-persist-compress: zstd", "storage")

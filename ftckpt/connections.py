@@ -1,8 +1,8 @@
-"""Connections between all ranks of a job, each made when it is first used, and the file descriptors they take.
+"""Lazy connections between all ranks of a job, and the limit of file descriptors.
 
-A gloo group as torch makes it by itself connects each rank to every other at once: N descriptors in each of N
-processes, 8·N³ bytes through the store, and a process that runs out of descriptors is terminated by gloo's thread,
-which no handler catches. Most of these connections are never used: collectives over host memory go round a ring.
+By default torch's gloo groups connect all pairs of ranks at once: N descriptors in each of N processes and 8·N³ bytes
+through the store. If a process runs out of descriptors, gloo's thread terminates it, which no handler can catch. Most
+of these connections are never used, because collectives over host memory use a ring.
 """
 
 from __future__ import annotations
@@ -21,56 +21,53 @@ from ftckpt.errors import LaunchError
 log = logging.getLogger("ftckpt")
 
 OWN_DESCRIPTORS = 8
-"""Of a group: it listens, has an event loop, and two connections of its ring, which a listener holds twice for a
-moment."""
+"""Descriptors of a group: a listener, an event loop, and two ring connections, which temporarily count twice."""
 
 SPARE_DESCRIPTORS = 64
-"""For what this process opens later: slots, logs, the SMP, what training itself opens."""
+"""Descriptors reserved for files opened later: slots, logs, the SMP, training's own files."""
 
 STALL_SECS = 1800.0
-"""How long a rank may stand still, stopped or on a node that hangs, without breaking a group while training runs: as
-long as torch's own collectives wait by default."""
+"""How long a rank may stall, stopped or on a hanging node, without breaking a group while training runs: the default
+timeout of torch's collectives."""
 
 _FOREVER = timedelta(days=365)
-"""What gloo waits at most. A collective that it ends takes all of the group's connections with it, so ranks that are
-late, but alive, must not come to it: whoever waits has a deadline of its own."""
+"""gloo's timeout. A collective that times out in gloo closes all connections of the group, which would break it for
+ranks that are only late. So callers have their own deadlines."""
 
 
-_gloo: Any = ProcessGroupGloo  # torch's types leave out most of it
+_gloo: Any = ProcessGroupGloo  # torch's type stubs lack most of it
 _IS_RECENT = "lazy_init" in (_gloo.create_device.__doc__ or "") and hasattr(_gloo, "set_timeout")
-"""Older torch knows one timeout of a gloo group, for connecting and for collectives."""
+"""Older torch has one timeout per gloo group, for connecting and for collectives."""
 
 
 def connect(name: str, store: Store, rank: int, size: int, timeout_secs: float) -> Any:
-    """A gloo group of all ranks, unknown to torch's own list of groups: which ones a rank has made, and which it has
-    failed to make, says nothing about those of the framework.
+    """Creates a gloo group of all ranks, outside of torch's list of groups, whose order must agree between ranks.
 
-    ``name`` is new in ``store``. Collective; where connections are made when they are used it returns at once, and
-    ``timeout_secs`` bounds the making of each.
+    ``name`` must be new in ``store``. Collective; with lazy connections it returns at once. ``timeout_secs`` limits
+    the creation of each connection.
     """
     options = _gloo._Options()
     options._devices = [_device(interface) for interface in _interfaces()]
     options._threads = 2 * len(options._devices)
     options._timeout = timedelta(seconds=timeout_secs)
     if not _IS_RECENT:
-        # That timeout must outlast a stall, so ranks that do not come are waited for here.
+        # The group's timeout must outlast a stall, so missing ranks are detected here.
         store.set(f"{name}/here/{rank}", "")
         store.wait([f"{name}/here/{one}" for one in range(size)], timedelta(seconds=timeout_secs))
         options._timeout = timedelta(seconds=max(timeout_secs, STALL_SECS))
     group = _gloo(PrefixStore(name, store), rank, size, options)
     if _IS_RECENT:
-        group.set_timeout(_FOREVER)  # of collectives: connections keep that of the group's beginning
+        group.set_timeout(_FOREVER)  # for collectives; connections keep the initial timeout
     return group
 
 
 def is_lazy() -> bool:
-    """Whether connections are made when they are used; other transports of gloo, and older torch, cannot do that."""
+    """Whether connections are created on first use; not supported by other transports of gloo and by older torch."""
     return _IS_RECENT and os.environ.get("GLOO_DEVICE_TRANSPORT", "") in ("", "TCP")
 
 
 def make_room(least: int, wanted: int, rank: int = 0) -> None:
-    """See to it that this process may open ``least`` files more, and as many as it may of ``wanted``, by raising its
-    soft limit where that is lower.
+    """Raises the soft limit if needed, so that this process may open ``wanted`` more files, at least ``least``.
 
     Raises:
         LaunchError: the hard limit is too low.
@@ -92,7 +89,7 @@ def make_room(least: int, wanted: int, rank: int = 0) -> None:
 
 
 def _interfaces() -> list[str]:
-    """As torch reads it."""
+    """The interfaces in GLOO_SOCKET_IFNAME, parsed as torch does."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return [name for name in names.split(",") if name] or [""]
 

@@ -1,4 +1,4 @@
-"""The errors ftckpt raises, split by what an operator does next."""
+"""The errors that ftckpt raises, classified by the operator's next action."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 
 class SettingSyntax(Enum):
-    """How users write settings: ``--ftckpt-slots``, ``"slots"`` in JSON, ``slots=`` in Python, or ``--slots`` to a
-    command."""
+    """The syntax in which users write settings: ``--ftckpt-slots``, ``"slots"`` in JSON, ``slots=`` in Python, or
+    ``--slots`` of a command."""
 
     FLAG = "flag"
     JSON = "json"
@@ -19,18 +19,18 @@ class SettingSyntax(Enum):
 
 
 _FLAG = re.compile(r"--ftckpt(?:-([a-z]+(?:-[a-z]+)*))?(?![\w*-])(?=(:?))( (?=\d))?")
-"""Of a flag its name, whether a colon follows, and the space before its number."""
+"""Matches a flag: its name, whether a colon follows, and the space before its number."""
 
-_writing: dict[str, SettingSyntax] = {}  # of single settings; of all others under ""
+_writing: dict[str, SettingSyntax] = {}  # by setting; "" is the default
 
 
 def settings_are_written(writing: SettingSyntax, names: Iterable[str] = ("",)) -> None:
-    """From here on texts name settings so: those called ``names``, or all that nothing else was said of."""
+    """Sets the syntax in which messages name the settings ``names``, by default all without one of their own."""
     _writing.update(dict.fromkeys(names, writing))
 
 
 def written(text: str) -> str:
-    """``text``, which names settings by their flags, as the users of this process write them."""
+    """Rewrites flags in ``text`` to the syntax in which the user of this process writes settings."""
 
     def name(match: re.Match[str]) -> str:
         setting = (match[1] or "enabled").replace("-", "_")
@@ -48,40 +48,42 @@ def written(text: str) -> str:
 
 
 class FtckptError(Exception):
-    """Base of every error that ftckpt raises on purpose; its text is one line with the remedy, and names settings by
-    their flags, which ``str`` turns into what users write."""
+    """Base of all errors that ftckpt raises deliberately.
+
+    The text is one line with a remedy. It names settings by their flags, which ``str`` converts to the user's syntax.
+    """
 
     final: ClassVar[bool] = False
-    """Whether each further attempt of the same launcher run would meet it again."""
+    """Whether every further attempt of the same launcher run would fail with it."""
     of_all_ranks = False
-    """Whether every rank of the job raises it, so that one of them may speak for all."""
+    """Whether every rank of the job raises it, so that only one needs to print it."""
 
     def __str__(self) -> str:
         return written(super().__str__())
 
     def to_json(self) -> dict[str, Any]:
-        """For another process, which makes the error of it with ``error_from_json``; as text, never as a pickle."""
+        """Encodes the error for another process (see ``error_from_json``); as text, never as a pickle."""
         return {"kind": type(self).__name__, "error": super().__str__()}
 
 
 class ConfigError(FtckptError):
-    """A flag, a configuration field or a call is wrong: fix it and start again."""
+    """A flag, a configuration field or a call is wrong: fix it and restart."""
 
     final = True
 
 
 class LaunchError(FtckptError):
-    """The launcher or the environment cannot work with ftckpt: change how the job is started."""
+    """The launcher or the environment does not work with ftckpt: change how the job is started."""
 
 
 class UnsupportedError(FtckptError):
-    """A version, an optimizer or a piece of training state that ftckpt does not know."""
+    """A version, an optimizer or a part of the training state is not supported."""
 
     final = True
 
 
 class MemoryBudgetError(FtckptError):
-    """Host memory or the tmpfs is too small for the arenas: free some, or name another path."""
+    """Host memory or the tmpfs is too small for the arenas: free some, or use another path."""
 
 
 class ArenaError(FtckptError):
@@ -89,7 +91,7 @@ class ArenaError(FtckptError):
 
 
 class CorruptError(ArenaError):
-    """Bytes in an arena do not match what was written: the slot, header or control block is bad."""
+    """Bytes in an arena do not match their checksum: the slot, header or control block is corrupt."""
 
 
 class MismatchError(FtckptError):
@@ -97,28 +99,28 @@ class MismatchError(FtckptError):
 
 
 class LostError(FtckptError):
-    """Snapshots that were whole can no longer be made whole; the text names what is missing."""
+    """Committed snapshots can no longer be reconstructed; the text names the missing parts."""
 
     final = True
     touched = False
-    """Whether some of what proved bad is in the live state: only what loads all of it may follow."""
+    """Whether corrupt bytes are in the live state: only a load of the entire state may follow."""
 
 
 class StalledError(FtckptError):
-    """Attempt after attempt has made no snapshot and come no further: a further one would not either."""
+    """Several attempts in a row made neither a snapshot nor progress: another one is not expected to."""
 
     final = True
 
 
 class SilentCorruptionError(FtckptError):
-    """Ranks that must hold the same bits do not: hardware that computes or remembers wrongly is to be replaced."""
+    """Replicas are not bit-equal: replace the faulty hardware."""
 
     final = True
     of_all_ranks = True
 
 
 class CaptureError(FtckptError):
-    """A snapshot could not be taken; training goes on unless ``on_error`` is ``raise``."""
+    """A snapshot could not be taken; training continues unless ``on_error`` is ``raise``."""
 
 
 class SmpError(FtckptError):
@@ -126,33 +128,33 @@ class SmpError(FtckptError):
 
 
 class PeerError(SmpError):
-    """An SMP cannot be reached, is too slow, refuses, or answers nonsense: look at its node."""
+    """An SMP is unreachable, too slow, refuses a request, or sends an invalid response: check its node."""
 
 
 class PeerTimeoutError(PeerError):
-    """The SMP took the connection, and sent no hello in time."""
+    """The SMP accepted the connection but sent no hello in time."""
 
 
 class VersionError(PeerError):
-    """The other side is no SMP, or one of another version of ftckpt."""
+    """The peer is not an SMP, or has another version of ftckpt."""
 
 
 class PeerAuthError(PeerError):
-    """One side of a connection does not know the job's secret, or refuses the proof of the other."""
+    """One side of a connection does not know the job's secret, or rejects the other's proof."""
 
 
 class ProtectionUnavailableError(FtckptError):
-    """A snapshot cannot be protected: a node does not answer, no room, corrupt bytes. The text names it."""
+    """A snapshot cannot be protected; the text has the cause: an unresponsive node, no memory, corrupt bytes."""
 
 
 class LayoutError(ConfigError):
-    """No parallel layout fits: the text says of each one why not."""
+    """No parallel layout fits; the text has the reason for each."""
 
     final = False  # it may fit the ranks of the next attempt
 
 
 class StorageError(FtckptError):
-    """Storage is full, away, refuses, or holds what it should not; ``lasting``: trying again is of no use."""
+    """Storage is full, unreachable, denies access, or has unexpected content; ``lasting``: retrying is useless."""
 
     def __init__(self, text: str, *, lasting: bool = False) -> None:
         super().__init__(text)
@@ -163,14 +165,14 @@ class StorageError(FtckptError):
 
 
 class DamagedError(StorageError):
-    """What lies on storage is not what was written, as its checksum, size or header proves."""
+    """An object on storage is corrupt according to its checksum, size or header."""
 
     def __init__(self, text: str, *, lasting: bool = True) -> None:
         super().__init__(text, lasting=lasting)
 
 
 class ConvertError(FtckptError):
-    """A checkpoint cannot be read, written or converted: the text names the tensor, the file or the field."""
+    """A checkpoint cannot be read, written or converted; the text names the tensor, the file or the field."""
 
 
 class SpecError(ConvertError):
@@ -178,11 +180,11 @@ class SpecError(ConvertError):
 
 
 class EventLogError(FtckptError):
-    """Events are missing; the text says which, and how to get them."""
+    """Events are missing; the text names them and the way to get them."""
 
 
 def error_from_json(value: Mapping[str, Any], prefix: str = "") -> FtckptError:
-    """The error of another process, by its ``to_json``, with ``prefix`` before its text."""
+    """Decodes the error of another process (see ``to_json``), with ``prefix`` before its text."""
     kind, text = globals().get(str(value.get("kind"))), f"{prefix}{value.get('error')}"
     if not (isinstance(kind, type) and issubclass(kind, FtckptError)):
         return FtckptError(text)
@@ -190,5 +192,5 @@ def error_from_json(value: Mapping[str, Any], prefix: str = "") -> FtckptError:
 
 
 def in_words(error: Exception) -> str:
-    """What to tell users of ``error``: those of others may say nothing without their class."""
+    """The text of an error for users; for foreign errors it includes the class, without which some say nothing."""
     return str(error) if isinstance(error, FtckptError) else f"{type(error).__name__}: {error}"

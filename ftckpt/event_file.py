@@ -1,4 +1,4 @@
-"""A file of event lines: rotated before it grows too large, written by a thread where the file system may hang."""
+"""An event log file: size-limited by rotation, and written by a thread if the file system may hang."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ftckpt.forks import off_in_children
 log = logging.getLogger("ftckpt")
 
 OLDER = ".1"
-"""The suffix of the older half, as ``RotatingFileHandler`` has it."""
+"""The suffix of the older half, from ``RotatingFileHandler``."""
 
 MIN_BYTES = 1 << 20
-"""Of one half: a line of a long pipeline's timeline is not to drive out all others."""
+"""Minimum size of one half, so that a line with a long pipeline's timeline does not evict all others."""
 
 MAX_WAITING = 8192
-"""Lines that wait for a file system that hangs; more are dropped."""
+"""Maximum number of lines queued for a file system that hangs; further lines are dropped."""
 
 CLOSE_SECS = 5.0
-"""For the file system to take the lines that are left at the end."""
+"""Deadline for writing the remaining lines at the end."""
 
 
 _Failed = Callable[[BaseException | None], None]
 
 
 class EventFile(RotatingFileHandler, WatchedFileHandler):
-    """Appends lines to ``path``; at half of ``limit_bytes`` the file becomes the older half. 0: there is no limit.
+    """Appends lines to ``path``; at half of ``limit_bytes`` the file becomes the older half. 0: no limit.
 
     Args:
-        repeated: events whose last lines a fresh file begins with: lines after them are understood by them.
-        failed: called once, when the file cannot be written; no line is written after that.
+        repeated: events whose last lines are repeated at the start of a new file, as context for later lines.
+        failed: called once when the file cannot be written; no more lines are written then.
 
     Raises:
         OSError: it cannot be opened.
@@ -55,7 +55,7 @@ class EventFile(RotatingFileHandler, WatchedFileHandler):
         self._statstream()
 
     def emit(self, record: LogRecord) -> None:
-        # Another process of this name, one that hangs, say, may have rotated the file: both go on in the new one.
+        # Another process of this name, such as one that hangs, may have rotated the file: both use the new one.
         try:
             self.reopenIfNeeded()
         except OSError:
@@ -77,20 +77,20 @@ class EventFile(RotatingFileHandler, WatchedFileHandler):
         failed(sys.exc_info()[1])
 
     def close(self) -> None:
-        with suppress(OSError):  # as on a disk that is full
+        with suppress(OSError):  # for example a full disk
             super().close()
 
     def abandon(self) -> None:
-        """Have nobody wait for the file any more, at the end of the process neither: a thread hangs in it."""
+        """Detaches the file, in which a thread hangs, so that nothing waits for it, not even at process exit."""
         self.stream, self.lock = None, threading.RLock()
 
     def release(self) -> None:
-        with suppress(RuntimeError):  # the thread that hung comes back, and has another lock
+        with suppress(RuntimeError):  # the hanging thread returns and releases the replaced lock
             super().release()
 
     def _open(self) -> TextIOWrapper:
         stream = super()._open()
-        # A disk that was full, or a kill, may have left half a line.
+        # A full disk or a kill may have left an incomplete line.
         if os.fstat(stream.fileno()).st_size:
             with open(self.baseFilename, "rb") as file:
                 file.seek(-1, os.SEEK_END)
@@ -100,10 +100,9 @@ class EventFile(RotatingFileHandler, WatchedFileHandler):
 
 
 class BackgroundEventFile(QueueHandler):
-    """Hands lines to ``file`` on a thread of its own: nobody waits for the file system.
+    """Writes lines to ``file`` on its own thread, so that callers do not wait for the file system.
 
-    A process that is killed loses the lines that wait; one that ends in another way loses none, unless the file
-    system hangs then.
+    A killed process loses the queued lines; a process that exits loses none, unless the file system hangs.
     """
 
     def __init__(self, file: EventFile) -> None:
@@ -116,7 +115,7 @@ class BackgroundEventFile(QueueHandler):
         off_in_children(self._leave)
 
     def _leave(self) -> None:
-        self._is_closed = True  # the lines are the parent's
+        self._is_closed = True  # in a forked child: the parent writes the lines
 
     def enqueue(self, record: LogRecord) -> None:
         if self._num_dropped:
@@ -128,8 +127,8 @@ class BackgroundEventFile(QueueHandler):
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Write the lines that are left, as far as the file system takes them now, and close the file. Python calls
-        it at the end of the process, too, when no thread can be started."""
+        """Writes the remaining lines, within a deadline, and closes the file. Also called by Python at exit, when no
+        thread can be started."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -138,7 +137,7 @@ class BackgroundEventFile(QueueHandler):
             time.sleep(0.01)
         left = self._waiting.unfinished_tasks
         if num := left + self._num_dropped:
-            log.warning("ftckpt: %d events did not reach %s, which does not answer", num, self._file.baseFilename)
+            log.warning("ftckpt: %d events lost: file system of %s does not respond", num, self._file.baseFilename)
         if left:
             self._file.abandon()
         else:
@@ -148,6 +147,6 @@ class BackgroundEventFile(QueueHandler):
 
 
 def with_older(path: Path) -> list[Path]:
-    """The files that hold the lines of ``path``, the older first."""
+    """The files with the lines of ``path``, the older one first."""
     older = path.with_name(path.name + OLDER)
     return [older, path] if older.exists() else [path]

@@ -1,4 +1,4 @@
-"""Events as JSON lines: what ftckpt did, when, and how long training was blocked by it."""
+"""Events as JSON lines: actions of ftckpt, their times, and how long they blocked training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger("ftckpt")
 
 @dataclass(frozen=True, slots=True)
 class EventKind:
-    """One row of the table of events: ``fields`` by name, each with its unit or what it holds.
+    """One row of the table of events; ``fields`` maps names to a description or unit.
 
-    ``loud`` events are logged as warnings too, with or without a directory for event logs, and with their ``ADVICE``.
+    ``loud`` events are also logged as warnings with their ``ADVICE``, even without a directory for event logs.
     """
 
     meaning: str
@@ -39,8 +39,8 @@ def _loud(meaning: str, **fields: str) -> EventKind:
 
 
 MAX_LOG_BYTES = 128 << 20
-"""Of the event log of one process, before its older half goes: a week or two of a rank that takes a snapshot every
-ten seconds."""
+"""Maximum size of a process's event log, whose older half is deleted then: one or two weeks of a rank that takes a
+snapshot every ten seconds."""
 
 _ITERATION = "of the snapshot"
 _COSTS = {
@@ -288,11 +288,11 @@ WORDS = {
     "protection_slow": ": protection delayed: {reason}",
     "protection_waits": ": snapshots are taken, and protected as soon as there is room: {reason}",
 }
-"""How loud events read that concern all snapshots; others show their fields as JSON."""
+"""Log texts of loud events; events without one are logged with their fields as JSON."""
 
 
 def _in_words(event: str, fields: Mapping[str, Any]) -> str:
-    """ "" where it has no words, or lacks a field of theirs."""
+    """The text of an event; empty if it has none, or lacks one of its fields."""
     try:
         return WORDS.get(event, "").format_map(fields)
     except KeyError:
@@ -302,11 +302,11 @@ def _in_words(event: str, fields: Mapping[str, Any]) -> str:
 _UNKNOWN = EventKind("")
 
 _SESSION = ("joined", "conditions", "restored", "protection", "plan")
-"""Events that a rotated log repeats: whose its lines are, and which attempt's."""
+"""Events repeated in a rotated log: they identify the process and the attempt."""
 
 
 class Progress:
-    """Logs how far a long piece of work is, every ``every_secs``; silent where it takes less."""
+    """Logs the progress of a long operation every ``every_secs``; silent if it takes less."""
 
     def __init__(self, what: str, every_secs: float = 3.0) -> None:
         self._what = what
@@ -314,7 +314,7 @@ class Progress:
         self._begun = self._logged = time.monotonic()
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        """Called as often as one likes."""
+        """Reports progress; may be called at any rate."""
         now = time.monotonic()
         if now - self._logged >= self._every_secs:
             self._logged = now
@@ -323,15 +323,13 @@ class Progress:
 
 
 class Events:
-    """One rank's event stream, or, with ``name``, that of a process beside the ranks.
+    """The event stream of a rank, or, with ``name``, of another process. Thread-safe.
 
     Every line has ``time`` (seconds since the epoch), ``event`` and ``rank`` (or ``process``, the name); durations
     end in ``_secs``, sizes in ``_bytes``. ``blocked_secs`` is time the training thread waited; background time has
-    its own name. Lines go to ``directory/rank<R>.jsonl`` or ``directory/<name>.jsonl`` (appended, so that attempts
-    follow each other) until they take ``limit_bytes`` (0: there is no limit), of which the older half goes then;
-    without a directory there are only loud events, as log messages. Safe to call from several threads. Where the
-    file system ``may_hang`` nobody waits for it, and lines come to it a moment later. A file that cannot be written
-    any more is given up with a warning.
+    its own name. Lines are appended to ``directory/rank<R>.jsonl`` or ``directory/<name>.jsonl``. At ``limit_bytes``
+    (0: no limit) the older half is deleted. Without a directory, only loud events are logged. If the file system
+    ``may_hang``, a thread writes the lines. After a write error a warning is logged and no more lines are written.
     """
 
     def __init__(
@@ -342,14 +340,14 @@ class Events:
         self._name = name or f"rank {rank}"
         self._file: EventFile | BackgroundEventFile | None = None
         self.loud: Counter[str] = Counter()
-        """How many loud events there were, by name."""
+        """Numbers of loud events, by name."""
         self.parts: list[tuple[str, float]] = []
-        """Of a restart: their names, and when they ended."""
-        self._last: dict[str, tuple[float, Mapping[str, Any]]] = {}  # of each kind
+        """Parts of a restart: names and end times."""
+        self._last: dict[str, tuple[float, Mapping[str, Any]]] = {}  # by event
         self.direct(directory, limit_bytes, may_hang)
 
     def direct(self, directory: Path | None, limit_bytes: int = 0, may_hang: bool = False) -> None:
-        """Let lines go to a file in ``directory`` from now on; it is made. None: to no file.
+        """Writes later lines to a file in ``directory``, which is created if missing; None: to no file.
 
         Raises:
             OSError: it cannot be written.
@@ -360,20 +358,20 @@ class Events:
             path = directory / f"{self._name.replace(' ', '')}.jsonl"
             fresh = EventFile(path, limit_bytes, _SESSION, self._give_up)
             fresh = BackgroundEventFile(fresh) if may_hang else fresh
-        # Swapped first: another thread that comes now writes to the new file.
+        # Replaced before the close, so that concurrent threads write to the new file.
         old, self._file = self._file, fresh
         if old is not None:
             old.close()
 
     @property
     def kept(self) -> bool:
-        """Whether quiet events go anywhere; where not, what they say need not be found out."""
+        """Whether quiet events are written; if not, their fields need not be computed."""
         return self._file is not None
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Record ``event``, a name of ``EVENTS``; fields of its row that are not given are null.
+        """Records ``event``, a name of ``EVENTS``; fields of its row that are not given are null.
 
-        Nothing is refused here: an event may come from a thread whose failure would cost a snapshot.
+        Unknown events and fields are accepted: an error in the calling thread could cost a snapshot.
         """
         kind = EVENTS.get(event, _UNKNOWN)
         self._last[event] = time.time(), fields
@@ -390,27 +388,28 @@ class Events:
         file.handle(logging.makeLogRecord({"name": event, "msg": json.dumps(line, default=str)}))
 
     def end_part(self, name: str) -> None:
-        """A part of a restart ends, which began at the end of the one before."""
+        """Records the end of a part of a restart, which started at the end of the previous one."""
         self.parts.append((name, time.perf_counter()))
 
     def last(self, most: int) -> list[dict[str, Any]]:
-        """The newest ones, oldest first, as JSON values; of each kind the last, or the frequent would be all."""
+        """The newest events as JSON values, oldest first; only the last of each kind, so that rare ones are included.
+        """
         newest = sorted(self._last.copy().items(), key=lambda one: one[1][0])[-most:]
         told = [{"time": round(at, 3), "event": event, **fields} for event, (at, fields) in newest]
         found: list[dict[str, Any]] = json.loads(json.dumps(told, default=str))
         return found
 
     def announce(self, text: str) -> None:
-        """One line for people, from rank 0 and from processes with a name alone."""
+        """Logs one line, only on rank 0 and in processes with a name."""
         if self._rank == 0 or "process" in self._who:
             log.info("ftckpt: %s", written(text))
 
     def warn(self, text: str) -> None:
-        """Log a warning for people, which is no event."""
+        """Logs a warning that is not an event."""
         log.warning("ftckpt %s: %s", self._name, written(text))
 
     def close(self) -> None:
-        """Write what is left and close the file; events after this are only logged."""
+        """Writes the remaining lines and closes the file; later events are only logged."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

@@ -1,12 +1,11 @@
-"""Collectives that ftckpt posts, all from the training thread, all with a deadline.
+"""ftckpt's collectives: all called from the training thread, all with a deadline.
 
-They run on a gloo group of their own, over host memory: no device stream is touched, and no collective of
-the framework can come between.
+They run on their own gloo group, over host memory, so they touch no device stream and do not interleave with
+collectives of the framework.
 
-When a rank is gone, gloo fails only where a connection to it was in use. Other ranks may be left in the same
-collective, waiting for one that has failed, lives, and will not come again; training, which goes on where ftckpt
-fails, would then wait for those. So a rank whose collective failed writes that it gives the group up into the store
-of the job, and ranks that wait look there."""
+If a rank dies, gloo fails only on ranks with an active connection to it. The others would wait in the same collective
+for ranks that have failed and returned, and training, which continues on those, would wait for the others. So a rank
+whose collective fails posts a notice in the job's store that the group is broken, and waiting ranks poll for it."""
 
 from __future__ import annotations
 
@@ -38,21 +37,21 @@ from ftckpt.notice import Notice, job_store
 log = logging.getLogger("ftckpt")
 
 _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.5, 10.0
-"""How long a rank waits before it asks the store whether another gave up; it asks less and less often."""
+"""First and maximum interval between polls of the store for another rank's notice; it doubles in between."""
 
 _CALM_RANKS = 200
-"""Up to so many ranks ask their store as often; those of a larger job so much less that it has no more to do."""
+"""Number of ranks up to which these intervals apply; larger jobs poll less often, to keep the store's load constant."""
 
 _FRAME_HEAD_BYTES = 8
 _LEAST_FRAME_BYTES, _MOST_FRAME_BYTES, _FRAMES_BYTES = 1 << 10, 16 << 10, 64 << 10
-"""A gather of no more than a frame takes one round of messages, of any more two. What a rank tells of its arena fits
-into the least; a job of few ranks, whose frames of ``_FRAMES_BYTES`` in all take no time, has larger ones."""
+"""A gather of data up to the frame size needs one round of messages, of more data two. A rank's description of its
+arena fits into the minimum; small jobs have larger frames, of ``_FRAMES_BYTES`` in total."""
 
 _immortal: list[Any] = []
-"""Groups, and tensors that a thread of torch may have, for as long as the process lives, even without interpreter. A
-group that ends waits for its collectives: a rank that fails would end minutes later, and its launcher would see it
-only then. And a thread of torch with the last reference of C++ to a tensor needs the interpreter to let go of it;
-waiting for one that is at its end aborts the process."""
+"""Groups, and tensors that torch threads may reference, kept for the life of the process, even after the interpreter.
+A group's destructor waits for its collectives: a failed rank would exit, and its launcher detect it, minutes later. A
+torch thread that releases the last C++ reference to a tensor needs the interpreter; during finalization that aborts
+the process."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_immortal))
 
 _DONE, _FAILED = b"+", b"-"
@@ -64,23 +63,23 @@ T = TypeVar("T")
 
 
 _MOST_NAMED = 8
-"""Ranks, in a text."""
+"""Maximum number of ranks named in a message."""
 
 
 class Group:
-    """All ranks of the job. ``timeout_secs`` bounds every call that waits for other ranks.
+    """All ranks of the job. ``timeout_secs`` limits every call that waits for other ranks.
 
-    Collective: every rank constructs it, at the same point of its program. A collective that fails on one rank fails
-    on all that wait in it, within some seconds, and the group is of no use from then on: it is ``broken``, until all
-    ranks ``renew`` it. A collective that is late is not: it completes when the last rank comes, however late.
+    The constructor is collective. All methods are called from the training thread. A collective that fails on one
+    rank fails on all waiting ranks within seconds. The group is ``broken`` then, until all ranks ``renew`` it. A late
+    collective does not break it: it completes when the last rank arrives.
 
-    Collectives use the connections of a ring alone; with messages a rank may have one to each of ``partners`` others,
-    by default all.
+    Collectives use only ring connections; with messages a rank may have connections to ``partners`` other ranks, by
+    default all.
 
     Raises:
-        LaunchError: this process may not open as many files as that takes (``ulimit -n``); ranks did not come here.
-        RuntimeError: from torch.distributed, when a peer is gone; when the deadline passes; when another rank gave
-            the group up; when the store of the job, where ranks post that, cannot be reached.
+        LaunchError: this process may not open enough files (``ulimit -n``), or ranks are missing.
+        RuntimeError: from torch.distributed if a peer is lost; a deadline passed; another rank broke the group; or
+            the job's store is unreachable.
     """
 
     def __init__(self, timeout_secs: float, partners: int | None = None) -> None:
@@ -92,24 +91,24 @@ class Group:
         others = self.size - 1 if partners is None else partners
         self._descriptors = OWN_DESCRIPTORS + others + SPARE_DESCRIPTORS
         store = job_store()
-        # Counted in the store: ranks that begin anew in a process that lives begin at the same number again.
+        # Counted in the store, because ranks may restart within a living process.
         number = store.add(f"ftckpt/groups/{self.rank}", 1)
-        self._notice: Notice | None = None  # while its name is agreed on there is nothing to look for
+        self._notice: Notice | None = None  # until ranks have agreed on its name
         begin = time.monotonic()
         try:
             self._connect(f"ftckpt/group/{number}")
-            # All together: a rank that refused alone would leave the others waiting.
+            # Collective, because a rank that raises alone would leave the others waiting.
             words = gather_bytes(self, self._begin)
         except RuntimeError as error:
             names = {str(rank): f"ftckpt/groups/{rank}" for rank in range(self.size)}
-            is_late = time.monotonic() - begin >= timeout_secs  # before that others may only not be here yet
+            is_late = time.monotonic() - begin >= timeout_secs  # before that, others may still be starting
             if is_late and (absent := [rank for rank, name in names.items() if not store.check([name])]):
                 raise LaunchError(
-                    f"rank(s) {', '.join(absent[:_MOST_NAMED])} did not come to ftckpt within {timeout_secs:g} s: "
-                    "switch it on for all, or for none; where some start slowly raise --ftckpt-start-timeout-secs"
+                    f"rank(s) {', '.join(absent[:_MOST_NAMED])} did not start ftckpt within {timeout_secs:g} s: "
+                    "switch it on for all ranks or none; if some start slowly, raise --ftckpt-start-timeout-secs"
                 ) from error
             raise
-        # A name of this attempt alone: some launchers keep one store for all of them.
+        # Unique per attempt, because some launchers keep one store for all attempts.
         self.name = f"ftckpt/group/{words[0].hex()}"
         self._notice = Notice(f"{self.name}/given-up")
 
@@ -123,19 +122,19 @@ class Group:
         return bool(self._given_up)
 
     def give_up(self, reason: str) -> None:
-        """Break the group; ranks that wait in a collective of it learn it."""
+        """Breaks the group and notifies ranks that wait in a collective."""
         if not self._given_up:
             self._give_up(reason)
 
     def outlast_stalls(self) -> None:
-        """Wait for ranks from here on as long as one may stand still while training runs."""
+        """Raises the timeout to the longest stall of a rank that is tolerated while training runs."""
         self.timeout_secs = max(self.timeout_secs, STALL_SECS)
 
     def renew(self, name: str, timeout_secs: float) -> None:
-        """Connect all ranks again, broken or not before, under a ``name`` that was not used before. Collective.
+        """Reconnects all ranks, whether the group is broken or not, under a new ``name``. Collective.
 
         Raises:
-            LaunchError, RuntimeError: the group is broken.
+            LaunchError, RuntimeError: the group is broken again.
         """
         self._notice = Notice(f"{name}/given-up")
         try:
@@ -154,20 +153,20 @@ class Group:
         self._spare: defaultdict[tuple[int, ...], list[CollectiveBuffer]] = defaultdict(
             list
         )  # by the shape of the values
-        self._reused: list[CollectiveBuffer] = []  # kept for good: no thread of torch is the last to have a tensor
+        self._reused: list[CollectiveBuffer] = []  # never released, so no torch thread has a tensor's last reference
         self._kept: list[Any] = [self._group, self._tensors, self._reused]
         _immortal.append(self._kept)
 
     def close(self) -> None:
-        """Let go of connections and their threads, when all ranks have agreed that nothing more is posted.
+        """Releases connections and their threads, after all ranks have agreed that no collective will follow.
 
-        A collective that is not finished keeps them: who ends a group waits for all of those. So does a child that
-        this process has forked: its copies of closed connections stay in gloo's epoll, and an event of one aborts or
-        hangs this process.
+        They are not released while a collective is unfinished, because the destructor would wait for it; nor after
+        this process has forked a child: its copies of closed connections stay in gloo's epoll set, and an event of
+        one would abort or hang this process.
         """
         self._given_up = self._given_up or f"rank {self.rank} has closed the group"
         if not forks.has_forked and all(work.is_completed() for work in self._unfinished):
-            self._kept[0] = None  # its tensors stay
+            self._kept[0] = None  # the tensors stay
             del self._group
 
     def gather(self, data: Buffer) -> list[bytes]:
@@ -175,7 +174,7 @@ class Group:
         return self._gather(data, self.timeout_secs)
 
     def _gather(self, data: Buffer, timeout_secs: float) -> list[bytes]:
-        # An all-gather takes as many bytes of each rank: the length, and the begin, which mostly is all of it.
+        # An all-gather needs equal sizes: a frame has the length and the first bytes, which usually are all.
         room = self._frame_bytes - _FRAME_HEAD_BYTES
         begin, end = memoryview(data).cast("B")[:room], memoryview(data).cast("B")[room:]
         head = len(data).to_bytes(_FRAME_HEAD_BYTES, "little")
@@ -183,7 +182,7 @@ class Group:
         sizes = [int.from_bytes(frame[:_FRAME_HEAD_BYTES], "little") for frame in frames]
         begins = [frame[_FRAME_HEAD_BYTES:][:size] for frame, size in zip(frames, sizes, strict=True)]
         longest = max(sizes) - room
-        # Known to all ranks alike: none of them posts a second collective.
+        # The same on all ranks, so none of them posts a second collective.
         if longest <= 0:
             return begins
         ends = self._all_gather(end, longest, timeout_secs)
@@ -191,7 +190,7 @@ class Group:
         return [first + rest[:length] for first, rest, length in zip(begins, ends, lengths, strict=True)]
 
     def _all_gather(self, data: Buffer, nbytes: int, timeout_secs: float) -> list[bytes]:
-        """``data`` of all ranks, each filled up to ``nbytes``."""
+        """``data`` of all ranks, each padded to ``nbytes``."""
         padded = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         padded[: len(data)] = _tensor(data)
         parts = [host_memory(nbytes) for _ in range(self.size)]
@@ -205,29 +204,29 @@ class Group:
         return tensor.numpy().tobytes()
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Returns when all ranks have called it."""
         self.gather(b"")
 
     def start_send(self, data: torch.Tensor, to: int, tag: int = 0) -> Message:
-        """Post a message, a contiguous 1-D uint8 tensor; when its ``wait`` returns, ``data`` may be overwritten.
+        """Posts a message, a contiguous 1-D uint8 tensor; when its ``wait`` returns, ``data`` may be overwritten.
 
-        Messages of one ``tag`` between two ranks are received in the order in which they were sent.
+        Messages with the same ``tag`` between two ranks are received in order.
         """
         return Message(self._try(lambda: self._group.send([data], to, tag)), self.timeout_secs)
 
     def start_receive(self, into: torch.Tensor, source: int, tag: int = 0) -> Message:
-        """Post the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
+        """Posts the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
         return Message(self._try(lambda: self._group.recv([into], source, tag)), self.timeout_secs)
 
     def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, CollectiveBuffer]:
-        """Post an element-wise MIN; returns the work, for ``finish``, and what will have it."""
+        """Posts an element-wise MIN; returns the work, for ``finish``, and the buffer of the result."""
         posted = self._memory(len(values))
         posted.values[:] = values
         return self._start(lambda: self._group.allreduce([posted.tensor], _MINIMUM)), posted
 
     def start_gather(self, values: npt.NDArray[np.int64]) -> tuple[dist.Work, CollectiveBuffer]:
-        """Post an all-gather of as many values on all ranks; returns the work, for ``finish``, and what will have the
-        values of each rank, a row for each."""
+        """Posts an all-gather of equally many values of all ranks; returns the work, for ``finish``, and the buffer
+        of the result, with one row per rank."""
         posted = self._memory(self.size, len(values))
         posted.own.numpy()[:] = values
         return self._start(lambda: self._group._allgather_base(posted.tensor, posted.own)), posted
@@ -247,19 +246,18 @@ class Group:
         return work
 
     def give_back(self, read: CollectiveBuffer) -> None:
-        """What ``start_minimum`` or ``start_gather`` gave is finished and read: the next one of as many values has it
-        again."""
+        """Returns the buffer of a finished ``start_minimum`` or ``start_gather`` for reuse."""
         self._spare[read.values.shape].append(read)
         if not any(read is one for one in self._reused):
             self._reused.append(read)
 
     def _keep(self, *tensors: torch.Tensor) -> None:
-        """Keep ``tensors``, which gloo may write into after the caller has forgotten them, until no thread of torch
-        has them: that a collective is finished is said a moment before its thread lets go of them."""
-        # C++ refers to a tensor twice where it is kept and nobody else has it: for Python's object and for the view's
-        # base. Without the view a thread's would be the last but that of Python's object, and need the interpreter.
+        """Keeps ``tensors`` alive until no torch thread references them: a collective completes shortly before its
+        thread releases them, and gloo may write to them after the caller has returned."""
+        # Without other users the C++ reference count is 2: Python's object and the view's base. The view's reference
+        # makes sure that a thread does not release the last one besides Python's, which needs the interpreter.
         self._tensors[:] = [(base, view) for base, view in self._tensors if base._use_count() > 2]  # type: ignore[attr-defined]
-        with torch.inference_mode(False):  # in which views know no base
+        with torch.inference_mode(False):  # in inference mode, views have no base
             self._tensors.extend((tensor, tensor.view(-1)) for tensor in tensors)
 
     @staticmethod
@@ -268,20 +266,20 @@ class Group:
         return all(work.is_completed() for work in works)
 
     def finish(self, work: dist.Work, timeout_secs: float) -> bool:
-        """Wait for a collective that was posted; False: it is not finished within ``timeout_secs``."""
+        """Waits for a posted collective; False if it has not finished within ``timeout_secs``."""
         deadline, look_secs = time.monotonic() + timeout_secs, self._first_look_secs
         while True:
             left = deadline - time.monotonic()
             try:
-                # In pieces: that another rank gave up shows in the store alone. torch takes a timeout of 0 for none.
+                # In slices, because another rank's notice is only in the store. In torch a timeout of 0 means none.
                 work.wait(timedelta(seconds=max(0.001, min(left, look_secs))))
                 return True
             except RuntimeError:
-                # A wait that ran out raises as a collective that failed does; only the latter is completed.
+                # A timeout raises the same error as a failed collective, but only the latter is completed.
                 if work.is_completed():
-                    self._try(work.wait)  # at once: it came in this instant, or it raises what made it fail
+                    self._try(work.wait)  # returns at once: it has just finished, or raises its error
                     return True
-            # At the deadline too: a short one must not keep a rank from hearing that nobody comes.
+            # Also at the deadline, so that a rank with short timeouts receives notices.
             self._look()
             if time.monotonic() >= deadline:
                 return False
@@ -290,7 +288,7 @@ class Group:
     def _run(self, post: Callable[[], dist.Work], timeout_secs: float, *tensors: torch.Tensor) -> None:
         self._keep(*tensors)
         if not self.finish(self._try(post), timeout_secs):
-            self._give_up(f"the other ranks did not come within {timeout_secs:g} s")
+            self._give_up(f"other ranks did not join the collective within {timeout_secs:g} s")
             raise RuntimeError(self._given_up)
 
     def _try(self, action: Callable[[], T]) -> T:
@@ -303,13 +301,13 @@ class Group:
             raise
 
     def _give_up(self, reason: str) -> None:
-        # For good: from here on ranks may stand in different collectives, which would answer each other.
+        # Permanent: ranks may be in different collectives now, whose messages would be mixed up.
         self._given_up = f"rank {self.rank} gave up: {reason}"
         if self._notice is not None:
             self._notice.post(self._given_up)
 
     def _look(self) -> None:
-        """Raises when another rank has given up. Where the store does not answer the deadline of the call holds."""
+        """Raises if another rank has given up; an unresponsive store is ignored, and the call's deadline applies."""
         if self._notice is not None and not self._given_up:
             self._given_up = self._notice.read()
         if self._given_up:
@@ -317,14 +315,14 @@ class Group:
 
 
 def look_secs(size: int) -> tuple[float, float]:
-    """How long one of ``size`` ranks waits before it asks the store, at first and at most."""
+    """First and maximum interval between polls of the store, for a job of ``size`` ranks."""
     rarer = max(1.0, size / _CALM_RANKS)
     return _FIRST_LOOK_SECS * rarer, _LONGEST_LOOK_SECS * rarer
 
 
 class CollectiveBuffer(NamedTuple):
-    """What this rank posts, the memory that the collective fills, and its ``values``, which a tensor takes long to
-    show."""
+    """The input of a collective (``own``), its output (``tensor``), and the output as ``values``, a NumPy view, which
+    is slow to create."""
 
     own: torch.Tensor
     tensor: torch.Tensor
@@ -332,15 +330,15 @@ class CollectiveBuffer(NamedTuple):
 
 
 class Message:
-    """One on its way."""
+    """A posted message or receipt."""
 
     def __init__(self, work: dist.Work, timeout_secs: float) -> None:
         self._work = work
         self._timeout_secs = timeout_secs
 
     def wait(self) -> None:
-        """Return when its memory may be used again; raises RuntimeError after the group's deadline."""
-        # In one piece: gloo takes a wait for a message that runs out for the end of all connections.
+        """Returns when its memory may be used again; raises RuntimeError after the group's deadline."""
+        # Not in slices: if a wait for a message times out, gloo closes all connections.
         self._work.wait(timedelta(seconds=self._timeout_secs))
 
 
@@ -351,12 +349,12 @@ def _tensor(data: Buffer) -> torch.Tensor:
 
 
 def together(group: Group, action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; when it fails on one, raise that error on all of them.
+    """Runs ``action`` on every rank; if it fails on one, raises that error on all of them. Collective.
 
-    Collective: a rank that failed alone would leave the others waiting for it.
+    A rank that raised alone would leave the others waiting in their next collective.
 
     Raises:
-        FtckptError: the error of the lowest failing rank, naming it, of its class in ``ftckpt.errors``.
+        FtckptError: the error of the lowest failing rank, with its class in ``ftckpt.errors``; names the rank.
     """
     value: T | None = None
 
@@ -370,12 +368,12 @@ def together(group: Group, action: Callable[[], T]) -> T:
 
 
 def gather_all(group: Group, action: Callable[[], T], kind: type[T]) -> list[T]:
-    """What ``action`` returns on every rank, in the order of ranks; it fails as ``together`` does. Collective."""
+    """The results of ``action`` on all ranks, in rank order; errors as in ``together``. Collective."""
     return [codec.decode(data, kind) for data in gather_bytes(group, lambda: codec.encode(action()))]
 
 
 def gather_each(group: Group, *asked: tuple[Callable[[], Any], Any]) -> list[list[Any]]:
-    """As ``gather_all`` of each of ``asked``, an action and the type of what it returns, all in one round."""
+    """Like ``gather_all`` for several actions, each given with its result type, in one round."""
 
     def answer() -> bytes:
         return codec.encode([codec.to_json(action()) for action, _ in asked])
@@ -386,16 +384,15 @@ def gather_each(group: Group, *asked: tuple[Callable[[], Any], Any]) -> list[lis
 
 
 def gather_bytes(group: Group, action: Callable[[], Buffer]) -> list[bytes]:
-    """The bytes that ``action`` returns on every rank, in the order of ranks; it fails as ``together`` does.
-    Collective."""
+    """The bytes that ``action`` returns on all ranks, in rank order; errors as in ``together``. Collective."""
     try:
         message = _DONE + action()
     except FtckptError as error:
         message = _FAILED + json.dumps(error.to_json()).encode()
-    except Exception as error:  # raised on all ranks, which would wait for this one
+    except Exception as error:  # raised on all ranks
         log.exception("ftckpt: rank %d failed", group.rank)
         message = _FAILED + json.dumps(FtckptError(in_words(error)).to_json()).encode()
-    # Every rank comes here, failed or not: nobody waits for one that does not come.
+    # Reached by every rank, failed or not, so no rank waits in vain.
     messages = group.gather(message)
     for rank, text in enumerate(messages):
         if text[:1] == _FAILED:

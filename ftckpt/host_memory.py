@@ -1,4 +1,4 @@
-"""Host memory for bytes."""
+"""Allocation of host memory as tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """1-D uint8, not cleared. On the host whatever ``torch.set_default_device`` says: a script may have called it."""
+    """A 1-D uint8 tensor, not cleared, on the host even if the script has called ``torch.set_default_device``."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def pinned_memory(nbytes: int) -> torch.Tensor:
-    """The same, for copies from or to a device; where no more may be locked, slower memory that is right as well."""
+    """Pinned host memory for copies from or to a device; pageable memory if pinning fails."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError:

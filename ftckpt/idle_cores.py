@@ -1,4 +1,4 @@
-"""Whether a core has nothing to run, for work in the background that would take it from training."""
+"""Detection of idle cores, for background work that would otherwise preempt training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ _LOAD = Path("/proc/loadavg")
 
 
 def has_idle_core() -> bool:
-    """Whether fewer threads than the machine has cores run or wait for one, the caller aside; True where the system
-    does not tell, and where this process may run on some of the cores alone, of which nobody knows."""
+    """Whether the machine has more cores than runnable threads, without the caller.
+
+    True if this is unknown: the system does not report it, or the process is bound to some of the cores."""
     num_cores = os.cpu_count() or 1
     try:
         runnable = int(_LOAD.read_text().split()[3].partition("/")[0])

@@ -1,6 +1,6 @@
-"""What ranks tell each other through the store of torch's default process group, when no collective can.
+"""Notices between ranks through the store of torch's default process group, for when no collective is possible.
 
-The store may be slow, frozen or gone: it is asked on a thread, and nobody waits for that longer than it says."""
+The store may be slow or unreachable, so it is called on a thread, and every wait for that has a deadline."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from torch._C._distributed_c10d import Store
 T = TypeVar("T")
 
 PATIENCE_SECS = 1.0
-"""How long a rank waits for the store at a stretch."""
+"""Maximum time for which a rank waits for the store at once."""
 
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Those that ask the store."""
+"""Threads that call the store."""
 
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread that comes back from torch while the interpreter ends is unwound, which C++ answers with abort."""
+    """Joins threads at exit: one that returns from torch during finalization is unwound, on which C++ aborts."""
     for thread in list(_threads):
         thread.join(PATIENCE_SECS)
 
 
 def job_store() -> Store:
-    """The store of the job's attempt, which all ranks reach."""
+    """The store of the job's attempt, shared by all ranks."""
     return dist.distributed_c10d._get_default_store()
 
 
 class StoreCall(Generic[T]):
-    """A call of the store on a thread of its own; ``value`` is what it returned, None if it failed."""
+    """A call of the store on its own thread; ``value`` is the result, None if it failed."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.value: T | None = None
@@ -57,7 +57,7 @@ class StoreCall(Generic[T]):
 
 
 class Notice:
-    """One notice, at ``name`` in the store."""
+    """A notice under the key ``name`` in the store."""
 
     def __init__(self, name: str) -> None:
         self._store = job_store()
@@ -65,13 +65,14 @@ class Notice:
         self._lookup: StoreCall[str] | None = None
 
     def post(self, text: str) -> None:
-        """Write the notice, if the store answers: otherwise the others find out by themselves."""
+        """Writes the notice, if the store responds; otherwise the other ranks rely on their own deadlines."""
         if self._lookup is None or self._lookup.ended():
             StoreCall(lambda: self._store.set(self._name, text)).ended()
 
     def read(self) -> str:
-        """What somebody posted, or that the store cannot be reached; "" if there is nothing, or no answer yet."""
-        # One at a time: a store that does not answer must not collect threads.
+        """The posted text, or an error text if the store is unreachable; empty if there is none, or no response yet.
+        """
+        # One lookup at a time: an unresponsive store must not accumulate threads.
         self._lookup = self._lookup or StoreCall(self._look_up)
         if not self._lookup.ended():
             return ""

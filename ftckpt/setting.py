@@ -1,4 +1,4 @@
-"""One setting of the configuration: its kind, its text, the values that it takes."""
+"""One setting of the configuration: its type, its help text, and its valid values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ftckpt.errors import ConfigError
 
-_MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
+_MAX_SECS = 1e9  # the limit of timers of the operating system and of torch.distributed
 
 
 def declare(
@@ -22,8 +22,8 @@ def declare(
     auto: bool = False,
     quantity: Callable[[str], float] | None = None,
 ) -> Any:
-    """``auto``: a whole number, or a quantity, that may also be ``auto``. ``quantity``: what reads its text, one of
-    the functions of ``units``; ``minimum`` and ``maximum`` are such texts, too."""
+    """Declares a setting. ``auto``: its value is an integer or a quantity, or ``auto``. ``quantity``: the function of
+    ``units`` that parses its text; ``minimum`` and ``maximum`` are such texts as well."""
     rules = {"help": text, "choices": choices, "minimum": minimum, "maximum": maximum, "auto": auto}
     return field(default=default, metadata={**rules, "quantity": quantity})
 
@@ -34,23 +34,23 @@ def flag_of(name: str) -> str:
 
 
 def reader_of(setting: Field[Any]) -> Callable[[str], Any]:
-    """What reads the text of a setting's value; it raises ValueError."""
+    """The function that parses the text of a setting's value; it raises ValueError."""
     kind = kind_of(setting)
 
     def read(text: str) -> Any:
         return text if setting.metadata["auto"] and text == "auto" else kind(text)
 
-    read.__name__ = kind.__name__  # argparse says "invalid int value"
+    read.__name__ = kind.__name__  # for argparse's message "invalid int value"
     return read
 
 
 def kind_of(setting: Field[Any]) -> type:
-    """Of its values, other than ``auto``."""
+    """The type of a setting's values other than ``auto``."""
     return int if setting.metadata["auto"] and setting.metadata["quantity"] is None else type(setting.default)
 
 
 def convert(flag: str, text: str, setting: Field[Any]) -> Any:
-    """The value that ``text`` means; ConfigError, which names the ``flag``, where it means none."""
+    """Parses the value of a setting; raises ConfigError, which names the ``flag``, if it is invalid."""
     try:
         return reader_of(setting)(text)
     except ValueError:
@@ -58,7 +58,7 @@ def convert(flag: str, text: str, setting: Field[Any]) -> Any:
 
 
 def check_value(setting: Field[Any], value: Any) -> None:
-    """Raises ConfigError where the setting does not take it."""
+    """Raises ConfigError if ``value`` is invalid for the setting."""
     name, kind, rule = flag_of(setting.name), kind_of(setting), setting.metadata
     if rule["auto"] and value == "auto":
         return
@@ -66,12 +66,12 @@ def check_value(setting: Field[Any], value: Any) -> None:
         _check_quantity(name, value, rule)
         return
     accepted = (int, float) if kind is float else (kind,)
-    # To Python a truth value is an int.
+    # In Python a bool is an int.
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name}: {value!r} is not {_described(setting)}")
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(rule['choices'])}")
-    # Not ``value < minimum``, which is false of nan.
+    # Not ``value < minimum``, which is false for nan.
     if rule["minimum"] is not None and not value >= rule["minimum"]:
         raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
     most = rule["maximum"] or (_MAX_SECS if kind is float else None)
@@ -97,6 +97,6 @@ def _described(setting: Field[Any]) -> str:
 
 
 def closest(name: str, known: Sequence[str]) -> str:
-    """What may have been meant by a name that is not among those that are ``known``."""
+    """A suggestion for an unknown name."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""What the values of settings may be, alone and beside each other, where a range or a choice does not say it."""
+"""Checks of settings that a range or a choice cannot express."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from ftckpt.errors import ConfigError
 
 MODES = ("node", "replica", "copy", "peer")
-"""What guards snapshots; ``parity.modes`` has what each of them is."""
+"""Protection modes; ``parity.modes`` defines them."""
 
 NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -16,15 +16,15 @@ _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 
 
 def is_name(text: str) -> bool:
-    """Whether a job, a node or a rack may be called so: the names become parts of paths and of socket addresses."""
+    """Whether ``text`` is a valid name of a job, node or rack: names become parts of paths and socket addresses."""
     return bool(_NAME.fullmatch(text))
 
 
 def check_protect(protect: str) -> tuple[str, ...]:
-    """The modes that ``protect`` lists; () for none.
+    """The modes listed in ``protect``; () for none.
 
     Raises:
-        ConfigError: an unknown mode, one twice, replica beside copy, or auto or none beside others.
+        ConfigError: an unknown or repeated mode, replica with copy, or auto or none with others.
     """
     modes = tuple(mode.strip() for mode in protect.split(","))
     known = ("auto", "none", *MODES)
@@ -34,14 +34,14 @@ def check_protect(protect: str) -> tuple[str, ...]:
     if len(set(modes)) < len(modes):
         raise ConfigError(f"--ftckpt-protect: {protect!r} names a mode twice")
     if len(modes) > 1 and {"auto", "none"} & set(modes):
-        raise ConfigError(f"--ftckpt-protect: {protect!r}: auto and none stand alone")
+        raise ConfigError(f"--ftckpt-protect: {protect!r}: auto and none cannot be combined with other modes")
     if {"replica", "copy"} <= set(modes):
-        raise ConfigError(f"--ftckpt-protect: {protect!r}: replica and copy guard the same bytes; choose one")
+        raise ConfigError(f"--ftckpt-protect: {protect!r}: replica and copy protect the same bytes; choose one")
     return () if modes == ("none",) else modes
 
 
 def check_layouts(layouts: str) -> None:
-    """Raises ConfigError where ``layouts`` lists what is no layout, and names no function that does."""
+    """Raises ConfigError if ``layouts`` is neither a list of layouts nor ``module:function``."""
     if not layouts or _FUNCTION.fullmatch(layouts):
         return
     for name in layouts.split(","):

@@ -1,4 +1,4 @@
-"""Cores near a device, for ftckpt's background threads, and the memory near it."""
+"""CPU affinity of background threads: the cores and the NUMA node near a device."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 @dataclass(frozen=True)
 class Locality:
-    """``cores``: where background threads run, those that have the kernel allocate slots among them; None: anywhere.
-    ``node``: where the device is attached; None where that is not known, or there is but one NUMA node."""
+    """``cores``: the cores on which background threads run, including those that allocate slots; None: any.
+    ``node``: the NUMA node of the device; None if it is unknown or the machine has only one."""
 
     cores: Set[int] | None = None
     node: int | None = None
 
 
 def locality(device: torch.device) -> Locality:
-    """What is near ``device``; the cores are of those that this process may use."""
+    """The locality of ``device``, limited to cores that this process may use."""
     node = numa_node_of(device) if num_nodes() > 1 else None
     return Locality(cores_of_node(node) & os.sched_getaffinity(0) or None, node)
 
 
 def parse_cores(text: str) -> set[int]:
-    """The cores of a list such as ``0-3,8``, the form of the kernel's cpulist files.
+    """Parses a list such as ``0-3,8``, the format of the kernel's cpulist files.
 
     Raises:
-        ValueError: another text, a range that runs backwards, or a number of more than five digits.
+        ValueError: another format, a descending range, or a number of more than five digits.
     """
     numbers: set[int] = set()
     for part in text.split(","):
@@ -65,14 +65,14 @@ def format_cores(numbers: Set[int]) -> str:
 
 
 def numa_node_of(device: torch.device) -> int | None:
-    """The NUMA node a CUDA or ROCm device is attached to; None for other devices and where it is not known."""
+    """The NUMA node of a CUDA or ROCm device; None for other devices and if it is unknown."""
     if device.type != "cuda":
         return None
     try:
         import torch
 
         properties = torch.cuda.get_device_properties(device)
-        # As sysfs names PCI functions, in hex: domain:bus:device.function. A GPU is function 0.
+        # sysfs names PCI functions domain:bus:device.function, in hex. A GPU is function 0.
         address = "{:04x}:{:02x}:{:02x}.0".format(
             *(getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
         )
@@ -80,14 +80,14 @@ def numa_node_of(device: torch.device) -> int | None:
     except Exception as error:  # noqa: BLE001 - older torch, a container without sysfs: only speed is at stake
         log.debug("ftckpt: NUMA node of %s is not known: %s", device, error)
         return None
-    # The kernel writes -1 where the platform does not say.
+    # The kernel writes -1 if the platform does not report the node.
     return node if node >= 0 else None
 
 
 def pin(wanted: Set[int] | None) -> bool:
-    """Bind the calling thread, and no other one, to ``wanted``; whether it now runs there (None: it may anywhere).
+    """Binds the calling thread, and no other one, to the cores ``wanted`` (None: any); returns whether it succeeded.
 
-    A refusal of the operating system is a warning: the thread works on other cores as well.
+    A refusal of the operating system is only logged: the thread works on other cores as well.
     """
     if wanted is None:
         return True
@@ -108,12 +108,12 @@ def run_on(wanted: Set[int] | None, call: Callable[[], T]) -> T:
 
 
 def num_nodes() -> int:
-    """NUMA nodes of this machine; 0 where the kernel does not say."""
+    """The number of NUMA nodes of this machine; 0 if the kernel does not report it."""
     return len(list((SYSFS / "devices/system/node").glob("node[0-9]*")))
 
 
 def cores_of_node(node: int | None) -> set[int]:
-    """Cores of a NUMA node; none where there is no such node or it has memory only."""
+    """Cores of a NUMA node; none if the node does not exist or has only memory."""
     if node is None:
         return set()
     try:

@@ -1,4 +1,4 @@
-"""At start, before training: decide what each rank copies, and the layout of its arena."""
+"""The assignment of copies to ranks, and the layout of each rank's arena, decided before training."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Assignment:
-    """What this rank copies: ``parts[i]`` of ``pieces`` becomes ``manifest.fragments[i]``.
+    """This rank's copies: ``parts[i]`` of ``pieces`` becomes ``manifest.fragments[i]``.
 
-    ``derived`` pieces are not copied. ``differing`` names fragments whose replicas do not hold the same bits, with
-    the ranks that hold others than most; every holder copies its own. ``copied_bytes`` are the stepped bytes of this
-    rank per snapshot. ``spill_bytes``, known only where capacities are, is what of the job's stepped bytes is
-    predicted not to fit in windows: with equal shares, and with those that were chosen. ``belief`` is what all of it
-    rests on.
+    ``derived`` pieces are not copied. ``differing`` names fragments whose replicas differ, with the ranks in the
+    minority; every holder copies its own. ``copied_bytes`` are the optimizer-updated bytes of this rank per snapshot.
+    ``spill_bytes``, None without capacities, are the job's bytes predicted not to fit into windows: with equal
+    shares, and with the chosen ones. ``belief`` holds the assumptions of the assignment.
     """
 
     manifest: Manifest
@@ -66,16 +65,17 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     sharing: ReplicaMap | None = None,
     cast: Collection[str] = (),
 ) -> Assignment:
-    """Agree with all ranks on who copies what. Collective; reads what follows from others, and what replicas hold.
+    """Agrees with all ranks on the copies of each rank. Collective; reads derived pieces and replicated state.
 
-    One message per rank, where ``sharing`` is what ``gather_sharing`` has given on all ranks, and one more where it
-    is None on all. Others follow where state is not what it is believed to be: what is not derived, replicas that
-    differ.
+    Each rank sends one message, one more if ``sharing`` is None, and further ones if an assumption does not hold:
+    a piece is not derived, or replicas differ.
 
-    ``capacities[rank]``, the same on all ranks, are the bytes that each rank could copy inside its windows per
-    snapshot: replica sets are dealt in proportion, where that makes noticeably less of the state spill. None
-    means equal shares. ``redundancy``, too, is the same on all ranks; what it protects is dealt equally. ``cast``
-    names fragments of this rank that were made of their masters just now: that they follow needs no look.
+    Args:
+        capacities: bytes that each rank can copy in its windows per snapshot; equal on all ranks. Shares are
+            proportional to it if that noticeably reduces the spill. None: equal shares.
+        redundancy: equal on all ranks; protected runs have equal shares.
+        sharing: the result of ``gather_sharing``; on all ranks or on none.
+        cast: fragments of this rank that were just cast from their masters and need no check.
 
     Raises:
         UnsupportedError: a fragment is described twice.
@@ -89,7 +89,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     view = partial(_View.of, described, look, capacities, redundancy, num_ranks=group.size, cast=cast)
     views = gather_all(group, view, _View)
     broken, summaries = _agreed(views), [view.summary for view in views]
-    if broken:  # on any rank: nothing was told yet of pieces that were taken to follow from others
+    if broken:  # on any rank: ``sharing`` excludes the pieces that were assumed derived
         stepped, derived = _divided(described, broken)
         look = ReplicaView(gather_sharing(group, described, broken), stepped)
         summaries = gather_bytes(group, look.summary)
@@ -97,7 +97,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     replicated = all(view.replicated for view in views)
     sets = without_small(held) if replicated else each_its_own(held)
     weights = None if capacities is None else bounded_capacities(capacities)
-    # Without capacities shares are equal, whatever protection costs each rank.
+    # Without capacities shares are equal, regardless of each rank's redundancy.
     shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
     fragments = [piece.fragment for piece in stepped]
     plan = SharePlan(shares.cuts, [member.shard for member in topology.members], chunk_bytes, redundancy)
@@ -118,16 +118,16 @@ def assign(  # noqa: PLR0917 - the last ones are optional
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:
-    """Stepped pieces that are copied, and those that follow from others, unless their key is ``broken``."""
-    # Broken on one rank is broken on all: else ranks would disagree on what a snapshot holds.
+    """Optimizer-updated pieces that are copied, and derived ones; keys in ``broken`` count as not derived."""
+    # A key that is broken on one rank is broken on all: otherwise ranks disagree on a snapshot's content.
     is_derived = [p.derived_from is not None and p.fragment.key not in broken for p in described.stepped]
     pairs = list(zip(described.stepped, is_derived, strict=True))
     return [piece for piece, derived in pairs if not derived], tuple(piece for piece, derived in pairs if derived)
 
 
 def _volatile_parts(volatile: Sequence[Piece], first: int, shard: str) -> tuple[CopyPart, ...]:
-    """All of each piece; they are ``first`` and the following ones of the rank's pieces."""
-    # Each rank has its own under one key: the shard's name makes the key its own.
+    """One part per mutable piece; ``first`` is the index of the first one among the rank's pieces."""
+    # Ranks have different values under one key: the shard's name makes the key unique.
     private = [piece.fragment.with_key(private_key(piece.fragment.key, shard)) for piece in volatile]
     return tuple(CopyPart(first + offset, 0, fragment) for offset, fragment in enumerate(private))
 
@@ -141,7 +141,7 @@ def _total(fragments: Iterable[Fragment]) -> int:
 
 
 def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[CopyPart]) -> tuple[str, ...]:
-    """Padded keys of which this rank copies anything; parity (piece -1) is of no key."""
+    """Padded keys of which this rank copies anything; parity (piece -1) has no key."""
     if not described.padded:
         return ()
     copied = {stepped[part.piece].fragment.key for part in parts if part.piece >= 0}
@@ -155,18 +155,18 @@ def _dtypes(pieces: Iterable[Piece]) -> tuple[str, ...]:
 
 def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> None:
     if capacities is not None and len(capacities) != num_ranks:
-        raise ConfigError(f"capacities: {len(capacities)} given, one for each of {num_ranks} ranks is needed")
+        raise ConfigError(f"capacities: got {len(capacities)}, needs one for each of {num_ranks} ranks")
     if redundancy.mode and len(redundancy.nodes) != num_ranks:
         raise ConfigError(
-            f"--ftckpt-protect: {len(redundancy.nodes)} nodes given, one for each of {num_ranks} ranks is needed"
+            f"--ftckpt-protect: got {len(redundancy.nodes)} nodes, needs one for each of {num_ranks} ranks"
         )
 
 
 class _View(NamedTuple):
-    """What one rank sees: keys that do not follow from others, and digests of the weights and of the redundancy that
-    it was given. ``derived_bytes``: of pieces that may follow from others; ``num_pieces``: of all. ``replicated``:
-    whether its framework keeps replicas the same. ``summary``: what it holds with others; nothing where some key does
-    not follow.
+    """One rank's message: keys that are not derived as described, and digests of its weights and redundancy.
+
+    ``derived_bytes``: of pieces described as derived; ``num_pieces``: of all. ``replicated``: whether its framework
+    keeps replicas equal. ``summary``: its replicated state; empty if some key is broken.
     """
 
     broken: tuple[str, ...]
@@ -197,7 +197,7 @@ class _View(NamedTuple):
 
 
 class ReplicaView:
-    """What this rank holds of what several ranks hold, as it is now."""
+    """This rank's replicated state, as it is now."""
 
     def __init__(self, sharing: ReplicaMap, pieces: Sequence[Piece]) -> None:
         self.sharing = sharing
@@ -205,47 +205,46 @@ class ReplicaView:
 
     @cached_property
     def held(self) -> dict[int, torch.Tensor]:
-        """By index, the bytes of the pieces that others hold, too: to see a small one so is as much work as to read
-        it."""
+        """Replicated pieces as bytes, by index; cached, because a view costs as much as reading a small piece."""
         return {index: as_bytes(self._pieces[index].tensor) for index in self.sharing.order.tolist()}
 
     @cached_property
     def holdings(self) -> Holdings:
-        """Read once: only fragments that several ranks hold are hashed."""
+        """Hashes of the replicated fragments, computed once."""
         return self.sharing.look(lambda indices: content_hashes([self.held[index] for index in indices]))
 
     def summary(self) -> bytes:
-        """For the other ranks."""
+        """The encoded holdings for the other ranks."""
         return self.holdings.summary()
 
 
 def _agreed(views: Collection[_View]) -> set[str]:
-    """Keys that are broken on any rank; different weights or nodes would leave bytes that nobody copies."""
+    """Keys that are broken on any rank; raises if weights or nodes differ: some bytes would be copied by nobody."""
     if len({view.weights for view in views}) > 1:
-        raise CaptureError("the ranks were given different capacities of their windows")
+        raise CaptureError("window capacities differ between ranks")
     if len({view.redundancy for view in views}) > 1:
-        raise CaptureError("the ranks were given different nodes, racks or ways to protect replicas")
+        raise CaptureError("nodes, racks or protection modes differ between ranks")
     return {key for view in views for key in view.broken}
 
 
 def _broken(described: Description, cast: Collection[str]) -> list[str]:
-    """Keys of pieces that are not what they are believed to be derived from; those in ``cast`` are."""
+    """Keys of pieces that do not equal the cast of their masters; those in ``cast`` need no check."""
     derived = [p for p in described.stepped if p.derived_from is not None and p.fragment.name not in cast]
-    # Piece by piece only where it must be known which: each takes longer than its bytes do.
+    # One by one only to find the broken ones: each piece has a fixed cost.
     if all(map(_follow, _rules(derived))):
         return []
     return [piece.fragment.key for piece in derived if not rule_holds(piece)]
 
 
 def rule_holds(piece: Piece) -> bool:
-    """Whether the piece is, bit for bit, the round-to-nearest cast of what it is derived from."""
+    """Whether the piece is bit-equal to the round-to-nearest cast of its master."""
     return piece.derived_from is not None and _follow(([piece.derived_from], [piece.tensor]))
 
 
 def gather_sharing(group: Group, described: Description, broken: Collection[str] = ()) -> ReplicaMap:
-    """Which ranks hold the same of what is copied, ``broken`` keys among it. Collective.
+    """Finds the ranks that share each copied fragment, including ``broken`` keys. Collective.
 
-    It follows from the description alone, whatever the tensors hold: it may be asked before state is loaded.
+    The result depends on the description only, not on tensor values, so state need not be loaded yet.
 
     Raises:
         UnsupportedError: a fragment is described twice; on all ranks together.
@@ -269,21 +268,21 @@ def _require_once(described: Description) -> None:
 
 
 Rule: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Masters, and weights that follow from them."""
+"""Masters, and the weights derived from them."""
 
 _BATCH_BYTES = 1 << 20
-"""Small tensors are looked at so many bytes at a time: each alone would take longer than its bytes do."""
+"""Small tensors are compared in batches of at most this size, because each tensor has a fixed cost."""
 
 
 class ReplicaAssumption:
-    """What is taken for granted between two proofs: replicas hold the same bits, derived pieces follow from others.
+    """The assumptions between two replica checks: replicas are bit-equal, and derived pieces follow their masters.
 
     Args:
-        sets: which fragments of this rank others hold, too; None where each rank copies its own.
-        held: by their index, the bytes of those fragments.
-        derived: pieces of this rank that follow from others.
-        to_compare: the bytes of such pieces and the number of all pieces, of each rank.
-        broken: keys of those that do not, as it was found.
+        sets: the replicated fragments of this rank; None if each rank copies its own.
+        held: the bytes of those fragments, by index.
+        derived: derived pieces of this rank.
+        to_compare: for each rank, the bytes of its derived pieces and the number of all its pieces.
+        broken: keys of pieces found not to be derived.
     """
 
     def __init__(
@@ -295,21 +294,21 @@ class ReplicaAssumption:
         self.held = held
         runs = sets.runs if sets is not None else ()
         self.largest_bytes = max([*derived_bytes, *(run.nbytes for run in runs)])
-        """Of the largest replica set, or of what some rank derives; the same on all ranks."""
+        """Bytes of the largest replica set, or of some rank's derived pieces if larger; equal on all ranks."""
         self.num_pieces = max(num_pieces)
-        """Of the rank that has most; the same on all ranks."""
+        """Maximum number of pieces of a rank; equal on all ranks."""
         self._rules = _rules(derived)
         self._is_broken = bool(broken)
         self.needed = any(derived_bytes) or (replicas is not None and replicas.needed)
-        """Whether there is anything to prove; the same on all ranks."""
+        """Whether there is anything to check; equal on all ranks."""
 
     def look(self) -> tuple[bool, bytes]:
-        """Whether what this rank derives still follows, and what it has to say of its replicas."""
+        """Checks this rank's derived pieces; returns whether they follow, and the digests of its replicas."""
         digests = self.replicas.digests(self._digest) if self.replicas is not None else b""
         return not self._is_broken and all(map(_follow, self._rules)), digests
 
     def agree(self, digests: list[bytes]) -> bool:
-        """Whether replicas agree, by what ``look`` has given on all ranks."""
+        """Whether replicas agree, given the digests of all ranks."""
         return self.replicas is None or self.replicas.agree(digests)
 
     def _digest(self, indices: Sequence[int]) -> int:
@@ -324,7 +323,7 @@ def _nbytes(piece: Piece) -> int:
 
 
 def _batches(items: Sequence[T], kind: Callable[[T], object], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Neighbours of one kind together, as long as they are small."""
+    """Groups consecutive items of one kind into batches of at most ``_BATCH_BYTES``, or of one item."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -339,7 +338,7 @@ def _batches(items: Sequence[T], kind: Callable[[T], object], nbytes: Callable[[
 
 
 def _rules(derived: Sequence[Piece]) -> list[Rule]:
-    """What must follow from what, small pieces together."""
+    """The rules for derived pieces, small pieces batched."""
     sides = (
         zip(*((piece.derived_from, piece.tensor) for piece in batch), strict=True)
         for batch in _batches(derived, lambda piece: (piece.tensor.dtype, piece.tensor.device), _nbytes)
@@ -348,14 +347,14 @@ def _rules(derived: Sequence[Piece]) -> list[Rule]:
 
 
 def _follow(rule: Rule) -> bool:
-    """Whether weights are, bit for bit, the casts of their masters."""
+    """Whether the weights are bit-equal to the casts of their masters."""
     masters, weights = (side[0] if len(side) == 1 else torch.cat(side) for side in rule)
     cast = cast_master(masters, torch.empty_like(weights))
     return torch.equal(as_bytes(cast), as_bytes(weights))
 
 
 def content_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """xxh3-64 of each of ``tensors``, 1-D and uint8."""
+    """The xxh3-64 hash of each tensor, 1-D and uint8."""
     hashes: list[int] = []
     for batch, joined in _read(tensors):
         begin = 0
@@ -366,12 +365,12 @@ def content_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _read(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
-    """Small ones together, with their bytes end to end in host memory."""
+    """Yields batches of small tensors with their concatenated bytes in host memory."""
     for batch in _batches(tensors, lambda one: one.device, torch.Tensor.numel):
         joined = batch[0] if len(batch) == 1 else torch.cat(batch)
         yield batch, joined.cpu().numpy().data
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D contiguous tensor seen as uint8: by value NaN differs from itself, and 0.0 not from -0.0."""
+    """A 1-D contiguous tensor as uint8: compared by value, NaN differs from itself and 0.0 equals -0.0."""
     return tensor.detach().view(torch.uint8)

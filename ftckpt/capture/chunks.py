@@ -1,4 +1,4 @@
-"""Which bytes of the live state go to which bytes of a slot, in chunks, and the XOR that makes parity of them."""
+"""The mapping from bytes of the live state to chunks of a slot, and the XOR that computes parity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftckpt.model.fragment import Fragment
 
 
 class Segment(NamedTuple):
-    """``numel`` elements of piece ``piece`` from ``start`` on, to ``nbytes`` bytes at file offset ``offset``."""
+    """``numel`` elements of ``piece``, from ``start``, and their destination: ``nbytes`` bytes at file ``offset``."""
 
     piece: int
     start: int
@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 class ChunkCopy:
     """All segments that fill one chunk of the slot; many small tensors share one chunk.
 
-    ``xor``: segments overlap, and the chunk is their XOR, zero where none lies. Otherwise they follow each other.
+    ``xor``: segments overlap and the chunk is their XOR, zero in gaps. Otherwise they are disjoint and ascending.
     """
 
     chunk: int
@@ -41,20 +41,20 @@ class ChunkCopy:
 
     @property
     def end(self) -> int:
-        """File offset behind the last byte of any segment."""
+        """File offset after the last byte of any segment."""
         return max((segment.offset + segment.nbytes for segment in self.segments), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that go to the slot (a chunk's padding is not copied)."""
+        """Bytes written to the slot (a chunk's padding is not copied)."""
         return self.end - self.begin if self.xor else sum(segment.nbytes for segment in self.segments)
 
 
 class CopyPart(NamedTuple):
-    """What this rank copies of one of its pieces: elements ``start`` on, stored as ``fragment``.
+    """The part of a piece that this rank copies: its elements from ``start``, stored as ``fragment``.
 
-    Parity is of many pieces: ``piece`` is -1 and ``strips`` are the elements whose XOR it is, in the order of
-    their offsets, which count from the fragment's first byte.
+    Parity is computed from many pieces: ``piece`` is -1, and the fragment is the XOR of ``strips``. These are sorted
+    by offset, relative to the fragment's first byte.
     """
 
     piece: int
@@ -66,7 +66,7 @@ class CopyPart(NamedTuple):
 def chunk_copies(image: SlotImage, parts: Sequence[CopyPart]) -> list[ChunkCopy]:
     """One copy per chunk, in chunk order; ``parts[i]`` belongs to ``image.manifest.fragments[i]``.
 
-    Chunks begin on page boundaries and fragments on multiples of their element, so no element is cut.
+    Chunks start on page boundaries and fragments on multiples of their element size, so no element is cut.
     """
     segments: list[list[Segment]] = [[] for _ in image.chunks]
     ends = [span.end for span in image.chunks]
@@ -75,10 +75,10 @@ def chunk_copies(image: SlotImage, parts: Sequence[CopyPart]) -> list[ChunkCopy]
         whole = (part.piece, part.start, part.fragment.numel, 0, part.fragment.nbytes)
         for piece, first, numel, inside, nbytes in part.strips or (whole,):
             start, at, end = first, offset + inside, offset + inside + nbytes
-            # Bytes per element of the piece that is read. A fragment of parity is of bytes, whatever its pieces are.
+            # Bytes per element of the piece that is read: a parity fragment is uint8 whatever its pieces are.
             item = nbytes // max(numel, 1)
             while at < end:
-                # Fragments stand in the order of the file: the chunk only ever moves on.
+                # Fragments are sorted by file offset, so ``chunk`` only grows.
                 while ends[chunk] <= at:
                     chunk += 1
                 stop = min(end, ends[chunk])
@@ -89,12 +89,12 @@ def chunk_copies(image: SlotImage, parts: Sequence[CopyPart]) -> list[ChunkCopy]
 
 
 def _overlap(segments: Sequence[Segment]) -> bool:
-    """Whether segments in the order of their offsets lie on one another."""
+    """Whether segments, sorted by offset, overlap."""
     return any(before.offset + before.nbytes > after.offset for before, after in pairwise(segments))
 
 
 def divided(copy: ChunkCopy, nbytes: int) -> ChunkCopy:
-    """The same bytes in segments that each lie in one block of ``nbytes``, counted from the file's first byte."""
+    """Splits segments at file offsets that are multiples of ``nbytes``."""
     segments: list[Segment] = []
     for segment in copy.segments:
         rest = [segment]
@@ -105,11 +105,11 @@ def divided(copy: ChunkCopy, nbytes: int) -> ChunkCopy:
 
 
 def split(segment: Segment, end: int) -> list[Segment]:
-    """What of a segment lies before file offset ``end``, and, if anything does, what behind; no element is cut."""
+    """Splits a segment at file offset ``end``, if it extends past it; no element is cut."""
     if segment.offset + segment.nbytes <= end:
         return [segment]
     nbytes = end - segment.offset
-    # Exact, since callers cut at multiples of any element's size.
+    # Exact, since callers cut at multiples of every element size.
     numel = nbytes * segment.numel // segment.nbytes
     head = Segment(segment.piece, segment.start, numel, segment.offset, nbytes)
     tail = Segment(segment.piece, segment.start + numel, segment.numel - numel, end, segment.nbytes - nbytes)
@@ -117,7 +117,7 @@ def split(segment: Segment, end: int) -> list[Segment]:
 
 
 _WORD = torch.int64
-"""What XOR goes over where it can: an eighth as many elements as bytes."""
+"""Element type of the XOR where alignment allows it: an eighth as many elements as bytes."""
 
 
 def combine(  # noqa: PLR0917 - the last one is optional
@@ -128,10 +128,9 @@ def combine(  # noqa: PLR0917 - the last one is optional
     end: int,
     onto: bool = False,
 ) -> None:
-    """Make ``target``, uint8, the XOR of ``segments``: its first byte is file offset ``begin``, its last ``end - 1``.
+    """Computes the XOR of ``segments`` into ``target``, uint8, which holds file offsets ``begin`` to ``end``.
 
-    Zero where no segment lies, unless it goes ``onto`` what is there. On a device all of it is enqueued on the
-    current stream.
+    The target is zeroed first, unless ``onto``. Work on a device is enqueued on the current stream.
     """
     target = target[: end - begin]
     if not onto:
@@ -140,7 +139,7 @@ def combine(  # noqa: PLR0917 - the last one is optional
 
 
 def xor_onto(tensors: Sequence[torch.Tensor], segments: Iterable[Segment], target: torch.Tensor, at: int = 0) -> None:
-    """XOR ``segments`` into ``target``, uint8, whose first byte is file offset ``at``."""
+    """XORs ``segments`` into ``target``, uint8, whose first byte is file offset ``at``."""
     for segment in segments:
         live = tensors[segment.piece].detach()[segment.start : segment.start + segment.numel].view(torch.uint8)
         place = target[segment.offset - at : segment.offset - at + segment.nbytes]
@@ -150,7 +149,7 @@ def xor_onto(tensors: Sequence[torch.Tensor], segments: Iterable[Segment], targe
 
 
 def xor_parts(copy: ChunkCopy, nbytes: int) -> Iterator[ChunkCopy]:
-    """The same XOR in copies that end where ``nbytes``, a multiple of any element's bytes, divides file offsets."""
+    """Splits an XOR at file offsets that are multiples of ``nbytes``, itself a multiple of every element size."""
     waiting = sorted(copy.segments, key=lambda segment: segment.offset)
     begin = copy.begin
     while waiting:
@@ -163,13 +162,13 @@ def xor_parts(copy: ChunkCopy, nbytes: int) -> Iterator[ChunkCopy]:
             later += tail
         if heads:
             yield ChunkCopy(copy.chunk, tuple(heads), copy.xor)
-        # In order without another sort: what was cut begins at ``end``, the others at it or behind.
+        # Still sorted: the tails start at ``end``, the others at it or after it.
         waiting = later + waiting[first:]
         begin = end
 
 
 def _in_words(data: torch.Tensor) -> bool:
-    """True if bytes can be read as words: a device must not read across its words."""
-    # torch wants length and offset in the storage to be multiples of a word; the address is for the device.
+    """Whether bytes can be viewed as words."""
+    # torch needs the length and the offset in the storage to be multiples of a word, a device the address.
     size = _WORD.itemsize
     return data.numel() % size == data.storage_offset() % size == data.data_ptr() % size == 0

@@ -1,4 +1,4 @@
-"""Background copies from live tensors into a slot, and the seam that hides where the tensors live."""
+"""Background copies from live tensors into a slot: the interface of copiers, and the copier for host memory."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from ftckpt.schedule.bubbles import Windows
 from ftckpt.schedule.clock import DeviceEvent, HostClock, Moment
 
 _POLL_SECS = 0.005
-"""Between two looks for a core that nobody computes on."""
+"""Pause between two polls for an idle core."""
 
 _PATIENCE = 10
-"""Of these looks, all in one snapshot: who waited for the fence would have training wait for all of the copies."""
+"""Maximum number of such polls per snapshot: copies left at the fence delay training."""
 
 _JOIN_SECS = 10.0
-"""For a thread that ends."""
+"""Deadline for joining a thread."""
 
 Cores = Set[int] | None
 """Cores for background threads; None: any core."""
 
 TellCopying = Callable[[bool], None]
-"""Called as copies begin and end: whether any is under way."""
+"""Called when copies start and end, with whether any is running."""
 
 
 def tell_nobody(_copying: bool) -> None:
-    """For a copier whose copies nobody makes room for."""
+    """Ignores the notification."""
 
 
 class Worker:
-    """One daemon thread, on some cores if they are given, that runs jobs one after the other, all within ``context``.
+    """One daemon thread, optionally bound to cores, that runs jobs in order, all within ``context``.
 
-    ``yields``: it takes no core from a thread that runs at the moment when a job comes. Ranks with fewer cores than
-    they have threads would otherwise wait in the boundary for the copies of those that have passed it.
+    ``yields``: the thread does not preempt others (SCHED_BATCH). With fewer cores than threads, ranks would otherwise
+    wait at the step boundary for the copies of ranks that have passed it.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class Worker:
     ) -> None:  # fmt: skip
         self._cores, self._yields, self._context = cores, yields, context
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # A daemon: a copy that is stuck in a driver must not keep a process that ends.
+        # A daemon: a copy that is stuck in a driver must not prevent the process from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job``, which must not raise, on the thread."""
+        """Queues ``job``, which must not raise."""
         self._jobs.put(job)
 
     def call(self, job: Callable[[], None], timeout_secs: float) -> None:
-        """Run ``job`` on the thread and wait for it.
+        """Runs ``job`` on the thread and waits for it.
 
         Raises:
-            CaptureError: it has not ended within the time.
-            Exception: what it raised.
+            CaptureError: it did not finish in time.
+            Exception: the job's own error.
         """
         future: Future[None] = Future()
 
@@ -82,15 +82,15 @@ class Worker:
         try:
             future.result(timeout_secs)
         except TimeoutError:
-            raise CaptureError(f"{self._thread.name} has not done in {timeout_secs} s what it was told") from None
+            raise CaptureError(f"thread {self._thread.name}: a job did not finish within {timeout_secs} s") from None
 
     @property
     def waits(self) -> bool:
-        """True if a job waits for the running one."""
+        """Whether a job is queued behind the running one."""
         return not self._jobs.empty()
 
     def close(self, timeout_secs: float = _JOIN_SECS) -> bool:
-        """End the thread; False when it is stuck in a copy, and left to die with the process."""
+        """Ends the thread; False if it is stuck in a copy, so that it ends with the process."""
         self._jobs.put(None)
         self._thread.join(timeout_secs)
         return not self._thread.is_alive()
@@ -98,29 +98,29 @@ class Worker:
     def _run(self) -> None:
         pin(self._cores)
         if self._yields:
-            with suppress(OSError):  # of a policy that may not be left
+            with suppress(OSError):  # the current policy may forbid a change
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         with self._context():
             while (job := self._jobs.get()) is not None:
                 job()
-                del job  # and what it holds, such as the memory of a slot
+                del job  # releases what it references, such as a slot's memory
 
 
 Slot = torch.Tensor
 """A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
 
 _XOR_BYTES = 1 << 20
-"""The XOR in host memory is made of so many bytes at a time, which stay in a core's cache."""
+"""Bytes per step of an XOR in host memory: they fit into a core's cache."""
 
 _NO_SLOT = host_memory(0)
 
 
 class Flight:
-    """One snapshot's copies on their way; made by a copier, waited for at the fence.
+    """The copies of one snapshot, executed by a copier and awaited at the fence.
 
-    ``arrived()`` is called on a thread of the copier when the host knows that all bytes are in the slot, and never
-    after ``cancel`` has returned True. ``base`` is the boundary's moment on the copier's clock. ``taken`` are the
-    copies of volatile state, for which ``Copier.take`` was called.
+    ``arrived()`` is called on a thread of the copier when all bytes are in the slot, and never after ``cancel`` has
+    returned True. ``base`` is the boundary's moment on the copier's clock. ``taken`` are the copies of mutable state,
+    already passed to ``Copier.take``.
     """
 
     def __init__(
@@ -142,21 +142,21 @@ class Flight:
         self._ended = threading.Event()
         self.error: BaseException | None = None
         self.hurry = threading.Event()
-        """Set when there is no more time to wait for windows."""
+        """Set when copies must not wait for windows any more."""
         self.timed: list[tuple[float, float, int]] = []
         """(begin, end, bytes) of each turn's copies, in seconds since ``base``."""
         self.submitted = threading.Event()
-        """Set when every copy is done, or the device knows of it, so that one of its streams can wait for them."""
+        """Set when every copy is complete or enqueued, so that a stream can wait for it."""
         self.last_copy: DeviceEvent | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of this flight reads live tensors or writes the slot any more."""
+        """Whether this flight has stopped reading live tensors and writing the slot."""
         return self._ended.is_set()
 
     @property
     def cancelled(self) -> bool:
-        """True if the snapshot was dropped."""
+        """Whether the snapshot was dropped."""
         return self._cancelled
 
     def wait(self, timeout_secs: float) -> bool:
@@ -164,9 +164,8 @@ class Flight:
         return self._ended.wait(timeout_secs)
 
     def cancel(self) -> bool:
-        """Drop the snapshot; False when it had arrived before."""
+        """Drops the snapshot; False if it is sealed already."""
         with self._lock:
-            # Sealed already: there is nothing left to drop.
             if self._ended.is_set() and self.error is None:
                 return False
             self._cancelled = True
@@ -174,7 +173,7 @@ class Flight:
             return True
 
     def end(self, error: BaseException | None = None) -> None:
-        """Called by the copier, once, last: seals unless the flight was cancelled or failed."""
+        """Seals the snapshot unless the flight was cancelled or failed; the copier's last call, exactly once."""
         with self._lock:
             self.error = error or self.error
             try:
@@ -183,56 +182,61 @@ class Flight:
             except Exception as failure:  # noqa: BLE001 - the fence reports it on the training thread
                 self.error = failure
             finally:
-                self.slot = _NO_SLOT  # whoever still looks at the times must not keep the memory mapped
-                # Last: who waits for these may write to the tensors, or give the slot's memory back, at once.
+                self.slot = _NO_SLOT  # a flight whose times are still read must not keep the memory mapped
+                # Last: a waiting thread may write to the tensors, or unmap the slot, at once.
                 self.submitted.set()
                 self._ended.set()
 
 
 class Copier(Protocol):
-    """Copies chunks in the background. Calls come from the training thread."""
+    """Copies chunks in the background.
+
+    All calls come from the training thread, in this order: ``prepare`` and ``warm_up`` before training; per snapshot
+    ``take``, ``start`` and ``fence``; ``stop`` or ``close`` at the end.
+    """
 
     @property
     def in_graph(self) -> bool:
-        """Whether what training enqueues now is captured, to be replayed later without any call."""
+        """Whether training is capturing a device graph now."""
 
     def prepare(self, slots: Sequence[Slot]) -> None:
-        """Make the slots fit for copies, in the background where it takes long."""
+        """Prepares the slots for copies, in the background if it takes long."""
 
     def at_boundary(self) -> None:
-        """Training is at a boundary; at each."""
+        """Must be called at every step boundary."""
 
     def is_prepared(self, slot: Slot) -> bool:
-        """Whether a snapshot can go to the slot now: until that is prepared copies may stand in training's way."""
+        """Whether copies to the slot do not delay training."""
 
     @property
     def takes_fresh_slots(self) -> bool:
-        """Whether slots need not be prepared."""
+        """Whether slots can be used without preparation."""
 
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
     ) -> None:
-        """Before training, once: whatever copies will ask for the first time is asked for now.
+        """Allocates and loads everything that copies need; called once, before training.
 
         Raises:
-            CaptureError, RuntimeError: the device has no memory for it, or does not answer.
+            CaptureError, RuntimeError: the device is out of memory, or does not respond.
         """
 
     def take(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """Volatile state, which is never XORed, as it is now: training may change it from here on. No flight is under
-        way. It is in the slot when the flight has it landed that begins next."""
+        """Copies mutable state, which is never XORed, as it is now; training may change it from here on.
+
+        No flight may be running. The bytes are in the slot when the next flight ends."""
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
-        """Begin a flight; ``tensors`` must not change before the fence."""
+        """Starts a flight; ``tensors`` must not change before the fence."""
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
-        """Make sure that no later write to the tensors can reach the snapshot; False: drop it."""
+        """Ensures that no later write to the tensors reaches the snapshot; False: it must be dropped."""
 
     def stop(self) -> None:
-        """Stop the threads once the flight under way, cancelled by the caller, has ended; training may go on."""
+        """Stops the threads once the current flight, cancelled by the caller, has ended; training may continue."""
 
     def close(self) -> None:
-        """As ``stop``, and the slots may be unmapped afterwards. Training stands still, or is over."""
+        """Stops, so that the slots may be unmapped afterwards. Training must be idle or finished."""
 
 
 class HostCopier:
@@ -247,10 +251,10 @@ class HostCopier:
         self._at_once: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def prepare(self, slots: Sequence[Slot]) -> None:
-        """Have the kernel clear and map the slots' pages before the first copies need them."""
+        """Touches the slots' pages, so that the kernel clears and maps them before the first copies."""
 
         def touch_all() -> None:
-            # Copies that come meanwhile do without it.
+            # Stops when copies are queued.
             for slot in slots:
                 touch(slot, lambda: self._worker.waits)
 
@@ -268,9 +272,9 @@ class HostCopier:
     ) -> None: ...
 
     def take(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """Straight to the slot: nothing is nearer."""
+        """Copies directly to the slot."""
         known = self._at_once.get(slot.data_ptr())
-        # The same at each boundary: what is small takes longer to be found than to be copied.
+        # A cache: callers pass the same list at each boundary, and slicing small tensors takes longer than copying.
         if known is None or known[0] is not tensors:
             known = self._at_once[slot.data_ptr()] = tensors, *segments_of(tensors, copies, slot)
         copy_together(known[1], known[2])
@@ -279,7 +283,7 @@ class HostCopier:
         self._worker.submit(lambda: self._fly(tensors, flight, windows))
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
-        """Wait for the copies: host memory has no stream that could wait instead."""
+        """Waits on the host: host memory has no stream that could wait instead."""
         flight.hurry.set()
         return flight.submitted.wait(timeout_secs) and flight.error is None
 
@@ -296,7 +300,7 @@ class HostCopier:
             for copy in flight.copies:
                 windows.wait_turn([copy.nbytes], flight.hurry)
                 patience -= self._wait_for_core(flight.hurry, patience)
-                # Looked at after the wait, which is where a snapshot is dropped most of the time.
+                # Checked after the wait, during which most drops occur.
                 if flight.cancelled:
                     break
                 self._copy(tensors, copy, flight)
@@ -307,7 +311,7 @@ class HostCopier:
 
     @staticmethod
     def _wait_for_core(hurry: threading.Event, patience: int) -> int:
-        """Until one is idle, or so many looks have found none; returns how many have."""
+        """Waits for an idle core, for at most ``patience`` polls; returns the number of polls that found none."""
         looks = 0
         while looks < patience and not (hurry.is_set() or has_idle_core()):
             hurry.wait(_POLL_SECS)
@@ -329,10 +333,10 @@ class HostCopier:
 def copy_chunk(
     tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot, at: int = 0, non_blocking: bool = False
 ) -> None:
-    """Copy one chunk's segments into ``slot``, a buffer whose first byte is file offset ``at``.
+    """Copies one chunk's segments into ``slot``, a buffer whose first byte is file offset ``at``.
 
-    The XOR of segments is made in place, so all of them and the slot must be in host memory. A module-level
-    function, so that a test can put a slow or failing one in its place.
+    An XOR is computed in place, so its segments and the slot must be in host memory. A module-level function, so that
+    tests can replace it.
     """
     if copy.xor:
         for part in xor_parts(copy, _XOR_BYTES):
@@ -347,22 +351,22 @@ def copy_chunk(
 def segments_of(
     tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], to: torch.Tensor, at: int = 0
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where segments, of no XOR, go in ``to``, whose first byte is file offset ``at``, and where they come from."""
+    """Destination and source views of segments (not an XOR); the first byte of ``to`` is file offset ``at``."""
     segments = [segment for copy in copies for segment in copy.segments]
     places = [to[one.offset - at : one.offset - at + one.nbytes] for one in segments]
     sources = [tensors[one.piece].detach()[one.start : one.start + one.numel] for one in segments]
-    # As bytes: a device copies all that have one type by one kernel.
+    # As bytes: a device copies all tensors of one type with one kernel.
     return places, [source.view(torch.uint8) for source in sources]
 
 
 def copy_together(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy many small tensors by few calls, on one device; a module-level function for tests."""
+    """Copies many small tensors on one device with few kernels; a module-level function for tests."""
     if places:
         torch._foreach_copy_(places, sources)
 
 
 def copy_host_state(tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> ChunkCopy:
-    """Copy what an offloaded optimizer keeps in host memory, now; returns what is left for the device to copy."""
+    """Copies the segments in host memory (offloaded optimizer) now; returns those left for the device."""
     here, left = by_home(tensors, copy)
     if here.segments:
         copy_chunk(tensors, here, slot)
@@ -370,7 +374,7 @@ def copy_host_state(tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot
 
 
 def by_home(tensors: Sequence[torch.Tensor], copy: ChunkCopy) -> tuple[ChunkCopy, ChunkCopy]:
-    """What of a chunk is in host memory, and what is not."""
+    """Splits a chunk's segments into those in host memory and those on the device."""
     here = tuple(segment for segment in copy.segments if in_host_memory(tensors[segment.piece]))
     if not here:
         return ChunkCopy(copy.chunk, (), copy.xor), copy
@@ -379,5 +383,5 @@ def by_home(tensors: Sequence[torch.Tensor], copy: ChunkCopy) -> tuple[ChunkCopy
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether the host holds the bytes; a module-level function for tests, whose devices are not real."""
+    """Whether the tensor is in host memory; a module-level function for tests with a stand-in device."""
     return tensor.device.type == "cpu"

@@ -1,8 +1,7 @@
-"""Copies from a device to slots, as arrays that one call of the driver takes: made once for each layout.
+"""The copies from a device to slots as arrays for batched driver calls, built once per layout.
 
-A copy that a thread of the trainer makes tensor by tensor holds the interpreter's lock, which a trainer that launches
-kernels needs; a call that takes arrays lets go of it. Small tensors are gathered in a buffer on the device first, as
-each copy takes the driver and the link a moment whatever its size.
+Copying tensor by tensor holds the interpreter lock, which the training thread needs to launch kernels; a batched call
+releases it. Small tensors are first gathered into a device buffer, because each copy has a fixed cost.
 """
 
 from __future__ import annotations
@@ -22,29 +21,31 @@ from ftckpt.capture.registration import PIECE_BYTES
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, aligned
 
 CALL_COPIES, CALL_BYTES = 128, 256 << 20
-"""Of one call, at most. A driver takes about a thousand copies ahead of its device, and at one more every thread
-waits, the one that launches kernels too; and what training copies itself waits behind the bytes of a call."""
+"""Maximum number of copies, and bytes, per call. A driver queues about a thousand copies; then every calling thread
+blocks, the training thread included. Training's own copies wait for the bytes of a call."""
 _SMALL_BYTES, _MOST_SMALL_BYTES = 64 << 10, 32 << 20
-"""What is gathered: tensors of fewer bytes, so much in all."""
+"""Tensors below the first size are gathered, up to the second in total."""
 
 Addresses = npt.NDArray[np.uint64]
 
 
 class _Entry(NamedTuple):
-    source: int  # an address, or, of what is gathered, a place in the buffer
+    source: int  # an address; if gathered, an offset in the buffer
     offset: int  # in the slot's file
     nbytes: int
     gathered: bool
-    storage: int  # a copy may not reach from one allocation into the next, however near
+    storage: int  # address of the allocation: a driver refuses a copy that spans two, even adjacent ones
 
 
 class CopyPlan:
-    """The copies of all chunks, in the order of the slot. A chunk is planned unless it is an XOR, or some of it is in
-    host memory. The tensors stay allocated as long as this lives.
+    """The copies of all chunks, in the order of the slot.
+
+    A chunk is planned unless it is an XOR, is partly in host memory, or reads a tensor that is not contiguous. The
+    plan keeps the tensors allocated.
 
     Args:
         tensors: 1-D, on the device.
-        copies: of the chunks; positions below are those in it.
+        copies: one per chunk; the methods below identify a chunk by its index here.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], device: torch.device) -> None:
@@ -53,7 +54,7 @@ class CopyPlan:
         entries: list[_Entry] = []
         firsts = [0]
         small, places = list[Segment](), list[int]()
-        end = 0  # of what is gathered
+        end = 0  # of the gathered bytes
         for copy in copies:
             for segment in divided(copy, PIECE_BYTES).segments if _is_planned(tensors, copy) else ():
                 source = tensors[segment.piece]
@@ -72,7 +73,7 @@ class CopyPlan:
                 else:
                     entries.append(entry)
             firsts.append(len(entries))
-        # Zero, as what lies between two tensors is in a new slot.
+        # Zero, because padding between two tensors is zero in a new slot as well.
         buffer = device_buffer(end, device).zero_() if end else torch.empty(0)
         self._sources = np.array([one.source + buffer.data_ptr() * one.gathered for one in entries], np.uint64)
         self._offsets = np.array([one.offset for one in entries], np.uint64)
@@ -85,25 +86,25 @@ class CopyPlan:
         self._kept = [tensor.detach() for tensor in tensors]
 
     def covers(self, at: int) -> bool:
-        """Returns True if chunk ``at`` is planned."""
+        """Whether chunk ``at`` is planned."""
         return self._stops[at] > at
 
     def stop(self, at: int) -> int:
-        """Behind the last chunk that one call may take together with chunk ``at``, which is planned."""
+        """The end (exclusive) of the chunks that one call may copy together with the planned chunk ``at``."""
         return self._stops[at]
 
     def trial(self, target: torch.Tensor) -> Call:
-        """A call that copies a few bytes to ``target``, so that the driver loads what its first call needs."""
+        """A call that copies a few bytes to ``target`` to warm up the driver."""
         self._trial = np.array([[target.data_ptr()], self._sources[:1], [min(8, int(self._nbytes[0]))]], np.uint64)
         targets, sources, sizes = (row.ctypes.data for row in self._trial)
         return Call(targets, sources, sizes, 1)
 
     def gather(self) -> None:
-        """Enqueue, on the current stream, what must come before any of a snapshot's calls."""
+        """Enqueues the gather on the current stream; must precede all calls of a snapshot."""
         copy_together(*self._gathered)
 
     def calls(self, slot: torch.Tensor, at: int, stop: int) -> Iterator[Call]:
-        """Those that bring chunks ``at`` to ``stop`` to ``slot``."""
+        """The calls that copy chunks ``at`` to ``stop`` (exclusive) to ``slot``."""
         base = slot.data_ptr()
         if base not in self._targets:
             self._targets[base] = self._offsets + np.uint64(base)
@@ -122,7 +123,7 @@ def _is_planned(tensors: Sequence[torch.Tensor], copy: ChunkCopy) -> bool:
 
 
 def _place(before: _Entry | None, segment: Segment, end: int) -> int:
-    """Where in the buffer a segment goes: as far from the one before as in the slot, if nothing lies between them."""
+    """The buffer offset of a segment; its distance from a direct neighbour is that in the slot: both are one copy."""
     if before is not None and before.gathered:
         gap = segment.offset - before.offset - before.nbytes
         if 0 <= gap < ALIGN_BYTES:
@@ -131,7 +132,7 @@ def _place(before: _Entry | None, segment: Segment, end: int) -> int:
 
 
 def _continues(before: _Entry, entry: _Entry) -> bool:
-    """Whether both are one copy: as far from each other there as here, and within one registration of the slot."""
+    """Whether both can be one copy: the same distance in source and slot, and within one registration of the slot."""
     gap, most = entry.offset - before.offset - before.nbytes, ALIGN_BYTES if entry.gathered else 1
     is_next = 0 <= gap < most and entry.source == before.source + before.nbytes + gap
     is_same = (before.gathered, before.storage) == (entry.gathered, entry.storage)
@@ -139,8 +140,8 @@ def _continues(before: _Entry, entry: _Entry) -> bool:
 
 
 def _stops(firsts: Sequence[int], sizes: Addresses) -> list[int]:
-    """For each chunk the end of what one call may take from it on: planned chunks that follow each other, within its
-    limits, but at least one; the chunk itself where it is not planned."""
+    """For each chunk, the end (exclusive) of the consecutive planned chunks that one call may copy from it on, at
+    least one even beyond the limits; for a chunk that is not planned, its own index."""
     ends = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
     stops: list[int] = []
     for at, (first, behind) in enumerate(pairwise(firsts)):

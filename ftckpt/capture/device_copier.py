@@ -1,20 +1,20 @@
 """Copies from a CUDA or ROCm device into host-registered slots on a side stream.
 
-Slots are pinned in the background (``registration``). To one that is, the driver copies all that may be copied at a
-time by one call, of arrays that are made before training (``copy_plan``). Where it has no such call, and for chunks
-that are no plain copies, it is called for each tensor; to a slot that is not pinned copies go through one pinned
-buffer of a chunk's size. Parity is made in a few MiB of the device's memory.
+Slots are pinned in the background (``registration``). To a pinned slot, one driver call copies all chunks of a turn,
+from arrays built before training (``copy_plan``). Without such a call, and for chunks that are not plain copies, each
+tensor is a call. Copies to a slot that is not pinned go through one pinned staging buffer of a chunk's size. Parity
+is computed in a few MiB of device memory.
 
-Streams never wait for each other in a circle: whoever makes one wait does so for an event that was recorded
-before, so every wait points back in the order in which work was given to the device. For a gate the training
-thread records the event before it hands it over; for the fence all copies are submitted before it returns.
+Streams never wait for each other in a cycle: a stream only waits for events that are already recorded, so every wait
+points back in submission order. The training thread records a gate's event before it passes it on; all copies are
+submitted before the fence returns.
 
-Nothing is asked of the device for the first time while training runs (``warm_up``). Loading a kernel or allocating
-memory may wait for all of the device's work, with a lock that every other call needs: for a collective's kernel that
-waits for another rank, whose own waits for what the training thread, at that lock, has still to launch.
+Nothing is used on the device for the first time while training runs (``warm_up``): loading a kernel or allocating
+memory may wait for all work on the device while holding the driver's lock. That deadlocks if the work includes a
+collective whose peer waits for a kernel that the training thread, blocked on the lock, has not launched.
 
-State that an offloaded optimizer keeps in host memory takes no detour: it is read when its chunk is submitted, and
-the fence, which waits on the host for that, stands before the optimizer.
+State that an offloaded optimizer keeps in host memory is read when its chunk is submitted; the fence waits on the
+host for that before the optimizer runs.
 """
 
 from __future__ import annotations
@@ -55,35 +55,32 @@ from ftckpt.schedule.bubbles import Windows
 from ftckpt.schedule.clock import Clock, DeviceClock, DeviceEvent
 
 _XOR_BYTES = 8 << 20
-"""Parity is made in so much of the device's memory at a time."""
+"""Device memory in which parity is computed, a part at a time."""
 _EVENTS = 2
-"""Of one turn: its begin and its end."""
+"""Events per turn: start and end."""
 _MORE_EVENTS = 8
-"""The boundary, staged copies, a failure."""
+"""Events for the boundary, staged copies, and a failure."""
 _MOST_AHEAD = 64
-"""Chunks that are submitted and not there yet. A driver takes about a thousand calls ahead of its device, of all
-streams together; at one more each thread waits, the one that launches training's kernels too. A chunk is a few.
-"""
+"""Maximum number of chunks that are submitted and incomplete. A driver queues about a thousand calls of all streams;
+then every calling thread blocks, the training thread included. A chunk takes a few calls."""
 _AHEAD_POLL_SECS = 0.005
-"""About what a link takes for the bytes of one call."""
+"""About the time a link needs for the bytes of one call."""
 _SETTLED_AFTER = 2
-"""Iterations: by then training has loaded and allocated what it needs."""
+"""Iterations after which training has loaded and allocated what it needs."""
 _STAGED_BYTES_PER_SEC = 5e9
-"""Through the staging buffer, while training waits at the fence; on an H200 with 16 cores it was 5 to 6."""
+"""Rate of staged copies, for which training waits at the fence; 5 to 6 GB/s on an H200 with 16 cores."""
 _MOST_STAGED_SECS, _MOST_STAGED_SHARE = 0.05, 0.05
-"""What takes longer, in seconds and of an iteration, waits until a slot is pinned: 10 GB/s, beside training."""
+"""A snapshot whose staged copies take longer, in seconds and as a fraction of an iteration, waits for a pinned slot
+(pinning runs at 10 GB/s, concurrently with training)."""
 _PINNED_WITHIN_SECS = 120.0
-"""Of training that has settled: past that a snapshot that is staged is better than none."""
+"""After training has settled for this long, a staged snapshot is better than none."""
 _PIN_POLL_SECS = 0.005
 _WARM_UP_SECS = 300.0
-"""The driver reads kernels from disk, other ranks beside it."""
+"""Deadline of the warm-up: the driver reads kernels from disk, and so do other ranks."""
 
 
 class DeviceCopier:
-    """See ``ftckpt.capture.copier.Copier`` for the contract of each method.
-
-    Copies go to a side stream, or behind training's own work on its stream.
-    """
+    """Implements ``Copier`` on a side stream or, without ``own_stream``, on training's stream."""
 
     def __init__(
         self, clock: DeviceClock, own_stream: bool, registrar: Registrar | None = None, cores: Cores = None,
@@ -98,7 +95,7 @@ class DeviceCopier:
         self._registrar = registrar or Registrar(device, Locality(cores), None, None)
         context = partial(on_device, device)
         self._worker = Worker("ftckpt-copy", cores, context=context)
-        # What the host is to know of copies that are there, so that those behind them are submitted meanwhile.
+        # Waits for completed copies on the host, so that the first worker can submit the next ones meanwhile.
         self._finisher = Worker("ftckpt-finish", cores, yields=True, context=context)
         self._plan: CopyPlan | None = None
         self._flight: Flight | None = None
@@ -115,11 +112,11 @@ class DeviceCopier:
         return torch.cuda.is_current_stream_capturing()
 
     def prepare(self, slots: Sequence[Slot]) -> None:
-        """Pin the slots' pages, see Registrar."""
+        """Queues the slots' pages for pinning, see Registrar."""
         self._registrar.add(slots)
 
     def at_boundary(self) -> None:
-        """Training has settled at some boundary: from then on pages are pinned."""
+        """Starts pinning at the boundary at which training has settled."""
         now = time.monotonic()
         self._bounded_at, self._iteration_secs = now, now - self._bounded_at
         self._num_boundaries += 1
@@ -128,7 +125,7 @@ class DeviceCopier:
             self._registrar.begin()
 
     def is_prepared(self, slot: Slot) -> bool:
-        """See Copier: what is dear to be staged waits for the slot to be pinned, if it can be."""
+        """See Copier: a snapshot that is expensive to stage waits until the slot is pinned, or cannot be."""
         return self.takes_fresh_slots or self._registrar.is_through(slot)
 
     @property
@@ -138,7 +135,7 @@ class DeviceCopier:
         return is_cheap or time.monotonic() > self._settled_at + _PINNED_WITHIN_SECS
 
     def pin_now(self, timeout_secs: float) -> bool:
-        """Pin them, without waiting for training to settle; whether that was through within the time."""
+        """Pins the slots without waiting for training to settle; returns whether it finished in time."""
         self._registrar.begin()
         deadline = time.monotonic() + timeout_secs
         while not self._registrar.idle and time.monotonic() < deadline:
@@ -146,79 +143,79 @@ class DeviceCopier:
         return self._registrar.idle
 
     def reaches(self, slot: Slot) -> bool:
-        """Whether the device may write to all of the slot; elsewhere copies are staged."""
+        """Whether the device may write to the entire slot; otherwise copies are staged."""
         return self._registrar.covers(slot, slot.numel())
 
     @property
     def has_plan(self) -> bool:
-        """Whether the driver is given many copies by one call."""
+        """Whether copies are batched in driver calls."""
         return self._plan is not None
 
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
     ) -> None:
-        """All parity is made once and not kept: which kernels it takes follows from where each piece lies."""
+        """See Copier. Computes all parity once and discards it: the kernels depend on each piece's alignment."""
         self._device_bytes = sum(copy.nbytes for copy in copies if by_home(tensors, copy)[1].segments)
         self._volatile.reserve(tensors, volatile)
         if self._own_stream and batch_copy() is not None:
             plan = CopyPlan(tensors, copies, self._device)
             self._plan = plan if any(map(plan.covers, range(len(copies)))) else None
-        # Training may be on another stream at the first boundary: what was tried out must not come behind that.
+        # Training may use another stream at the first boundary, which does not wait for this one.
         self._sleep_until_done(torch.cuda.current_stream(self._device))
-        # On the thread and on the stream of the copies themselves: to both the driver ties what it makes.
+        # On the thread and the stream of the copies: the driver's state is per thread and stream.
         self._worker.call(lambda: self._rehearse(tensors, [*copies, *volatile]), _WARM_UP_SECS)
         self._finisher.call(lambda: self._sleep_until_done(self._stream), _WARM_UP_SECS)
 
     def take(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """Within the device, behind all that the current stream has; to the slot what has no room there."""
+        """Copies within the device, after the current stream's work; directly to the slot what exceeds the buffer."""
         stream = torch.cuda.current_stream(self._device)
         for copy in copies:
             left = copy_host_state(tensors, copy, slot)
             if not self._volatile.holds(copy.chunk):
-                self._through_staging(tensors, left, slot, stream)  # no flight uses the staging buffer now
+                self._through_staging(tensors, left, slot, stream)  # the buffer is free: no flight is running
         self._volatile.take(tensors)
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
-        """The side stream first waits for the boundary: all that the current stream has by now."""
-        # Here and now: recorded later it would stand behind work of the next iteration, and copies with it.
+        """Starts a flight whose copies wait for the boundary: all work of the current stream so far."""
+        # Recorded on this thread: recorded later, the event and the copies would follow the next iteration's work.
         boundary = self._event_behind(torch.cuda.current_stream(self._device))
         self._flight = flight
         self._worker.submit(lambda: self._fly(tensors, flight, boundary, windows))
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
-        """Enqueue a device-side wait, once every copy it waits for has been submitted."""
+        """Enqueues a device-side wait, once every copy it waits for has been submitted."""
         flight.hurry.set()
         if not flight.submitted.wait(timeout_secs) or flight.error is not None:
             return False
-        # Nothing to wait for on the device: all copies have arrived, or none had anything for it to do.
+        # Nothing to wait for on the device: all copies are complete, or none uses the device.
         if flight.ended or flight.last_copy is None:
             return flight.error is None
         if torch.cuda.is_current_stream_capturing():
-            # A wait for work outside of the graph would spoil it.
-            flight.error = RuntimeError("the fence stands inside a graph capture, where no stream can be made wait")
+            # A wait for work outside of the graph would invalidate it.
+            flight.error = RuntimeError("the fence was called during a graph capture, where no stream can wait")
             return False
-        # The host goes on: the optimizer's kernels, enqueued behind this wait, cannot overtake the copies.
+        # The host continues: the optimizer's kernels, enqueued after this wait, cannot overtake the copies.
         torch.cuda.current_stream(self._device).wait_event(flight.last_copy.raw)
         return True
 
     def stop(self) -> None:
-        """Nothing of the device's memory is held afterwards, unless it does not come to rest. Slots stay pinned."""
+        """Stops the threads and releases device memory, unless a copy hangs. Slots stay pinned."""
         self._registrar.halt()
-        if self._worker.close():  # otherwise its flight has still to end
+        if self._worker.close():  # otherwise the finisher must still end its flight
             self._finisher.close()
         if self._at_rest:
             self._staging = self._mixed = self._plan = None
             self._volatile.let_go()
 
     def close(self) -> None:
-        """Stop and unpin; where the device does not come to rest the pages stay registered and their slots mapped."""
+        """Stops and unpins; if a copy hangs, the pages stay registered and their slots mapped."""
         self.stop()
         if self._at_rest:
             self._registrar.close()
 
     @property
     def _at_rest(self) -> bool:
-        """True if no copy is in flight."""
+        """Whether no copy is in flight."""
         return self._flight is None or self._flight.ended
 
     def _rehearse(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None:
@@ -238,19 +235,19 @@ class DeviceCopier:
             if not first.xor:
                 copy_chunk(tensors, first, staging, at=begin, non_blocking=True)
             if self._mixed is not None:
-                # Both ways: what is in host memory is taken up from the slot.
+                # In both directions: the part of an XOR from host memory is read from the slot.
                 few = ChunkCopy(0, (Segment(0, 0, ALIGN_BYTES, 0, ALIGN_BYTES),))
                 copy_chunk([self._mixed], few, staging, non_blocking=True)
                 copy_chunk([staging], few, self._mixed, non_blocking=True)
-            tried = self._plan  # held until the device is done: a refusal lets go of it
+            tried = self._plan  # a reference until the device is done: a refusal clears ``_plan``
             if tried is not None:
                 tried.gather()
                 self._call(tried.trial(staging))
             self._sleep_until_done(self._stream)
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, boundary: DeviceEvent, windows: Windows) -> None:
-        # Held until the flight has ended: a call that is refused lets go of it, and the device may still read and
-        # write its buffer.
+        # Referenced until the flight has ended: a refused call clears ``_plan``, but the device may still use its
+        # buffer.
         plan = self._plan
         try:
             with torch.cuda.stream(self._stream):
@@ -262,27 +259,27 @@ class DeviceCopier:
             flight.error = error
             flight.submitted.set()  # the fence has nothing to wait for: it drops the snapshot
             with suppress(RuntimeError), torch.cuda.stream(self._stream):
-                self._come_to_rest(flight)  # an ended flight writes nothing any more
+                self._come_to_rest(flight)  # an ended flight must not write
         flight.submitted.set()
         self._finisher.submit(lambda: self._end(flight, plan))
 
     @property
     def _in_scripts_graph(self) -> bool:
-        """Whether what is enqueued now would be replayed with a graph of the script, which shares its stream."""
+        """Whether work enqueued now would become part of a graph that the script captures on the shared stream."""
         return not self._own_stream and torch.cuda.is_current_stream_capturing()
 
     def _require_no_graph(self) -> None:
         if self._in_scripts_graph:
-            raise RuntimeError("the script captures a graph on the stream of its copies: they would be part of it")
+            raise RuntimeError("the script captures a graph on the copy stream: the copies would become part of it")
 
     def _come_to_rest(self, flight: Flight) -> None:
         if not self._in_scripts_graph:
             self._sleep_until_done(self._stream)
-        elif flight.last_copy is not None:  # of a stream that is captured no more can be asked
+        elif flight.last_copy is not None:  # a stream that is being captured cannot be synchronized
             flight.last_copy.synchronize()
 
     def _submit_taken(self, flight: Flight) -> None:
-        """At once: it is small, and the next boundary takes it anew."""
+        """Enqueues the buffered mutable state without waiting for a window: it is small."""
         for copy in flight.taken:
             if self._volatile.holds(copy.chunk):
                 self._to_slot(*self._volatile.held(copy.chunk), flight.slot)
@@ -294,10 +291,10 @@ class DeviceCopier:
         sizes = plan.sizes if plan is not None else [copy.nbytes for copy in flight.copies]
         if plan is not None:
             plan.gather()
-            # No chunk may follow: the flight of a snapshot that is dropped ends behind this, not before.
+            # Even without a chunk after it, the flight of a dropped snapshot must not end before the gather.
             flight.last_copy = self._event_behind(self._stream)
         while at < len(sizes):
-            # Before a turn is asked for: behind it the copy would come too late for the window that it was given.
+            # Before the turn is requested: after it, the wait would make the copy miss its window.
             self._wait_for_room(ahead, flight)
             stop = plan.stop(at) if plan is not None and plan.covers(at) else at + 1
             turn = windows.wait_turn(sizes[at:stop], flight.hurry)
@@ -305,7 +302,7 @@ class DeviceCopier:
                 break
             self._require_no_graph()
             if turn.gate is not None and turn.gate is not gate:
-                # The event was recorded by the training thread before this turn: the wait points back, no circle.
+                # The training thread recorded the event before this turn, so the wait points back: no cycle.
                 gate = turn.gate
                 self._stream.wait_event(gate.raw)
             stop = at + turn.count
@@ -313,7 +310,7 @@ class DeviceCopier:
             at = stop
 
     def _wait_for_room(self, ahead: deque[tuple[DeviceEvent, int]], flight: Flight) -> None:
-        """Until the device has come to the oldest of what is ahead; not where the fence waits for all of it."""
+        """Waits until the device has completed the oldest turns; not if the fence waits for all of them anyway."""
         while sum(count for _, count in ahead) >= _MOST_AHEAD and not flight.hurry.is_set():
             if ahead[0][0].query():
                 ahead.popleft()
@@ -323,31 +320,31 @@ class DeviceCopier:
     def _enqueue(
         self, tensors: Sequence[torch.Tensor], plan: CopyPlan | None, flight: Flight, turn: range, nbytes: int
     ) -> DeviceEvent:
-        """Returns what stands behind the copies of the chunks of one turn."""
+        """Enqueues the copies of one turn; returns the event after them."""
         self._under_way.begin()
         try:
             begin = self._event_behind(self._stream)
             if plan is not None and plan.covers(turn.start):
                 for call in plan.calls(flight.slot, turn.start, turn.stop):
                     if not self._call(call):
-                        raise RuntimeError(f"the driver refused a call of {call.number} copies")
+                        raise RuntimeError(f"the driver refused a batch of {call.number} copies")
             else:
                 for copy in flight.copies[turn.start : turn.stop]:
                     self._copy(tensors, copy, flight.slot)
             end = flight.last_copy = self._event_behind(self._stream)
-        except BaseException:  # ``stop`` waits until no copy is under way
+        except BaseException:  # otherwise the finisher calls it
             self._under_way.end()
             raise
         self._finisher.submit(lambda: self._landed(flight, nbytes, begin, end))
         return end
 
     def _call(self, call: Call) -> bool:
-        """Whether the driver takes it; otherwise copies go one by one from now on."""
+        """Enqueues a call and returns whether the driver accepts it; otherwise copies are unbatched from now on."""
         copy_all = batch_copy()
         code = copy_all(call, self._stream.cuda_stream) if copy_all is not None else 0
         if code:
             self._plan = None
-            log.warning("ftckpt: driver refuses many copies per call (error %d): they go one by one, slower", code)
+            log.warning("ftckpt: driver refuses batched copies (error %d); copies are made one by one, slower", code)
         return not code
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
@@ -376,10 +373,10 @@ class DeviceCopier:
             self._under_way.end()
 
     def _xor(self, tensors: Sequence[torch.Tensor], part: ChunkCopy, slot: Slot) -> None:
-        """Make the XOR in device memory that this stream alone uses, and copy it to the slot.
+        """Computes the XOR in device memory that only this stream uses, and copies it to the slot.
 
-        What is in host memory is read now, as ever: into the slot, from where the device takes it up. Where the
-        device cannot, it comes last, behind a staged copy that is in the slot when its call returns.
+        Segments in host memory are combined now, into the slot, from which the device reads the result. If the device
+        cannot access the slot, they are combined last, after a staged copy that completes before its call returns.
         """
         (here, left), registered = by_home(tensors, part), self._registrar.covers(slot, part.end)
         begin, end = part.begin, part.end
@@ -408,10 +405,10 @@ class DeviceCopier:
     def _through_staging(
         self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot, stream: torch.cuda.Stream
     ) -> None:
-        """Device → pinned buffer → slot, waiting for the device; ``stream`` is the thread's current one.
+        """Copies device → pinned buffer → slot, waiting for the device; ``stream`` must be the current one.
 
-        The device never writes to a slot's pages that this copier has not registered itself: the driver
-        refuses copies that cross into registered memory, and may know the address from an older mapping.
+        The device never writes to slot pages that this copier has not registered itself: the driver refuses copies
+        that cross into registered memory, and its record of an address may belong to an older mapping.
         """
         if not copy.segments:
             return
@@ -420,7 +417,7 @@ class DeviceCopier:
         copy_chunk(tensors, copy, staging, at=begin, non_blocking=True)
         self._sleep_until_done(stream)
         for segment in copy.segments:
-            # By segments: what lies between them may be another chunk's, or come from host memory.
+            # Per segment: the bytes between them may belong to another chunk, or come from host memory.
             staged = staging[segment.offset - begin :][: segment.nbytes]
             slot[segment.offset : segment.offset + segment.nbytes].copy_(staged)
 
@@ -430,13 +427,13 @@ class DeviceCopier:
         return self._staging
 
     def _mixed_buffer(self) -> torch.Tensor:
-        """One will do: what makes the next part in it comes behind the copy of this part on the same stream."""
+        """The buffer for parity; one is enough, because the stream orders a part's copy before the next part."""
         if self._mixed is None:
             self._mixed = device_buffer(_XOR_BYTES, self._device)
         return self._mixed
 
     def _event_behind(self, stream: torch.cuda.Stream) -> DeviceEvent:
-        """Behind all that ``stream`` has by now."""
+        """Records an event after all work of ``stream`` so far."""
         event = self._clock.events.take()
         event.record(stream)
         return event
@@ -446,7 +443,7 @@ class DeviceCopier:
 
 
 class _UnderWay:
-    """Counts copies that the device has been given and that have not landed; several threads do."""
+    """A thread-safe count of enqueued copies that are not complete; reports whether there are any."""
 
     def __init__(self, tell_copying: TellCopying) -> None:
         self._tell_copying = tell_copying
@@ -466,17 +463,17 @@ class _UnderWay:
 
 
 def _parts(copy: ChunkCopy) -> Iterable[ChunkCopy]:
-    """What is copied at a time."""
+    """Splits a chunk into the parts that are copied at a time."""
     return xor_parts(copy, _XOR_BYTES) if copy.xor else (copy,)
 
 
 def _within_registrations(copy: ChunkCopy) -> ChunkCopy:
-    """The same bytes in segments that each lie in one registration: drivers refuse copies across two."""
+    """Splits segments at registration boundaries: drivers refuse copies that span two registrations."""
     return divided(copy, PIECE_BYTES)
 
 
 def _bytes(part: ChunkCopy, start: int) -> ChunkCopy:
-    """All bytes of ``part`` from one tensor of bytes, where the first is at ``start``."""
+    """A copy of all bytes of ``part`` from one uint8 tensor, starting at its element ``start``."""
     nbytes = part.end - part.begin
     return ChunkCopy(part.chunk, (Segment(0, start, nbytes, part.begin, nbytes),))
 
@@ -491,9 +488,9 @@ def make_copier(
     tell_far: FarPages | None = None,
     pins: bool = True,
 ) -> Copier:
-    """The copier for the clock's device; without an ``own_stream`` copies queue behind training's work.
+    """Creates the copier for the clock's device; without ``own_stream``, copies queue behind training's work.
 
-    ``turns``, ``tell_far`` and ``pins`` are a Registrar's.
+    ``turns``, ``tell_far`` and ``pins`` are passed to the Registrar.
     """
     if isinstance(clock, DeviceClock):
         registrar = Registrar(clock.device, locality, turns, tell_far, pins)

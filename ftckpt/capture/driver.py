@@ -1,4 +1,4 @@
-"""What a copier asks of CUDA or HIP beside streams and copies: memory, pinned pages, and leave to work beside graphs.
+"""CUDA and HIP calls of the copiers that torch does not wrap: registration, batched copies, capture mode, streams.
 
 ROCm builds of torch keep the CUDA names.
 """
@@ -20,27 +20,27 @@ from ftckpt.events import log
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed, hipStreamCaptureModeRelaxed
 _NON_BLOCKING = 1  # cudaStreamNonBlocking, CU_STREAM_NON_BLOCKING, hipStreamNonBlocking
 _RUNTIMES = {
-    "cuda": (("libc10_cuda.so", "cuda"), ("libcuda.so", "cu")),  # torch may have a runtime of its own within it
+    "cuda": (("libc10_cuda.so", "cuda"), ("libcuda.so", "cu")),  # the second if torch links the runtime statically
     "hip": (("libc10_hip.so", "hip"),),
 }
-"""By library of torch, with what it is linked to, and what its functions begin with: another runtime of the process
-has threads of its own to it."""
+"""A library in which to find the runtime that torch uses, and the prefix of its functions. The process may have
+loaded another runtime, whose thread state is separate."""
 
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """For background threads: a call on another than the current device would open a context there."""
+    """Sets the device for a background thread, where a call on the default device would create a context."""
     work_beside_captures()
     with torch.cuda.device(device):
         yield
 
 
 def work_beside_captures() -> None:
-    """Let the calling thread register, copy and wait while another thread captures a graph.
+    """Lets the calling thread register, copy and wait while another thread captures a graph.
 
-    By default a driver answers such calls with an error and spoils the graph as well: torch begins captures in
-    the mode that forbids them to all threads of a process which do not say that they have no part in it. Relaxed, not
-    thread-local: HIP spoils a graph by a thread that waits for an event in any other mode.
+    By default such calls fail and invalidate the graph: torch captures in global mode, which forbids them to all
+    threads of the process except those in another mode. The mode is relaxed, not thread-local, because in any other
+    mode a thread that waits for an event invalidates a graph of HIP.
     """
     exchange = exchange_capture_mode()
     if exchange is not None:
@@ -49,10 +49,10 @@ def work_beside_captures() -> None:
 
 @lru_cache(maxsize=1)
 def exchange_capture_mode() -> Any:
-    """The function that sets a thread's capture mode in the runtime that torch uses; None where there is none."""
+    """The function that sets a thread's capture mode in the runtime that torch uses; None if there is none."""
     found = _function("ThreadExchangeStreamCaptureMode", "ThreadExchangeStreamCaptureMode")
     if found is None and (torch.version.cuda or torch.version.hip):
-        log.warning("ftckpt: the runtime of torch cannot be asked: copies may spoil graphs that training captures")
+        log.warning("ftckpt: cannot set the capture mode of copy threads; copies may invalidate graph captures")
     return found
 
 
@@ -60,11 +60,10 @@ _separate: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def separate_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of this process's copies on ``device``, which nobody else is given; it is never destroyed.
+    """The process's copy stream on ``device``, shared with nobody; it is never destroyed.
 
-    Those of torch are 32, handed out in turn: one of them may come to be a communicator's, whose collectives would
-    wait behind copies, or one that training captures, with our copies in its graph. One of them is it where the
-    runtime cannot be asked.
+    torch reuses a pool of 32 streams. One of them may also serve a communicator, whose collectives would wait for
+    copies, or a graph capture, which would record them. It is the fallback if the runtime cannot create a stream.
     """
     create, made = _function("StreamCreateWithFlags", "StreamCreate"), ctypes.c_void_p()
     if device not in _separate and create is not None:
@@ -77,7 +76,7 @@ def separate_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _function(of_runtime: str, of_driver: str) -> Any:
-    """One of CUDA's runtime or driver, or of HIP's runtime, by its name without what that begins with, if any."""
+    """A function of CUDA's runtime or driver, or of HIP's runtime, by its name without prefix; None if not found."""
     for library, prefix in _RUNTIMES["hip" if torch.version.hip else "cuda"]:
         with suppress(OSError, AttributeError):
             return getattr(loaded(library), prefix + (of_driver if prefix == "cu" else of_runtime))
@@ -85,15 +84,15 @@ def _function(of_runtime: str, of_driver: str) -> Any:
 
 
 def loaded(name: str) -> ctypes.CDLL:
-    """The library of this process whose file is called ``name``, or that with a version; it is never loaded.
+    """A library already loaded in this process, by file name with or without a version.
 
-    What is looked up in it is found in what it is linked to as well.
+    Lookups in it also find symbols of the libraries it is linked to.
 
     Raises:
-        OSError: there is none.
+        OSError: it is not loaded.
     """
     maps = Path("/proc/self/maps").read_text()
-    for line in maps.splitlines() if f"/{name}" in maps else ():  # each restart asks, of some thousand lines
+    for line in maps.splitlines() if f"/{name}" in maps else ():  # fast if absent: the file has thousands of lines
         path = line.split(maxsplit=5)[5] if line.count("/") else ""
         if path.rpartition("/")[2].startswith(name):
             return ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -101,7 +100,7 @@ def loaded(name: str) -> ctypes.CDLL:
 
 
 class Call(NamedTuple):
-    """What one call of the driver copies: addresses of arrays of ``number`` words, targets, sources and sizes."""
+    """The arguments of one batched copy: the addresses of three arrays of ``number`` words each."""
 
     targets: int
     sources: int
@@ -110,13 +109,13 @@ class Call(NamedTuple):
 
 
 BatchCopy = Callable[[Call, int], int]
-"""Enqueues the copies of a call on a stream, by its handle, and returns the driver's error, 0 for none."""
+"""Enqueues the copies of a call on a stream, given its handle; returns the driver's error code, 0 for success."""
 
 
 @lru_cache(maxsize=1)
 def batch_copy() -> BatchCopy | None:
-    """The driver's call for many copies between host and device, which does not hold the interpreter's lock; None
-    where there is none: before CUDA 12.8, and for HIP."""
+    """The driver's batched copy between host and device, which releases the interpreter lock; None before CUDA 12.8
+    and for HIP."""
     number, word = ctypes.c_size_t, ctypes.c_void_p
     for name, more in (("cuMemcpyBatchAsync_v2", []), ("cuMemcpyBatchAsync", [word])):
         with suppress(OSError, AttributeError):
@@ -126,8 +125,8 @@ def batch_copy() -> BatchCopy | None:
     return None
 
 
-# CUmemcpyAttributes: sources are read in the order of the stream, nothing is said of where both lie, and copies leave
-# the multiprocessors alone (CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE). They count from the first copy on.
+# CUmemcpyAttributes: sources are read in stream order, no location hints, and copies do not occupy multiprocessors
+# (CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE). They apply from the first copy on.
 _ATTRIBUTES, _FIRST = (ctypes.c_int * 6)(1, 0, 0, 0, 0, 1), (ctypes.c_size_t * 1)(0)
 
 
@@ -136,9 +135,9 @@ def _copy_batch(function: Any, failed_at: Sequence[Any], call: Call, stream: int
 
 
 def pin_pages(address: int, nbytes: int) -> bool:
-    """Register host memory; after a refusal (a limit on locked memory, a sandbox) copies stay staged.
+    """Registers host memory; if it fails (a limit on locked memory, a sandbox), copies stay staged.
 
-    "Already registered" is a refusal too: it may be an older mapping's registration, of other pages.
+    "Already registered" is a failure too: the registration may belong to an older mapping, of other pages.
     """
     # 0 is cudaHostRegisterDefault: pinned, which is all that copies need.
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
@@ -148,10 +147,10 @@ def pin_pages(address: int, nbytes: int) -> bool:
 
 
 def unpin_pages(address: int) -> None:
-    """Undo one ``pin_pages``."""
+    """Reverts one ``pin_pages``."""
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of the device, for use on the current stream."""
+    """Allocates device memory for use on the current stream."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)

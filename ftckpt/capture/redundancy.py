@@ -1,7 +1,7 @@
-"""What a rank stores of state that several ranks hold: its share, and copies or parity of other ranks' shares.
+"""A rank's part of replicated state: its share, and copies or parity of other ranks' shares.
 
-All members of a run hold all of its bytes, and know who copies which of them: each can compute any member's share,
-where that lies in its section, and from its own live replica the bytes themselves. Nothing is exchanged.
+All members of a run hold all of its bytes and know the cuts. So each can compute any member's share and its position
+in the section, and read the bytes from its own live replica. Nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Pairs = list[tuple[int, Fragment]]
 
 @dataclass(frozen=True)
 class Redundancy:
-    """How state that several ranks hold protects itself; by default not at all.
+    """The protection mode of replicated state; by default none.
 
     ``mode`` is "" (none), "replica" (parity of other ranks' shares) or "copy" (the share of another rank).
-    ``nodes[rank]`` and ``racks[rank]`` name where each rank runs; a rack of "" is not known.
+    ``nodes[rank]`` and ``racks[rank]`` name each rank's node and rack; a rack of "" is unknown.
 
     Raises:
-        ConfigError: another mode, or not one node and one rack for each rank.
+        ConfigError: unknown mode, or the numbers of nodes and racks differ.
     """
 
     mode: str = ""
@@ -47,20 +47,20 @@ class Redundancy:
     def __post_init__(self) -> None:
         if self.mode and self.mode not in SLOT_MODES:
             raise ConfigError(
-                f"--ftckpt-protect: {self.mode!r} is no way to protect replicas; {', '.join(SLOT_MODES)} are"
+                f"--ftckpt-protect: {self.mode!r} does not protect replicas; use one of {', '.join(SLOT_MODES)}"
             )
         if len(self.racks) != len(self.nodes):
             raise ConfigError(
-                f"--ftckpt-protect: {len(self.nodes)} nodes and {len(self.racks)} racks, one per rank is needed"
+                f"--ftckpt-protect: got {len(self.nodes)} nodes and {len(self.racks)} racks, needs one per rank"
             )
 
     @property
     def digest(self) -> str:
-        """The same on two ranks if and only if they were given the same."""
+        """A hash that is equal on two ranks if and only if their values are."""
         return xxhash.xxh3_64_hexdigest(repr((self.mode, self.nodes, self.racks)).encode())
 
     def groups(self, members: Array) -> list[tuple[int, ...]]:
-        """Which members of a run protect each other: groups of two ranks or more, no two of them on one node."""
+        """Members of a run that protect each other: groups of at least two ranks, all on different nodes."""
         if not self.mode or len(members) < 2:
             return []
         groups = replica_partition(members.tolist(), self.nodes.__getitem__, self.racks.__getitem__)
@@ -72,7 +72,7 @@ NO_REDUNDANCY = Redundancy()
 
 @dataclass(frozen=True)
 class SlotParts:
-    """What one rank copies of stepped state, in the order of its slot; no ``sections``: all of it is private."""
+    """One rank's copies of optimizer-updated state, in the order of its slot; no ``sections``: all is private."""
 
     parts: tuple[CopyPart, ...]
     sections: tuple[Section, ...]
@@ -80,7 +80,7 @@ class SlotParts:
 
 @dataclass(frozen=True)
 class Share:
-    """One member's share of a run as its slot holds it: each part's offset counts from the section's begin."""
+    """One member's share of a run as stored in its slot; part offsets are relative to the section's start."""
 
     shard: str
     pairs: Pairs
@@ -95,15 +95,15 @@ class Share:
         return tuple(span.nbytes for span in Span(0, self.nbytes).cut(chunk_bytes))
 
     def strips(self, fragments: Sequence[Fragment], begin: int, end: int) -> Iterator[Segment]:
-        """What lies between two bytes of the section, at offsets that count from ``begin``."""
-        # From the part in which ``begin`` lies on; -1 is an empty share.
+        """Segments for bytes ``begin`` to ``end`` of the section; their offsets are relative to ``begin``."""
+        # From the part that contains ``begin``; -1 is an empty share.
         for at in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.pairs)):
             (index, part), offset = self.pairs[at], self.offsets[at]
             if offset >= end:
                 break
             first, last = max(begin, offset), min(end, offset + part.nbytes)
             if first < last:
-                # Exact: chunks and parts begin at multiples of the element's size.
+                # Exact: chunks and parts start at multiples of the element's size.
                 item, start = part.item_bytes, part.start - fragments[index].start
                 skipped, numel = (first - offset) // item, (last - first) // item
                 yield Segment(index, start + skipped, numel, first - begin, last - first)
@@ -111,7 +111,7 @@ class Share:
 
 @dataclass(frozen=True)
 class SharePlan:
-    """What all ranks know alike: the runs' cuts, the name of every rank's shard, the size of chunks, and the mode."""
+    """Inputs that are equal on all ranks: the runs' cuts, every rank's shard name, the chunk size, and the mode."""
 
     cuts: Sequence[Array]
     shards: Sequence[str]
@@ -122,16 +122,17 @@ class SharePlan:
 def lay_out(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, job: SharePlan) -> SlotParts:
     """The parts of ``fragments`` that ``rank`` copies, in sections.
 
-    Private are, in the order of ``fragments``, those of its own and shares of runs that nobody protects; behind them,
-    side by side, what others copy, too: who wants it of another shard reads few chunks there. Then follow, each by
-    the names of their groups, protected shares, copies of others' shares, and parity of them.
+    The private section comes first: the rank's own fragments and shares of unprotected runs, in the order of
+    ``fragments``. Its last parts are those that other ranks copy as well, next to each other, so that a reader who
+    needs only these reads few chunks. Then follow protected shares, copies of others' shares, and parity, each sorted
+    by group name.
     """
     shards = job.shards
     private = own_parts(fragments, sets, shards[rank])
     rest: dict[str, list[tuple[Section, list[CopyPart]]]] = {"shared": [], "copy": [], "parity": []}
     for run, indices in run_indices(fragments, sets).items():
         members = sets.runs[run].members
-        # Where no other node has a replica for it a rank is in no group, and its share is private.
+        # A rank without a replica on another node is in no group; its share is private.
         ranks = next((group for group in job.redundancy.groups(members) if rank in group), (rank,))
         places = np.searchsorted(members, ranks).tolist()
         cuts = job.cuts[run]
@@ -157,8 +158,8 @@ def lay_out(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, job: Sh
 class Replicas:
     """The shares of one group's members in one run, of which every member holds all bytes.
 
-    ``replica_set`` names the shards of all members of the run. A member that has neither a share nor blocks, as
-    happens where there are fewer lines than ranks, is left out: nothing it stores would show it.
+    ``replica_set`` names the shards of all members of the run. A member with neither a share nor blocks, as in a run
+    with fewer cut units than ranks, is left out, because it stores nothing that names the group.
     """
 
     def __init__(
@@ -169,13 +170,13 @@ class Replicas:
         ordered = sorted(shares, key=lambda share: share.shard)
         self._group = self._group_of(ordered, replica_set, job.chunk_bytes)
         blocks = {stripe.blocks[0][0] for stripe in stripes(self._group) if stripe.length}
-        # Nobody's chunk is in another stripe for it: those left out come behind the last stripe's holder.
+        # Leaving members out moves no chunk to another stripe: they come after the holder of the last stripe.
         self._shares = [share for index, share in enumerate(ordered) if share.nbytes or index in blocks]
         if 1 < len(self._shares) < len(ordered):
             self._group = self._group_of(self._shares, replica_set, job.chunk_bytes)
 
     def sections(self, shard: str) -> Iterator[tuple[Section, list[CopyPart]]]:
-        """What the rank of ``shard`` stores, nothing that is empty."""
+        """The non-empty sections that the rank of ``shard`` stores."""
         mine = next((index for index, share in enumerate(self._shares) if share.shard == shard), -1)
         if mine < 0:
             return
@@ -193,12 +194,12 @@ class Replicas:
 
     def _group_of(self, shares: Sequence[Share], replica_set: Sequence[str], chunk_bytes: int) -> ParityGroup:
         name = slot_group_name(self._mode, [share.shard for share in shares], replica_set)
-        # Geometry alone: where arenas lie is not known yet, and is no part of a group in slots.
+        # Geometry alone: the nodes of arenas are not known yet, and a group in slots does not need them.
         members = [Member(share.shard, "", share.shard, 0, share.chunks(chunk_bytes)) for share in shares]
         return slot_group(name, self._mode, chunk_bytes, members)
 
     def _parity(self, own_stripes: Sequence[Stripe]) -> CopyPart:
-        """One fragment: block b begins at its byte b * chunk_bytes, and is the XOR of the stripe's chunks."""
+        """One fragment: block b starts at byte b * chunk_bytes and is the XOR of its stripe's chunks."""
         strips: list[Segment] = []
         size = self._group.chunk_bytes
         for stripe in own_stripes:
@@ -209,23 +210,23 @@ class Replicas:
                 if chunk >= 0
                 for strip in self._shares[member].strips(self._fragments, chunk * size, (chunk + 1) * size)
             ]
-            # In the order of the file, in which ``chunk_copies`` goes through it once.
+            # Sorted by file offset, as ``chunk_copies`` requires.
             stripe_strips.sort(key=lambda strip: strip.offset)
             strips += [strip._replace(offset=begin + strip.offset) for strip in stripe_strips]
-        # Blocks begin at multiples of a chunk, so each is in a chunk of its own; nothing follows the last.
+        # Blocks start at multiples of a chunk, so each has its own chunk; nothing follows the last.
         nbytes = own_stripes[-1].blocks[0][1] * size + own_stripes[-1].length
         return CopyPart(-1, 0, parity_fragment(self._group.name, nbytes), tuple(strips))
 
 
 def burden(sets: ReplicaSets, redundancy: Redundancy) -> tuple[tuple[Run, ...], Array]:
-    """The runs of ``sets``, equal where they are protected, and each rank's private bytes with what that costs it."""
+    """The runs of ``sets``, with equal shares if protected, and each rank's private bytes plus its redundancy."""
     private = sets.private.astype(np.int64)
     runs: list[Run] = []
     for run in sets.runs:
         groups = redundancy.groups(run.members)
         runs.append(replace(run, equal=bool(groups)))
         for group in groups:
-            # A copy is one more share; parity, a block for a chunk of each other member, is 1/(members - 1) of one.
+            # A copy adds one share; parity, one block per chunk of all other members, adds 1/(members - 1) of one.
             others = 1 if redundancy.mode == "copy" else len(group) - 1
             private[list(group)] += run.nbytes // len(run.members) // others
     return tuple(runs), private

@@ -1,9 +1,8 @@
-"""Slots pinned for a device (``cudaHostRegister``), so that copies need no staging buffer, beside training.
+"""Registers slots with a device driver (``cudaHostRegister``) during training, so that copies need no staging buffer.
 
-Pinning tens of GB takes seconds, in which the driver keeps others waiting: training, whose kernels may wait for
-other ranks', and through the kernel's page tables the other ranks of the node. So it is done piece by piece, with
-pauses, by one rank of a node at a time, of pages that are there already, and not while training still warms up.
-Unpinning may wait for all work of the device, and is left to the end.
+Pinning tens of GB takes seconds, and blocks training in the driver and the node's other ranks in the page tables. So
+it is done in pieces with pauses, by one rank of a node at a time, on pages that are already mapped, and not before
+training has warmed up. Unpinning may wait for all work on the device, so it is left to the end.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from ftckpt.events import log
 from ftckpt.memory.locks import FileLock
 
 PIECE_BYTES = 64 << 20
-"""One registration: long enough to be cheap, short enough that ``halt`` need not wait for one."""
+"""Size of one registration: large enough to be cheap, small enough that ``halt`` need not wait for one."""
 _TURN_SECS = 10.0
-"""How long a rank waits for the others of its node: past that one of them is stuck, and the order is a courtesy."""
+"""Maximum wait for the node's other ranks. After it one of them is probably stuck, and taking turns is optional."""
 _POLL_SECS = 0.02
 _JOIN_SECS, _JOIN_BYTES_PER_SEC = 10.0, 1 << 30
-"""How long ``close`` waits for pages to be unpinned, and how much longer by their bytes; others have seen pages
-pinned ten times as fast."""
+"""How long ``close`` waits for pages to be unpinned: a constant plus their bytes at this rate, which is a tenth of
+reported pinning rates."""
 
 Slot = torch.Tensor
 
 FarPages = Callable[[int, Mapping[int, int]], None]
-"""Told where a slot lies elsewhere than the device: the device's NUMA node, and sampled pages by theirs."""
+"""Called for a slot on a remote NUMA node: the device's node, and the number of sampled pages per node."""
 
 
 class Registrar:
-    """Pins slots on a thread of its own. ``turns`` is the lock file by which the ranks of a node take turns.
+    """Maps the pages of slots and, with ``pins``, pins them, on its own thread.
 
-    Where it does not pin, by ``pins``, it maps their pages alone.
+    ``turns`` is the lock file with which the ranks of a node take turns.
     """
 
     def __init__(
@@ -59,15 +58,15 @@ class Registrar:
         self._tell_far = tell_far
         self._pins = pins
         self._pinned: dict[int, int] = {}
-        """Address of a slot → how many of its bytes, from the first on, are pinned."""
+        """Address of a slot → the number of its leading bytes that are pinned."""
         self._through: set[int] = set()
-        """Addresses of slots that are pinned as far as they will be."""
+        """Addresses of slots whose registration has finished or failed."""
         self._jobs: queue.Queue[Sequence[Slot] | None] = queue.Queue()
         self._settled, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, slots: Sequence[Slot]) -> None:
-        """Have the slots' pages mapped, and pinned from the first byte on once training has settled."""
+        """Queues slots: their pages are mapped now, and pinned in ascending order after ``begin``."""
         if not slots:
             return
         self._pinned.update({slot.data_ptr(): 0 for slot in slots})
@@ -77,41 +76,41 @@ class Registrar:
             self._thread.start()
 
     def begin(self) -> None:
-        """Training has settled."""
+        """Starts pinning; called once training has settled."""
         self._settled.set()
 
     def covers(self, slot: Slot, end: int) -> bool:
-        """True if the device may write to the slot's bytes before ``end``."""
+        """Whether the device may write to the slot's bytes before ``end``."""
         return end <= self._pinned.get(slot.data_ptr(), 0)
 
     def is_through(self, slot: Slot) -> bool:
-        """True once the slot is pinned or never will be."""
+        """Whether the slot is pinned, or never will be."""
         return slot.data_ptr() in self._through
 
     @property
     def idle(self) -> bool:
-        """Whether all slots were dealt with."""
+        """Whether all slots have been processed."""
         return not self._jobs.unfinished_tasks
 
     def halt(self) -> None:
-        """Pin no more."""
+        """Stops pinning."""
         self._closing.set()
         self._settled.set()
 
     def close(self) -> None:
-        """Unpin all; no copy may be on its way: the device would write to what may be somebody else's."""
+        """Unpins all pages. No copy may be in flight: the device would write to memory that may have a new owner."""
         self.halt()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(_JOIN_SECS + sum(self._pinned.values()) / _JOIN_BYTES_PER_SEC)
             if self._thread.is_alive():
-                log.warning("ftckpt: host memory is not unpinned yet; it stays in memory until it is")
+                log.warning("ftckpt: unpinning host memory is slow; the memory stays allocated until it is done")
 
     def _run(self) -> None:
-        """Pin, and unpin at the end; ``mapped`` keeps the memory mapped for as long.
+        """Pins, and unpins at the end; ``mapped`` keeps the memory mapped until then.
 
-        On this thread from first to last, because a refusal stays behind as the calling thread's last
-        error, and the training thread's next kernel launch would take it for its own.
+        All driver calls are on this thread: a failed one stays the calling thread's last error, which the training
+        thread's next kernel launch would report.
         """
         addresses: list[int] = []
         mapped: list[Sequence[Slot]] = []
@@ -121,7 +120,7 @@ class Registrar:
                 mapped.append(slots)
                 try:
                     self._deal_with(slots, addresses)
-                except Exception as error:  # noqa: BLE001 - the thread must be there to unpin what is pinned by now
+                except Exception as error:  # noqa: BLE001 - the thread must survive to unpin what is already pinned
                     log.warning("ftckpt: registering host memory failed (%s); copies are staged, slower", error)
                 self._through |= {slot.data_ptr() for slot in slots}
                 self._jobs.task_done()
@@ -148,8 +147,8 @@ class Registrar:
                     return False
                 spent_secs = time.perf_counter() - begin
             addresses.append(base + offset)
-            self._pinned[base] = offset + length  # last: the copying thread goes by it without a lock
-            self._closing.wait(spent_secs)  # as long for the others as for this
+            self._pinned[base] = offset + length  # last: the copier's thread reads it without a lock
+            self._closing.wait(spent_secs)  # leaves half of the time to others
         return True
 
     def _turn(self) -> AbstractContextManager[object]:
@@ -161,12 +160,12 @@ class Registrar:
                 if self._closing.wait(_POLL_SECS):
                     break
                 if time.monotonic() >= deadline:
-                    log.warning("ftckpt: %s; this rank goes on beside it", error)
+                    log.warning("ftckpt: %s; this rank registers memory concurrently", error)
                     self._turns = None
         return nullcontext()
 
     def _look(self, slot: Slot) -> None:
-        """Tell where the slot's pages are not on the device's NUMA node."""
+        """Reports a slot with pages outside the device's NUMA node."""
         node = self._locality.node
         if node is None or self._tell_far is None:
             return
@@ -176,23 +175,23 @@ class Registrar:
 
 
 _MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
-"""Numbers of the system call, which libc has no function for."""
+"""Numbers of the system call: libc has no wrapper."""
 _SAMPLED = 256
 TOUCH_BYTES = 32 << 20
-"""Pages that are touched between looks at whether there is more important work."""
+"""Bytes whose pages are touched between two checks for more urgent work."""
 
 
 def touch(slot: torch.Tensor, stop: Callable[[], bool]) -> None:
-    """Read a byte of each page of ``slot``, 1-D and uint8, until ``stop`` says so; other threads run meanwhile."""
+    """Reads a byte of each page of ``slot``, 1-D and uint8, until ``stop`` returns True; other threads can run."""
     for begin in range(0, slot.numel(), TOUCH_BYTES):
         if stop():
             return
-        # A read is enough: at it the kernel clears a page that was only allocated, and maps it.
+        # A read is enough for the kernel to clear and map a page that was only allocated.
         slot.numpy()[begin : begin + TOUCH_BYTES : mmap.PAGESIZE].max()
 
 
 def nodes_of(slot: torch.Tensor) -> Counter[int]:
-    """Some pages of ``slot``, evenly spread, by their NUMA node; empty where the kernel does not say.
+    """Numbers of evenly sampled pages of ``slot`` by NUMA node; empty if the kernel does not report them.
 
     Pages that this process has not touched yet are left out.
     """
@@ -203,7 +202,7 @@ def nodes_of(slot: torch.Tensor) -> Counter[int]:
         return Counter()
     pages = (ctypes.c_void_p * len(addresses))(*addresses)
     nodes = (ctypes.c_int * len(addresses))()
-    # Without nodes to move them to the call says where they are: a node, or an error of the one page.
+    # Without target nodes the call only reports each page's node, or a negative error for it.
     failed = _system_call()(number, 0, ctypes.c_ulong(len(addresses)), pages, None, nodes, 0)
     return Counter() if failed else Counter(node for node in nodes if node >= 0)
 

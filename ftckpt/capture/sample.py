@@ -1,7 +1,7 @@
-"""A rotating sample of what several ranks hold, compared with every snapshot.
+"""Rotating samples of replicated state, compared between ranks with every snapshot.
 
-Each snapshot compares the bytes at one of N positions: an N-th of each replica set, whose fragments stand end to end.
-N + 1 snapshots in a row compare everything at least once. The work is enqueued at the boundary, and its result is
+Each snapshot compares one of N positions: an N-th of each replica set, whose fragments are concatenated. N + 1
+consecutive snapshots compare everything at least once. The work is enqueued at the step boundary, and its result is
 read when the rank posts its vote.
 """
 
@@ -26,20 +26,20 @@ from ftckpt.model.training_state import cast_master
 Ends: TypeAlias = list[int]
 
 SAMPLE_BYTES = 1 << 20
-"""Bytes of the largest replica set that one snapshot compares, as far as the number of positions allows."""
+"""Bytes of the largest replica set that one snapshot compares; more if the number of positions is limited."""
 
 LOOK_BYTES = SAMPLE_BYTES // 64
-"""To look at one more piece takes as long as so many bytes."""
+"""The fixed cost of a piece, as the number of bytes that take as long to compare."""
 
 _BLOCK = 1 << 22
-"""Elements that a device reduces together: they take 16 bytes each."""
+"""Elements that a device reduces at a time; each needs 16 bytes of temporary memory."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR, _MIX = 0x2545F4914F6CDD1D, 0x1B03738712FAD5C9
 
 
 class Slice(NamedTuple):
-    """Bytes ``begin`` to ``end`` of one of several pieces."""
+    """Bytes ``begin`` to ``end`` of a piece, which is an index."""
 
     piece: int
     begin: int
@@ -47,24 +47,24 @@ class Slice(NamedTuple):
 
 
 def num_positions(largest_bytes: int, pieces: int, limit: int) -> int:
-    """As many as ``limit`` snapshots in a row come to all of, and no more than are of use."""
+    """The number of positions: as many as ``SAMPLE_BYTES`` suggests, at most ``limit`` - 1."""
     return max(1, min(limit - 1, -(-(largest_bytes + pieces * LOOK_BYTES) // SAMPLE_BYTES)))
 
 
 def ends_of(sizes: Iterable[int]) -> Ends:
-    """Where pieces of ``sizes`` bytes end, one behind the other, each with ``LOOK_BYTES`` behind it."""
+    """Cumulative ends of pieces of ``sizes`` bytes, each followed by ``LOOK_BYTES``."""
     return [*accumulate(size + LOOK_BYTES for size in sizes)]
 
 
 def slices(ends: Ends, position: int, positions: int) -> list[Slice]:
-    """The part of pieces with these ``ends`` that belongs to one of ``positions``.
+    """The slices of pieces with these ``ends`` that belong to ``position`` of ``positions``.
 
-    Cut at multiples of ``CUT_BYTES`` inside each piece. Each byte belongs to exactly one position.
+    Cuts are at multiples of ``CUT_BYTES`` inside each piece. Each byte belongs to exactly one position.
     """
     total = ends[-1] if ends else 0
     begin, end = (total * at // positions for at in (position, position + 1))
     found: list[Slice] = []
-    # The piece in which the part before has ended may have some bytes left.
+    # Starts with the piece in which the previous position ended: some of its bytes may be left.
     for piece in range(bisect_right(ends, begin), len(ends)):
         start = ends[piece - 1] if piece else 0
         if start >= end:
@@ -81,8 +81,7 @@ def _cut(size: int, at: int) -> int:
 
 
 class _PendingSample(NamedTuple):
-    """A sample that was taken with snapshot ``number``: the words that the host and the device give, the latter
-    behind ``done``."""
+    """The sample of snapshot ``number``: words of the host, and of the device once ``done`` has happened."""
 
     number: int
     host: Integers
@@ -94,7 +93,7 @@ class Sampler:
     """Takes this rank's part of each sample.
 
     Args:
-        limit: snapshots in a row that compare everything; 0: nothing is compared.
+        limit: maximum number of consecutive snapshots until everything is compared; 0: nothing is compared.
     """
 
     def __init__(self, assignment: Assignment, rank: int, num_ranks: int, limit: int) -> None:
@@ -103,11 +102,11 @@ class Sampler:
             num_positions(belief.largest_bytes, belief.num_pieces, limit) if limit and belief.needed else 0
         )
         """The same on all ranks; 0: nothing is compared."""
-        # Slices of these take a hundredth of the time that those of tensors take.
+        # Slicing a memoryview is a hundred times as fast as slicing a tensor.
         self._on_host = {index: held.numpy().data for index, held in belief.held.items() if not held.is_cuda}
         self._held = belief.held
         self._items = {index: assignment.pieces[index].fragment.item_bytes for index in belief.held}
-        # Where pieces end is found once: at a boundary there is no time to look at each of them.
+        # The ends are computed once: a boundary has no time to visit each piece.
         self._derived = [
             (piece.derived_from.detach(), piece.tensor.detach(), piece.fragment.nbytes)
             for piece in assignment.derived
@@ -126,7 +125,7 @@ class Sampler:
         self._pending: _PendingSample | None = None
 
     def take(self, number: int) -> None:
-        """Sample for snapshot ``number``. Waits for no device."""
+        """Takes the sample for snapshot ``number``. Does not wait for a device."""
         if not self.positions:
             return
         position = position_of(number, self.positions)
@@ -138,25 +137,25 @@ class Sampler:
         self._pending = _PendingSample(number, host, *self._fetch(on_device))
 
     def words(self, number: int) -> Integers | None:
-        """This rank's words for snapshot ``number``, which it may not have sampled; None: nothing is compared."""
+        """This rank's words for snapshot ``number``, sampled or not; None: nothing is compared."""
         if not self.positions:
             return None
         pending, self._pending = self._pending, None
         if pending is None or pending.number != number:
             return self.comparison.unsampled()
         if pending.done is not None and pending.device is not None:
-            # Where a device is far behind a later snapshot compares the same.
+            # If the device is late, a later snapshot compares the same position.
             if not pending.done.query():  # type: ignore[no-untyped-call]
                 return self.comparison.unsampled()
             pending.host[: len(pending.device)] ^= pending.device.numpy()
         return pending.host
 
     def _mismatches(self, position: int) -> tuple[int, torch.Tensor | None]:
-        """Elements that are not the cast of their masters."""
+        """The number of elements that differ from the cast of their masters, on the host and on a device."""
         pairs: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for piece, begin, end in slices(self._derived_ends, position, self.positions):
             master, weight, nbytes = self._derived[piece]
-            if end - begin < nbytes:  # small ones are mostly compared as a whole
+            if end - begin < nbytes:  # most small pieces are compared entirely
                 part = slice(begin // weight.itemsize, end // weight.itemsize)
                 master, weight = master[part], weight[part]
             pairs.setdefault((weight.dtype, weight.device), []).append((master, weight))
@@ -173,7 +172,7 @@ class Sampler:
         return host, device
 
     def _digest(self, indices: Sequence[int], ends: Ends, position: int) -> tuple[int, torch.Tensor | None]:
-        """64 bits of the slices of a group, of those that lie on the host and on a device."""
+        """64-bit digests of a group's slices, on the host and on a device."""
         hasher, on_host = xxhash.xxh3_64(), False
         on_device: dict[int, list[torch.Tensor]] = {}
         for piece, begin, end in slices(ends, position, self.positions):
@@ -187,7 +186,7 @@ class Sampler:
         return host, reduced(on_device) if on_device else None
 
     def _fetch(self, words: Mapping[int, torch.Tensor | None]) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
-        """The device's words in pinned memory, once the event has happened."""
+        """Enqueues a copy of the device's words to pinned memory; they are valid once the event has happened."""
         there = {word: tensor for word, tensor in words.items() if tensor is not None}
         if not there:
             return None, None
@@ -204,8 +203,8 @@ class Sampler:
 
 
 def reduced(parts: dict[int, list[torch.Tensor]]) -> torch.Tensor:
-    """64 bits of ``parts``, bytes by the size of their elements: a sum, weighted by position, modulo 2**64. A change
-    of one element always changes it."""
+    """A 64-bit digest of ``parts`` (element size → bytes): a sum, weighted by position, modulo 2**64. A change of one
+    element always changes it."""
     total: torch.Tensor | None = None
     for item, tensors in parts.items():
         joined = (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).view(_INTEGERS[item])
@@ -213,9 +212,9 @@ def reduced(parts: dict[int, list[torch.Tensor]]) -> torch.Tensor:
             values = joined[begin : begin + _BLOCK]
             weights = torch.arange(begin + 1, begin + 1 + len(values), device=values.device)
             weights.mul_(_FACTOR)
-            # Odd: then no difference of two elements is lost modulo 2**64.
+            # Odd weights are invertible modulo 2**64, so no difference of an element vanishes.
             weights.bitwise_xor_(weights >> 29).mul_(_MIX).bitwise_or_(1)
-            # Into the weights: ``values`` may be training's own memory.
+            # In place on the weights: ``values`` may be training's own memory.
             part = weights.mul_(values).sum()
             total = part if total is None else total * _FACTOR + part
     assert total is not None, "of no bytes"

@@ -1,7 +1,7 @@
-"""Volatile state on a device, held there as it was at a boundary, until it has come to a slot.
+"""A buffer on the device for mutable state of a step boundary, until it is copied to a slot.
 
-To copy it to the host at once, training would wait for all that the device has been given, at each snapshot. So it is
-copied within the device, behind what training has enqueued there, and nobody waits; what follows may change it.
+A copy to the host at the boundary would make training wait for all work enqueued on the device, at each snapshot. A
+copy within the device is enqueued after training's work, and the host does not wait; later work may change the state.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ftckpt.capture.copier import by_home, copy_together, segments_of
 from ftckpt.capture.driver import device_buffer
 
 ALIGN_BYTES = 64
-"""Copied bytes lie as in the slot, modulo this: a view of them as any dtype is aligned."""
+"""Buffer and slot offsets of a byte are equal modulo this, so that a view as any dtype is aligned."""
 
 _MOST_BYTES = 64 << 20
-"""Of the device's memory, which belongs to training."""
+"""Maximum device memory for the buffer: the device belongs to training."""
 
 
 class VolatileMemory:
-    """Room for the first chunks of volatile state, up to 64 MiB: the others are not its.
+    """A device buffer for the first chunks of mutable state, up to 64 MiB; the others are not buffered.
 
-    ``reserve`` once, before training. ``take`` enqueues on the current stream, which the copies of what is ``held``
-    must wait for; the next ``take`` must come behind their end.
+    ``reserve`` is called once, before training. ``take`` enqueues on the current stream; the copies of ``held`` must
+    wait for it and complete before the next ``take``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class VolatileMemory:
         self._known: tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def reserve(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None:
-        """Have the memory, and all that ``take`` asks of the device. Raises RuntimeError where it has no room."""
+        """Allocates the buffer and warms up ``take``. Raises RuntimeError if the device is out of memory."""
         there = [left for copy in copies if (left := by_home(tensors, copy)[1]).segments]
         if not there:
             return
@@ -48,21 +48,21 @@ class VolatileMemory:
             self.take(tensors)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Hold what ``tensors`` are when the current stream comes to this."""
+        """Enqueues a copy of ``tensors`` to the buffer on the current stream."""
         if self._memory is None:
             return
-        # The same at each boundary: what is small takes longer to be found than to be copied.
+        # A cache: callers pass the same list at each boundary, and slicing small tensors takes longer than copying.
         if self._known is None or self._known[0] is not tensors:
             begin = self._begin
             self._known = tensors, *segments_of(tensors, list(self._copies.values()), self._memory, begin)
         copy_together(self._known[1], self._known[2])
 
     def holds(self, chunk: int) -> bool:
-        """Whether ``take`` takes what of a chunk is on the device."""
+        """Whether ``take`` copies the device's part of a chunk."""
         return chunk in self._copies
 
     def held(self, chunk: int) -> tuple[Sequence[torch.Tensor], ChunkCopy]:
-        """What was taken of a chunk, and the copy that brings it to a slot."""
+        """The buffered bytes of a chunk, and their copy to a slot."""
         assert self._memory is not None
         segments = [
             Segment(0, one.offset - self._begin, one.nbytes, one.offset, one.nbytes)
@@ -71,11 +71,11 @@ class VolatileMemory:
         return [self._memory], ChunkCopy(chunk, tuple(segments))
 
     def let_go(self) -> None:
-        """Give the memory back."""
+        """Releases the buffer."""
         self._memory = self._known = None
         self._copies = {}
 
 
 def aligned(offset: int) -> int:
-    """Where the memory of a copy to ``offset`` of a slot begins."""
+    """The slot offset ``offset``, rounded down to the alignment: a buffer for a copy to it starts there."""
     return offset // ALIGN_BYTES * ALIGN_BYTES

@@ -3,17 +3,17 @@
 ftckpt run ... SCRIPT ARGS...
 torchrun ... -m ftckpt.deepspeed SCRIPT ARGS...
 
-Either way ``"ftckpt": {"enabled": true}`` in DeepSpeed's JSON switches it on. ``deepspeed.initialize`` then returns
-an engine whose state is the newest snapshot's: a script that trains ``while engine.global_steps < N`` resumes
-there. The snapshot of an iteration is taken when ``engine.step`` or ``train_batch`` returns.
-Megatron-DeepSpeed's own train loop counts otherwise, and is known.
+``"ftckpt": {"enabled": true}`` in DeepSpeed's JSON switches it on. ``deepspeed.initialize`` then returns an engine
+with the state of the newest snapshot: a script that trains ``while engine.global_steps < N`` resumes from it. The
+snapshot of an iteration is taken when ``engine.step`` or ``train_batch`` returns. Megatron-DeepSpeed's own train
+loop, which has its own counters, is supported.
 
-With the runner snapshots are removed when the script has ended well. Without it ``engine.destroy()`` or ``close()``
-shows that training is done; a script that calls neither leaves its snapshots in memory, because nothing else tells a
-good end from ``sys.exit`` after an error. What ftckpt logs goes to the logger ``ftckpt``, which the runner shows on
-stderr. Under torchrun the runner also keeps each attempt's rendezvous apart from earlier ones; without it
-that is done only where ``deepspeed.initialize`` itself starts torch.distributed, and a script that does so earlier
-needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
+The runner removes snapshots when the script has succeeded. Without the runner, ``engine.destroy()`` or ``close()``
+signals success; a script that calls neither leaves its snapshots in memory, because its end cannot be distinguished
+from ``sys.exit`` after an error. ftckpt logs to the logger ``ftckpt``, which the runner prints to stderr. Under
+torchrun the runner also isolates each attempt's rendezvous from earlier ones. Without the runner this happens only if
+``deepspeed.initialize`` starts torch.distributed; a script that starts it earlier needs
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ __all__ = ["active", "attach", "begin_iteration", "close", "configure", "registe
 
 
 def register(name: str, value: Stateful) -> None:
-    """Save ``value``, a loader, a sampler, counters or a generator of the script, with each snapshot.
+    """Saves ``value`` (a loader, a sampler, counters or a generator of the script) with each snapshot.
 
-    Call it before ``deepspeed.initialize``, which gives the object its state back. The object must have advanced
-    when ``engine.step`` or ``train_batch`` returns. An object named ``data`` knows the position of the iterators that
-    the script makes; where there is none, what was drawn from an iterator given to ``train_batch`` is skipped.
+    Call it before ``deepspeed.initialize``, which restores the object's state. The object must have advanced when
+    ``engine.step`` or ``train_batch`` returns. An object named ``data`` restores the position of the script's
+    iterators; without one, a restart skips the items already drawn from an iterator given to ``train_batch``.
 
     Raises:
-        ConfigError: the name is taken, the object has no ``state_dict`` or ``load_state_dict``, or it is too late.
+        ConfigError: the name is taken, the object has no ``state_dict`` or ``load_state_dict``, or an engine is
+            already followed.
     """
     if not name or name.startswith("ftckpt.") or name in active_engine.objects:
-        raise ConfigError(f"register: the name {name!r} is taken or empty; names that begin with ftckpt. are ours")
+        raise ConfigError(f"register: the name {name!r} is taken, empty, or has the reserved prefix ftckpt.")
     from ftckpt.frameworks.generators import as_object
 
     value = as_object(value)
@@ -60,22 +61,22 @@ def register(name: str, value: Stateful) -> None:
 
 
 def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: Config | None = None) -> Any:
-    """Follow an engine whose JSON has no section ``"ftckpt"``; for objects that exist only when the engine does.
+    """Follows an engine whose JSON has no section ``"ftckpt"``; needed for objects that are created after the engine.
 
-    Collective. Call it after ``deepspeed.initialize`` and any ``load_checkpoint``. It restores what is newer than
-    the engine's state; ``engine.global_steps`` is right when it returns.
+    Collective. Call it after ``deepspeed.initialize`` and any ``load_checkpoint``. It restores a snapshot that is
+    newer than the engine's state; ``engine.global_steps`` is correct when it returns.
 
     Args:
         engine: the result of ``deepspeed.initialize``.
         objects: objects of the script, by name, in addition to registered ones.
-        config: default is the section of the engine's JSON with what ``configure`` was given.
+        config: default: the section of the engine's JSON merged with the settings of ``configure``.
 
     Returns:
         The Checkpointer, or None if ftckpt is off.
 
     Raises:
-        ConfigError: an engine is followed already, or no job name can be found.
-        UnsupportedError: a version, a JSON field or state that ftckpt does not know.
+        ConfigError: an engine is already followed, or no job name can be found.
+        UnsupportedError: a version, a JSON field or state that ftckpt does not support.
     """
     from ftckpt.deepspeed import section
 
@@ -92,7 +93,7 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
 
 
 def active() -> Checkpointer | None:
-    """The checkpointer of the engine that is followed, or None."""
+    """The checkpointer of the followed engine, or None."""
     return active_engine.door.checkpointer
 
 

@@ -1,4 +1,4 @@
-"""The engine of this process that is followed, and the script's objects: shared by all that follows it."""
+"""Process-wide state of the integration: the followed engine and the script's objects."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from ftckpt.frameworks import entry
 
 door = entry.Integration()
 objects: dict[str, Any] = {}
-"""The script's own, by name."""
+"""The script's registered objects, by name."""
 session: Any = None
 """The ``EngineSession`` of the engine that is followed, or was last."""
 _runner = False
 is_attached_later = False
-"""Whether the caller of ``deepspeed.initialize`` follows the engine when all that belongs to it is there."""
+"""Whether the caller of ``deepspeed.initialize`` attaches the engine itself, once everything it needs exists."""
 others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Engines with an optimizer that are not followed, though nothing says that they are not to be saved, and the steps
-that they had taken when another one was."""
+"""Engines with an optimizer that are neither followed nor excluded by their JSON, with their number of steps when
+another engine was attached."""
 
 
 def begin_iteration() -> None:
-    """An iteration begins: call it first in each, where a script changes state outside of engine calls.
+    """Marks the start of an iteration; for scripts that change state outside of engine calls. Call it first in each.
 
-    The snapshot of the iteration before is taken here instead of in ``engine.step``, so that it has what the script
-    has changed since (averaged weights, counters). After a restart random numbers are set here instead of in
-    ``engine(batch)``, so that noise that the script draws before that is the same. Does nothing where no engine is
-    followed.
+    The snapshot of the previous iteration is taken here instead of in ``engine.step``, so it includes later changes
+    of the script (averaged weights, counters). After a restart RNG is set here instead of in ``engine(batch)``, so
+    that the script draws the same noise before it. Has no effect if no engine is followed.
     """
     if session is not None and door.checkpointer is not None:
         session.begin_iteration()
 
 
 def close() -> None:
-    """Training has ended well: snapshots are not needed any more. Collective; a second call does nothing."""
+    """Ends a successful training and removes its snapshots. Collective; a second call has no effect."""
     _end(remove=True)
 
 
 def leave() -> None:
-    """Follow the engine no longer; snapshots stay for a later start of the job."""
+    """Stops following the engine; snapshots stay for a later start of the job."""
     _end(remove=False)
 
 
@@ -57,14 +56,14 @@ def _end(remove: bool) -> None:
 
 
 def leave_the_end_to_the_runner() -> None:
-    """From here on ``engine.destroy`` removes no snapshots: the runner sees how the script ends."""
+    """Keeps ``engine.destroy`` from removing snapshots: the runner decides by the script's exit."""
     global _runner
     _runner = True
 
 
 @contextmanager
 def attached_later() -> Iterator[None]:
-    """No engine that is made inside is followed: the caller does so when all that belongs to it is there."""
+    """A context in which new engines are not followed: the caller attaches them once everything they need exists."""
     global is_attached_later
     before, is_attached_later = is_attached_later, True
     try:
@@ -74,7 +73,8 @@ def attached_later() -> Iterator[None]:
 
 
 def require_one_engine(engine: Any) -> None:
-    """Nothing is followed yet, and from here on nothing but ``engine`` trains: see ``check_others``.
+    """Checks that no engine is followed yet, and records the steps of engines other than ``engine``: see
+    ``check_others``.
 
     Raises:
         ConfigError: an engine is followed.
@@ -89,17 +89,17 @@ def require_one_engine(engine: Any) -> None:
 
 
 def check_others() -> None:
-    """Raises ConfigError where an engine that is not followed has trained since another one is."""
+    """Raises ConfigError if an engine that is not followed has trained since another one was attached."""
     if any(int(other.global_steps) != steps for other, steps in others.items()):
         raise second_engine()
 
 
 def second_engine() -> ConfigError:
-    """The error where two engines train."""
+    """The error if two engines train."""
     return ConfigError(
-        "ftckpt saves one engine, and another one trains in this process, which a restart would begin anew: where "
-        'that is right, put "ftckpt": {"enabled": false} into the configuration of the other; where training with '
-        "the first has ended, call ftckpt.deepspeed.close() before it; else switch ftckpt off"
+        "ftckpt saves one engine per process, but another one trains as well and would restart from scratch: if that "
+        'is intended, put "ftckpt": {"enabled": false} into the configuration of the other; if training of the first '
+        "has ended, call ftckpt.deepspeed.close() before it; otherwise switch ftckpt off"
     )
 
 

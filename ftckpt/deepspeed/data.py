@@ -1,14 +1,14 @@
-"""The position of a rank in its training data, and how a restarted process returns to it.
+"""The position of a rank in its training data, and the return of a restarted process to it.
 
-Three ways of giving data to DeepSpeed:
+Three ways of passing data to DeepSpeed:
 
-* ``training_data=`` given to ``deepspeed.initialize``: the engine owns the loader. The generators' states at the
-  begin of the epoch and before its first batch, the sampler's epoch and the number of batches drawn are saved. A
-  restarted process sets those states, begins the epoch and skips as many batches: exact for any sampler of torch.
-* an iterator given to ``train_batch``, or set by ``set_dataloader``: items drawn from it are counted, and a
-  restarted process skips as many, unless the script has registered an object named ``data``: the position is its.
-  The first of them must be the one that the job began with: an iterator that stands elsewhere is not skipped over.
-* a script that draws its batches itself and calls ``engine(batch)``: the position is the script's own.
+* ``training_data=`` of ``deepspeed.initialize``: the engine owns the loader. Saved are the generators' states at the
+  start of the epoch and before its first batch, the sampler's epoch, and the number of batches drawn. A restarted
+  process sets those states, starts the epoch and skips as many batches: exact for every sampler of torch.
+* an iterator passed to ``train_batch``, or set by ``set_dataloader``: items drawn from it are counted, and a
+  restarted process skips as many, unless the script has registered an object named ``data`` that restores the
+  position. The first item must be the first one of the job: an iterator at another position is an error.
+* a script that draws its batches itself and calls ``engine(batch)``: the script restores the position.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ftckpt.model.objects import encode
 
 @dataclass
 class Epoch:
-    """One pass through a loader: what its order follows from, and how many batches were drawn.
+    """One pass through a loader: everything that determines its order, and the number of batches drawn.
 
-    ``begin`` and ``first`` are the generators' states when the pass began, and before its first batch: a sampler
-    draws its permutation then, a worker its seed. ``sampler`` is the number that ``set_epoch`` was given.
+    ``begin`` and ``first`` are the generators' states at the start of the pass and before its first batch: workers
+    draw their seed and samplers their permutation then. ``sampler`` is the argument of ``set_epoch``.
     """
 
     begin: Mapping[str, Any] | None
@@ -42,25 +42,26 @@ class Epoch:
 
 
 class EpochBegins:
-    """The generators' states at the last begin of each loader's epoch, while ``recorded`` is entered."""
+    """The generators' states at the last epoch start of each loader within ``recorded``."""
 
     def __init__(self) -> None:
         self._states: dict[int, Mapping[str, Any]] = {}
 
     def of(self, loader: Any) -> Mapping[str, Any] | None:
-        """The states when the epoch under way began; None where none did."""
+        """The states at the start of the loader's current epoch; None if none has started."""
         return self._states.get(id(loader))
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within it, any loader of DeepSpeed may begin an epoch: a PipelineEngine's does when it is built."""
+        """A context that records epoch starts of all DeepSpeed loaders: a PipelineEngine starts one when it is built.
+        """
         original = DeepSpeedDataLoader.__iter__
 
         def begin(loader: Any) -> Any:
             self._states[id(loader)] = save_generators()
             return original(loader)
 
-        # On the class: the loader that begins here does not exist yet. Only while one engine is made.
+        # On the class, because the loader does not exist yet; only while one engine is built.
         DeepSpeedDataLoader.__iter__ = begin
         try:
             yield
@@ -69,7 +70,7 @@ class EpochBegins:
 
 
 class CountingIterator(Proxy):
-    """An iterator, how many items were drawn from it, and a digest of the first one."""
+    """An iterator that counts its items and stores a digest of the first one."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         super().__init__(iterator)
@@ -88,23 +89,23 @@ class CountingIterator(Proxy):
 
 
 class DataPosition:
-    """Saved and loaded as one of the objects of the training state.
+    """The position in the data of an engine, as an object of the training state.
 
     Args:
-        engine: whose data it is.
-        begins: of an epoch that began before this object was made.
-        owned_by_script: the script has registered an object that knows the position of its own iterators.
+        engine: the engine that is fed.
+        begins: epoch starts before this object was created.
+        owned_by_script: the script has registered an object that restores the position of its own iterators.
     """
 
     def __init__(self, engine: Any, begins: EpochBegins, owned_by_script: bool) -> None:
         self._engine = engine
         self._owned_by_script = owned_by_script
         self.set_rng: Callable[[], None] = _nothing
-        """Sets the generators to what was restored; called before the first batch is drawn."""
+        """Sets the generators to their restored states; called before the first batch is drawn."""
         self.draws: Callable[[], None] = _nothing
         """Called before a batch is drawn from the engine's own loader."""
         self.log: Callable[[str], None] = _nothing
-        """Takes one line for people."""
+        """Logs one line."""
         self._given = engine.training_dataloader
         self._loader = _engine_loader(self._given)
         self._loader_class: Any = type(self._loader)
@@ -113,16 +114,16 @@ class DataPosition:
         self._restored: Mapping[str, Any] | None = None
         self._rng_is_set = False
         self._is_behind = False
-        """The restored epoch has begun, and its batches have yet to be skipped."""
+        """The restored epoch has started, but its batches have not been skipped yet."""
         self._has_peeked = False
-        """A batch was drawn, and nothing was trained yet."""
+        """A batch was drawn, but nothing was trained yet."""
         if self._loader is not None:
             self._epoch.sampler = _sampler_epoch(self._loader)
             self._follow_loader()
 
     @property
     def is_known(self) -> bool:
-        """Whether anything here, or an object of the script, says where in the data training stands."""
+        """Whether this object or one of the script restores the position."""
         return self._loader is not None or self._owned_by_script or bool(self._engine.pipeline_parallelism)
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,41 +133,41 @@ class DataPosition:
         return {"epoch": dict(vars(self._epoch)), "drawn": num_drawn, "first": first, "samples": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stand there before the first batch is drawn."""
+        """Sets the position to which to return before the first batch is drawn."""
         self._restored = state
 
     def load_reshaped(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Stand at the same sample in another layout: its ranks draw more or fewer in a row, all together the same.
+        """Sets the position to the same sample in another layout, whose ranks draw more or fewer samples at a time.
 
-        So do torch's samplers for several ranks, and scripts that deal a batch out to their ranks.
+        Assumes that ranks divide one sequence, as torch's distributed samplers and scripts that split batches do.
 
         Raises:
-            MismatchError: here a draw of all ranks would begin in the middle of one.
+            MismatchError: the sample is not at the start of a draw of all ranks in this layout.
         """
         state = states[0]
         epoch, samples = dict(state["epoch"]), state["samples"]
-        # Ranks of other places began with other items, and drew other numbers.
+        # Ranks at other coordinates started with other items and drew other random numbers.
         self._restored = {
             **state, "epoch": {**epoch, "drawn": self._drawn_here(epoch["drawn"], samples)},
             "drawn": 0 if self._owned_by_script else self._drawn_here(state["drawn"], samples), "first": None,
         }  # fmt: skip
 
     def begin_training(self) -> None:
-        """A batch is about to be used: before the first one go to the position, then set RNG unless a draw has."""
+        """Must be called before a batch is used: the first call restores the position, and RNG unless a draw has."""
         if self._restored is not None and isinstance(self._given, RepeatingLoader):
-            # A RepeatingLoader began its epoch when the engine was built, before anything was restored.
+            # A RepeatingLoader started its epoch when the engine was built, before the restore.
             self._given.data_iter = iter(self._given.loader)
             if self._is_behind:
                 self._replay()
-        # A pipeline draws its batches after this, and needs to know what was restored: see ``draw_from``.
+        # A pipeline draws its batches later, and still needs ``_restored``: see ``draw_from``.
         if not self._engine.pipeline_parallelism:
             self._set_rng_once()
             self._restored = None
 
     def draw_from(self, given: Any) -> Any:
-        """What ``train_batch`` shall draw from where it is given ``given``; items of the script's are counted."""
+        """The iterator for ``train_batch`` instead of ``given``; wraps the script's iterators to count items."""
         iterator = given if given is not None else self._engine.data_iterator
-        # The engine's own loader is followed by its class, and counts for itself.
+        # The engine's own loader is observed through its class.
         if iterator is None or iterator is self._given:
             self._set_rng_once()
             self._restored = None
@@ -185,7 +186,7 @@ class DataPosition:
         return self._counting
 
     def remove(self) -> None:
-        """Follow the engine's loader and the script's iterator no longer."""
+        """Stops observing the engine's loader and the script's iterator."""
         if self._counting is not None and self._engine.data_iterator is self._counting:
             self._engine.data_iterator = self._counting.wrapped
         if self._loader is not None:
@@ -193,17 +194,17 @@ class DataPosition:
 
     @property
     def _num_samples(self) -> int:
-        """What all ranks draw together at once."""
+        """The number of samples that all ranks draw at a time."""
         return int(self._engine.train_micro_batch_size_per_gpu()) * int(self._engine.dp_world_size)
 
     def _drawn_here(self, drawn: int, samples: int) -> int:
         number, rest = divmod(drawn * samples, self._num_samples)
         if rest:
             raise MismatchError(
-                f"the snapshot is behind {drawn * samples} samples of its data, and this layout draws "
-                f"{self._num_samples} at once (train_micro_batch_size_per_gpu times replicas): choose a micro-batch "
-                "size that divides them; a script that gives train_batch an iterator may register an object named "
-                "data that knows the position (ftckpt.deepspeed.register)"
+                f"the snapshot was taken after {drawn * samples} samples, which is no multiple of the "
+                f"{self._num_samples} that this layout draws at a time (train_micro_batch_size_per_gpu times "
+                "replicas): choose a micro-batch size that divides them, or, if the script passes an iterator to "
+                "train_batch, register an object named data that restores the position (ftckpt.deepspeed.register)"
             )
         return number
 
@@ -216,30 +217,30 @@ class DataPosition:
         if not number:
             return
         if self._owned_by_script:
-            self.log("data: where the iterator given to train_batch stands is left to the registered object")
+            self.log("data: the registered object restores the position of the iterator passed to train_batch")
             return
-        self.log(f"data: skipping the {number} items that were drawn before from the iterator given to train_batch")
+        self.log(f"data: skipping {number} items, already drawn, of the iterator passed to train_batch")
         for index in range(number):
             try:
-                # Drawn through the counter: skipped items are counted as drawn, as they were before.
+                # Through the counter: skipped items count as drawn.
                 next(items)
             except StopIteration:
                 raise ConfigError(
-                    f"data: the iterator given to train_batch ends after {index} of the {number} items that were "
-                    "drawn before; register an object that knows the position (ftckpt.deepspeed.register)"
+                    f"data: the iterator passed to train_batch ends after {index} of the {number} items to skip; "
+                    "register an object that restores the position (ftckpt.deepspeed.register)"
                 ) from None
             if first is not None and items.first != first:
                 raise ConfigError(
-                    "data: the iterator given to train_batch does not begin with the item that the job began with: "
-                    f"the {number} items to skip are not those that were drawn before; let it begin there, or "
-                    "register an object named data that knows the position (ftckpt.deepspeed.register)"
+                    "data: the iterator passed to train_batch does not start with the first item of the job, so the "
+                    f"{number} items to skip are not those already drawn; start it with that item, or register an "
+                    "object named data that restores the position (ftckpt.deepspeed.register)"
                 )
-        self._rng_is_set = False  # items that are made when they are drawn may have drawn numbers
+        self._rng_is_set = False  # drawing items may have consumed random numbers
 
     def _follow_loader(self) -> None:
-        """Give the one loader a class of its own: ``iter`` and ``next`` look for methods in the class alone.
+        """Gives the loader a subclass of its own, because ``iter`` and ``next`` look up methods in the class only.
 
-        A copy of the loader, or a pickle, is of the class that it had before.
+        Copies and pickles of the loader have the original class.
         """
         begin, draw, base = self._begin_epoch, self._draw, self._loader_class
 
@@ -251,16 +252,16 @@ class DataPosition:
         self._loader.__class__ = type(base.__name__, (base,), methods)
 
     def _begin_epoch(self) -> Any:
-        """What ``iter`` of the loader does."""
+        """Implements ``iter`` of the loader."""
         self.draws()
         if self._restored is not None and self._begin_restored():
             return self._loader
-        # Before the loader's own ``iter``, which draws the seed of its workers.
+        # Before the loader's own ``iter``, which draws the workers' seed.
         self._epoch = Epoch(save_generators(), _sampler_epoch(self._loader))
         return self._loader_class.__iter__(self._loader)
 
     def _draw(self) -> Any:
-        """What ``next`` of the loader does."""
+        """Implements ``next`` of the loader."""
         self.draws()
         if self._restored is not None:
             if self._is_behind:
@@ -275,15 +276,15 @@ class DataPosition:
         except StopIteration:
             self._restored = None
             raise
-        # Behind the draw: a batch that failed was not drawn.
+        # After the draw: a failed batch does not count.
         epoch.drawn += 1
         return batch
 
     def _begin_restored(self) -> bool:
-        """An epoch begins; returns whether it is the restored one, which the first draw will go through.
+        """Starts an epoch; returns whether it is the restored one, which the first draw replays.
 
-        As long as nothing was trained, a script that has drawn a batch only to look at it begins where it began
-        before. One that begins twice and draws nothing in between has done so in the unbroken run too.
+        Until something is trained, a script that has drawn a batch only to inspect it restarts the same epoch. A
+        script that starts an epoch twice without a draw in between did so in the uninterrupted run as well.
         """
         assert self._restored is not None
         epoch = Epoch(**self._restored["epoch"])
@@ -296,7 +297,7 @@ class DataPosition:
         return self._is_behind
 
     def _replay(self) -> None:
-        """Begin the epoch that was under way once more, and skip the batches drawn."""
+        """Starts the restored epoch again and skips the batches already drawn."""
         assert self._restored is not None
         self._is_behind = False
         self._epoch = epoch = Epoch(**self._restored["epoch"])
@@ -307,7 +308,7 @@ class DataPosition:
             load_generators(epoch.begin)
         self._loader_class.__iter__(self._loader)
         if epoch.drawn:
-            self.log(f"data: skipping the {epoch.drawn} batches of this epoch that were drawn before")
+            self.log(f"data: skipping {epoch.drawn} batches, already drawn, of this epoch")
             assert epoch.first is not None, "what was drawn was preceded by a first draw"
             load_generators(epoch.first)
         for _ in range(epoch.drawn):
@@ -315,11 +316,11 @@ class DataPosition:
 
 
 def _nothing(*args: Any) -> None:
-    """Until a state and a log are known."""
+    """Default of callbacks that are not set yet."""
 
 
 def _digest(item: Any) -> str | None:
-    """Of an item's bytes; None where it has something that is no number, text, array or tensor."""
+    """A digest of an item; None if it contains anything but numbers, texts, arrays and tensors."""
     try:
         return xxhash.xxh3_64_hexdigest(encode(item))
     except UnsupportedError:
@@ -331,6 +332,6 @@ def _sampler_epoch(loader: Any) -> Any:
 
 
 def _engine_loader(given: Any) -> Any:
-    """The DeepSpeedDataLoader that an engine has made for itself, or None."""
+    """The DeepSpeedDataLoader that an engine has created for itself, or None."""
     loader = given.loader if isinstance(given, RepeatingLoader) else given
     return loader if isinstance(loader, DeepSpeedDataLoader) else None

@@ -1,9 +1,9 @@
 """Coordinates of a DeepSpeed rank in the layout, and boxes of its parameters in logical tensors.
 
-Names are those of the module: a PipelineModule numbers layers across its stages and gives a tied layer one name on
-all of them. What such a layer has beside its tied weights each stage trains for itself: the first one has it under
-that name, every other under the number of the layer. Experts have the number that they have among all experts of
-their layer. How ranks divide a tensor is what the marks on its parameter say.
+Keys are the module's parameter names: a PipelineModule numbers layers across its stages and gives a tied layer one
+name on all of them. Each stage trains its own copy of such a layer's untied parameters: the first stage uses the key
+of the tied layer, the others the layer's number. Experts are numbered among all experts of their layer. Marks on a
+parameter define how ranks divide its tensor.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _EXPERTS = "experts.deepspeed_experts."
 
 
 def tensor_parallel(engine: Any) -> tuple[int, int]:
-    """This rank's place among the ranks that share its layers, and their number."""
+    """This rank's tensor-parallel rank and world size."""
     mpu = engine.mpu
     return int(bwc_tensor_model_parallel_rank(mpu)), int(bwc_tensor_model_parallel_world_size(mpu))
 
 
 def coordinates(engine: Any) -> dict[str, int]:
-    """This rank's, along each axis by which state is divided."""
+    """This rank's coordinate along each axis that divides state."""
     return {
         "tp": tensor_parallel(engine)[0],
         "pp": int(engine.stage_id) if engine.pipeline_parallelism else 0,
@@ -52,22 +52,22 @@ def layout_sizes(engine: Any) -> dict[str, int | str | bool]:
 
 
 def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[LogicalBox, ...]]:
-    """The places of every parameter of this rank's module; each has one.
+    """The box of every parameter of this rank's module; each has one.
 
     Raises:
-        UnsupportedError: a parameter whose part of its logical tensor is not known, by name.
+        UnsupportedError: a parameter whose position in its logical tensor is unknown, by name.
     """
     rank, size = tensor_parallel(engine)
     first_experts, own_copies = _first_experts(engine.module), _own_copies(engine.module)
     if first_experts and (size > 1 or engine.pipeline_parallelism):
         raise UnsupportedError(
             "experts together with a PipelineModule or tensor parallelism are not supported by ftckpt; train them "
-            "with data and expert parallelism alone"
+            "with data and expert parallelism only"
         )
     places: dict[torch.nn.Parameter, tuple[LogicalBox, ...]] = {}
     for name, parameter in unwrapped(engine.module.named_parameters()):
         key = own_copies.get(parameter) or _key(name, parameter, first_experts)
-        # Under ZeRO 3 a parameter is an empty tensor of one dimension while it is not gathered.
+        # Under ZeRO 3 a parameter that is not gathered is an empty 1-D tensor.
         local = tuple(getattr(parameter, "ds_shape", parameter.shape))
         dim = _divided_dim(name, parameter, len(local)) if size > 1 else None
         whole, offset = list(local), [0] * len(local)
@@ -79,7 +79,7 @@ def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[LogicalBox, 
 
 
 def _first_experts(module: torch.nn.Module) -> dict[str, int]:
-    """Of each layer of experts, the beginning of their names, and the number of this rank's first one."""
+    """For each layer of experts, the prefix of their names and the number of this rank's first expert."""
     firsts = {}
     for name, layer in unwrapped(module.named_modules()):
         if isinstance(layer, MOELayer):
@@ -89,7 +89,7 @@ def _first_experts(module: torch.nn.Module) -> dict[str, int]:
 
 
 def _own_copies(module: Any) -> dict[torch.nn.Parameter, str]:
-    """Names of what no other stage has, of the tied layers that begin on a stage before this one."""
+    """Keys of this stage's own copies of untied parameters, in tied layers that start on an earlier stage."""
     if not getattr(module, "tied_comms", None):
         return {}
     tied = {weight for weight, _ in module.get_tied_weights_and_groups()}
@@ -101,7 +101,7 @@ def _own_copies(module: Any) -> dict[torch.nn.Parameter, str]:
             if getattr(spec, "key", None) == key and module.stage_owner(number) == module.stage_id
         )
         for name, parameter in unwrapped(layer.named_parameters()):
-            # DeepSpeed marks all of such a layer on the later stages, tied or not.
+            # DeepSpeed marks all parameters of such a layer on later stages, tied or not.
             if parameter not in tied and getattr(parameter, "ds_pipe_replicated", False):
                 names[parameter] = f"{number}.{name}"
     return names
@@ -114,14 +114,14 @@ def _key(name: str, parameter: torch.nn.Parameter, first_experts: dict[str, int]
             return f"{prefix}{first + int(index)}.{rest}"
     if is_moe_param(parameter):
         raise UnsupportedError(
-            f"parameter {name} is marked as an expert's (allreduce is False) and lies in no deepspeed.moe layer: "
-            "which expert it is cannot be known; build experts with deepspeed.moe.layer.MoE"
+            f"parameter {name} is marked as an expert's (allreduce is False) but is in no deepspeed.moe layer, so "
+            "its expert is unknown; build experts with deepspeed.moe.layer.MoE"
         )
     return name
 
 
 def _divided_dim(name: str, parameter: torch.nn.Parameter, num_dims: int) -> int | None:
-    """In which of its dimensions tensor-parallel ranks divide a parameter, None where all have the same."""
+    """The dimension in which tensor-parallel ranks divide a parameter; None if all have the same."""
     marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
     if not any(marks):
         return None
@@ -135,6 +135,6 @@ def _divided_dim(name: str, parameter: torch.nn.Parameter, num_dims: int) -> int
     if stride != 1:
         raise UnsupportedError(
             f"parameter {name} has partition_stride {stride}: its parts are interleaved over tensor-parallel ranks; "
-            "only a stride of 1 is known, so keep what is interleaved as parameters of their own"
+            "only a stride of 1 is supported, so split it into separate parameters"
         )
     return int(dim)

@@ -6,11 +6,11 @@ engine without a pipeline, in the kinds of ``ftckpt.schedule.iteration``:
 | place | from | to |
 |---|---|---|
 | forward | ``engine.forward`` | its return |
-| backward | that | the end of ``engine.backward``, or of the reduction-free part of it |
-| window | a micro-batch's reduction of gradients or its end | the next forward |
+| backward | the end of forward | the end of ``engine.backward``, or the start of gradient reduction in it |
+| window | the end of a micro-batch's backward | the next forward |
 | tail | the same of the last micro-batch: reduction, norm, overflow | the fence |
 
-The gathers and reductions that ZeRO overlaps with computation belong to forward and backward: no link is idle then.
+Gathers and reductions that ZeRO overlaps with computation belong to forward and backward: the link is not idle then.
 
 The fence runs before the first write to optimizer-updated state, after the gradient norm has been reduced: around
 ``_optimizer_step`` of the ZeRO optimizers, and around ``step`` of the inner optimizer of all others. A second,
@@ -43,19 +43,19 @@ _FUNCTIONS = (
     "forward", "backward", "step", "allreduce_gradients", "gradient_accumulation_steps",
     "is_gradient_accumulation_boundary", "zero_optimization_stage",
 )  # fmt: skip
-"""Methods of an engine that are wrapped, or called during training."""
+"""Methods of an engine that are wrapped or called during training."""
 
 
 class EngineHooks:
-    """Where one engine is, for its checkpointer.
+    """Reports one engine's phases, step boundaries and fences to its checkpointer.
 
     Args:
-        patches: what is hooked here can be taken back there.
+        patches: records the hooks, so that they can be removed.
         engine: a DeepSpeedEngine or a PipelineEngine.
         checkpointer: may be replaced later.
         begin: called before each training batch is used.
-        check_counted: given where the script counts an iteration behind the engine's step: its boundary waits for
-            ``take_boundary``, and this raises where it has not been counted by then.
+        check_counted: given if the script counts an iteration after the engine's step: the boundary is deferred until
+            ``take_boundary``, and this raises if the script has not counted the iteration by then.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class EngineHooks:
         self.checkpointer = checkpointer
         self.begin = begin
         self.has_trained = False
-        """True once a step boundary was reached."""
+        """Whether a step boundary was reached."""
         self.is_deferred = check_counted is not None
-        """True if step boundaries are deferred until ``take_boundary``."""
+        """Whether step boundaries are deferred until ``take_boundary``."""
         self._check_counted = check_counted
         self._is_due = False
         self._counts_batches = _counts_batches(engine)
@@ -78,22 +78,22 @@ class EngineHooks:
         self._thread = threading.get_ident()
 
     def phase(self, kind: str) -> None:
-        """Training comes to a place."""
-        # Gradients may be reduced on autograd's own threads, in the middle of a place of the training thread.
+        """Reports the start of a phase."""
+        # Gradients may also be reduced on autograd's threads, during a phase of the training thread.
         if threading.get_ident() == self._thread:
             self.checkpointer.phase(kind)
 
     def boundary(self, steps_before: int) -> None:
-        """An iteration is over if the engine has counted a step, whether it was applied or skipped."""
+        """Marks a step boundary if the engine has counted a step, applied or skipped."""
         self._scheduled = False
-        # A step that overflowed counts too: its loss scale and the number of skipped steps are state.
+        # An overflowed step counts too: it changes the loss scale and the number of skipped steps.
         if self.engine.global_steps != steps_before:
             self.has_trained = self._is_due = True
             if not self.is_deferred:
                 self.take_boundary()
 
     def take_boundary(self) -> None:
-        """All counters of the iteration have advanced, if one is over since the last call."""
+        """Takes the boundary of an iteration that has ended since the last call; all its counters have advanced."""
         if self._is_due:
             if self._check_counted is not None:
                 self._check_counted()
@@ -102,7 +102,7 @@ class EngineHooks:
             self._draw()
 
     def _draw(self) -> None:
-        """Scalars beside those of the engine's monitor, as often as it prints."""
+        """Writes scalars to the engine's monitor, as often as the engine prints."""
         engine, monitor = self.engine, getattr(self.engine, "monitor", None)
         if not self._draws or engine.global_rank != 0 or monitor is None or not monitor.enabled:
             return
@@ -115,7 +115,7 @@ class EngineHooks:
             )
 
     def follow_micro_batches(self) -> None:
-        """Listen to an engine without a pipeline."""
+        """Hooks an engine without a pipeline."""
         module = self.engine.module
         before = module.register_forward_pre_hook(ModuleHook(module, self._before_module))
         self.patches.undo.append(before.remove)
@@ -125,19 +125,20 @@ class EngineHooks:
         self.patches.wrap(self.engine, "step", self._step)
 
     def fence_optimizer(self) -> None:
-        """Put both fences up, on an engine that ``check_optimizer`` has passed."""
+        """Installs both fences, on an engine that ``check_optimizer`` has accepted."""
         inner = self.engine.basic_optimizer
         outer = self.engine.optimizer
-        # ZeRO's optimizers write their flat tensors in there; all others first in the inner optimizer's step.
+        # ZeRO's optimizers write their flat tensors in this method; all others first write in the inner step.
         owner, name = (outer, "_optimizer_step") if hasattr(outer, "_optimizer_step") else (inner, "step")
         self.patches.wrap(owner, name, self._fenced)
-        backup = getattr(outer, "backup_optimizer", None)  # of a partial offload, beside the inner one
+        backup = getattr(outer, "backup_optimizer", None)  # the second optimizer of a partial offload
         for optimizer in (inner, backup) if backup is not None else (inner,):
             handle = optimizer.register_step_pre_hook(Hook(optimizer, lambda *_: self.checkpointer.fence()))
             self.patches.undo.append(handle.remove)
 
     def see_pauses(self) -> None:
-        """What the engine evaluates and saves is no cost of snapshots; ``load_checkpoint`` is the session's."""
+        """Excludes the engine's evaluations and saves from the cost of snapshots; the session wraps
+        ``load_checkpoint``."""
         for name in ("eval_batch", "save_checkpoint", "save_16bit_model"):
             if hasattr(self.engine, name):
                 self.patches.wrap(self.engine, name, self._paused)
@@ -151,7 +152,7 @@ class EngineHooks:
         return original(*args, **kwargs)
 
     def _before_module(self, module: torch.nn.Module, *_: Any) -> None:
-        # Some scripts call the module, and not the engine.
+        # Some scripts call the module instead of the engine.
         if module.training and torch.is_grad_enabled():
             self.begin()
         else:
@@ -166,7 +167,7 @@ class EngineHooks:
         self._scheduled = True
         self.phase("forward")
         output = original(*args, **kwargs)
-        self.phase("backward")  # the loss may go backward by itself, without engine.backward
+        self.phase("backward")  # the script may call loss.backward() instead of engine.backward
         return output
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +182,7 @@ class EngineHooks:
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = self.engine.global_steps
-        # A script that accumulates by itself calls ``step`` only after its last micro-batch.
+        # A script with its own gradient accumulation calls ``step`` only after its last micro-batch.
         self.phase(self._after_backward() if self._counts_batches else "tail")
         result = original(*args, **kwargs)
         if self.engine.global_steps != before:
@@ -193,26 +194,26 @@ class EngineHooks:
 
 
 def _counts_batches(engine: Any) -> bool:
-    """Whether the engine, and not the script, knows the last micro-batch of an iteration.
+    """Whether the engine, not the script, counts the micro-batches of an iteration.
 
     Raises:
         UnsupportedError: this release does not show it.
     """
     if hasattr(engine, "managed_gradient_accumulation"):
         return bool(engine.managed_gradient_accumulation())
-    if Version(deepspeed.__version__) < Version("0.19.4"):  # those always do
+    if Version(deepspeed.__version__) < Version("0.19.4"):  # these releases always count
         return True
     raise UnsupportedError(
-        f"DeepSpeed {deepspeed.__version__} has no managed_gradient_accumulation, which tells who counts "
-        "micro-batches: install a tested release"
+        f"DeepSpeed {deepspeed.__version__} has no managed_gradient_accumulation, which shows whether the engine "
+        "counts micro-batches: install a tested release"
     )
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse an engine without the functions and fields that hooks rest on.
+    """Checks that an engine has the functions and fields that the hooks need.
 
     Raises:
-        UnsupportedError: what this release does not have.
+        UnsupportedError: this release lacks one.
     """
     versions.require(
         f"DeepSpeed {deepspeed.__version__}", engine, dict.fromkeys(_FUNCTIONS, ()),
@@ -221,22 +222,22 @@ def check_engine(engine: Any) -> None:
 
 
 def check_optimizer(engine: Any) -> None:
-    """Refuse an engine whose optimizer cannot be fenced twice.
+    """Checks that an engine's optimizer can be fenced twice.
 
     Raises:
-        UnsupportedError: the engine has no optimizer, or one without hooks of torch's kind.
+        UnsupportedError: the engine has no optimizer, or one without torch's step hooks.
     """
     inner = engine.basic_optimizer
     if inner is None or not hasattr(inner, "register_step_pre_hook"):
         raise UnsupportedError(
-            f"optimizer: {type(inner).__name__} is no optimizer of torch's kind; name one in the DeepSpeed "
-            "configuration or give one to deepspeed.initialize"
+            f"optimizer: {type(inner).__name__} is not a torch optimizer; name one in the DeepSpeed configuration or "
+            "pass one to deepspeed.initialize"
         )
 
 
 @functools.lru_cache(maxsize=16)
 def micro_batches_in_turn(count: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Kinds and relative lengths of the places of ``count`` micro-batches on an engine without a pipeline."""
+    """The places of ``count`` micro-batches on an engine without a pipeline, and their relative lengths."""
     kinds = ("forward", "backward", "window") * (count - 1) + ("forward", "backward", "tail")
-    # Lengths in units of a forward: backward counts double, windows and tail are measured later.
+    # In units of a forward: a backward takes two, windows and tail are measured later.
     return kinds, (1.0, 2.0, 0.0) * count

@@ -1,9 +1,9 @@
-"""The door of ``deepspeed.initialize``: where the JSON switches ftckpt on, the engine it returns is followed.
+"""The wrapper of ``deepspeed.initialize``, which follows the returned engine if the JSON switches ftckpt on.
 
-``deepspeed.initialize`` is replaced as soon as both ftckpt.deepspeed and deepspeed are imported, whichever comes
-first; importing ftckpt.deepspeed does not import deepspeed. What replaces it does nothing at all where ftckpt is
-not switched on. ``deepspeed.init_distributed`` is replaced too, by what keeps the attempts of torchrun apart: at that
-time nobody knows the JSON. So are functions of Megatron-DeepSpeed's train loop, where a script imports it.
+``deepspeed.initialize`` is wrapped as soon as both ftckpt.deepspeed and deepspeed are imported, in any order;
+importing ftckpt.deepspeed does not import deepspeed. The wrapper has no effect while ftckpt is off.
+``deepspeed.init_distributed`` is wrapped as well, to isolate the attempts of torchrun: the JSON is not known then. So
+are functions of Megatron-DeepSpeed's train loop, if a script imports it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _REPLACED: dict[str, Callable[[Any], None]] = {
     "deepspeed": _replace_in_deepspeed,
     "megatron.training": _replace_in_megatron,
 }
-"""By name of a module what puts ftckpt before its functions; a second call does nothing."""
+"""Module name → function that wraps functions of the module; idempotent."""
 _watch = ImportWatch(_REPLACED)
 
 
 def install() -> None:
-    """Wrap ``deepspeed.initialize`` and the train loop of Megatron-DeepSpeed, now or when they are imported, and when
-    they are reloaded; a second call does nothing."""
+    """Wraps ``deepspeed.initialize`` and the train loop of Megatron-DeepSpeed, now or when they are imported, and
+    again when they are reloaded; idempotent."""
     _watch.install()
 
 
 def remove() -> None:
-    """Put ``deepspeed.initialize`` back, take all hooks off the engine and forget registered objects.
+    """Unwraps ``deepspeed.initialize``, removes all hooks of the engine, and clears registered objects.
 
-    Snapshots stay where they are.
+    Snapshots stay in memory.
     """
     _watch.remove()
     try:
         active_engine.leave()
-    finally:  # a checkpointer that cannot be closed must not leave ``deepspeed.initialize`` replaced
+    finally:  # an error in closing the checkpointer must not leave ``deepspeed.initialize`` wrapped
         active_engine.objects.clear()
         active_engine.others.clear()
         section.configure({})
@@ -64,10 +64,10 @@ def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
     from ftckpt.frameworks.rendezvous import isolate_attempts
 
-    # A script that has started torch.distributed itself meets in a store that is in use: too late to divide it.
+    # If the script has started torch.distributed itself, the store is in use: too late to divide it.
     if not dist.is_initialized():
         follow_uncaught()
-        leave_if_over()  # where ftckpt was on in an earlier attempt it is so in this one
+        leave_if_over()  # if ftckpt was on in an earlier attempt, it is on in this one
         isolate_attempts()
     return original(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The optimizers inside DeepSpeed's: state ahead of the first step, hyperparameters, and state that is no tensor."""
+"""The inner optimizers of DeepSpeed's: state before the first step, hyperparameters, and state other than tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Numbers = list[dict[str, Any]]
 
 
 def is_number(value: Any) -> bool:
-    """Whether state is a number of Python's, a step count for example: an object, not a tensor."""
+    """Whether state is a Python number, such as a step count, and not a tensor."""
     return type(value) in (bool, int, float)
 
 
 def materialise(inner: Any) -> None:
-    """Let the optimizer create the state that it would create in its first step.
+    """Creates the state that the optimizer would create in its first step.
 
     Raises:
         UnsupportedError: an optimizer that ftckpt does not know.
@@ -36,7 +36,7 @@ def materialise(inner: Any) -> None:
                 for parameter in group["params"]:
                     if not inner.state.get(parameter):
                         inner.state[parameter] = first_state(inner, group, parameter)
-        # Adagrad has state as soon as it is made.
+        # Adagrad has state from its construction on.
         elif type(inner) is not torch.optim.Adagrad or live.without_state(inner):
             known = ["Adam, AdamW, SGD and Adagrad of torch", *(name.rpartition(".")[2] for name in _FIRST_STATE)]
             known.append(FUSED_ADAM)
@@ -44,16 +44,16 @@ def materialise(inner: Any) -> None:
 
 
 def save(inner: Any, owners: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Hyperparameters of each group, and the numbers among each owner's state."""
+    """The hyperparameters of each group, and the Python numbers in each owner's state."""
     numbers = [{name: value for name, value in inner.state[o].items() if is_number(value)} for o in owners]
     return {"kind": live.kind_of(inner), "groups": live.save_groups(inner), "numbers": numbers}
 
 
 def load(inner: Any, owners: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
-    """Set in place what ``save`` gave.
+    """Restores the result of ``save`` in place.
 
     Raises:
-        MismatchError: of another optimizer, or for another number of groups.
+        MismatchError: it belongs to another optimizer, or the number of groups differs.
     """
     live.check_kind(inner, saved["kind"])
     live.load_groups(inner, saved["groups"])
@@ -61,11 +61,11 @@ def load(inner: Any, owners: Sequence[torch.Tensor], saved: Mapping[str, Any]) -
 
 
 def load_reshaped(inner: Any, owners: Sequence[torch.Tensor], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Set in place what ``save`` gave on ranks of another layout.
+    """Restores the results of ``save`` on ranks of another layout, in place.
 
     Raises:
-        MismatchError: of another optimizer; groups of parameters differ, or parameters were stepped a different
-            number of times: a layout puts them together in its own way.
+        MismatchError: they belong to another optimizer, parameter groups differ, or the parameters' step counts
+            differ: they cannot be assigned to the owners of another layout.
     """
     live.check_kind(inner, saved[0]["kind"])
     live.load_groups_reshaped(inner, [of_rank["groups"] for of_rank in saved], "moe", ("moe", "name"))
@@ -77,14 +77,14 @@ def load_reshaped(inner: Any, owners: Sequence[torch.Tensor], saved: Sequence[Ma
         if len(values) > 1:
             raise MismatchError(
                 f"optimizer state {name} differs between parameters ({listed(sorted(map(str, values)))}), so no "
-                "other layout can take it: start with the layout it was taken in"
+                "other layout can load it: start with the layout of the snapshot"
             )
     shared = {name: values.pop() for name, values in found.items()}
     numbers = {name for owner in owners for name, value in inner.state[owner].items() if is_number(value)}
     if missing := numbers - shared.keys():
         raise MismatchError(
-            f"optimizer state {listed(sorted(missing))} is a number in {_name(inner)} and none in the snapshot, "
-            "which another optimizer has taken: start with that, or load a checkpoint from storage"
+            f"optimizer state {listed(sorted(missing))} is a number in {_name(inner)} but not in the snapshot, which "
+            "belongs to another optimizer: start with that one, or load a checkpoint from storage"
         )
     of_owners = [{name: shared[name] for name in inner.state[owner] if name in shared} for owner in owners]
     _set_numbers(inner, owners, of_owners)
@@ -99,7 +99,7 @@ def _set_numbers(inner: Any, owners: Sequence[torch.Tensor], numbers: Numbers) -
 
 @contextlib.contextmanager
 def _trained_only(inner: Any) -> Iterator[None]:
-    """Frozen parameters have no gradient, so that no step would make state for them."""
+    """A context in which the groups contain no frozen parameters, for which no step would create state."""
     before = [group["params"] for group in inner.param_groups]
     try:
         for group in inner.param_groups:
@@ -115,7 +115,7 @@ def _name(inner: Any) -> str:
 
 
 def _fused_adam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    # FusedAdam counts by parameter; the group's number is only what a parameter begins with.
+    # FusedAdam counts steps per parameter; the group's count is only the initial value.
     group.setdefault("step", 0)
     return {"step": group["step"], "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
@@ -127,18 +127,18 @@ def _cpu_adam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dic
 
 
 def _catch_up_cpu_adam(inner: Any, numbers: Numbers) -> None:
-    """Bring the compiled optimizer to the step that was loaded.
+    """Advances the compiled optimizer to the loaded step, so that its bias correction is bit-exact.
 
-    It keeps powers of the betas and multiplies them step by step; an optimizer that is asked for a later step at
-    once raises the betas to that power, which rounds differently. Stepping nothing gives the product, in some
-    microseconds per step. Betas are taken to have been the same from the beginning.
+    It updates powers of the betas by one multiplication per step. If it is asked for a later step directly, it uses
+    pow(), which rounds differently. Repeated steps on dummy tensors give the product, in a few microseconds each. The
+    betas are assumed to have been constant.
     """
     steps = max((int(of_owner.get("step", 0)) for of_owner in numbers), default=0)
     nothing = [torch.zeros(1) for _ in range(4)]
     settings = [(*group["betas"], group["eps"], 0.0, group["bias_correction"]) for group in inner.param_groups]
     for step in range(1, steps + 1):
         for values in settings:
-            # A learning rate and a weight decay of 0 on tensors of one element: only the powers of the betas move.
+            # Learning rate and weight decay 0 on tensors of one element: only the powers of the betas change.
             inner.ds_opt_adam.adam_update(inner.opt_id, step, 0.0, *values, *nothing)
 
 

@@ -1,20 +1,20 @@
-"""Megatron-DeepSpeed's train loop, ``megatron.training``: the engine that it makes, and what it counts for itself.
+"""Megatron-DeepSpeed's train loop, ``megatron.training``: the engine that it creates, and its own counters.
 
-The loop never asks ``engine.global_steps``. It counts iterations, samples and tokens in its arguments, behind
-``engine.step`` or ``train_batch``, and builds its data loaders from these counters when the engine is there and a
-checkpoint on storage has been loaded. So the counters are an object of the snapshot, the engine is followed at the
-end of ``setup_model_and_optimizer``, and the boundary of an iteration is where the next one begins, training ends, or
-the loop saves: its evaluation is over by then, and has been counted. A loop of a script's own around these functions
-may count elsewhere: its first boundary is refused.
+The loop never reads ``engine.global_steps``. It counts iterations, samples and tokens in its arguments, after
+``engine.step`` or ``train_batch``, and builds its data loaders from these counters once the engine exists and a
+checkpoint from storage is loaded. So the counters are an object of the snapshot, and the engine is followed from the
+end of ``setup_model_and_optimizer``. The boundary of an iteration is the start of the next one, the end of training,
+or a save of the loop, when evaluation has ended and is counted. A script's own loop around these functions may count
+elsewhere: its first boundary raises an error.
 
-| function of ``megatron.training`` | what is done |
+| function of ``megatron.training`` | action |
 |---|---|
-| ``setup_model_and_optimizer`` | behind it: the newer of storage and memory counts |
-| ``train_step`` | before it: the boundary of the iteration before; after a restart, RNG |
-| ``train`` | behind it: the last boundary |
-| ``training_log`` | before it: sums of losses that wait for the next log line go on |
+| ``setup_model_and_optimizer`` | after it: restores memory if it is newer than storage |
+| ``train_step`` | before it: the boundary of the previous iteration; after a restart, RNG |
+| ``train`` | after it: the last boundary |
+| ``training_log`` | before it: restores the loss sums for the next log line |
 
-Each is looked up through the module at run time, so that replacing the name is enough.
+The loop looks up each function in the module at run time, so wrapping the module's attribute is enough.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from ftckpt.deepspeed.session import EngineSession
 
 _MARK = "_create_ds_config_dict"
-"""A function that Megatron-LM does not have in its module of this name."""
+"""A function that distinguishes Megatron-DeepSpeed's module from Megatron-LM's of the same name."""
 _NEEDED = ("iteration", "consumed_train_samples")
-"""Counters without which nobody knows where the loop stands in its data."""
+"""Counters that define the loop's position in its data."""
 _COUNTERS = (*_NEEDED, "consumed_valid_samples", "consumed_train_tokens")
-"""Some releases and forks lack the latter ones, and whatever would use them."""
+"""Some releases and forks lack the last two, and the code that would use them."""
 _DATA = "data"
 _FUNCTIONS = ("setup_model_and_optimizer", "train_step", "train", "training_log")
 _REFUSED = {"kd": "--kd", "mos": "--mos", "compression_training": "compression_training, in the JSON,"}
 _loops: dict[Any, TrainLoop] = {}
-"""Those of the modules before which ftckpt stands."""
+"""Wrapped modules and their train loops."""
 
 
 class LoopCounters:
@@ -59,35 +59,35 @@ class LoopCounters:
         self.sums = LogSums()
 
     def begin(self, steps: int) -> None:
-        """Training is about to begin, and the engine has counted ``steps``: not always as many, with --finetune."""
+        """Records at the start of training how far the loop is ahead of the engine's ``steps`` (--finetune)."""
         self._lead = self._arguments.iteration - steps
 
     def agree(self, steps: int) -> bool:
-        """Whether the loop has counted as many iterations since then as the engine, which has counted ``steps``."""
+        """Whether the loop has counted as many iterations since then as the engine, which is at ``steps``."""
         return bool(self._arguments.iteration - steps == self._lead)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters as they stand: the loop has counted the iteration."""
+        """The current counters; the loop has counted the iteration."""
         counters = {name: getattr(self._arguments, name) for name in _COUNTERS if hasattr(self._arguments, name)}
         return {"counters": counters, "log_sums": self.sums.save()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the loop, and the data loaders that it is about to build, start there."""
+        """Sets the counters from which the loop, and the data loaders that it builds next, start."""
         for name, value in state["counters"].items():
             setattr(self._arguments, name, value)
         self.sums.load(state["log_sums"])
 
     def load_reshaped(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Of all stages of another layout: all know the position, and the losses."""
+        """Restores the first stage's state: all stages of a layout have the same position and losses."""
         self.load_state_dict(states[0])
 
 
 class TrainLoop:
-    """One ``megatron.training``, and the engine that it trains once that is followed.
+    """The wrappers of one ``megatron.training``, and the engine that it trains.
 
     Args:
         training: the module.
-        lacks: those of the functions above that it does not have: ftckpt cannot be on then.
+        lacks: needed functions that it does not have: ftckpt cannot be switched on then.
     """
 
     def __init__(self, training: Any, lacks: Sequence[str] = ()) -> None:
@@ -98,11 +98,11 @@ class TrainLoop:
         self._session: EngineSession | None = None
 
     def set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around what builds model and engine, and loads a checkpoint.
+        """Wraps ``setup_model_and_optimizer``, which builds model and engine and loads a checkpoint.
 
         Raises:
-            UnsupportedError: a function or a counter is missing; a flag whose state is not known.
-            ConfigError: ftckpt is switched on, and DeepSpeed is not.
+            UnsupportedError: a function or a counter is missing, or a flag is not supported.
+            ConfigError: ftckpt is switched on, but DeepSpeed is not.
         """
         arguments = self._training.get_args()
         has_engine = bool(getattr(arguments, "deepspeed", False))
@@ -111,14 +111,14 @@ class TrainLoop:
         if not config.enabled:
             return original(*args, **kwargs)
         if not has_engine:
-            raise ConfigError("ftckpt is switched on, and --deepspeed is not: without it there is nothing to follow")
+            raise ConfigError("ftckpt is switched on but --deepspeed is not: set --deepspeed, or switch ftckpt off")
         trains = not any(getattr(arguments, name, False) for name in ("inference", "skip_train"))
         if trains:
             self._check(arguments)
         with active_engine.attached_later():
             made = original(*args, **kwargs)
         if not trains:
-            launcher.log_once("nothing is trained here (--inference, --skip-train), and ftckpt does nothing")
+            launcher.log_once("inactive: nothing is trained (--inference, --skip-train)")
             return made
         _check_counters(arguments, _NEEDED)
         self._follow(made[0][0], arguments, config)
@@ -127,14 +127,14 @@ class TrainLoop:
     def _check(self, arguments: Any) -> None:
         if self._lacks:
             raise UnsupportedError(
-                f"megatron.training has no {', '.join(self._lacks)}, from where ftckpt is called: install a tested "
+                f"megatron.training has no {', '.join(self._lacks)}, which ftckpt must wrap: install a tested "
                 "release, or switch ftckpt off"
             )
-        # Not ``iteration``, which is set while model and engine are built.
+        # Without ``iteration``, which is set while model and engine are built.
         _check_counters(arguments, [name for name in _NEEDED if name != "iteration"])
         for name, written in _REFUSED.items():
             if getattr(arguments, name, False):
-                raise UnsupportedError(f"Megatron-DeepSpeed's {written} is not supported by ftckpt; leave it out")
+                raise UnsupportedError(f"Megatron-DeepSpeed's {written} is not supported by ftckpt; remove it")
 
     def _follow(self, engine: Any, arguments: Any, config: Config) -> None:
         from ftckpt.deepspeed.data import EpochBegins
@@ -142,9 +142,9 @@ class TrainLoop:
         from ftckpt.deepspeed.storage import is_named
 
         if _DATA in active_engine.objects:
-            raise ConfigError(f"register: the name {_DATA!r} is taken, by the counters of Megatron-DeepSpeed")
-        # Not with --finetune, which begins to count at 0, whatever is loaded.
-        # Releases before February 2024 have no --load-tag, and load what ``latest`` names.
+            raise ConfigError(f"register: the name {_DATA!r} is reserved for the counters of Megatron-DeepSpeed")
+        # Not with --finetune, which counts from 0 regardless of the checkpoint.
+        # Releases before February 2024 have no --load-tag and load the checkpoint that ``latest`` names.
         tag = {"tag": getattr(arguments, "load_tag", None)}
         named = engine.global_steps > 0 and is_named(engine.load_checkpoint, (arguments.load,), tag)
         counters, objects = LoopCounters(arguments), active_engine.objects
@@ -154,40 +154,40 @@ class TrainLoop:
         self.follow(engine, counters, session)
 
     def follow(self, engine: Any, counters: LoopCounters, session: EngineSession) -> None:
-        """``engine`` is about to be trained: it and ``counters`` are where they were."""
+        """Follows ``engine`` at the start of training, after it and ``counters`` are restored."""
         self._engine, self._counters, self._session = engine, counters, session
         counters.begin(engine.global_steps)
 
     def check_counted(self) -> None:
-        """At the boundary of an iteration.
+        """Checks at a boundary that the loop has counted the iteration.
 
         Raises:
-            ConfigError: it is not counted where the counters are, and a restart would begin elsewhere.
+            ConfigError: the loop counts elsewhere, so a restart would resume at another iteration.
         """
         if not self._has_counted():
             arguments = self._training.get_args()
             raise ConfigError(
                 f"args.iteration is {arguments.iteration} and engine.global_steps {self._engine.global_steps}: the "
-                "loop counts elsewhere, and a restart would begin in the wrong place; let it set args.iteration and "
-                "args.consumed_train_samples behind each train_step, or call megatron.training.train"
+                "loop counts elsewhere, so a restart would resume at the wrong iteration; set args.iteration and "
+                "args.consumed_train_samples after each train_step, or call megatron.training.train"
             )
 
     def _has_counted(self) -> bool:
         return self._counters is not None and self._counters.agree(self._engine.global_steps)
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around one iteration, which draws its batches itself."""
+        """Wraps ``train_step``, one iteration, which draws its own batches."""
         if self._session is not None and door.checkpointer is not None:
             self._session.begin_batch()
         return original(*args, **kwargs)
 
     def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around all iterations; the loop may exit between two of them."""
+        """Wraps ``train``, all iterations; the loop may exit between two of them."""
         try:
             result = original(*args, **kwargs)
         except SystemExit as ended:
-            # All ranks take a boundary together. One that exits by itself, in the middle or for an error, must not
-            # wait for the others.
+            # A boundary is collective: a rank that exits alone, within an iteration or after an error, must not take
+            # it.
             if ended.code in (None, 0) and self._has_counted():
                 self._take_boundary()
             raise
@@ -195,7 +195,7 @@ class TrainLoop:
         return result
 
     def training_log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around what adds this iteration's losses, its first argument, to the sums, its second."""
+        """Wraps ``training_log``, which adds this iteration's losses (first argument) to the sums (second)."""
         if self._counters is not None and door.checkpointer is not None:
             bound = inspect.signature(original).bind(*args, **kwargs)
             losses, sums, *_ = *bound.args, *bound.kwargs.values()
@@ -210,20 +210,20 @@ class TrainLoop:
 def _check_counters(arguments: Any, names: Sequence[str]) -> None:
     if lacks := [f"args.{name}" for name in names if not hasattr(arguments, name)]:
         raise UnsupportedError(
-            f"this Megatron-DeepSpeed has no {', '.join(lacks)}, by which ftckpt knows where it stands in its data: "
+            f"this Megatron-DeepSpeed has no {', '.join(lacks)}, from which ftckpt reads the position in the data: "
             "install a tested release, or switch ftckpt off"
         )
 
 
 def install(training: Any) -> None:
-    """Put ftckpt before the functions of this ``megatron.training``, if it is Megatron-DeepSpeed's.
+    """Wraps the functions of a ``megatron.training`` module, if it is Megatron-DeepSpeed's.
 
-    One that lacks a function is refused only where ftckpt is switched on.
+    A module that lacks a function raises an error only if ftckpt is switched on.
     """
     if not hasattr(training, _MARK):
         return
     lacks = [name for name in _FUNCTIONS if not hasattr(training, name)]
-    # A module that was reloaded has the session of before.
+    # A reloaded module keeps its session.
     if (loop := _loops.get(training)) is None:
         loop = _loops[training] = TrainLoop(training, lacks)
         door.patches.undo.append(lambda: _loops.pop(training))

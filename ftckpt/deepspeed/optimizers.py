@@ -1,8 +1,8 @@
-"""DeepSpeed's optimizers as pieces: what each rank steps, its masters and moments, and the parameters they came from.
+"""DeepSpeed's optimizers as pieces: the weights that each rank steps, with their masters and moments.
 
-Most of them step flat tensors in which parameters lie one after another, and each rank a partition of these. Where a
-parameter lies is read off its address: order, alignment and padding are then what they are. Padding belongs to no
-parameter and has no gradient: nothing comes of what it holds, and it is not saved.
+Most optimizers step flat tensors of concatenated parameters, and each rank a partition of them. A parameter's
+position follows from its address, so order, alignment and padding need not be known. Padding belongs to no parameter,
+has no gradient and no effect, and is not saved.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from ftckpt.model.training_state import Piece
 
 
 def check(optimizer: Any) -> None:
-    """Refuse an optimizer that is not known.
+    """Checks that an optimizer is supported.
 
     Raises:
-        UnsupportedError: its name, and the known ones.
+        UnsupportedError: it is not; names the supported ones.
     """
     if type(optimizer) not in _READERS and not isinstance(optimizer, torch.optim.Optimizer):
         known = ", ".join(kind.__name__ for kind in _READERS)
         name = "no optimizer" if optimizer is None else type(optimizer).__name__
-        raise UnsupportedError(f"the engine has {name}; known are those of torch, and of DeepSpeed {known}")
+        raise UnsupportedError(f"the engine has {name}; supported are torch's optimizers and DeepSpeed's {known}")
 
 
 def inner(optimizer: Any) -> Any:
-    """The optimizer that steps tensors, without what DeepSpeed wraps around it."""
+    """The optimizer that steps tensors, without DeepSpeed's wrapper."""
     return optimizer.optimizer if type(optimizer) in _READERS else optimizer
 
 
 def pieces(optimizer: Any, boxes: ParameterBoxes) -> Iterator[Piece]:
-    """Every tensor that this rank steps, weights included.
+    """Every tensor that this rank steps, including weights.
 
     Raises:
-        UnsupportedError: a parameter or state that is not known, by name.
+        UnsupportedError: a parameter or state is not supported, by name.
     """
     state = inner(optimizer).state
 
     def tensors(part: ParameterRange) -> Mapping[str, Any]:
-        # Step counts that are numbers of Python's are saved with the hyperparameters: see inner_optimizers.
+        # Step counts that are Python numbers are saved with the hyperparameters: see inner_optimizers.
         return {name: v for name, v in state[part.owner].items() if not inner_optimizers.is_number(v)}
 
     return stepped_pieces(boxes, _ranges(optimizer), tensors)
 
 
 def stepped_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
-    """Parameters that the optimizer steps on some rank, not only those of which this rank has a part."""
+    """Parameters that the optimizer steps on any rank, including those of which this rank has no part."""
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
         if type(optimizer) in _READERS and hasattr(optimizer, name):
             return {parameter for group in getattr(optimizer, name) for parameter in group}
@@ -67,7 +67,7 @@ def stepped_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
 
 
 def owners(optimizer: Any) -> list[torch.Tensor]:
-    """The tensors under which the inner optimizer keeps state, in its order."""
+    """The tensors that are keys of the inner optimizer's state, in its order."""
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         # Under ZeRO 3 the inner optimizer's groups are empty outside of a step.
         return list(optimizer.fp32_partitioned_groups_flat)
@@ -75,7 +75,7 @@ def owners(optimizer: Any) -> list[torch.Tensor]:
 
 
 def materialise(optimizer: Any) -> None:
-    """Let the inner optimizer create the state that it would create in its first step.
+    """Creates the state that the inner optimizer would create in its first step.
 
     Raises:
         UnsupportedError: an inner optimizer that ftckpt does not know.
@@ -91,14 +91,14 @@ def materialise(optimizer: Any) -> None:
 
 
 def spread(optimizer: Any) -> None:
-    """Gather the weights of which each rank loaded its own partition. Collective."""
+    """Gathers the weights after each rank has loaded its own partition. Collective."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _gather_flat(optimizer, optimizer.bit16_groups_flat, optimizer.parallel_partitioned_bit16_groups)
     elif isinstance(optimizer, BF16_Optimizer):
         _gather_flat(optimizer, optimizer.bf16_groups_flat, optimizer.bf16_partitioned_groups)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        optimizer._partition_all_parameters()  # gathered copies of old partitions go
-        # Small ones stay gathered, so that no forward would gather them anew.
+        optimizer._partition_all_parameters()  # frees gathered copies of old partitions
+        # Small parameters stay gathered, so no forward would gather them again.
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
@@ -118,7 +118,7 @@ def _ranges(optimizer: Any) -> Iterator[ParameterRange]:
 
 
 def _read_plain(optimizer: Any) -> Iterator[ParameterRange]:
-    """The parameters themselves are stepped, except frozen ones."""
+    """Ranges of an optimizer that steps the parameters themselves, except frozen ones."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
@@ -148,23 +148,23 @@ def _read_zero(optimizer: Any) -> Iterator[ParameterRange]:
 
 
 def _read_partitions(optimizer: Any, groups: Any, flats: Any, masters: Any) -> Iterator[ParameterRange]:
-    """Experts' groups are divided over other ranks than the rest."""
+    """Ranges of partitioned flat tensors; groups of experts are divided over other ranks than the rest."""
     # One process group for each group of parameters.
     ranks = map(dist.get_rank, optimizer.real_dp_process_group)
     for parameters, every, master, rank in zip(groups, flats, masters, ranks, strict=True):
-        # Partitions of a group are equal in size: the flat tensor is padded until they are.
+        # Partitions of a group have equal sizes: the flat tensor is padded.
         yield from _in_flat(parameters, every, master, rank * master.numel())
 
 
 def _in_flat(
     parameters: Sequence[torch.nn.Parameter], every: torch.Tensor, owner: torch.Tensor, begin: int
 ) -> Iterator[ParameterRange]:
-    """Of each parameter what ``owner`` has of it: elements ``begin`` and on of ``every``, as many as it has."""
+    """The range of each parameter in ``owner``, which corresponds to the elements of ``every`` from ``begin``."""
     for parameter in parameters:
         offset = (parameter.data_ptr() - every.data_ptr()) // every.element_size()
         if not 0 <= offset <= every.numel() - parameter.numel():
             raise UnsupportedError(
-                "a parameter does not lie in the flat tensor of its optimizer group: its data was replaced after "
+                "a parameter is not in the flat tensor of its optimizer group: its data was replaced after "
                 "deepspeed.initialize; load weights before it, or in place"
             )
         low, high = max(offset, begin), min(offset + parameter.numel(), begin + owner.numel())
@@ -173,26 +173,26 @@ def _in_flat(
 
 
 def _read_stage3(optimizer: Any) -> Iterator[ParameterRange]:
-    """Each parameter is cut into equal partitions, the last one padded; a rank's ones lie one after another."""
+    """Ranges under ZeRO 3: parameters are cut into equal partitions, the last padded; a rank's are concatenated."""
     for parameters, owner in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         begin = 0
         for parameter in parameters:
             first, weight = partition(parameter)
             if weight.numel():
                 yield ParameterRange(parameter, first, weight, owner, begin)
-            # With padding: partitions of all ranks have the same size, also where the last ranks have nothing.
+            # With padding: partitions of all ranks have the same size, even if the last ones are empty.
             begin += parameter.partition_numel()
 
 
 def partition(parameter: Any) -> tuple[int, torch.Tensor]:
-    """Of a parameter under ZeRO 3: the first element of this rank's partition, and the partition without padding."""
+    """This rank's partition of a parameter under ZeRO 3: its first element's index, and its data without padding."""
     size = int(parameter.partition_numel())
     first = dist.get_rank(parameter.ds_process_group) * size
     return first, flat(parameter.ds_tensor)[: max(0, min(size, int(parameter.ds_numel) - first))]
 
 
 def owned(parameter: Any) -> tuple[int, torch.Tensor]:
-    """Of a parameter that nothing steps, the first element that this rank is responsible for, and all of these."""
+    """The part of a parameter without optimizer that this rank saves: its first element's index, and its data."""
     return partition(parameter) if hasattr(parameter, "ds_tensor") else (0, parameter)
 
 

@@ -1,13 +1,12 @@
-"""The schedule of a PipelineEngine with the places of an iteration as steps of its own.
+"""The schedule of a PipelineEngine, extended by instructions that report phases.
 
-DeepSpeed's schedule is a list of lists of instructions; a list that is empty is a bubble. ``PhaseSchedule`` hands on
-the engine's own schedule and puts a ``PhaseInstruction`` around each computation. What lies between two computations
-is what the stage waits for and sends, or an empty list: a window. From ``ReduceTiedGrads`` on it is the tail: tied
-gradients are reduced over stages, gradients over replicas, and inside of ``OptimizerStep`` the stages that are done
-wait for the norm of the gradients of all.
+DeepSpeed's schedule is a list of lists of instructions; an empty list is a bubble. ``PhaseSchedule`` forwards the
+engine's own schedule and puts a ``PhaseInstruction`` before and after each computation. Between two computations the
+stage communicates or is idle: a window. The tail starts with ``ReduceTiedGrads``: tied gradients are reduced over
+stages and gradients over replicas, and within ``OptimizerStep`` stages wait for the global gradient norm.
 
-The order of computations is that of 1F1B: stage ``s`` of ``P`` runs forward ``m`` in step ``2m + s`` and backward
-``m`` in step ``2m + 2P - 1 - s`` of DeepSpeed's numbering.
+The order of computations is 1F1B: stage ``s`` of ``P`` runs forward ``m`` in step ``2m + s`` and backward ``m`` in
+step ``2m + 2P - 1 - s`` of DeepSpeed's numbering.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _END = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
 
 
 class PhaseInstruction(PipeInstruction):  # type: ignore[misc] # DeepSpeed has no types
-    """Training comes to a place of ``kind``."""
+    """Reports the start of a phase of ``kind``."""
 
 
 class PhaseSchedule(Proxy):
-    """A schedule of DeepSpeed's kind with a ``PhaseInstruction`` around each computation."""
+    """A DeepSpeed schedule with a ``PhaseInstruction`` before and after each computation."""
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Before its first computation a stage waits for the ones before it.
+        # Before its first computation a stage waits for earlier stages.
         yield [PhaseInstruction(kind="window")]
         is_in_tail = False
         for commands in self.wrapped:
@@ -62,23 +61,23 @@ class PhaseSchedule(Proxy):
 
 
 def check_pipeline(engine: Any) -> None:
-    """Refuse an engine that runs its pipeline in another way than PipelineEngine does.
+    """Checks that an engine runs its pipeline as PipelineEngine does.
 
     Raises:
-        UnsupportedError: the engine's class, and what to do.
+        UnsupportedError: it has another class.
     """
     if type(engine) is not PipelineEngine:
         raise UnsupportedError(
-            f"engine {type(engine).__name__} runs a pipeline in a way that ftckpt does not know; use PipelineModule"
+            f"engine {type(engine).__name__} runs a pipeline in an unsupported way; use PipelineModule"
         )
 
 
 def follow_pipeline(hooks: EngineHooks, draw_from: Callable[[Any], Any]) -> None:
-    """Listen to a PipelineEngine.
+    """Hooks a PipelineEngine.
 
     Args:
-        hooks: of that engine.
-        draw_from: gets the iterator given to ``train_batch``, or None, and returns the one to draw from.
+        hooks: the engine's hooks.
+        draw_from: receives the iterator passed to ``train_batch``, or None, and returns the one to draw from.
     """
     engine = hooks.engine
 
@@ -101,7 +100,7 @@ def follow_pipeline(hooks: EngineHooks, draw_from: Callable[[Any], Any]) -> None
         hooks.boundary(before)
         return loss
 
-    # The engine looks up what to do for an instruction by its class.
+    # The engine looks up the function for an instruction by its class.
     hooks.patches.shadow(engine, "_INSTRUCTION_MAP", {**engine._INSTRUCTION_MAP, PhaseInstruction: enter})
     hooks.patches.wrap(engine, "_exec_schedule", run_schedule)
     hooks.patches.wrap(engine, "train_batch", train_batch)

@@ -1,7 +1,6 @@
-"""The ``"ftckpt"`` section of a DeepSpeed configuration, and how it goes together with the runner's flags.
+"""The ``"ftckpt"`` section of a DeepSpeed configuration, merged with the runner's flags.
 
-A setting may stand in the JSON, on the runner's command line, or in both. Settings given in one of them are
-merged; a setting given in both must have the same value in both.
+A setting may be in the JSON, on the runner's command line, or in both, with the same value.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _given: dict[str, Any] = {}
 
 
 def configure(settings: Mapping[str, Any]) -> None:
-    """Settings from outside of the JSON, by the names of ``Config``; replaces those of an earlier call.
+    """Sets settings from outside of the JSON, by the names of ``Config``; replaces those of an earlier call.
 
     Raises:
-        ConfigError: an unknown name or an impossible value.
+        ConfigError: an unknown name or an invalid value.
     """
     if settings:
         launcher.follow_uncaught()
@@ -40,13 +39,13 @@ def configure(settings: Mapping[str, Any]) -> None:
 
 
 def from_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split ``argv`` into the settings that its ``--ftckpt*`` flags give and all the other arguments.
+    """Splits ``argv`` into the settings of its ``--ftckpt*`` flags and all other arguments.
 
     Raises:
-        ConfigError: see ``Config.from_flags``; ``--ftckpt`` itself may be left to the JSON.
+        ConfigError: see ``Config.from_flags``; ``--ftckpt`` itself may be in the JSON instead.
     """
     flags = [word.partition("=")[0] for word in argv if word.startswith("--ftckpt")]
-    # ``Config`` takes settings only beside --ftckpt, which may stand in the JSON here.
+    # ``Config`` accepts settings only together with --ftckpt, which may be in the JSON instead.
     alone = bool(flags) and "--ftckpt" not in flags
     config, rest = Config.from_flags(["--ftckpt", *argv] if alone else argv)
     names = [flag.removeprefix("--ftckpt-").replace("-", "_") for flag in flags if flag != "--ftckpt"]
@@ -55,54 +54,54 @@ def from_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def merged(section: Any) -> Config:
-    """The configuration that ``section``, None where the JSON has none, and ``configure`` give together.
+    """The configuration from ``section`` (None if the JSON has none) merged with the settings of ``configure``.
 
     Raises:
-        ConfigError: not a mapping, an unknown name or an impossible value; a setting that differs between the two;
-            settings, and nothing that says whether ftckpt is switched on; layouts, which a script chooses for itself.
+        ConfigError: not a mapping; an unknown name or an invalid value; a setting that differs between the two;
+            settings without ``enabled``; ``layouts``, because a DeepSpeed script chooses its own.
     """
     if section is None:
         section = {}
     if section or _given:
         launcher.follow_uncaught()
     settings_are_written(SettingSyntax.JSON)
-    # As they are read: 4GiB and 4 are one value, and so are a path and its whole name.
+    # Parsed values are compared: 4GiB and 4 are equal, and so are a relative path and its absolute one.
     in_section, outside = Config.from_mapping(section), Config.from_mapping(_given)
     if leaves_out(section):
         return in_section
     for name, value in _given.items():
         if name in section and not _same(getattr(in_section, name), getattr(outside, name)):
             raise ConfigError(
-                f"{flag_of(name)}: {value!r} to the runner and {section[name]!r} in the DeepSpeed configuration; "
-                "give it once, or the same in both"
+                f"{flag_of(name)}: {value!r} for the runner but {section[name]!r} in the DeepSpeed configuration; "
+                "set it in one place, or to the same value in both"
             )
     settings = {**section, **_given}
     if settings and "enabled" not in settings:
         raise ConfigError(
-            '"enabled" is missing, and the other settings mean nothing without it: say "enabled": true in the '
-            f'section "{NAME}" of the DeepSpeed configuration, or give the runner its flag'
+            '"enabled" is missing, without which the other settings have no effect: set "enabled": true in the '
+            f'section "{NAME}" of the DeepSpeed configuration, or pass the runner its flag'
         )
     config = Config.from_mapping(settings)
     if config.layouts:
         raise ConfigError(
-            "--ftckpt-layouts: a DeepSpeed script builds its own layout, and restarts in any; leave them out"
+            "--ftckpt-layouts: not for DeepSpeed, whose scripts build their own layout and restart in any; remove it"
         )
     return config
 
 
 def leaves_out(section: Any) -> bool:
-    """Whether the section says of its engine that it is not saved, whatever is switched on for others."""
+    """Whether the section excludes its engine from snapshots, regardless of other settings."""
     return isinstance(section, dict) and section.get("enabled") is False
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one == other or str(one) == str(other)  # what may be a number or a word is either
+    return one == other or str(one) == str(other)  # a setting that may be a number or a word is parsed as either
 
 
 def find(initialize: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The section in what a call of ``deepspeed.initialize`` is given, read as DeepSpeed reads it.
+    """The section in the arguments of ``deepspeed.initialize``, found as DeepSpeed finds its configuration.
 
-    None where there is none, or where DeepSpeed itself has something to say about the call.
+    None if there is none, or if the arguments are invalid, which DeepSpeed itself reports.
     """
     try:
         given = inspect.signature(initialize).bind(*args, **kwargs).arguments
@@ -118,9 +117,8 @@ def find(initialize: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def foreseen(words: Sequence[str]) -> Config:
-    """What a script with this command line will most likely give ``deepspeed.initialize``: the JSON that DeepSpeed's
-    own flag names, with what ``configure`` was given. Off where there is none, or it is wrong: ``merged`` raises that
-    later."""
+    """The likely configuration of a script with this command line: the JSON of ``--deepspeed_config``, merged with
+    the settings of ``configure``. Off if there is none or it is invalid, which ``merged`` reports later."""
     try:
         path = launcher.option("--deepspeed_config", words)
         config = json.loads(Path(path).read_bytes()) if path else {}
@@ -130,7 +128,7 @@ def foreseen(words: Sequence[str]) -> Config:
 
 
 def of(config: Any) -> Any:
-    """The section of a DeepSpeed configuration: a mapping, a path, or base64 of JSON."""
+    """The section of a DeepSpeed configuration, which is a mapping, a path, or base64 of JSON."""
     if not isinstance(config, dict):
         try:
             config = _read(config)
@@ -140,11 +138,11 @@ def of(config: Any) -> Any:
 
 
 def _read(config: Any) -> Any:
-    """Releases of DeepSpeed have this in different places, and some in none that could be called."""
-    hjson = importlib.import_module("hjson")  # which DeepSpeed brings, and which has no types
+    """Reads a configuration; DeepSpeed's own function moves between releases, and some have none."""
+    hjson = importlib.import_module("hjson")  # a dependency of DeepSpeed, without types
 
     if not isinstance(config, str):
-        raise ValueError(f"a {type(config).__name__} is no configuration")
+        raise ValueError(f"a {type(config).__name__} is not a configuration")
     if os.path.exists(config):
         return hjson.loads(Path(config).read_text())
     return hjson.loads(base64.urlsafe_b64decode(config).decode())

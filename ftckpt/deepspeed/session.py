@@ -1,4 +1,4 @@
-"""One engine and its snapshots: made when it is initialized, given up at the end of training."""
+"""One engine and its snapshots, from its initialization to the end of training."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from ftckpt.session.checkpointer import Checkpointer
 
 _DATA, _SCRIPT = "ftckpt.data", "ftckpt.script"
 _OWNS_DATA = "data"
-"""The name of the script's object that knows the position of the iterators which the script makes."""
+"""The name of the script's object that restores the position of its iterators."""
 
 
 class EngineSession:
-    """Snapshots of one engine.
+    """Restores one engine and takes its snapshots.
 
-    Collective. Restores at once, but for RNG and the position in the data: these follow right before the first
-    batch is drawn, where it is also seen whether the script knows of the restore.
+    The constructor is collective. It restores everything except RNG and the position in the data: these follow right
+    before the first batch is drawn, when it is also checked that the script knows about the restore.
 
     Args:
-        engine: what ``deepspeed.initialize`` has made.
-        objects: the script's own, by name.
-        config: ``job`` and ``node`` need not be given.
-        begins: of epochs that began while the engine was made.
-        named: whether the user has named the checkpoint at which the engine stands.
-        args: what ``deepspeed.initialize`` was given as such.
-        check_counted: given where the script counts an iteration behind the engine's step, until it calls
-            ``take_boundary``, or trains, saves or loads; raises where it has not counted it by then.
+        engine: the result of ``deepspeed.initialize``.
+        objects: the script's objects, by name.
+        config: ``job`` and ``node`` may be unset.
+        begins: epoch starts during the engine's construction.
+        named: whether the engine was loaded from a checkpoint that the user has named.
+        args: the argument ``args`` of ``deepspeed.initialize``.
+        check_counted: given if the script counts an iteration after the engine's step; called at the boundary, which
+            is deferred until ``take_boundary``, the next batch, a save or a load; raises if it is not counted.
 
     Raises:
-        UnsupportedError: a release, a JSON field or state that ftckpt does not know.
+        UnsupportedError: a release, a JSON field or state is not supported.
         ConfigError: no job name can be found, or another engine is followed.
-        LaunchError: a restarted attempt of torchrun could not meet.
+        LaunchError: restarted attempts of torchrun could not rendezvous.
         LostError, MismatchError, MemoryBudgetError, ArenaError: see ``Checkpointer.restore``.
     """
 
@@ -78,39 +78,39 @@ class EngineSession:
         door.hooks.undo += [self._leave_data, self._script.remove]
         try:
             checkpointer, self._from_memory = self._restore(named)
-        except BaseException:  # a refusal leaves the engine as it was
+        except BaseException:  # an error leaves the engine without hooks
             door.leave()
             raise
         self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, check_counted=check_counted)
         self._follow()
         active_engine.session = self
-        door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
+        door.checkpointer = checkpointer  # last: an engine that could not be hooked must not count as followed
         if not self._data.is_known:
             checkpointer.events.announce(
-                "where in its data training stands is for the script to know: from engine.global_steps, or from an "
-                "object that is given to ftckpt.deepspeed.register"
+                "the script must restore its position in the data: from engine.global_steps, or by an object passed "
+                "to ftckpt.deepspeed.register"
             )
 
     def take_boundary(self) -> None:
-        """The script has counted what it trained last; does nothing where it was taken already."""
+        """Takes the deferred boundary, if any: the script has counted the last iteration."""
         self._hooks.take_boundary()
 
     def begin_iteration(self) -> None:
-        """The script says where its iterations begin: from here on boundaries wait for it, and not for the engine."""
+        """Marks the start of an iteration; from the first call on, boundaries are deferred until the next one."""
         self._hooks.is_deferred = True
         self.begin_batch()
 
     def end(self) -> None:
-        """Training has ended well; the last boundary may wait for an iteration that does not come."""
+        """Takes the last boundary at the end of a successful training, if it is deferred to the next iteration."""
         if self._hooks.is_deferred and self._check_counted is None:
             self.take_boundary()
 
     def _new_position(self) -> DataPosition:
         return DataPosition(self._engine, self._begins, owned_by_script=_OWNS_DATA in self._objects)
 
-    # Hooks outlive a position: ``load_checkpoint`` makes a new one.
+    # Hooks outlive a position: ``load_checkpoint`` creates a new one.
     def begin_batch(self) -> None:
-        """A training batch is about to be used; or drawn, by a script that says so before: RNG is right then, too."""
+        """Must be called before a training batch is used, or before it is drawn if drawing it needs restored RNG."""
         self.take_boundary()
         active_engine.check_others()
         self._state.late_changes.begin()
@@ -124,7 +124,7 @@ class EngineSession:
         self._data.remove()
 
     def _restore(self, named: bool = False, in_training: bool = False) -> tuple[Checkpointer, int | None]:
-        """A new checkpointer, and the iteration that it has restored, if one is newer than the engine's state."""
+        """Creates a checkpointer and restores; returns it and the iteration, if newer than the engine's state."""
         data, script, before = self._data, self._script, int(self._engine.global_steps)
         objects = {**self._objects, _DATA: data, _SCRIPT: script}
         state = self._start.build(lambda: DeepSpeedState(self._engine, objects))
@@ -134,12 +134,12 @@ class EngineSession:
         data.draws = state.late_changes.begin
         script.log = checkpointer.events.announce
         restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True, in_training=in_training)
-        # Where the script has loaded the same iteration from storage it knows of it.
+        # If the script has loaded the same iteration from storage, it knows its position.
         script.restored(restored if restored != before else None)
         return checkpointer, restored
 
     def _begin_anew(self, named: bool = False, in_training: bool = False) -> None:
-        """Go on with a checkpointer that knows nothing of the one before, the script has loaded another state."""
+        """Replaces the checkpointer by a new one after the script has loaded another state."""
         checkpointer, self._from_memory = self._restore(named, in_training)
         door.checkpointer = self._hooks.checkpointer = checkpointer
 
@@ -156,19 +156,19 @@ class EngineSession:
         door.hooks.wrap(self._engine, "compile", _refuse_compile)
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.take_boundary()  # what is saved is of that iteration
+        self.take_boundary()  # before the save, which belongs to that iteration
         return original(*args, **kwargs)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Before training has begun the newer of storage and memory counts, unless the user goes back; afterwards a
-        load is the user's wish."""
+        """Before training the newer of storage and memory is used, unless the user rolls back; later the load counts.
+        """
         self.take_boundary()
-        self._hooks.checkpointer.fence()  # what is loaded must not be written below a copy
+        self._hooks.checkpointer.fence()  # loading writes to tensors that may be being copied
         self._hooks.checkpointer.pause()
         result = self._load(original, args, kwargs)
-        # From here on addresses, counters and perhaps the lineage are others: whatever counts, snapshots begin anew.
+        # Addresses, counters and perhaps the lineage have changed, so a new checkpointer is needed in any case.
         loaded = self._engine.global_steps
-        # DeepSpeed's way to say that there was no checkpoint to load.
+        # DeepSpeed returns None if there was no checkpoint.
         if result[0] is None:
             return result
         if self._hooks.has_trained:
@@ -177,7 +177,7 @@ class EngineSession:
         before, whole = self._from_memory, is_whole(original, args, kwargs)
         if before is not None and loaded > before and not whole:
             raise ConfigError(
-                f"load_checkpoint: iteration {before} was restored from memory, and loading a part of iteration "
+                f"load_checkpoint: iteration {before} was restored from memory, and a partial load of iteration "
                 f"{loaded} from storage would mix the two; load all of it, or remove the snapshots with "
                 f"'ftckpt clean {self._start.config.job}'"
             )
@@ -186,18 +186,18 @@ class EngineSession:
         newest = self._from_memory
         if newest is None and before is not None and not whole:
             raise ConfigError(
-                f"load_checkpoint: storage went back to iteration {loaded}, a part of which was loaded over "
-                f"iteration {before} of memory, which is given up now: start once more, or load all of it"
+                f"load_checkpoint: rolled back to iteration {loaded} of storage, but only a part of it was loaded "
+                f"over iteration {before} of memory, which is invalidated now: restart, or load all of it"
             )
-        which = f"storage has {loaded}, which counts" if newest is None else f"memory has {newest}, which counts"
+        which = f"using iteration {loaded} of storage" if newest is None else f"using iteration {newest} of memory"
         self._hooks.checkpointer.events.announce(f"load_checkpoint: {which}")
         return result
 
     def _load(self, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Load into the scheduler and the counters that the engine was built with: Megatron's scheduler adds what it
-        loads to what it has, and a load of the module alone leaves counters as they are."""
+        """Calls ``load_checkpoint`` with the initial state of scheduler and counters: Megatron's scheduler adds
+        loaded steps to its own, and a load of the module alone does not set counters."""
         scheduler, inner = self._engine.lr_scheduler, optimizers.inner(self._engine.optimizer)
-        # A load in training finds the scheduler as it would without ftckpt.
+        # A load during training is left unchanged.
         if self._from_memory is None or self._hooks.has_trained:
             return original(*args, **kwargs)
         restored = copy.deepcopy((schedulers.save(scheduler), save_groups(inner), counters(self._engine)))
@@ -207,7 +207,7 @@ class EngineSession:
             set_counters(self._engine, self._fresh_counters)
             result = original(*args, **kwargs)
         finally:
-            # Nothing was loaded: what memory had stays, learning rates too.
+            # Nothing was loaded: reset to the state from memory, including learning rates.
             if result[0] is None:
                 schedulers.load(scheduler, restored[0])
                 load_groups(inner, restored[1])
@@ -215,17 +215,16 @@ class EngineSession:
         return result
 
     def _begin_at_storage(self, loaded: int) -> None:
-        """Training was taken back, or elsewhere: what memory and storage have must not come back, now or at the next
-        restart."""
+        """Starts a new lineage after a load during training: earlier snapshots must never be restored again."""
         left = self._hooks.checkpointer
         events = left.events
-        events.announce(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
-        # In an error handler too: the user goes back on all ranks.
+        events.announce(f"iteration {loaded} was loaded from storage during training: earlier snapshots are removed")
+        # Even within an error handler: the user rolls back on all ranks.
         left.close(remove=True, done=False)
         self._begin_anew(in_training=True)
 
     def _forget_restored(self) -> None:
-        """What a load does not overwrite is as before the snapshot was restored, in case that storage counts."""
+        """Resets state that a load does not overwrite to its value before the restore, in case storage is used."""
         self._data.remove()
         self._hooks.checkpointer.close(remove=False)
         for name, state in self._fresh.items():
@@ -233,11 +232,11 @@ class EngineSession:
         self._data = self._new_position()
 
     def _destroy(self, original: Callable[..., Any]) -> Any:
-        """The script says that it is done, unless it does so because of an error, or the engine is collected.
+        """Removes snapshots, unless the engine is destroyed after an error or by the garbage collector.
 
-        Under the runner the end of the script says that.
+        Under the runner the script's exit decides instead.
         """
-        # This session refers to the engine, which is collected with the interpreter alone.
+        # This session references the engine, so it is collected only when the interpreter exits.
         if not sys.is_finalizing() and sys.exc_info()[0] is None and not active_engine.has_runner():
             active_engine.close()
         return original()
@@ -245,7 +244,7 @@ class EngineSession:
 
 def _place(engine: Any) -> tuple[dict[str, int], dict[str, int | str | bool]]:
     support.check(engine)
-    check_optimizer(engine)  # before state is restored and hooks are set: a refusal leaves the engine as it was
+    check_optimizer(engine)  # before state is restored and hooks are set: an error leaves the engine unchanged
     if engine.pipeline_parallelism:
         check_pipeline(engine)
     return coordinates(engine), layout_sizes(engine)
@@ -256,7 +255,7 @@ def _refuse_compile(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], config: Config) -> Any:
-    """Call ``deepspeed.initialize`` and follow the engine that it makes; returns what it returns.
+    """Calls ``deepspeed.initialize`` and follows the engine that it creates; returns its result.
 
     Raises:
         UnsupportedError, ConfigError and others: see EngineSession.

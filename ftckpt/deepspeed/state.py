@@ -35,19 +35,19 @@ from ftckpt.model.training_state import Description
 _FLAGS = "ftckpt.flags"
 _RANDOM = "random numbers"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-# What changes while training, where the scale is dynamic; everything else of a scaler follows from the JSON.
+# Fields that change during training with a dynamic scale; everything else of a scaler comes from the JSON.
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedState:
     """Implements ``ftckpt.model.training_state.TrainingState``.
 
-    Stepped: what the optimizer steps on this rank (of weights only the part that this rank owns), and parameters
-    that nothing steps (frozen). Volatile: module buffers. Objects: RNG, the engine's counters, the LR scheduler,
-    hyperparameters, the loss scaler and ``objects``.
+    Optimizer-updated: everything that the optimizer steps on this rank (of weights only the owned part), and frozen
+    parameters. Mutable: module buffers. Objects: RNG, the engine's counters, the LR scheduler, hyperparameters, the
+    loss scaler and ``objects``.
 
     Raises:
-        UnsupportedError: a configuration whose state is not known, with the JSON field.
+        UnsupportedError: the configuration is not supported; names the JSON field.
     """
 
     def __init__(self, engine: Any, objects: Mapping[str, Stateful]) -> None:
@@ -65,7 +65,7 @@ class DeepSpeedState:
 
     def describe(self) -> Description:
         if self._built is None:
-            # As the job's own set-up seeded them, before a restore: ``derive_rng`` starts from these.
+            # The states from the job's own setup, before a restore: ``derive_rng`` derives from these.
             self._built = save_rng()
         self._extra.refuse()
         boxes, optimizer = place_parameters(self._engine), self._engine.optimizer
@@ -85,7 +85,7 @@ class DeepSpeedState:
 
         Raises:
             CaptureError: a tensor was replaced since ``describe`` (load_checkpoint, offload_states).
-            UnsupportedError: a module keeps extra state now, and none was described.
+            UnsupportedError: a module has extra state that was not described.
         """
         self._extra.look_again()
         self._live.check("load before the first batch, and leave states where they are")
@@ -125,7 +125,7 @@ class DeepSpeedState:
         )
         load_scaler(engine.optimizer, first["scaler"])
         set_counters(engine, first["counters"])
-        # Another layout may have another number of micro-batches to a step, and a boundary is behind all of them.
+        # Another layout may have another number of micro-batches per step; at a boundary, all of them are done.
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
         if first["micro_offset"] is not None:
             engine.module.micro_offset = first["micro_offset"]
@@ -133,8 +133,8 @@ class DeepSpeedState:
         self._rng = derive_rng(self._built, iteration)
 
     def finish_load(self) -> None:
-        """Gather what other ranks own of each parameter. RNG is left alone: see ``set_rng``."""
-        # RNG waits for the first batch: between here and there the script builds loaders, which draw numbers.
+        """Gathers the parts of parameters that other ranks own. Does not set RNG: see ``set_rng``."""
+        # RNG is set before the first batch: until then the script builds loaders, which draw random numbers.
         with torch.no_grad():
             optimizers.spread(self._engine.optimizer)
         if self._engine.pipeline_parallelism:
@@ -142,7 +142,7 @@ class DeepSpeedState:
         self.late_changes.boundary()
 
     def set_rng(self) -> None:
-        """Set RNG to what was loaded, right before the first batch is used: loaders and models draw from it."""
+        """Sets RNG to the loaded state; called right before the first batch is used, which draws from it."""
         if self._rng is not None:
             load_rng(self._rng)
 
@@ -164,13 +164,13 @@ class DeepSpeedState:
         yield from state_tensors(optimizers.inner(optimizer))
         yield from (("optimizer's tensor", n, owner) for n, owner in enumerate(optimizers.owners(optimizer)))
         for name, parameter in self._engine.module.named_parameters():
-            # Under ZeRO 3 a parameter's own memory comes and goes; its partition stays.
+            # Under ZeRO 3 a parameter's own memory is allocated and freed; its partition stays.
             yield "parameter", name, getattr(parameter, "ds_tensor", parameter)
         yield from (("buffer", name, buffer) for name, buffer in self._engine.module.named_buffers())
 
 
 def counters(engine: Any) -> dict[str, int]:
-    """Where an engine stands, by attribute."""
+    """The engine's counters, by attribute."""
     return {name: int(getattr(engine, name)) for name in _COUNTERS}
 
 
@@ -181,8 +181,8 @@ def set_counters(engine: Any, values: Mapping[str, int]) -> None:
 
 
 def _dynamic_scalers(optimizer: Any) -> Iterator[Any]:
-    # ZeRO's wrappers have a loss scaler; those of fp16 keep the same fields in a configuration, and up to DeepSpeed
-    # 0.17 in themselves.
+    # ZeRO's wrappers have a loss scaler; fp16's have the same fields in a configuration object or, up to DeepSpeed
+    # 0.17, in themselves.
     kept = [getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
     for scaler in (*kept, optimizer if hasattr(optimizer, "cur_iter") else None):
         if getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
@@ -199,18 +199,18 @@ def save_scaler(optimizer: Any) -> dict[str, Any]:
 def load_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
     scalers = list(_dynamic_scalers(optimizer))
     if scalers and not saved:
-        log_once("the snapshot has no dynamic loss scale: it begins as configured")
+        log_once("the snapshot has no dynamic loss scale: starting with the configured one")
     if saved and not scalers:
-        log_once("the loss scale of the snapshot, %g, has no place here: it is as configured", saved["cur_scale"])
+        log_once("the loss scale of the snapshot, %g, is not used: this job's is static", saved["cur_scale"])
     for scaler in scalers:
         for name, value in saved.items():
             setattr(scaler, name, value)
 
 
 def _trackers() -> dict[str, Any]:
-    """RNG states by name: DeepSpeed's, and megatron-core's where the model uses its layers."""
+    """RNG trackers by name: DeepSpeed's, and megatron-core's if the model uses its layers."""
     trackers = {"deepspeed": checkpointing.get_cuda_rng_tracker()}
-    # Looked up, not imported: a model that uses its layers has imported it.
+    # Not imported here: a model that uses the layers has imported the module.
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
     if megatron is not None:
         trackers["megatron"] = megatron.get_cuda_rng_tracker()
@@ -218,12 +218,12 @@ def _trackers() -> dict[str, Any]:
 
 
 def save_rng() -> dict[str, Any]:
-    """State of every generator that training draws from, those of trackers among them."""
+    """States of all generators that training uses, including those of trackers."""
     return {**save_generators(), "trackers": {name: dict(one.get_states()) for name, one in _trackers().items()}}
 
 
 def load_rng(saved: Mapping[str, Any]) -> None:
-    """Set every generator as ``save_rng`` found it."""
+    """Restores the result of ``save_rng``."""
     load_generators(saved)
     for name, tracker in _trackers().items():
         if name in saved["trackers"]:
@@ -231,7 +231,7 @@ def load_rng(saved: Mapping[str, Any]) -> None:
 
 
 def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """What ``load_rng`` takes on a rank of another layout; ``built`` is what ``save_rng`` gave before any batch."""
+    """Generator states for a rank of another layout; ``built`` is the result of ``save_rng`` before any batch."""
     plain = {name: state for name, state in built.items() if name != "trackers"}
     trackers = {
         name: derive_tracker(f"tracker/{name}", states, iteration) for name, states in built["trackers"].items()

@@ -1,4 +1,4 @@
-"""``load_checkpoint`` beside memory: which checkpoint is asked for, and what to do where memory is lost."""
+"""``load_checkpoint`` in combination with snapshots: its arguments, and a required load if snapshots were lost."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def is_whole(load: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def is_named(load: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``load_checkpoint`` names another checkpoint than the newest that was saved there.
+    """Whether a call of ``load_checkpoint`` names a checkpoint other than the directory's newest: a rollback.
 
-    Scripts that name the newest themselves are no operators who go back; where nothing says which it is, nor is any.
+    False if the script names the newest one itself, or if the newest one is unknown.
     """
     given = _given(load, args, kwargs)
     if given["tag"] is None:
@@ -43,13 +43,12 @@ def is_named(load: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 class AwaitedLoad:
-    """Snapshots were lost, and whether storage has a checkpoint shows when the script loads it: training waits.
+    """Blocks training of ``engine`` after snapshots were lost, until ``load_checkpoint`` has loaded a checkpoint.
 
-    ``engine`` trains nothing before ``load_checkpoint`` has loaded one; then ``begin`` is called, with whether the
-    user has named it.
+    Then ``begin`` is called with whether the user has named the checkpoint.
 
     Raises:
-        LostError: from the engine, when training would begin without.
+        LostError: by the engine, if it is trained before that.
     """
 
     def __init__(self, engine: Any, lost: LostError, begin: Callable[[bool], object]) -> None:
@@ -61,7 +60,7 @@ class AwaitedLoad:
         for name in ("forward", "step", "train_batch"):
             if hasattr(engine, name):
                 door.hooks.wrap(engine, name, self._refuse)
-        log_once("%s. Training begins once load_checkpoint has loaded one", lost)
+        log_once("%s. Training starts once load_checkpoint has loaded one", lost)
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -73,7 +72,7 @@ class AwaitedLoad:
     def _refuse(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._engine.module.training and torch.is_grad_enabled():
             raise self._lost
-        return original(*args, **kwargs)  # an evaluation of what was built
+        return original(*args, **kwargs)  # an evaluation
 
 
 def _given(load: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

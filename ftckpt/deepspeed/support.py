@@ -1,7 +1,7 @@
-"""Unsupported features of DeepSpeed: each with the JSON field that requests it, and what to do.
+"""Unsupported features of DeepSpeed: each with the JSON field that requests it, and a remedy.
 
-These are known from the configuration, which is the same on all ranks. What only some ranks can know, such as a
-parameter without a place, is refused where the state is described.
+They follow from the configuration, which is the same on all ranks. Errors that only some ranks detect, such as a
+parameter without a box, are raised when the state is described.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ftckpt.errors import UnsupportedError
 
 
 class UnsupportedField(NamedTuple):
-    """A field of DeepSpeed's JSON that ftckpt refuses where it ``applies`` to an engine, and what to do about it.
+    """A field of DeepSpeed's JSON that is an error if it ``applies`` to an engine, and its remedy.
 
-    Releases before ``since`` may not know of it; those from there on must show whether it is set.
+    Releases before ``since`` may not have the field; later ones must show whether it is set.
     """
 
     field: str
@@ -28,10 +28,10 @@ class UnsupportedField(NamedTuple):
 
 
 def check(engine: Any) -> None:
-    """Refuse an engine whose state is not known in full.
+    """Checks that an engine's state is fully supported.
 
     Raises:
-        UnsupportedError: the JSON field and what to do.
+        UnsupportedError: names the JSON field and the remedy.
     """
     for refusal in REFUSALS:
         if _applies(refusal, engine):
@@ -82,12 +82,12 @@ REFUSALS = (
     UnsupportedField(
         "zero_optimization.offload_optimizer.device nvme",
         _is_nvme("offload_optimizer"),
-        "use device cpu: what lies on NVMe is not in memory",
+        "use device cpu: state on NVMe is not in memory",
     ),
     UnsupportedField(
         "zero_optimization.offload_param.device nvme",
         _is_nvme("offload_param"),
-        "use device cpu: what lies on NVMe is not in memory",
+        "use device cpu: state on NVMe is not in memory",
     ),
     UnsupportedField(
         "zero_optimization.offload_optimizer.super_offload",
@@ -100,7 +100,7 @@ REFUSALS = (
         lambda engine: (
             engine.zero_optimization_stage() == 3 and (_offload("offload_optimizer", "ratio")(engine) or 1.0) != 1.0
         ),
-        "set it to 1: the second optimizer of a partial offload is not known",
+        "set it to 1: the second optimizer of a partial offload is not supported",
     ),
     UnsupportedField(
         "zero_optimization.zenflow", lambda engine: engine.zenflow_config() is not None, "remove it", "0.17.6"

@@ -1,4 +1,4 @@
-"""Scalars for the charts that a framework draws: what snapshots cost the rank that has them, and come to."""
+"""Scalars for a framework's charts: the cost and number of this rank's snapshots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _PREFIX = "ftckpt/"
 
 
 def draw(checkpointer: Checkpointer, write: Callable[[dict[str, float]], None]) -> bool:
-    """Give ``write`` what ``Checkpointer.numbers`` says since the last call; whether to go on: a writer that fails is
-    left alone, and training goes on."""
+    """Passes ``Checkpointer.numbers`` since the last call to ``write``; False if that failed, so do not repeat."""
     try:
         write({f"{_PREFIX}{name}": value for name, value in checkpointer.numbers("charts").items()})
-    except Exception as error:  # noqa: BLE001 - a disk that is full, or a service that is away
-        log.warning("ftckpt: no more scalars are written: %s", error)
+    except Exception as error:  # noqa: BLE001 - a full disk, or an unreachable service
+        log.warning("ftckpt: writing scalars failed, none are written from now on: %s", error)
         return False
     return True

@@ -64,7 +64,7 @@ class Patches:
         original = getattr(owner, name, None)
         if original is None:
             raise UnsupportedError(
-                f"{getattr(owner, '__name__', type(owner).__name__)} has no {name}, from where ftckpt is called: "
+                f"{getattr(owner, '__name__', type(owner).__name__)} has no {name}, which ftckpt must wrap: "
                 "install a tested release"
             )
         # None if the attribute is the class's: undo then deletes ours.
@@ -215,7 +215,7 @@ def naming_what_is_missing(untested: str) -> Iterator[None]:
         if not untested:
             raise
         raise UnsupportedError(
-            f"{untested} has not what ftckpt looks for: {error}; install a tested release, or switch ftckpt off"
+            f"{untested} lacks a feature that ftckpt needs: {error}; install a tested release, or switch ftckpt off"
         ) from error
 
 
@@ -237,7 +237,7 @@ def prepare_storage(config: Config) -> None:
             raise ConfigError(f"--ftckpt-persist: {error}") from None
         return  # it may be reachable when it is needed
     if is_new:
-        log_to_stderr().warning("ftckpt: --ftckpt-persist: %s was not there, and has been made", config.persist)
+        log_to_stderr().warning("ftckpt: --ftckpt-persist: created the missing directory %s", config.persist)
 
 
 def start(
@@ -302,8 +302,8 @@ def _gather_topology(
 
 def _names_differ(first: str, rank: int, name: str) -> ConfigError:
     error = ConfigError(
-        f"the job is called {first!r} on rank 0 and {name!r} on rank {rank}: give all ranks one name, with "
-        "--ftckpt-job or FTCKPT_JOB"
+        f"the job is called {first!r} on rank 0 and {name!r} on rank {rank}: set the same --ftckpt-job or FTCKPT_JOB "
+        "on all ranks"
     )
     error.of_all_ranks = True
     return error

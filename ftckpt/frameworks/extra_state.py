@@ -10,19 +10,19 @@ import torch
 from ftckpt.errors import UnsupportedError
 
 _EMPTY = tuple(b"\x80" + bytes([protocol]) + value for protocol in (4, 5) for value in (b"N.", b"}\x94."))
-"""None and {} as Transformer Engine before 2.4 pickles them where a module keeps nothing: never unpickled."""
+"""None and {} as pickled by Transformer Engine before 2.4 for modules without state; compared, never unpickled."""
 _LOOKS = 2
 
 
 class ExtraState:
-    """State that only ``get_extra_state`` of a module gives, and that no snapshot has.
+    """A check for module state that only ``get_extra_state`` returns, which snapshots do not contain.
 
-    Some of it is made in the first forward: it is looked for when the state is described, at the start of training
-    and again at the first boundary behind it.
+    Some of it is created in the first forward. So the check runs when the state is described, at the start of
+    training, and at the first step boundary after it.
 
     Args:
-        model: with all its modules.
-        apart: modules whose extra state is saved in another way.
+        model: the model whose modules are checked.
+        apart: returns True for modules whose extra state is saved in another way.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class ExtraState:
                 raise UnsupportedError(f"module {name} keeps {kept}, which ftckpt cannot save yet")
 
     def look_again(self) -> None:
-        """As ``refuse``, as long as state may have come that was not there before. Call it at each boundary."""
+        """Repeats ``refuse`` while new state may still be created. Call it at each boundary."""
         if self._looks_left:
             self.refuse()
-            self._looks_left -= 1  # not before: each snapshot without that state is refused
+            self._looks_left -= 1  # only after success: every snapshot without that state is refused
 
 
 def has(module: torch.nn.Module, name: str) -> bool:
-    """As ``hasattr``, where ``name`` is neither a tensor nor a module: torch would put each lack into words."""
+    """A faster ``hasattr`` if ``name`` is neither a tensor nor a module: torch formats an error for each miss."""
     return name in module.__dict__ or hasattr(type(module), name)
 
 
 def scaling_states(module: torch.nn.Module) -> dict[str, Any]:
-    """What Transformer Engine's delayed scaling keeps in a module, by direction: ``scale`` and ``amax_history``.
+    """The state of Transformer Engine's delayed scaling in a module, by direction: ``scale`` and ``amax_history``.
 
-    Nothing before the first forward, and nothing under recipes that scale by what they see.
+    Empty before the first forward and for recipes that scale by current values.
     """
     states: dict[str, Any] = {}
     for meta in _metas(module):
@@ -66,14 +66,14 @@ def scaling_states(module: torch.nn.Module) -> dict[str, Any]:
 
 def _metas(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
     whole = getattr(module, "fp8_meta", None)
-    # Operations that can be fused have one for each direction, or none at all.
+    # Fusible operations have one per direction, or none.
     metas: Iterable[Any] = (getattr(module, "_fp8_metas", None) or {}).values()
     yield from (meta for meta in (whole, *metas) if isinstance(meta, dict))
 
 
 def _kept(module: torch.nn.Module) -> str:
-    """In words; empty where a module keeps nothing."""
-    # Not by its payload: that has the recipe in it, too, under recipes that have no state.
+    """A description of a module's extra state; empty if it has none."""
+    # Not by its payload: that contains the recipe even for recipes without state.
     if has(module, "fp8_meta") or has(module, "_fp8_metas"):
         return "scales of FP8 with delayed scaling" if scaling_states(module) else ""
     extra = module.get_extra_state()

@@ -1,4 +1,4 @@
-"""Flags that steer training and that no tensor shows: frozen parameters, modules in evaluation mode."""
+"""Flags that affect training and are not tensors: frozen parameters, modules in evaluation mode."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TrainingFlags:
     """``requires_grad`` of parameters and ``training`` of modules, as an object of a snapshot.
 
     Args:
-        parameters: by names that no layout changes, with the flags that the script has given them before a restore.
-        modules: by names that may belong to this layout alone.
+        parameters: named independently of the layout; their flags are those that the script set before a restore.
+        modules: names may be specific to this layout.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class TrainingFlags:
         self._state: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, str]:
-        """Names as JSON texts, which are written again only where a flag has changed."""
+        """Names as JSON texts, encoded again only if a flag has changed."""
         parameters, modules = self._looked_at
         flags = [*map(_requires_grad, parameters)], [*map(_training, modules)]
         if not self._state or flags != self._flags:
@@ -47,7 +47,7 @@ class TrainingFlags:
         return self._state
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Every flag is what it was."""
+        """Restores every flag."""
         frozen = set(json.loads(state["frozen"]))
         self._set({name: name not in frozen for name, _ in self._parameters})
         evaluating = set(json.loads(state["evaluating"]))
@@ -55,7 +55,7 @@ class TrainingFlags:
             module.training = name not in evaluating
 
     def load_reshaped(self, states: Sequence[Mapping[str, str]]) -> None:
-        """Parameters of stages that another layout puts together; of others nothing is known. Modules stay."""
+        """Restores flags of the parameters named in any rank's state; leaves other parameters and all modules."""
         flags = {name: True for state in states for name in json.loads(state["thawed"])}
         self._set(flags | {name: False for state in states for name in json.loads(state["frozen"])})
 

@@ -1,4 +1,4 @@
-"""Generators of random numbers that belong to a script: in its modules, or given by it as objects."""
+"""Random number generators of a script: attributes of its modules, or registered objects."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class OwnGenerator:
             (one.setstate if isinstance(one, random.Random) else one.set_state)(saved["state"])
 
     def load_reshaped(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """In another layout no rank of the snapshot is this one: a seed from what this rank was built with."""
+        """Seeds the generator from its initial state and the snapshot's: ranks of other layouts do not correspond."""
         one, seed = self._generator, derived_seed("own", self._built, states[0])
         if isinstance(one, np.random.Generator):
             one.bit_generator.state = type(one.bit_generator)(seed).state
         elif isinstance(one, torch.Generator):
             one.manual_seed(seed)
         else:
-            one.seed(seed & 0xFFFFFFFF)  # all that NumPy takes
+            one.seed(seed & 0xFFFFFFFF)  # NumPy's maximum
 
 
 def as_object(value: Any) -> Any:
-    """A generator with ``state_dict`` and ``load_state_dict``; any other value as it is."""
+    """Wraps a generator in an object with ``state_dict`` and ``load_state_dict``; returns other values unchanged."""
     return OwnGenerator(value) if isinstance(value, _KINDS) else value
 
 
 def generators_in(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, OwnGenerator]:
-    """Those that modules hold in attributes, each once, by name."""
+    """Generators in attributes of modules, each once, by name."""
     found: dict[int, tuple[str, Any]] = {}
     for name, module in modules:
         for attribute, value in vars(module).items():

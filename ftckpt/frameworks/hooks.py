@@ -1,4 +1,4 @@
-"""Hooks of torch's kind that belong to one object of the script: no copy, pickle or compiler takes part in them."""
+"""torch hooks bound to one object of the script: copies, pickles and compiled graphs of it do not call them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 class Hook:
-    """Calls ``function`` for ``owner`` alone, and never as a part of what a compiler traces.
+    """Calls ``function`` for ``owner`` only, and never as part of a compiled graph.
 
-    torch copies and pickles hooks with the object that has them. A copy gets a function that does nothing instead,
-    which can be unpickled where ftckpt is not installed.
+    torch copies and pickles hooks with their object. A copy gets a function without effect instead, which can be
+    unpickled without ftckpt.
     """
 
     def __init__(self, owner: Any, function: Callable[..., None]) -> None:
@@ -30,7 +30,7 @@ class Hook:
 
 
 class ModuleHook(Hook):
-    """A hook on a module, which is absent in a graph that is compiled from it: such a forward is not seen."""
+    """A hook on a module; graphs compiled from the module do not contain it, so such a forward is not observed."""
 
     def __call__(self, owner: Any, *args: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Functions that are called when a module has been imported."""
+"""Callbacks after the import of a module."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from types import ModuleType
 class ImportWatch(importlib.abc.MetaPathFinder):
     """Calls ``hooks[name]`` with the module of that name each time it has been executed.
 
-    The finders behind this one find the module.
+    Later finders of ``sys.meta_path`` locate the module.
     """
 
     def __init__(self, hooks: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._hooks = hooks
 
     def install(self) -> None:
-        """Call the hooks of modules that are imported already, and watch from here on; a second call does so, too."""
+        """Calls the hooks of modules that are already imported, and watches later imports; may be called again."""
         for name, hook in self._hooks.items():
             if name in sys.modules:
                 hook(sys.modules[name])
         if self not in sys.meta_path:
-            # First of all finders: those behind it would find a module before it is seen.
+            # First of all finders: an earlier one would hide the module from this one.
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stops watching."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -46,14 +46,14 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         execute(module)
         parent, _, name = module.__name__.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], name, module)  # as the import does next, and the hook may need
+            setattr(sys.modules[parent], name, module)  # the import does it next, but the hook may need it now
         self._hooks[module.__name__](module)
 
 
 def find_behind(
     finder: importlib.abc.MetaPathFinder, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """The module ``name`` as the finders behind ``finder`` find it."""
+    """The spec of the module ``name`` from the finders after ``finder``."""
     finders = list(sys.meta_path)
     for other in finders[finders.index(finder) + 1 if finder in finders else 0 :]:
         spec = other.find_spec(name, path, target) if hasattr(other, "find_spec") else None
@@ -63,14 +63,14 @@ def find_behind(
 
 
 def execute_with(spec: ModuleSpec, around: Callable[[Callable[[ModuleType], None], ModuleType], None]) -> None:
-    """Have the module of ``spec`` executed by ``around(execute, module)``; what is built in is left as it is."""
+    """Makes ``around(execute, module)`` execute the module of ``spec``; has no effect on built-in modules."""
     loader = spec.loader
     if loader is None or isinstance(loader, type):
         return
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        vars(loader).pop("exec_module", None)  # the class's method shows again
+        vars(loader).pop("exec_module", None)  # uncovers the class's method
         around(execute, module)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""State that a script changes after the step boundary and that a restart would not change again, seen without one."""
+"""Detection of state that a script changes after the step boundary, which a restart would lose."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ftckpt.model.text import listed
 log = logging.getLogger("ftckpt")
 
 _MAX_LOOKS = 3
-"""Boundaries after which it is compared: encoding state takes time, and scripts do the same in each iteration."""
+"""Number of boundaries after which state is compared: encoding is slow, and iterations of a script are alike."""
 
 
 class LateChanges:
-    """Compares state at a boundary with that at the beginning of the next iteration, and warns once.
+    """Compares the state at a boundary with that at the start of the next iteration, and warns once.
 
-    An iteration begins by changing state, too: it draws its batch. This a restart repeats. It happens before the
-    first iteration as well, so that only what changes after later boundaries alone is late.
+    An iteration may also change state before it starts, by drawing its batch; a restart repeats that. This happens
+    before the first iteration as well, so only state that changes after later boundaries but not then is late.
 
     Args:
-        states: gives what may change, by name.
-        remedy: what the script is to do.
-        frozen: names of what no iteration may change before it begins.
+        states: returns the state to compare, by name.
+        remedy: what the script must do, for the warning.
+        frozen: names of state that must not change before the first iteration either.
     """
 
     def __init__(self, states: Callable[[], Mapping[str, Any]], remedy: str, frozen: Collection[str] = ()) -> None:
@@ -37,15 +37,15 @@ class LateChanges:
         self._looks_left = _MAX_LOOKS
 
     def boundary(self) -> None:
-        """A boundary whose state is saved, or training is about to begin."""
+        """Records the state at a boundary, or right before training."""
         if self._looks_left:
             self._noted = self._digests()
 
     def begin(self) -> None:
-        """An iteration begins: its batch is there, or is about to be drawn where a restart sets RNG only then."""
+        """Compares the state at the start of an iteration, after its batch is drawn, or before if RNG is set then."""
         if self._noted is None:
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # which reading state would end
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # reading state would abort it
             return
         noted, self._noted = self._noted, None
         changed = {name for name, digest in self._digests().items() if name in noted and noted[name] != digest}
@@ -58,12 +58,12 @@ class LateChanges:
             self.report(listed(late))
 
     def report(self, names: str) -> None:
-        """Log what is late."""
-        text = "ftckpt: %s changed after the step boundary: a restart would not have the change; %s"
+        """Logs the names of late changes."""
+        text = "ftckpt: %s changed after the step boundary: a restart would lose the change; %s"
         log.warning(text, names, self._remedy)
 
     def _digests(self) -> dict[str, int]:
         try:
             return {name: xxhash.xxh3_64_intdigest(encode(state)) for name, state in self._states().items()}
-        except Exception:  # noqa: BLE001 - promise 4: what cannot be saved the boundary reports, and not a forward
+        except Exception:  # noqa: BLE001 - promise 4: the boundary, not a forward, reports state that cannot be saved
             return {}

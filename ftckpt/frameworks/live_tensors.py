@@ -32,8 +32,8 @@ class Holders(NamedTuple):
 _Places = Mapping[tuple[str, object], int]
 """Addresses by (kind, name)."""
 _ADD_BEFORE = (
-    "the job starts with all that it is going to train: give modules and optimizers all of it before ftckpt is "
-    "attached, what comes later with a learning rate of 0 until then"
+    "a job cannot add tensors: add all of them to modules and optimizers before ftckpt is attached, with a learning "
+    "rate of 0 for those trained later"
 )
 
 
@@ -43,12 +43,12 @@ class LiveTensors:
     A copy reads the described address. If a script or an optimizer has replaced a tensor, that memory is not state,
     and may be in use by other code.
 
-    A fast comparison of all owned tensors finds that nothing has changed; otherwise addresses are compared by name.
+    A fast comparison of all owned tensors detects that nothing has changed; otherwise addresses are compared by name.
 
     Args:
         tensors: yields all live tensors.
-        holders: gives what holds all of these; and parameters in the groups of optimizers, which are looked at, too.
-        inside: the attribute in which a tensor that has it keeps what this rank has of it.
+        holders: returns their owners; parameters in the groups of optimizers are checked as well.
+        inside: the attribute in which a distributed tensor stores this rank's part, if it has that attribute.
     """
 
     def __init__(self, tensors: Named, holders: Callable[[], Holders], inside: str = "") -> None:
@@ -59,7 +59,7 @@ class LiveTensors:
         self._look: _Look | None = None
 
     def note(self) -> None:
-        """The tensors are described as they lie now."""
+        """Records the current addresses as the described ones."""
         if self._look is None:
             _registrations.enter()
             weakref.finalize(self, _registrations.leave)
@@ -74,17 +74,17 @@ class LiveTensors:
         if now != self._described:
             moved = [key for key in {**self._described, **now} if now.get(key) != self._described.get(key)]
             raise CaptureError(self._moved(moved, now, remedy))
-        self._look = _Look(self._holders(), self._inside)  # the same memory, held in another way
+        self._look = _Look(self._holders(), self._inside)  # same memory, other owners
 
     def _moved(self, moved: list[tuple[str, object]], now: _Places, remedy: str) -> str:
-        """The message: what has changed, and what to do."""
+        """The error message: the change and its remedy."""
         what, name = moved[0]
         which = f"{what} {name}" + (f" and {len(moved) - 1} more tensors were" if len(moved) > 1 else " was")
         how = "replaced"
         if not self._described.keys() & moved:
             how, remedy = "added", _ADD_BEFORE
         elif not now.keys() & moved:
-            how = "taken away"
+            how = "removed"
         return f"{which} {how} after training began; {remedy}"
 
     def _addresses(self) -> dict[tuple[str, object], int]:
@@ -93,7 +93,7 @@ class LiveTensors:
         return {(what, name): tensor.data_ptr() for what, name, tensor in named if tensor.numel()}
 
     def _in_groups(self) -> Iterator[tuple[str, object, torch.Tensor]]:
-        """By number: masters have no names."""
+        """Parameters of optimizers, named by number: masters have no names."""
         for index, optimizer in enumerate(self._holders().optimizers):
             owners = chain.from_iterable(group["params"] for group in optimizer.param_groups)
             for place, owner in enumerate(owners):
@@ -102,22 +102,22 @@ class LiveTensors:
 
 
 class _Look:
-    """What holders held at one time: the very tensors, and where their memory was.
+    """The tensor objects of all owners and their addresses at one time.
 
-    An address says nothing about who holds it, and a holder nothing about the address (``tensor.data = other``), so
-    both are compared, by calls that go through all of it inside the interpreter. What is looked at seldom lies in no
-    cache: each thing is looked at once, and of what is put into modules torch tells.
+    Both are compared: an owner may get another tensor, and a tensor another address (``tensor.data = other``). The
+    loops run inside the interpreter's C code. Cache misses dominate the cost, so each object is visited once; torch's
+    registration hooks report additions to modules.
     """
 
     def __init__(self, holders: Holders, inside: str) -> None:
         modules = [module for root in holders.modules for module in root.modules()]
         tables = (table for module in modules for table in (*_TABLES(module), module._modules))
-        # What comes into a table that has nothing is registered.
+        # Empty tables are skipped: ``_registrations`` counts their first entries.
         self._tables = [table for table in tables if table]
         self._registered = _registrations.count
         self._held = self._held_now(holders)
         is_watched = [value is None or isinstance(value, (torch.Tensor, torch.nn.Module)) for value in self._held]
-        # Numbers among an optimizer's state, such as counts of steps, are other objects after each step.
+        # Numbers in an optimizer's state, such as step counts, are new objects after each step.
         self._is_watched = None if all(is_watched) else is_watched
         tensors = list({id(value): value for value in self._held if isinstance(value, torch.Tensor)}.values())
         self._inside = attrgetter(inside) if inside else None
@@ -127,7 +127,7 @@ class _Look:
         self._addresses = self._addresses_now()
 
     def same(self, holders: Holders) -> bool:
-        """True if ``holders`` own the same tensors, at the same addresses."""
+        """Whether ``holders`` own the same tensors, at the same addresses."""
         if self._registered != _registrations.count or not self._same_held(self._held_now(holders)):
             return False
         return self._addresses_now() == self._addresses
@@ -150,14 +150,15 @@ class _Look:
 
     def _addresses_now(self) -> bytes:
         apart = map(self._inside, self._apart) if self._inside is not None else ()
-        # No list, not even for a moment: of as many numbers each would be an object somewhere in memory.
+        # No list, not even a temporary one: each number would be an object, and a cache miss.
         return np.fromiter(map(torch.Tensor.data_ptr, chain(self._whole, apart)), np.uint64).tobytes()
 
 
 class _Registrations:
-    """Counts tables of modules that get their first entry, in all of this process, while somebody has entered.
+    """A process-wide count of module tables that got their first entry, active between ``enter`` and ``leave``.
 
-    All others can be seen to change. And a module that counts in a buffer registers it in each forward.
+    Changes to other tables are detected by comparison. Counting every registration would not work: a module that
+    counts in a buffer registers it in each forward.
     """
 
     def __init__(self) -> None:
@@ -166,19 +167,19 @@ class _Registrations:
         self._handles: list[Any] = []
 
     def enter(self) -> None:
-        """Count from now on."""
+        """Starts counting; calls nest."""
         self._users += 1
         if self._users == 1:
             self._handles = [register(partial(self._note, table)) for table, register in _REGISTER_HOOKS.items()]
 
     def leave(self) -> None:
-        """As often as ``enter``."""
+        """Ends one ``enter``."""
         self._users -= 1
         while self._handles and not self._users:
             self._handles.pop().remove()
 
     def _note(self, table: str, module: torch.nn.Module, *_: Any) -> None:
-        self.count += not getattr(module, table)  # torch calls this before it is done
+        self.count += not getattr(module, table)  # torch calls this before the registration
 
 
 _REGISTER_HOOKS = {

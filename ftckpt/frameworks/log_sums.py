@@ -1,4 +1,4 @@
-"""Sums of losses that a train loop adds to until its next log line: where training stands, too."""
+"""Running sums of losses for a train loop's next log line, which are part of the training state."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 
 
 class LogSums:
-    """The loop keeps them in a dict of its own, which it hands on in each iteration."""
+    """Saves and restores the sums in the train loop's dict, which the loop passes in each iteration."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
     def save(self) -> dict[str, Any]:
-        """The sums as they stand."""
+        """The current sums."""
         return dict(self._sums)
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what ``save`` gave, with the next iteration."""
+        """Restores saved sums, with the next iteration."""
         self._restored = saved
 
     def follow(self, losses: Mapping[str, Any], sums: dict[str, Any]) -> bool:
-        """``losses`` are about to be added to ``sums``; returns whether these were restored just now."""
-        # The loop's own dict, to which it adds until the log line: the next boundary reads it as it is then.
+        """Must be called before ``losses`` are added to ``sums``; returns whether it has restored these."""
+        # A reference to the loop's dict: the next boundary reads its values of that time.
         self._sums = sums
         if self._restored is None:
             return False

@@ -15,11 +15,11 @@ from ftckpt.model.training_state import Piece
 
 
 class ParameterRange(NamedTuple):
-    """The range of ``parameter`` that an optimizer steps: as many elements as ``weight`` has, from ``first`` on.
+    """The range of ``parameter`` that an optimizer steps: its elements from ``first``, whose memory is ``weight``.
 
-    ``weight`` is the memory of these elements: the only part of the parameter that this rank may read. ``owner`` is
-    the tensor under which the inner optimizer keeps its state, a master or the parameter's own memory; the range
-    begins at its element ``begin``. ``master``, where it is not the owner, is shaped as that.
+    This rank may read no other part of the parameter. ``owner`` is the key of the inner optimizer's state: a master
+    or the parameter itself; the range starts at its element ``begin``. ``master``, if it is not the owner, has the
+    owner's shape.
     """
 
     parameter: torch.nn.Parameter
@@ -30,7 +30,7 @@ class ParameterRange(NamedTuple):
     master: torch.Tensor | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The range's elements of a tensor that is shaped as ``owner``."""
+        """The range's elements in a tensor of the owner's shape."""
         every, numel = flat(tensor), self.weight.numel()
         return every if every.numel() == numel else every[self.begin : self.begin + numel]
 
@@ -42,11 +42,11 @@ def stepped_pieces(
 
     Args:
         boxes: boxes of all parameters of this rank.
-        ranges: all that this rank steps.
+        ranges: all ranges that this rank steps.
         state: returns the inner optimizer's state for the owner of a range.
 
     Raises:
-        UnsupportedError: a parameter without a place, or state that is neither per element nor a single number.
+        UnsupportedError: a parameter without a box, or state that is neither per element nor a single number.
     """
     for part in ranges:
         places = boxes.get(part.parameter)
@@ -55,7 +55,7 @@ def stepped_pieces(
         weights = fragments(places, "weight", flat(part.weight), part.first)
         whole = part.owner if part.master is None else part.master
         master = part.of(whole)
-        # A parameter that is stepped in place is its own master, and saved once.
+        # A parameter that is stepped in place is its own master and is saved once.
         if master.data_ptr() == part.weight.data_ptr():
             yield from (Piece(fragment, view, counted=part.weight) for fragment, view in weights)
         else:
@@ -63,8 +63,8 @@ def stepped_pieces(
             for (weight, live), (fragment, source) in zip(weights, masters, strict=True):
                 yield Piece(weight, live, derived_from=source, counted=part.weight)
                 yield Piece(fragment, source, counted=whole)
-        # Loading a checkpoint may reorder state. In another order the same job would have another manifest: a restart
-        # would begin with new arenas beside those of its snapshots, and with one slot until these can go.
+        # Sorted, because loading a checkpoint may reorder state. Another order is another manifest: a restart would
+        # allocate new arenas next to those of its snapshots, with one slot until these can be freed.
         for name, value in sorted(state(part).items()):
             if value is not None:
                 yield from _moment(places, part, name, value)
@@ -77,7 +77,7 @@ def _moment(places: Sequence[LogicalBox], part: ParameterRange, name: str, value
     if value.shape == part.owner.shape:
         for fragment, view in fragments(places, name, part.of(value), part.first):
             yield Piece(fragment, view, counted=value)
-    # A count of steps, for one.
+    # Such as a step count.
     elif value.numel() == 1:
         yield number_piece(places[0], name, value)
     else:
@@ -88,14 +88,14 @@ def _moment(places: Sequence[LogicalBox], part: ParameterRange, name: str, value
 
 
 def without_state(inner: Any) -> list[torch.Tensor]:
-    """Parameters for which the optimizer has no state yet, because it has not stepped them."""
+    """Parameters without optimizer state, because they have not been stepped yet."""
     return [p for group in inner.param_groups for p in group["params"] if not inner.state.get(p)]
 
 
 def materialise(inner: Any) -> None:
-    """Let torch's Adam, AdamW or SGD, or a FusedAdam, create the state that it would create in its first step.
+    """Creates the state that torch's Adam, AdamW or SGD, or a FusedAdam, would create in its first step.
 
-    The arena is laid out and the addresses of copies are fixed before that step.
+    The arena layout and the copy addresses are fixed before that step.
 
     Raises:
         UnsupportedError: an optimizer that ftckpt does not know.
@@ -117,7 +117,7 @@ def materialise(inner: Any) -> None:
 
 
 def _separate_numbers(inner: Any) -> None:
-    """Loading a checkpoint can leave all parameters one ``step`` between them, which each would count up."""
+    """Clones shared number tensors: after loading a checkpoint, all parameters may share one ``step`` tensor."""
     seen: set[int] = set()
     for state in inner.state.values():
         for name, value in state.items():
@@ -128,14 +128,14 @@ def _separate_numbers(inner: Any) -> None:
 
 
 def _materialise_adam(inner: Any) -> None:
-    """``Adam._init_group`` creates state for parameters that have a gradient; any tensor will do as one."""
-    # Behind the group come lists that it fills; how many differs between versions of torch.
+    """Calls ``Adam._init_group``, which creates state for parameters with a gradient; any tensor can serve as one."""
+    # After the group, it takes lists to fill; their number differs between versions of torch.
     lists = len(inspect.signature(inner._init_group).parameters) - 1
     for group in inner.param_groups:
         mine = [p for p in group["params"] if not inner.state.get(p)]
-        # In place of a DTensor what this rank has of it: DTensors take long to be made by torch's operations.
+        # For a DTensor its local tensor: creating DTensors by torch operations is slow.
         owners = [p._local_tensor.detach() if hasattr(p, "_local_tensor") else p for p in mine]
-        # No step is taken: moments begin as zeros, and the count of steps as 0.
+        # No step is taken: moments start as zeros and the step count as 0.
         before = [(owner, owner.grad) for owner in owners]
         for owner, _ in before:
             owner.grad = owner.detach()
@@ -150,7 +150,7 @@ def _materialise_adam(inner: Any) -> None:
 
 
 def _as_shards(parameter: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """State of what this rank has of ``parameter``, with all but the count of steps as DTensors like that."""
+    """Wraps the state of the local part of ``parameter`` in DTensors like it, except the step count."""
     return {
         name: value if name == "step" else type(parameter)(value, parameter._spec, requires_grad=False)
         for name, value in state.items()
@@ -158,7 +158,7 @@ def _as_shards(parameter: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _materialise_sgd(inner: Any, missing: set[torch.Tensor]) -> None:
-    """A momentum of zeros gives the first step that no momentum gives, unless it is dampened."""
+    """Creates momentum of zeros, whose first step equals that without momentum, unless there is dampening."""
     for group in inner.param_groups:
         if group["momentum"] and group["dampening"]:
             raise UnsupportedError("SGD with dampening creates its momentum in the first step; use dampening 0")
@@ -168,7 +168,7 @@ def _materialise_sgd(inner: Any, missing: set[torch.Tensor]) -> None:
 
 
 def kind_of(inner: Any) -> str:
-    """By what a snapshot knows an optimizer: its class, or the algorithm where several fused classes share it."""
+    """The optimizer's name in a snapshot: its class, or the algorithm if several fused classes implement it."""
     adds_decay = getattr(inner, "adam_w_mode", None)
     if adds_decay is None:
         return type(inner).__name__
@@ -176,29 +176,29 @@ def kind_of(inner: Any) -> str:
 
 
 def check_kind(inner: Any, saved: str) -> None:
-    """Raises MismatchError where the snapshot is of another optimizer than ``inner``."""
+    """Raises MismatchError if the snapshot belongs to another optimizer than ``inner``."""
     if (kind := kind_of(inner)) != saved:
         raise MismatchError(
-            f"the snapshot is of optimizer {saved}, and this job trains with {kind}: start with {saved}, or remove "
-            "the snapshot with 'ftckpt clean JOB'"
+            f"the snapshot belongs to optimizer {saved}, but this job trains with {kind}: start with {saved}, or "
+            "remove the snapshot with 'ftckpt clean JOB'"
         )
 
 
 def save_groups(inner: Any) -> list[dict[str, Any]]:
-    """All of each group but its parameters: learning rate, weight decay, a fused optimizer's ``step``."""
+    """The settings of each group, without parameters: learning rate, weight decay, a fused optimizer's ``step``."""
     return [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
 
 
 def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Inverse of ``save_groups``, in place.
+    """Restores the result of ``save_groups`` in place.
 
     Raises:
-        MismatchError: there are more groups, or fewer.
+        MismatchError: the number of groups differs.
     """
     if len(saved) != len(inner.param_groups):
         raise MismatchError(
-            f"the optimizer has {len(inner.param_groups)} parameter groups, and the snapshot {len(saved)}: start "
-            "with the groups of the job that took it, or remove it with 'ftckpt clean JOB'"
+            f"the optimizer has {len(inner.param_groups)} parameter groups, but the snapshot has {len(saved)}: use "
+            "the groups of the job that took it, or remove it with 'ftckpt clean JOB'"
         )
     for group, values in zip(inner.param_groups, saved, strict=True):
         load_group(group, values)
@@ -207,19 +207,18 @@ def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:
 def load_groups_reshaped(
     inner: Any, saved: Sequence[Sequence[Mapping[str, Any]]], kind: str = "", stays: Collection[str] = ()
 ) -> None:
-    """Set in place what ``save_groups`` gave on ranks of another layout.
+    """Restores the results of ``save_groups`` on ranks of another layout, in place.
 
-    A group takes the values of that in its place, if ranks agree on it, or any where all are alike.
+    A group gets the values at its position on ranks with the same number of groups, if these agree, or those of any
+    group if all are equal.
 
     Args:
-        saved: by rank.
-        kind: a hyperparameter that says what a group is for: places are counted among groups that have it, and
-            among those that do not.
-        stays: hyperparameters that follow from the layout in which a group was built.
+        saved: the groups by rank.
+        kind: a boolean hyperparameter; positions are counted separately among groups with and without it.
+        stays: hyperparameters that depend on the layout and are not restored.
 
     Raises:
-        MismatchError: ranks that have as many groups of that kind have different ones, or none has as many and not
-            all are alike.
+        MismatchError: no rank has the same number of groups, or such ranks differ, and not all groups are equal.
     """
     for has_kind in (False, True):
         mine = [group for group in inner.param_groups if bool(group.get(kind)) == has_kind]
@@ -233,7 +232,7 @@ def _without(group: Mapping[str, Any], stays: Collection[str]) -> dict[str, Any]
 
 
 def _matching(count: int, saved: Sequence[Sequence[Mapping[str, Any]]]) -> Sequence[Mapping[str, Any]]:
-    """The groups of any rank that has as many, or any group: where all of these are alike."""
+    """The groups of the ranks with ``count`` groups if these agree, or ``count`` copies if all groups are equal."""
     ranks = [of_rank for of_rank in saved if len(of_rank) == count]
     if ranks and len({encode([dict(group) for group in of_rank]) for of_rank in ranks}) == 1:
         return ranks[0]
@@ -242,14 +241,14 @@ def _matching(count: int, saved: Sequence[Sequence[Mapping[str, Any]]]) -> Seque
         return groups[:1] * count
     raise MismatchError(
         f"the optimizer has {count} parameter groups of a kind of which ranks of the snapshot have "
-        f"{' or '.join(sorted({str(len(of_rank)) for of_rank in saved}))}, with different settings: which belongs to "
-        "which parameter in another layout is not known; start with the layout and the groups of the job that took "
-        "it, or remove it with 'ftckpt clean JOB'"
+        f"{' or '.join(sorted({str(len(of_rank)) for of_rank in saved}))}, with different settings: they cannot be "
+        "matched to groups of another layout; start with the layout and the groups of the job that took it, or "
+        "remove it with 'ftckpt clean JOB'"
     )
 
 
 def load_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set hyperparameters of one group, tensors in place."""
+    """Sets the hyperparameters of one group, tensors in place."""
     for name, value in values.items():
         if isinstance(group.get(name), torch.Tensor):
             group[name].copy_(value)
@@ -260,9 +259,9 @@ def load_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 def state_tensors(
     inner: Any, index: int = 0, names: Mapping[Any, str] | None = None
 ) -> Iterator[tuple[str, object, torch.Tensor]]:
-    """All tensors of the state of an optimizer, the ``index``-th of a job, for ``LiveTensors``.
+    """Yields all state tensors of an optimizer, the ``index``-th of a job, for ``LiveTensors``.
 
-    Owners have no names, and are numbered, but for those that ``names`` has.
+    Owners are numbered unless ``names`` has a name for them.
     """
     for number, (owner, state) in enumerate(inner.state.items()):
         name = (names or {}).get(owner, (index, number))
@@ -272,37 +271,38 @@ def state_tensors(
 
 
 FUSED_ADAM = "FusedAdam of Transformer Engine and Apex"
-"""Both count their steps in the groups of parameters, in groups that have parameters alone. Their kernels write by
-address, so that torch counts no writes (``_version``)."""
+"""Both count steps in non-empty parameter groups. Their kernels write by address, so torch's version counters do not
+change."""
 
 _PACKAGES = ("transformer_engine.", "apex.optimizers.")
 _DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
 
 
 def is_fused_adam(inner: Any) -> bool:
-    """Whether it is one of the two. DeepSpeed has another of that name."""
+    """Whether it is one of the two; DeepSpeed has another class of that name."""
     kind = type(inner)
     return kind.__qualname__ == "FusedAdam" and kind.__module__.startswith(_PACKAGES)
 
 
 def check_fused_adam(inner: Any) -> None:
-    """Refuse a form of it that keeps more than its state and its groups say.
+    """Rejects settings with which it has state outside of its ``state`` and its groups.
 
     Raises:
         UnsupportedError: the setting.
     """
     own_masters = getattr(inner, "master_weights", False) and not hasattr(inner, "initialize_state")
-    # A flag of the last overflow decides whether the next step is counted, and masters lie beside the state.
+    # With ``capturable``, a flag of the last overflow decides whether the next step counts; own masters are outside
+    # of ``state``.
     for name, is_on in (("capturable", getattr(inner, "capturable", False)), ("master_weights", own_masters)):
         if is_on:
-            raise UnsupportedError(f"FusedAdam with {name} keeps state that ftckpt does not know; leave it off")
+            raise UnsupportedError(f"FusedAdam with {name} has state that ftckpt cannot save; leave it off")
     for name in _DTYPES:
         if (dtype := getattr(inner, name, torch.float32)) != torch.float32:
-            raise UnsupportedError(f"FusedAdam with {name} {dtype}: its scales are not known yet; use fp32")
+            raise UnsupportedError(f"FusedAdam with {name} {dtype}: its scales cannot be saved; use fp32")
 
 
 def initialize_fused_adam(inner: Any, parameter: torch.Tensor) -> None:
-    """Make the state of one parameter, ahead of the first step, as the optimizer's own first step does."""
+    """Creates the state of one parameter before the first step, as the optimizer's first step would."""
     if not hasattr(inner, "initialize_state"):  # Apex, and Transformer Engine before 1.13
         inner.state[parameter].update({name: _zeros(parameter) for name in ("exp_avg", "exp_avg_sq")})
         return

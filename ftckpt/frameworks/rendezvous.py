@@ -1,23 +1,23 @@
-"""Give each attempt of a torchrun job its own keys in the store that torchrun shares among attempts.
+"""Separate keys for each attempt of a torchrun job, in the store that torchrun shares among attempts.
 
-Since torch 2.5 the agent of group rank 0 keeps one TCPStore for all attempts (``static`` does so too), and
-``init_process_group`` of a restarted worker reads there the addresses that its dead predecessors wrote:
+Since torch 2.5 the agent of group rank 0 keeps one TCPStore for all attempts (so does ``static``), and
+``init_process_group`` of a restarted worker reads the addresses that dead workers wrote to it:
 https://github.com/pytorch/pytorch/issues/135712. With ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the agent's
-environment rank 0 opens a fresh store each time, but a worker cannot set that any more.
+environment rank 0 opens a new store each time, but a worker cannot set the agent's environment.
 
-The worker finds no name of the attempt either. TORCHELASTIC_RESTART_COUNT is counted by each agent for itself
-(one that restarts because another asked for it does not count), and the rendezvous rounds are kept in another
-store, whose address the worker does not get. So the workers agree on a name here, through the shared store and
-whatever the dead have left in it. Keys, all below ``ftckpt.attempts/``:
+A worker has no name of the attempt either. Each agent has its own TORCHELASTIC_RESTART_COUNT, which does not count
+restarts requested by other agents, and the rendezvous rounds are in another store, whose address the worker does not
+get. So the workers agree on a name through the shared store, despite keys left by dead workers. The keys, with prefix
+``ftckpt.attempts/``:
 
 =====================  ==================================================================================
-``leader``             rank 0 writes ``<its nonce>.<world size>``; the last one written counts
-``join/<leader>/<r>``  rank r writes its own nonce, for each leader it sees
-``go/<leader>/<n>``    rank 0, once all ranks have joined, for the nonce n of each of them
+``leader``             written by rank 0: ``<its nonce>.<world size>``; the last write counts
+``join/<leader>/<r>``  written by rank r: its own nonce, for each leader it reads
+``go/<leader>/<n>``    written by rank 0, once all ranks have joined, for the nonce n of each of them
 =====================  ==================================================================================
 
-The name is the leader's nonce. Each process draws its own: a dead leader never answers a nonce drawn after
-its death, so that a worker that meets a stale ``leader`` waits until rank 0 of its own attempt writes anew.
+The name is the leader's nonce. Every process generates its own: a dead leader never acknowledges a later nonce, so a
+worker that reads a stale ``leader`` waits until rank 0 of its own attempt overwrites it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ else:
 
 REMEDY = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
 
-_HOOK = "_create_c10d_store"  # the one function through which env:// and tcp:// open a store
+_HOOK = "_create_c10d_store"  # the only function with which env:// and tcp:// open a store
 _POLL_SECS, _LOOK_SECS = 0.1, 0.01
 _LISTEN_SECS = 10.0
 
@@ -56,17 +56,17 @@ _isolation = ""
 
 
 def _is_shared() -> bool:
-    """True if torchrun shares one store among attempts; else each attempt opens a fresh one."""
+    """Whether torchrun shares one store among attempts; otherwise each attempt opens a new one."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # what torch itself compares with
 
 
 def agree(store: Store, rank: int, world_size: int, timeout_secs: float) -> str:
-    """A name common to the ``world_size`` processes that call this together, and new each time.
+    """Agrees on a new name with all ``world_size`` processes that call this concurrently; also a barrier.
 
-    Ends when all have called it, and so is a barrier. ``store`` may hold the keys of earlier calls, finished
-    or not; only processes of earlier calls must not come back with the same ranks.
+    ``store`` may contain keys of earlier calls, completed or not, whose processes must have exited.
 
-    :raises LaunchError: not all met within ``timeout_secs``.
+    Raises:
+        LaunchError: not all processes called it within ``timeout_secs``.
     """
     deadline = time.monotonic() + timeout_secs
     nonce = secrets.token_hex(8)
@@ -82,7 +82,7 @@ def _lead(store: Store, nonce: str, world_size: int, deadline: float) -> str:
         missing = [rank for rank, key in enumerate(joins, start=1) if not store.check([key])]
         raise LaunchError(
             f"ranks {missing[:16]} ({len(missing)} of {world_size}) did not reach torchrun's shared store; "
-            f"if they run, torchrun has given them another address than rank 0: {REMEDY}"
+            f"if they are running, torchrun has given them another address than rank 0: {REMEDY}"
         )
     if joins:
         for follower in store.multi_get(joins):
@@ -96,7 +96,7 @@ def _follow(store: Store, nonce: str, rank: int, world_size: int, deadline: floa
         if not _wait(store, ["leader"], left_secs):
             break
         leader, _, size = bytes(store.get("leader")).decode().partition(".")
-        if size != str(world_size):  # left by an attempt of another size: ours has yet to come
+        if size != str(world_size):  # of an earlier attempt with another size
             time.sleep(min(_POLL_SECS, left_secs))
             continue
         if leader != joined:
@@ -105,15 +105,15 @@ def _follow(store: Store, nonce: str, rank: int, world_size: int, deadline: floa
         if _comes(store, f"go/{leader}/{nonce}", min(_POLL_SECS, left_secs)):
             return leader
     raise LaunchError(
-        f"rank {rank} of {world_size} met no rank 0 in torchrun's shared store, or not all ranks came; "
-        f"if they run, torchrun has given them another address than this rank: {REMEDY}"
+        f"rank {rank} of {world_size} found no rank 0 in torchrun's shared store, or not all ranks joined; "
+        f"if they are running, torchrun has given them another address than this rank: {REMEDY}"
     )
 
 
 def _wait(store: Store, keys: list[str], timeout_secs: float) -> bool:
     """Waits for all ``keys``; False after ``timeout_secs``."""
     try:
-        # The store counts in whole milliseconds and takes 0 for "its own timeout".
+        # The store uses whole milliseconds, and 0 means its default timeout.
         store.wait(keys, timedelta(milliseconds=max(1, int(timeout_secs * 1000))))
     except dist.DistStoreError:  # the timeout; a lost connection is a DistNetworkError
         return False
@@ -131,14 +131,14 @@ def _comes(store: Store, key: str, secs: float) -> bool:
 
 
 def isolate_attempts(timeout_secs: float = 300.0) -> str:
-    """Make ``init_process_group`` of this attempt blind to the keys of earlier attempts.
+    """Makes ``init_process_group`` of this attempt ignore the keys of earlier attempts; returns a description.
 
-    Every worker calls it once, before ``init_process_group``, whether that is called with ``env://``, with
-    ``tcp://`` on torchrun's port or without an address. Where the store is shared it waits for all workers of
-    the attempt, at most ``timeout_secs``; where it is not, nothing is done. A store that the user's script
-    opens by itself is not covered. Returns what was done, in words. A second call does nothing.
+    Every worker calls it before ``init_process_group`` (with ``env://``, ``tcp://`` on torchrun's port, or no
+    address). If the store is shared, it waits for all workers of the attempt, at most ``timeout_secs``; otherwise it
+    does nothing. It does not cover a store that the user's script opens itself. A second call has no effect.
 
-    :raises LaunchError: the store is shared and cannot be divided; the text has the remedy.
+    Raises:
+        LaunchError: the store is shared and cannot be divided; the text has the remedy.
     """
     global _isolation
     if _isolation:
@@ -150,12 +150,12 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name = _agree_through(host, port, rank, world_size, timeout_secs)
-    # Agents keep the address of the first store. Where another node becomes the first of the rendezvous it opens a
-    # new one, and the agents that were there before give their ranks the old address.
+    # Agents keep the address of the first store. If another node becomes the first of the rendezvous, it opens a new
+    # store, but older agents still give their ranks the old address.
     if rank == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         logging.getLogger("ftckpt").warning(
-            "ftckpt: torchrun shares one store among all attempts: a node that replaces another one cannot join the "
-            "job; start it by ftckpt run, or %s on each node", REMEDY,
+            "ftckpt: torchrun shares one store among all attempts, so a replacement node cannot join the job; use "
+            "ftckpt run, or %s on each node", REMEDY,
         )  # fmt: skip
     original: Callable[..., Store] = getattr(module, _HOOK)
     setattr(module, _HOOK, _isolated(original, port, f"ftckpt.attempt.{name}"))
@@ -164,9 +164,9 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
 
 
 def connect_promptly() -> None:
-    """Have ranks connect to the store of rank 0 as soon as it listens. A second call does nothing.
+    """Makes ranks connect to the store of rank 0 as soon as it listens. A second call has no effect.
 
-    Torch waits for half a second and more where the first try came too early, as it does where ranks are forked.
+    torch waits at least half a second after a failed first try, which is the usual case for forked ranks.
     """
     module = importlib.import_module("torch.distributed.rendezvous")
     original: Callable[..., Store] | None = getattr(module, _HOOK, None)
@@ -183,34 +183,35 @@ def connect_promptly() -> None:
 
 
 def _await_listener(host: str, port: int) -> None:
-    """Until something listens there, or torch may find out itself why nothing does."""
+    """Waits until the address accepts connections; after the deadline torch reports the error itself."""
     begin = time.monotonic()
     while (waited_secs := time.monotonic() - begin) < _LISTEN_SECS:
         try:
             socket.create_connection((host, port), _LISTEN_SECS).close()
             return
         except OSError:
-            # Less and less often: thousands of ranks may wait for one that imports.
+            # With growing pauses: thousands of ranks may wait for one that is still importing.
             time.sleep(0.005 + waited_secs / 20)
 
 
 def check_isolated(remedy: str = "start the script with ftckpt's runner") -> None:
-    """Refuse process groups that a restarted attempt could not make.
+    """Checks that a restarted attempt can create the process groups.
 
-    :raises LaunchError: torchrun shares its store among attempts, and process groups were made through it as it is.
+    Raises:
+        LaunchError: torchrun shares its store among attempts, and process groups were created without isolation.
     """
     if not _isolation and _is_shared():
         raise LaunchError(
-            "torch.distributed was initialised before ftckpt could keep the attempts of torchrun apart, so that a "
-            f"restart would wait for dead processes: {remedy}, or {REMEDY}"
+            "torch.distributed was initialised before ftckpt could isolate the attempts of torchrun, so a restart "
+            f"would wait for dead processes: {remedy}, or {REMEDY}"
         )
 
 
 def _isolated(original: Callable[..., Store], port: int, prefix: str) -> Callable[..., Store]:
     def create_store(hostname: str, store_port: int, *args: Any, **kwargs: Any) -> Store:
         store = original(hostname, store_port, *args, **kwargs)
-        # Asked again at each call: torch's own helper processes switch to a private store by this variable.
-        # The host is not compared, because one machine has many names and all ranks must decide alike.
+        # Checked at each call: torch's own helper processes switch to a private store with this variable.
+        # The host is not compared, because a machine has several names and all ranks must decide alike.
         shared = _is_shared() and store_port == port
         return PrefixStore(prefix, store) if shared else store
 
@@ -225,19 +226,19 @@ def _agree_through(host: str, port: int, rank: int, world_size: int, timeout_sec
         return agree(store, rank, world_size, timeout_secs - (time.monotonic() - start))
     except dist.DistError as exc:
         reason = str(exc).splitlines()[0]
-        raise LaunchError(f"torchrun's shared store at {host}:{port} does not answer ({reason}): {REMEDY}") from exc
+        raise LaunchError(f"torchrun's shared store at {host}:{port} does not respond ({reason}): {REMEDY}") from exc
 
 
 def _checked_module() -> ModuleType:
-    """The torch module to change, if it is built as this one expects.
+    """The torch module to patch, after checking that it has the expected structure.
 
-    The names are private to torch, so the code itself is looked at and not the version.
+    The names are private to torch, so the code itself is checked instead of the version.
     """
-    # torch.distributed.rendezvous as an attribute is the function of that name.
+    # The attribute torch.distributed.rendezvous is the function of that name.
     module = importlib.import_module("torch.distributed.rendezvous")
     handlers = getattr(module, "_rendezvous_handlers", {})
     hook_code = getattr(getattr(module, _HOOK, None), "__code__", None)
-    # A hook that divides the store by this count itself would part the workers of several agents.
+    # A torch that divides the store by this count itself would separate the workers of several agents.
     fits = hook_code is not None and "TORCHELASTIC_RESTART_COUNT" not in hook_code.co_consts
     for scheme in ("env", "tcp"):
         opener = handlers.get(scheme)
@@ -245,9 +246,9 @@ def _checked_module() -> ModuleType:
         fits = fits and _HOOK in calls and getattr(opener, "__globals__", None) is vars(module)
     if not fits:
         raise LaunchError(
-            f"torchrun shares one store among attempts, and how torch {torch.__version__} opens it "
-            f"is unknown: {REMEDY}"
+            f"torchrun shares one store among attempts, and torch {torch.__version__} opens it in an "
+            f"unknown way: {REMEDY}"
         )
     if dist.is_initialized():
-        raise LaunchError("isolate_attempts comes too late: call it before init_process_group")
+        raise LaunchError("isolate_attempts was called too late: call it before init_process_group")
     return module

@@ -1,4 +1,4 @@
-"""Tensors of a rank as fragments: which elements of which logical tensor they hold."""
+"""Fragments of a rank's tensors: their elements as parts of logical tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftckpt.model.fragment import TORCH_NAMES, Box, Fragment
 from ftckpt.model.training_state import Piece
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""Levels that torch.compile and activation checkpointing put into names."""
+"""Levels that torch.compile and activation checkpointing insert into names."""
 
 _T = TypeVar("_T")
 
@@ -22,7 +22,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, torch_name): name for name
 class LogicalBox(NamedTuple):
     """``box`` of the logical tensor ``key``; its first element is element ``start`` of the local parameter.
 
-    The first ``outer`` axes number whole tensors (the experts of a layer), in each of which the box holds one.
+    The first ``outer`` axes number separate tensors (the experts of a layer); the box contains one of them.
     """
 
     key: str
@@ -42,10 +42,10 @@ def unwrapped(named: Iterable[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a complex tensor as pairs of real numbers, along one more dimension; any other as it is.
+    """A view of a complex tensor as pairs of real numbers, with one more dimension; any other tensor unchanged.
 
     Raises:
-        UnsupportedError: it is a conjugate that is not computed yet.
+        UnsupportedError: it is a lazy conjugate.
     """
     if not tensor.is_complex():
         return tensor
@@ -55,24 +55,24 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor in a row, apart from autograd."""
+    """A 1-D view of a contiguous tensor, detached from autograd."""
     return tensor.detach().view(-1)
 
 
 def fragments(
     boxes: Sequence[LogicalBox], role: str, every: torch.Tensor, first: int
 ) -> list[tuple[Fragment, torch.Tensor]]:
-    """Fragments of ``every``, which is ``flat``: elements ``first`` and on of a local parameter, in role ``role``.
+    """Fragments of ``every``, a 1-D tensor with the elements of a local parameter from ``first``, in role ``role``.
 
-    A parameter of several boxes, or one cut by an optimizer, gives several fragments, each with its view.
+    A parameter with several boxes, or one cut by an optimizer, has several fragments, each with its view.
 
     Raises:
-        UnsupportedError: a type that safetensors has no name for.
+        UnsupportedError: a dtype that safetensors does not have.
     """
     views: list[tuple[Fragment, torch.Tensor]] = []
     numel = every.numel()
     for key, global_shape, box, box_begin, _ in boxes:
-        # Box and tensor are both ranges of the flattened local parameter: what they share is this fragment.
+        # Box and tensor are both ranges of the flattened local parameter: the fragment is their intersection.
         begin, end = max(box_begin, first), min(box_begin + box.numel, first + numel)
         if begin < end:
             dtype = dtype_name(every, key)
@@ -86,25 +86,25 @@ def frozen_pieces(
     stepped: Collection[torch.nn.Parameter],
     owned: Callable[[torch.nn.Parameter], tuple[int, torch.Tensor]],
 ) -> Iterator[Piece]:
-    """The parameters that no optimizer steps on any rank.
+    """Pieces of the parameters that no optimizer steps on any rank.
 
     Args:
-        boxes: of all parameters of this rank.
-        stepped: those that some rank's optimizer steps.
-        owned: of a parameter, the elements that this rank is responsible for, and which of the local parameter's
-            elements is the first of these.
+        boxes: boxes of all parameters of this rank.
+        stepped: parameters that some rank's optimizer steps.
+        owned: returns the part of a parameter that this rank saves, as its first element's index in the local
+            parameter and the elements.
 
     Raises:
-        UnsupportedError: one is trained nevertheless, so that what steps it is not known.
+        UnsupportedError: such a parameter requires gradients, so an unknown optimizer may step it.
     """
     for parameter, places in boxes.items():
-        # On some rank: what another rank steps is gathered here, and saved there.
+        # Another rank that steps the parameter saves it; this rank gathers it.
         if parameter in stepped or not any(place.box.numel for place in places):
             continue
         if parameter.requires_grad:
             raise UnsupportedError(
-                f"parameter {places[0].key} needs gradients and no optimizer steps it: add it to the one optimizer "
-                "that ftckpt saves, as a group of its own where another optimizer has it, or freeze it with "
+                f"parameter {places[0].key} requires gradients and no saved optimizer steps it: add it to the "
+                "optimizer that ftckpt saves, as a separate group if another optimizer has it, or freeze it with "
                 "requires_grad_(False)"
             )
         first, weight = owned(parameter)
@@ -113,12 +113,12 @@ def frozen_pieces(
 
 
 def number_piece(place: LogicalBox, role: str, tensor: torch.Tensor) -> Piece:
-    """A single number that belongs to a whole tensor, however ranks divide it: all its holders have this piece.
+    """A single number for an entire logical tensor; all ranks that hold a part of the tensor have this piece.
 
     Raises:
-        UnsupportedError: a type that safetensors has no name for.
+        UnsupportedError: a dtype that safetensors does not have.
     """
-    # Experts of a layer have a number each, in one logical tensor of numbers.
+    # The experts of a layer have one number each, in one logical tensor.
     shape = place.global_shape[: place.outer] or (1,)
     box = Box(place.box.offset[: place.outer] or (0,), (1,) * len(shape))
     fragment = Fragment.whole(f"{role}/{place.key}", dtype_name(tensor, place.key), shape, box)
@@ -126,10 +126,10 @@ def number_piece(place: LogicalBox, role: str, tensor: torch.Tensor) -> Piece:
 
 
 def whole_piece(key: str, tensor: torch.Tensor) -> Piece:
-    """A tensor that is not cut over ranks.
+    """A tensor that ranks do not divide.
 
     Raises:
-        UnsupportedError: it is not contiguous, or has a type that safetensors has no name for.
+        UnsupportedError: it is not contiguous, or has a dtype that safetensors does not have.
     """
     check_contiguous(key, tensor)
     tensor = as_real(tensor)
@@ -139,7 +139,7 @@ def whole_piece(key: str, tensor: torch.Tensor) -> Piece:
 
 
 def check_contiguous(what: str, tensor: torch.Tensor) -> None:
-    """Raises UnsupportedError, which names ``what``, where elements are not stored in row-major order."""
+    """Raises UnsupportedError, which names ``what``, if elements are not stored in row-major order."""
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{what} is not contiguous (transposed, expanded or channels_last): before attach assign "
@@ -148,7 +148,7 @@ def check_contiguous(what: str, tensor: torch.Tensor) -> None:
 
 
 def dtype_name(tensor: torch.Tensor, what: str) -> str:
-    """The safetensors name of a tensor's type; raises UnsupportedError naming ``what``."""
+    """The safetensors name of a tensor's dtype; raises UnsupportedError, which names ``what``, if there is none."""
     name = DTYPE_NAMES.get(tensor.dtype)
     if name is None:
         raise UnsupportedError(f"{what} has type {tensor.dtype}, which ftckpt cannot save")

@@ -1,4 +1,4 @@
-"""A rank's training state under torch that is not tensors: generators, and objects of a script."""
+"""The part of a rank's training state that is not tensors: generators, and objects of a script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftckpt.model.objects import encode
 
 
 class Stateful(Protocol):
-    """A user's own object, a data loader for example: state as numbers, texts, lists, dicts, tensors."""
+    """A user's object, such as a data loader; its state is made of numbers, texts, lists, dicts and tensors."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -24,12 +24,12 @@ class Stateful(Protocol):
 
 
 def save_all(objects: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The state of each object, under its name."""
+    """The state of each object, by name."""
     return {name: value.state_dict() for name, value in objects.items()}
 
 
 def load_all(objects: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
-    """Give each object the state that was saved under its name.
+    """Restores each object's state by name.
 
     Raises:
         MismatchError: the snapshot has no such object.
@@ -37,16 +37,16 @@ def load_all(objects: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
     for name, value in objects.items():
         if name not in saved:
             raise MismatchError(
-                f"the snapshot has no object {name!r}, it has {', '.join(sorted(saved)) or 'none'}: register the "
-                "same objects as the job that took it, or remove it with 'ftckpt clean JOB'"
+                f"the snapshot has no object {name!r}, only {', '.join(sorted(saved)) or 'none'}: register the same "
+                "objects as the job that took it, or remove it with 'ftckpt clean JOB'"
             )
         value.load_state_dict(saved[name])
 
 
 def load_all_reshaped(objects: Mapping[str, Stateful], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give each object what was saved under its name on ranks of another layout, the firsts of its stages in order.
+    """Restores each object from its states on ranks of another layout: the first rank of each stage, in order.
 
-    An object with a method ``load_reshaped`` gets the list of its states, any other the first of them.
+    An object with a method ``load_reshaped`` gets the list of its states, any other object the first one.
 
     Raises:
         MismatchError: the snapshot has no such object.
@@ -54,7 +54,7 @@ def load_all_reshaped(objects: Mapping[str, Stateful], saved: Sequence[Mapping[s
     for name, value in objects.items():
         states = [of_rank[name] for of_rank in saved if name in of_rank]
         if not states:
-            # This raises, and names what there is.
+            # Raises, with the names in the snapshot.
             load_all({name: value}, saved[0])
         elif hasattr(value, "load_reshaped"):
             value.load_reshaped(states)
@@ -73,9 +73,9 @@ def save_generators() -> dict[str, Any]:
 
 
 def load_generators(saved: Mapping[str, Any]) -> None:
-    """Set every generator to what ``save_generators`` gave.
+    """Sets every generator to the result of ``save_generators``.
 
-    Call it after all else is loaded: what loads may draw numbers.
+    Must be called last, because other loading code may draw random numbers.
     """
     python = saved["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -86,7 +86,7 @@ def load_generators(saved: Mapping[str, Any]) -> None:
 
 
 def derive_generators(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """What ``save_generators`` would give had each generator been seeded with ``derived_seed``; sets nothing."""
+    """Generator states, as from ``save_generators``, after seeding with ``derived_seed``; does not set them."""
     seeds = {name: derived_seed(name, state, iteration) for name, state in built.items()}
     # NumPy's generator is seeded with words of 32 bits.
     words = [seeds["numpy"] & 0xFFFFFFFF, seeds["numpy"] >> 32]
@@ -99,22 +99,22 @@ def derive_generators(built: Mapping[str, Any], iteration: int) -> dict[str, Any
 
 
 def derive_tracker(name: str, built: Mapping[str, Any], iteration: int) -> dict[str, torch.Tensor]:
-    """States of the generators that a tracker keeps by name, seeded with ``derived_seed``."""
+    """States of a tracker's named generators after seeding with ``derived_seed``."""
     return {key: device_state(derived_seed(f"{name}/{key}", state, iteration)) for key, state in built.items()}
 
 
 def derived_seed(name: str, built: Any, iteration: Any) -> int:
-    """64 bits that follow from a generator's name, the state that it was built with, and the iteration to go on from.
+    """A 64-bit seed from a generator's name, its initial state, and the iteration from which training resumes.
 
-    Generators that were seeded alike get the same, others get others, and each iteration gives other ones.
+    Generators with equal initial states get equal seeds, others different ones, and different ones per iteration.
     """
     return xxhash.xxh3_64_intdigest(encode({"name": name, "built": built, "iteration": iteration}))
 
 
 def device_state(seed: int) -> torch.Tensor:
-    """The state of the device's generator after ``seed``, with the generator left as it is.
+    """The state of the device's generator seeded with ``seed``; does not change the generator.
 
-    Where nothing but the CPU computes its generators are the device's.
+    Without a device, the state of a CPU generator.
     """
     if not torch.cuda.is_available():
         return torch.Generator().manual_seed(seed).get_state()
@@ -127,7 +127,7 @@ def device_state(seed: int) -> torch.Tensor:
 
 
 def _python_state(generator: Any) -> dict[str, Any]:
-    # 625 words: as an array they are one blob, not as many numbers of JSON. Packed first: NumPy looks at each number.
+    # 625 words: as an array they are one blob, not 625 JSON numbers. Packed first: NumPy converts numbers one by one.
     version, words, gauss = generator.getstate()
     packed = np.frombuffer(struct.pack(f"={len(words)}I", *words), dtype=np.uint32)
     return {"version": version, "words": packed, "gauss": gauss}

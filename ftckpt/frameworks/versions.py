@@ -1,4 +1,4 @@
-"""Tested releases of each framework, and the treatment of a job with another one."""
+"""The tested releases of each framework, and the check of the release in use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
 
-# Lists, not ranges: hooks rest on names, orders and fields that no release promises.
+# Lists, not ranges: hooks depend on names, call orders and fields that no release guarantees.
 _TESTED = """
 megatron-core 0.14.0 0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1 0.17.1 0.18.2 0.19.0 0.19.1
 DeepSpeed 0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8
@@ -20,24 +20,24 @@ TESTED = {program: releases for program, *releases in map(str.split, _TESTED.str
 
 
 def admit(program: str, version: str, config: Config) -> str:
-    """``program`` and its version where that was not tested, which is logged; empty where it was.
+    """Checks the release of ``program``; returns its name and version if it was not tested, else an empty text.
 
     Raises:
-        UnsupportedError: the release was not tested, and the settings ask for a tested one.
+        UnsupportedError: the release was not tested, and the settings require a tested one.
     """
     tested = ", ".join(TESTED[program])
-    # What follows ``+`` names a build, or a commit of whatever the program lies in.
+    # The part after ``+`` names a build, or a commit of the repository that contains the program.
     if version.partition("+")[0] in TESTED[program]:
         return ""
     if config.versions == "tested":
         raise UnsupportedError(
-            f"{program} {version} was not tested with ftckpt; tested are {tested}: install one of these, or leave "
-            "out --ftckpt-versions tested"
+            f"{program} {version} was not tested with ftckpt; tested releases are {tested}: install one of these, or "
+            "remove --ftckpt-versions tested"
         )
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("ftckpt").warning(
-            "ftckpt: %s %s was not tested: it has the hooks and fields that ftckpt needs, but nobody has compared "
-            "what it trains after a restart; tested are %s", program, version, tested,
+            "ftckpt: %s %s was not tested: it has the hooks and fields that ftckpt needs, but bit-exact restarts are "
+            "not verified; tested releases are %s", program, version, tested,
         )  # fmt: skip
     return f"{program} {version}"
 
@@ -45,14 +45,15 @@ def admit(program: str, version: str, config: Config) -> str:
 def require(
     release: str, owner: Any, functions: Mapping[str, Sequence[str]], fields: Mapping[str, type] | None = None
 ) -> None:
-    """Refuse a ``release`` in which a module or object of the framework does not look as ftckpt expects.
+    """Checks that a module or object of the framework has the functions and fields that ftckpt needs.
 
     Args:
-        functions: by name, the arguments that ftckpt gives or reads by their names.
+        release: the framework and its version, for the error text.
+        functions: by name, the names of arguments that ftckpt passes or reads.
         fields: by name, their types.
 
     Raises:
-        UnsupportedError: what is missing, or is something else.
+        UnsupportedError: one is missing or has another type.
     """
     where = getattr(owner, "__name__", type(owner).__name__)
     for name, arguments in functions.items():
@@ -72,5 +73,5 @@ def require(
 
 def _misfit(release: str, problem: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{release} does not fit this ftckpt: {problem}; install a tested release, or switch ftckpt off"
+        f"{release} is not compatible with ftckpt: {problem}; install a tested release, or switch ftckpt off"
     )

@@ -1,11 +1,11 @@
-"""ftckpt for Megatron-core: ``attach`` in your own script, or one of these for an unmodified script.
+"""ftckpt for Megatron-core: ``attach`` in your own script, or one of these commands for an unmodified one.
 
 ftckpt run ... SCRIPT ARGS... --ftckpt                     the launcher, which hooks Megatron at run time
-torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt    the runner, which does so under another launcher
-torchrun ... SCRIPT ARGS... --ftckpt                       with a Megatron-LM that patches/apply.sh has patched
+torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt    the runner, which does the same under another launcher
+torchrun ... SCRIPT ARGS... --ftckpt                       with a Megatron-LM patched by patches/apply.sh
 
-In: model chunks, optimizer, scheduler and objects of a Megatron rank. Out: a checkpointer that follows its schedules.
-Importing this loads no torch and nothing of Megatron.
+Input: model chunks, optimizer, scheduler and objects of a Megatron rank. Output: a checkpointer that follows its
+schedules. Importing this module loads neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ftckpt.session.checkpointer import Checkpointer
 
 door = entry.Integration()
-# Of the process: the command line is rewritten long before a model is attached.
+# Process-wide, because the command line is rewritten long before a model is attached.
 _choice: Choice | None = None
 
 
@@ -45,16 +45,16 @@ def remove() -> None:
 def choose_layout(
     job: JobSizes, layouts: Layouts | None = None, ranks: int | None = None
 ) -> Mapping[str, int] | None:
-    """The layout to build in: sizes by axis, ``dp`` among them; None where none is listed, and all stays as it is.
+    """The layout in which to build the model: sizes by axis, including ``dp``; None if no layouts are listed.
 
-    For a script that builds its model itself, and calls this before: one that trains through ``megatron.training``
-    finds the sizes on its command line.
+    Called before building the model, by scripts that do not train through ``megatron.training``, which gets the sizes
+    on its command line.
 
     Args:
-        job: what decides whether a layout fits; its global batch is that of every layout.
+        job: the sizes that decide whether a layout fits; all layouts have its global batch.
         layouts: names in order of preference, or a function from the number of ranks to one; default:
             ``--ftckpt-layouts``.
-        ranks: how many there are; default: ``WORLD_SIZE``.
+        ranks: the number of ranks; default: ``WORLD_SIZE``.
 
     Raises:
         LayoutError: no layout fits; the message gives the reason for each.
@@ -66,7 +66,7 @@ def choose_layout(
 
 
 def require_layout(choice: Choice) -> Choice:
-    """Log a choice; from here on ``attach`` refuses a job that was built in another layout."""
+    """Logs a choice; from then on ``attach`` raises an error if the job was built in another layout."""
     global _choice
     if choice != _choice:
         log_once("%s", choice)
@@ -88,16 +88,16 @@ def attach(
     ``close`` after the last. Returns None if ftckpt is off.
 
     Args:
-        model: the rank's chunks as the train loop holds them (wrapped in DDP).
+        model: the rank's chunks as in the train loop (wrapped in DDP).
         optimizer: the result of ``get_megatron_optimizer``.
         scheduler: an OptimizerParamScheduler, or anything with ``state_dict`` and ``load_state_dict``.
         objects: other stateful objects, by name: a data loader, counters.
         config: default: the flags.
 
     Raises:
-        UnsupportedError: a version, an optimizer or state that ftckpt does not know.
+        UnsupportedError: a version, an optimizer or state is not supported.
         ConfigError: no job name can be found.
-        LayoutError: layouts are listed, and none was chosen or the job was built in another one.
+        LayoutError: layouts are listed, but none was chosen or the job was built in another one.
     """
     config = config or door.config
     if not config.enabled:
@@ -126,7 +126,10 @@ def attach(
 def _check_layout(layout: Mapping[str, Any]) -> None:
     if _choice is None:
         raise LayoutError(
-            "layouts are listed and nothing chose one: call ftckpt.megatron.choose_layout before building"
+            "layouts are listed but none was chosen: call ftckpt.megatron.choose_layout before building the model"
         )
     if any(layout[axis] != size for axis, size in _choice.sizes.items()):
-        raise LayoutError(f"{_choice.name} was chosen, and the job was built as {layout_name(layout)}")
+        raise LayoutError(
+            f"layout {_choice.name} was chosen, but the model was built as {layout_name(layout)}: "
+            "build it with its sizes"
+        )

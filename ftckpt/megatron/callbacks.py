@@ -1,9 +1,9 @@
-"""Callbacks from Megatron: by a patched Megatron-LM (patches/), or by run-time hooks instead (hooks.py).
+"""Callbacks from Megatron, called by a patched Megatron-LM (patches/) or by run-time hooks (hooks.py).
 
-Each returns at once unless ``--ftckpt`` was given. Megatron imports this module before
-itself, so nothing of Megatron and no torch is imported until a function has work to do.
+All return at once without ``--ftckpt``. Megatron imports this module before itself, so functions import Megatron and
+torch only when they need them.
 
-An error of ftckpt ends the process: one line on stderr and exit code 2.
+An error of ftckpt ends the process with one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _charts: Charts | None = None
 
 
 def is_patched(module: ModuleType) -> bool:
-    """True if a module of Megatron is patched."""
-    # By identity: a script may have another module under this name.
+    """Whether a module of Megatron is patched."""
+    # By identity: a script may have another object under this name.
     return getattr(module, ALIAS, None) is sys.modules[__name__]
 
 
@@ -59,15 +59,15 @@ def _ends_in_one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """In ``add_megatron_arguments``: the ftckpt flags join Megatron's parser, its ``--help`` too.
+    """Called in ``add_megatron_arguments``: adds the ftckpt flags to Megatron's parser and its ``--help``.
 
-    Flags that the runner took off the command line go in as defaults. Where they list layouts, the sizes of the one
-    that fits are put on the command line, which Megatron reads next.
+    Flags that the runner removed from the command line become defaults. If they list layouts, the sizes of the one
+    that fits are written to the command line, which Megatron parses next.
     """
     config = door.config
     _choose_layout(config)  # before Megatron parses the command line that this rewrites
     parser = add_flags_to(parser)
-    # The runner has taken the flags off the command line, so that Megatron would read none of them.
+    # The runner has removed the flags from the command line, so Megatron cannot parse them.
     parser.set_defaults(**{_destination(s.name): getattr(config, s.name) for s in fields(config)})
     return parser
 
@@ -85,24 +85,24 @@ def _choose_layout(config: Config) -> None:
 
 @_ends_in_one_line
 def start(args: argparse.Namespace) -> None:
-    """In ``initialize_megatron``, before ``init_process_group``: what the parsed flags say is in force from here."""
+    """Called in ``initialize_megatron``, before ``init_process_group``: applies the parsed flags."""
     if not hasattr(args, "ftckpt"):
-        return  # arguments of another parser
+        return  # of another parser
     config = Config()
     values = {s.name: getattr(args, _destination(s.name), getattr(config, s.name)) for s in fields(config)}
     config, _ = Config.from_flags(Config.of_flags(values).flags())  # finds settings without --ftckpt
     if config.enabled:
         launcher.leave_if_over()
-    # With the runner it is in force already.
+    # The runner has already applied it.
     if config != door.config:
         switch_on(config)
 
 
 def switch_on(config: Config) -> None:
-    """Put a configuration in force and keep this attempt's rendezvous apart from earlier ones.
+    """Applies a configuration and isolates this attempt's rendezvous from earlier ones.
 
     Raises:
-        LaunchError: torchrun's store is shared among attempts and cannot be divided.
+        LaunchError: attempts share torchrun's store and it cannot be divided.
     """
     door.config = config
     if config.enabled:
@@ -112,16 +112,19 @@ def switch_on(config: Config) -> None:
 
 @_ends_in_one_line
 def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """At the end of ``setup_model_and_optimizer``: everything is built and a checkpoint on storage is loaded,
-    but no data is. Attach, restore, and tell the loop where it stands. Collective.
+    """Called at the end of ``setup_model_and_optimizer``: attaches, restores, and sets the loop's counters.
 
-    Without an optimizer (``--skip-train``) there is nothing to protect.
+    Collective. A checkpoint from storage is loaded, but no data loader is built yet. Without an optimizer
+    (``--skip-train``) there is nothing to protect.
     """
     training: Any = importlib.import_module("megatron.training")
     args = training.get_args()
     if not door.config.enabled:
         if getattr(args, "ftckpt", False):
-            raise UnsupportedError("--ftckpt was parsed and not switched on: initialize_megatron has no ftckpt line")
+            raise UnsupportedError(
+                "--ftckpt was parsed but not applied, because initialize_megatron has no ftckpt line: patch "
+                "Megatron-LM with patches/apply.sh, or use the runner, -m ftckpt.megatron"
+            )
         return
     if optimizer is None:
         return
@@ -134,23 +137,23 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
     checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters})
     if checkpointer is not None:
         loaded = int(getattr(args, "iteration", 0) or 0)
-        # Not equal with --finetune, which begins to count at 0, whatever is loaded.
+        # Not equal with --finetune, which counts from 0 regardless of the checkpoint.
         named = bool(loaded) and getattr(args, "ckpt_step", None) == loaded
-        # Others than those of --save may lie on the nodes themselves, and go with one.
+        # Non-persistent checkpoints may be on the nodes themselves and be lost with one.
         lasting = named or getattr(args, "non_persistent_ckpt_type", None) is None
         checkpointer.restore(newer_than=loaded, rollback=named, lasting=lasting)
 
 
 def set_rng() -> None:
-    """At the start of ``train``: building data loaders drew numbers since ``restore`` set RNG."""
+    """Called at the start of ``train``: sets RNG again, because building data loaders drew random numbers."""
     if door.state is not None:
         door.state.set_rng()
 
 
 def log_sums(loss_dict: Mapping[str, Any], total_loss_dict: dict[str, Any], is_first_iteration: bool = False) -> bool:
-    """At the start of ``training_log``: sums that wait for the next log line are counters too.
+    """Called at the start of ``training_log``: saves or restores the loss sums for the next log line.
 
-    Returns whether this iteration begins a log; a restored one does not.
+    Returns whether this iteration starts new sums; after a restore it does not.
     """
     if _counters is None or door.checkpointer is None:
         return is_first_iteration
@@ -159,9 +162,9 @@ def log_sums(loss_dict: Mapping[str, Any], total_loss_dict: dict[str, Any], is_f
 
 @_ends_in_one_line
 def boundary(iteration: int, num_floating_point_operations_so_far: float) -> None:
-    """At the start of ``checkpoint_and_decide_exit``: all counters of the iteration have advanced."""
+    """Called at the start of ``checkpoint_and_decide_exit``: the step boundary; all counters have advanced."""
     if door.checkpointer is not None and _counters is not None:
-        # Two counters that the loop keeps in local variables: Megatron's arguments have them as of its start.
+        # The loop has these two in local variables; Megatron's arguments have their initial values.
         _counters.current = {
             "iteration": iteration,
             "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
@@ -172,7 +175,7 @@ def boundary(iteration: int, num_floating_point_operations_so_far: float) -> Non
 
 
 def follower(forward_only: bool) -> Checkpointer | None:
-    """The checkpointer that follows a schedule which begins to run; None where nothing is followed, or trained."""
+    """The checkpointer for a schedule that starts to run; None if none is attached, or for an evaluation."""
     if door.checkpointer is None:
         return None
     if forward_only:
@@ -184,12 +187,12 @@ def follower(forward_only: bool) -> Checkpointer | None:
 
 
 def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
-    """In each schedule: the configuration it shall use, a copy that tells where the schedule is."""
+    """Called in each schedule: returns the configuration to use, a copy with listeners for phases."""
     checkpointer = follower(forward_only)
     if checkpointer is None:
         return config
     phases: Any = importlib.import_module("ftckpt.megatron.phases")
-    # A copy: one line at the start of a schedule could not take the listeners out of the loop's own at its end.
+    # A copy: the patch is one line at the start of a schedule, which cannot remove the listeners at its end.
     config = copy.copy(config)
     phases.follow(checkpointer, config, num_microbatches)
     return config
@@ -197,23 +200,23 @@ def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
 
 @_ends_in_one_line
 def fence() -> None:
-    """In each ``step_with_ready_grads``: what follows writes stepped state."""
+    """Called in each ``step_with_ready_grads``, before it writes optimizer-updated state."""
     if door.checkpointer is not None:
         door.checkpointer.fence()
 
 
 @_ends_in_one_line
 def close(exit_code: int | str | None = 0) -> None:
-    """Closes the checkpointer at the end of a successful job, whose snapshots are not needed."""
-    # Any other code is a failure, or a stop to resume from: snapshots stay for the next attempt.
+    """Closes the checkpointer at the end of a successful job and removes its snapshots."""
+    # Any other code is a failure or an interruption: snapshots stay for the next attempt.
     if exit_code not in (None, 0):
         return
     if door.checkpointer is not None:
         door.checkpointer.close()
     elif door.config.enabled and not door.was_used:
         launcher.log_once(
-            "--ftckpt was given, and nothing was attached: no snapshot was taken of this run. A script that trains "
-            "by itself calls ftckpt.megatron.attach, as launch/train_gpt.py does"
+            "--ftckpt was given but nothing was attached, so no snapshot was taken: a script with its own train loop "
+            "must call ftckpt.megatron.attach, see launch/train_gpt.py"
         )
 
 
@@ -222,12 +225,12 @@ def _destination(setting: str) -> str:
 
 
 def _require_lines_in_core() -> None:
-    """Without lines there the optimizer would not be fenced, unless the runner has set its hooks."""
+    """Raises UnsupportedError if megatron.core is neither patched nor hooked: the optimizer would not be fenced."""
     if door.is_installed:
         return
     bare = [module for module in map(importlib.import_module, CORE) if not is_patched(module)]
     if bare:
         raise UnsupportedError(
-            f"{bare[0].__file__} has no ftckpt lines, though the train loop has: put the patched checkout before "
-            "any other megatron-core on PYTHONPATH, or use the runner, -m ftckpt.megatron"
+            f"{bare[0].__file__} is not patched, but the train loop is: put the patched checkout before any other "
+            "megatron-core on PYTHONPATH, or use the runner, -m ftckpt.megatron"
         )

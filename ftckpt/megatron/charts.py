@@ -1,4 +1,4 @@
-"""Scalars beside those that Megatron-LM writes, by the writers that it has opened."""
+"""Scalars for Megatron-LM's charts, written with the writers that it has opened."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _VARIABLES = "megatron.training.global_vars"
 
 
 class Charts:
-    """Of one run: TensorBoard's and W&B's, on the rank that has the writers, as often as Megatron writes its own."""
+    """Writes scalars to TensorBoard and W&B on the rank that has the writers, as often as Megatron writes its own."""
 
     def __init__(self, args: Any) -> None:
         self._interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
         self._goes_on = True
 
     def draw(self, checkpointer: Checkpointer, iteration: int) -> None:
-        """The boundary of ``iteration``."""
+        """Called at the boundary of ``iteration``."""
         if not self._goes_on or iteration % self._interval:
             return
         variables = sys.modules.get(_VARIABLES)

@@ -15,17 +15,17 @@ _COUNTERS = (
     "skipped_train_samples",
     "num_floating_point_operations_so_far",
 )
-# All other arguments are alike on all ranks, so that any shard's will do for ``ftckpt convert``.
+# All other arguments are equal on all ranks, so ``ftckpt convert`` can use those of any shard.
 _OF_ONE_RANK = ("rank", "local_rank")
 _PLAIN = (str, bool, int, float, type(None))
 
 
 class Counters:
-    """Megatron reads its position from its global arguments at start, and keeps two of the counters in local
-    variables afterwards (``current``).
+    """The counters of the train loop, which are in Megatron's global arguments; two are later only in its local
+    variables (``current``).
 
-    The arguments are not restored: a restart has its own. They are for ``ftckpt convert``, since Megatron finds the
-    consumed samples among the arguments that a checkpoint holds, and compares the model's sizes there.
+    The other arguments are not restored. They are for ``ftckpt convert``: Megatron reads the consumed samples from
+    the arguments in a checkpoint, and compares the model's sizes with them.
     """
 
     def __init__(self, args: Any) -> None:
@@ -35,13 +35,13 @@ class Counters:
         self.current: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters as they stand; ``arguments`` is a JSON text."""
+        """The current counters; ``arguments`` is a JSON text."""
         arguments = {name: getattr(self._args, name) for name in _COUNTERS if hasattr(self._args, name)}
         counters = {**arguments, **self.current}
         return {"counters": counters, "log_sums": self._log_sums.save(), "arguments": self._arguments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the loop start there."""
+        """Sets the counters from which the loop starts."""
         for name, value in state["counters"].items():
             setattr(self._args, name, value)
         self._log_sums.load(state["log_sums"])
@@ -51,8 +51,8 @@ class Counters:
         self.load_state_dict({"counters": states[0]["counters"], "log_sums": states[-1]["log_sums"]})
 
     def follow_log(self, losses: Mapping[str, Any], sums: dict[str, Any], is_first_iteration: bool) -> bool:
-        """``sums`` will be added to until the next log line; returns whether this iteration begins a log."""
-        # With restored ones the loop would set the sums to zero.
+        """Must be called before ``losses`` are added to ``sums``; returns whether this iteration starts new sums."""
+        # False after a restore: otherwise the loop would set the restored sums to zero.
         return not self._log_sums.follow(losses, sums) and is_first_iteration
 
 

@@ -1,9 +1,8 @@
 """Coordinates of a Megatron rank in the layout, and boxes of its tensors in logical tensors.
 
-Boxes come from Megatron's ``sharded_state_dict``: key, shape and offset of what each rank holds, with layers
-numbered across pipeline stages and virtual chunks, experts across expert parallelism, a tied output layer
-under the key of the embedding, and gated layers as two halves. Legacy grouped experts are the exception: see
-``_grouped``.
+Boxes come from Megatron's ``sharded_state_dict``: the key, shape and offset of each rank's part. Layers are numbered
+across pipeline stages and virtual chunks, experts across expert parallelism, a tied output layer has the key of the
+embedding, and gated layers are two halves. Legacy grouped experts are an exception: see ``_grouped``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ftckpt.frameworks.tensors import LogicalBox, ParameterBoxes
 from ftckpt.model.fragment import Box
 
 _GROUPED = getattr(moe, "GroupedMLP", ())
-"""Legacy grouped experts; releases from 0.17 on have none."""
+"""Legacy grouped experts; removed in release 0.17."""
 
 
 def coordinates() -> dict[str, int]:
@@ -53,7 +52,7 @@ def layout_sizes(distributed_optimizer: bool) -> dict[str, Any]:
 class Geometry:
     """Boxes of the parameters of this rank's model chunks, and of the buffers that belong to the model.
 
-    ``padded`` are keys, without a role, of vocabularies: Megatron pads them for the tensor parallel size.
+    ``padded`` are keys, without role, of vocabularies, which Megatron pads depending on the tensor parallel size.
     """
 
     parameters: ParameterBoxes
@@ -62,18 +61,18 @@ class Geometry:
 
 
 def place_tensors(chunks: Sequence[Any]) -> Geometry:
-    """The places of every parameter, and of every buffer that ``sharded_state_dict`` has.
+    """The boxes of every parameter, and of every buffer in ``sharded_state_dict``.
 
     Raises:
-        UnsupportedError: a parameter that Megatron does not place, or whose parts are not contiguous; a model that
-            Megatron cannot describe.
+        UnsupportedError: a parameter is not in ``sharded_state_dict`` or its parts are not contiguous, or Megatron
+            cannot describe the model.
     """
     parameters: dict[torch.nn.Parameter, tuple[LogicalBox, ...]] = {}
     buffers: dict[torch.Tensor, tuple[LogicalBox, ...]] = {}
     padded: set[str] = set()
     for index, chunk in enumerate(chunks):
         entries = _sharded_entries(chunk, index)
-        # Megatron-core marks vocabularies so, and nothing else: their padding follows the tensor parallel size.
+        # Megatron-core sets this mark for vocabularies only: their padding depends on the tensor parallel size.
         padded |= {entry.key for entry in entries.values() if getattr(entry, "allow_shape_mismatch", False)}
         grouped = dict(_grouped_experts(chunk))
         for name, parameter in chunk.named_parameters():
@@ -92,22 +91,22 @@ def place_tensors(chunks: Sequence[Any]) -> Geometry:
 
 
 def _sharded_entries(chunk: Any, index: int) -> dict[int, Any]:
-    """The tensors in the ``sharded_state_dict`` of a model chunk, by their addresses.
+    """The entries in the ``sharded_state_dict`` of a model chunk, by address.
 
-    Names there are not those of ``named_parameters``; the address is what the two have in common. A tied tensor
-    stands there twice, and the first counts.
+    Its names differ from those of ``named_parameters``, so tensors are matched by address. A tied tensor has two
+    entries, of which the first is used.
     """
     metadata = {
-        # A key for each layer, never a stack of all: stages of another layout hold other layers.
+        # One key per layer instead of one stacked tensor: stages of another layout have other layers.
         "non_homogeneous_layers": True,
-        # Layers of Megatron-core 0.16 read their replica's number off this group.
+        # Layers of Megatron-core 0.16 get their replica's number from this group.
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     try:
         described = chunk.sharded_state_dict(metadata=metadata)
     except AssertionError as error:
         raise UnsupportedError(
-            f"sharded_state_dict of model chunk {index} fails, so that Megatron's own checkpoints fail too; with "
+            f"sharded_state_dict of model chunk {index} fails, and so do Megatron's own checkpoints; with "
             "multi-token prediction under pipeline parallelism use --untie-embeddings-and-output-weights"
         ) from error
     entries: dict[int, Any] = {}
@@ -118,23 +117,23 @@ def _sharded_entries(chunk: Any, index: int) -> dict[int, Any]:
 
 
 def _boxes(entry: Any, tensor: torch.Tensor, name: str) -> Iterator[LogicalBox]:
-    # A factory cuts a parameter into several logical tensors: the gate and the up half of a gated layer.
+    # A factory divides a parameter into several logical tensors: the gate and the up half of a gated layer.
     parts = _leaves(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     covered = 0
     for part in parts:
         data = part.data
         inside = data.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        # Copies take flat ranges of the live parameter: a part that Megatron would have to copy first has none.
+        # Snapshot copies read flat ranges of the live parameter; a part that Megatron copies first is not one.
         if not inside or not data.is_contiguous():
-            raise UnsupportedError(f"{name} is not stored in the order of its logical tensor {part.key}")
+            raise UnsupportedError(f"{name} is not a contiguous part of its logical tensor {part.key}")
         start = (data.data_ptr() - tensor.data_ptr()) // tensor.element_size()
         outer = part.prepend_axis_num
-        # Axes in front that the rank's tensor does not have, such as the number of the expert.
+        # Leading axes that the rank's tensor does not have, such as the expert's number.
         shape = (1,) * outer + tuple(part.local_shape)
         yield LogicalBox(part.key, tuple(part.global_shape), Box(tuple(part.global_offset), shape), start, outer)
         covered += data.numel()
     if covered != tensor.numel():
-        raise UnsupportedError(f"{name}: {covered} of {tensor.numel()} elements have a place")
+        raise UnsupportedError(f"{name}: sharded_state_dict covers only {covered} of {tensor.numel()} elements")
 
 
 def _grouped_experts(chunk: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[Any, str]]]:
@@ -145,16 +144,16 @@ def _grouped_experts(chunk: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[Any
 
 
 def _grouped(key: str, experts: Any, name: str) -> LogicalBox:
-    """All local experts of a layer, which their grouped multiplication wants transposed and in one parameter.
+    """The box of all local experts of a layer, which grouped GEMM stores transposed and in one parameter.
 
-    Shape of ``weight1``: [experts, hidden, ffn], and [experts, hidden, 2, ffn] where it is gated: with the halves an
-    axis of their own what a rank holds is one box. Of ``weight2``: [experts, ffn, hidden]. The names are not those
-    of sequential experts, whose tensors and moments are the other way round.
+    ``weight1`` has shape [experts, hidden, ffn], or [experts, hidden, 2, ffn] if gated: with a separate axis for the
+    halves, a rank's part is one box. ``weight2`` has [experts, ffn, hidden]. The keys differ from those of sequential
+    experts, whose tensors and moments are not transposed.
     """
     local, hidden = experts.num_local_experts, experts.config.hidden_size
     group, number = experts.ep_group.size(), experts.ep_group.rank()
     parts, part = experts.tp_group.size(), experts.tp_group.rank()
-    # Of this rank: from the weight, since the configuration's may stand for a gated layer, or for all ranks.
+    # This rank's size, from the weight: the configuration's may be that of a gated layer or of all ranks.
     ffn = experts.weight2.numel() // local // hidden
     if name == "weight2":
         shape, axis = [local, ffn, hidden], 1

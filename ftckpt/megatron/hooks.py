@@ -1,15 +1,15 @@
-"""Run-time hooks: they call from Megatron, as it is, what the lines of a patched one call in the same places.
+"""Run-time hooks for an unpatched Megatron: they call the same callbacks as a patched one, at the same points.
 
-Of megatron.core the three schedule functions are wrapped, and the optimizer's step. ``finalize_model_grads_func``,
-which the schedules call after the last backward, is no place for a hook of its own: train loops overwrite the field
-and scripts may leave it None; and ``config.timers`` may be shared with other code. So each run of a schedule puts its
-listeners around whatever the fields hold then, and takes them out again.
+In megatron.core the three schedule functions and the optimizer's step are wrapped. A permanent listener in
+``finalize_model_grads_func``, which schedules call after the last backward, is not possible: train loops overwrite
+the field and scripts may leave it None; ``config.timers`` may be shared with other code. So each run of a schedule
+wraps the current values of these fields and restores them afterwards.
 
-Of Megatron-LM's train loop (``megatron.training``) five functions are wrapped, each of which is looked up through its
-module at run time, so that replacing the name is enough.
+In Megatron-LM's train loop (``megatron.training``) five functions are wrapped. The loop looks them up in their module
+at run time, so wrapping the module's attribute is enough.
 
-A module that has lines of ours (patches/) is left alone: they act. For either, what evaluates, saves and loads is
-wrapped while a checkpointer follows: the time that it takes is no cost of snapshots.
+A patched module (patches/) is not wrapped. In both cases functions that evaluate, save and load are wrapped while a
+checkpointer is attached, to exclude their time from the cost of snapshots.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _PAUSES = (
     "maybe_finalize_async_save",
     "load_checkpoint",
 )
+"""Functions of ``megatron.training.training`` during which training pauses; a release may lack some."""
 _OF_SCHEDULES = ("model", "num_microbatches", "forward_only")
-"""Arguments of these that are read by their names."""
-"""Functions of ``megatron.training.training`` in which training pauses, as far as a release has them."""
+"""Arguments of schedules that are read by name."""
 _BOUNDARY = tuple(inspect.signature(callbacks.boundary).parameters)
-"""Arguments of ``checkpoint_and_decide_exit`` that are handed on."""
+"""Arguments of ``checkpoint_and_decide_exit`` that are passed to the callback."""
 
 
 def check(model: Any, optimizer: Any) -> None:
-    """Refuse a model or an optimizer of megatron.core without the fields and functions that hooks rest on.
+    """Checks that a model and an optimizer of megatron.core have the fields and functions that the hooks need.
 
     Raises:
-        UnsupportedError: what this release does not have.
+        UnsupportedError: this release lacks one.
     """
     config = get_model_config(model[0] if isinstance(model, list) else model)
     versions.require(_release(), config, {}, {"finalize_model_grads_func": object, "timers": object})
@@ -66,7 +66,7 @@ def check(model: Any, optimizer: Any) -> None:
 
 
 def install() -> None:
-    """Wrap the schedule functions, where they are not patched; a second call does nothing.
+    """Wraps the schedule functions unless they are patched; idempotent.
 
     Raises:
         UnsupportedError: this release of megatron.core does not have them.
@@ -78,10 +78,10 @@ def install() -> None:
 
 
 def install_in_train_loop() -> None:
-    """Wrap the train loop where it is not patched, if there is one: the wheel of megatron-core has none.
+    """Wraps the train loop unless it is patched or missing: the wheel of megatron-core has none.
 
     Raises:
-        UnsupportedError: a name to wrap is missing or takes other arguments.
+        UnsupportedError: a function to wrap is missing or has other arguments.
     """
     names = list(callbacks.CORE)
     if importlib.util.find_spec("megatron.training") is not None:
@@ -95,17 +95,17 @@ def install_in_train_loop() -> None:
         ):
             _wrap_once(importlib.import_module(f"megatron.training.{module}"), function, around)
     if patched := [name for name in names if callbacks.is_patched(importlib.import_module(name))]:
-        log_once("patched, so that their own lines act and no run-time hooks: %s", ", ".join(patched))
+        log_once("no run-time hooks in patched modules: %s", ", ".join(patched))
 
 
 def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> None:
-    """Follow the schedules for this checkpointer, and fence it before each optimizer step.
+    """Reports the schedules to this checkpointer, and fences it before each optimizer step.
 
-    Two fences, each of which holds alone: ``step_with_ready_grads`` of the whole optimizer, immediately before the
-    first write to stepped state and after the norm of the gradients has been agreed; and torch's own hook before each
-    step of the optimizers inside, for a script that steps these in another way.
+    There are two independent fences: around ``step_with_ready_grads`` of the outer optimizer, after the gradient norm
+    is reduced and immediately before the first write to optimizer-updated state; and torch's hook before each step of
+    the inner optimizers, for scripts that step these directly.
     """
-    door.leave()  # an earlier job of this process would be fenced, and followed, with this one
+    door.leave()  # detaches an earlier job of this process
     door.checkpointer, door.state = checkpointer, state
 
     def fence_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
         return original(*args, **kwargs)
 
     def pause_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Whether a save in the background has ended is asked in each iteration, and waited for at the end alone.
+        # Each iteration polls whether a background save has finished (blocking=False), which is not a pause.
         if kwargs.get("blocking") is not False:
             checkpointer.pause()
         return original(*args, **kwargs)
@@ -134,7 +134,7 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
 def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
     if callbacks.is_patched(module) or door.patches.has(module, name):
         return
-    # At start, not at the first boundary: after hours of training it would be a late error.
+    # At start, because an error at the first boundary would be late.
     versions.require(_release(), module, {name: _BOUNDARY if around is _boundary else ()})
     door.patches.wrap(module, name, around)
 
@@ -149,7 +149,7 @@ def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
         return original(**kwargs)
     model = kwargs["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)
-    # Read at each run: a train loop may set them between two iterations.
+    # Read at each run, because a train loop may set them between two iterations.
     before = config.finalize_model_grads_func, config.timers
     try:
         phases.follow(checkpointer, config, kwargs["num_microbatches"])
@@ -183,7 +183,7 @@ def _log_sums(
 
 
 def _boundary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Bound by name: releases differ in what stands between the arguments.
+    # Bound by name: releases differ in the arguments between these.
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     callbacks.boundary(*(given[name] for name in _BOUNDARY))
     return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The layout on the command line that Megatron-LM's own parser reads: what must fit is read there, and put there."""
+"""Layout options on Megatron-LM's command line: reads the job's sizes from it and writes the chosen layout to it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _BY_HAND = (
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
 )
-"""Divide the layers among a certain number of stages."""
+"""Options that divide the layers among a fixed number of stages."""
 
 
 def rewrite(argv: Sequence[str], layouts: Layouts, world_size: int) -> tuple[list[str], Choice]:
-    """``argv`` with the sizes of the first layout that fits, and that layout. Options that agree with it stay.
+    """Returns ``argv`` with the sizes of the first layout that fits, and that layout.
 
     Raises:
-        LayoutError: no layout fits, or ``argv`` does not say what is needed to know.
+        LayoutError: no layout fits, or ``argv`` lacks an option that is needed to decide.
     """
     line = _Line(argv)
     job = job_of(line)
     choice = choose(layouts, world_size, job)
-    # What agrees stays as it is written, or left out: the command line that runs is the user's wherever it can be.
+    # Options that agree, written or omitted, are unchanged, to stay as close as possible to the user's command line.
     for axis, option in _SIZES.items():
         if line.number(option, _usual(axis, choice.sizes)) != choice.sizes[axis]:
             line.put(option, choice.sizes[axis])
     stages = choice.sizes["pp"] * choice.sizes["vpp"]
     if line.has(_LAYERS_PER_CHUNK):
         if job.num_layers is None:
-            raise LayoutError(f"--ftckpt-layouts needs --num-layers beside {_LAYERS_PER_CHUNK}")
+            raise LayoutError(f"--ftckpt-layouts with {_LAYERS_PER_CHUNK} needs --num-layers: add it")
         line.put(_LAYERS_PER_CHUNK, (job.num_layers + job.extra_layers) // stages)
     elif not line.has(_BY_HAND[0]) and line.number(_CHUNKS, 1) != choice.sizes["vpp"]:
         line.put(_CHUNKS, choice.sizes["vpp"])
@@ -50,15 +50,15 @@ def rewrite(argv: Sequence[str], layouts: Layouts, world_size: int) -> tuple[lis
 
 
 def job_of(line: _Line) -> JobSizes:
-    """What the options say of the job.
+    """The job's sizes according to the options.
 
     Raises:
-        LayoutError: sizes come from elsewhere, or the batch would follow the number of replicas.
+        LayoutError: sizes are not given as options, or the batch size would depend on the number of replicas.
     """
     if line.has("--yaml-cfg"):
-        raise LayoutError("--ftckpt-layouts changes options, and --yaml-cfg reads none: give the sizes as options")
+        raise LayoutError("--ftckpt-layouts does not work with --yaml-cfg: pass the sizes as options")
     if not line.has("--global-batch-size"):
-        raise LayoutError("--ftckpt-layouts needs --global-batch-size: without it the batch follows the replicas")
+        raise LayoutError("--ftckpt-layouts needs --global-batch-size: otherwise the batch depends on the replicas")
     num_heads, num_experts = line.number("--num-attention-heads"), line.number("--num-experts", 0)
     grouped = line.has("--group-query-attention") and not line.has("--multi-latent-attention")
     return JobSizes(
@@ -74,7 +74,7 @@ def job_of(line: _Line) -> JobSizes:
         extra_layers=sum(line.has(f"--account-for-{what}-in-pipeline-split") for what in ("embedding", "loss")),
         batch_steps=line.numbers("--rampup-batch-size")[:2],
         microbatch_group=line.number("--microbatch-group-size-per-virtual-pipeline-stage"),
-        # Megatron-LM refuses fewer stages for an interleaved schedule, and asks for one more without overlap.
+        # Megatron-LM's minimum number of stages for an interleaved schedule, which is one more without overlap.
         least_interleaved=3 if line.has("--no-overlap-p2p-communication") else 2,
         **_by_hand(line),
     )
@@ -92,22 +92,22 @@ def _by_hand(line: _Line) -> dict[str, Any]:
 
 
 def _usual(axis: str, sizes: Mapping[str, int]) -> int:
-    """The size that Megatron takes where no option gives one."""
+    """Megatron's default size of an axis."""
     return sizes["tp"] if axis == "etp" else 1
 
 
 class _Line:
-    """The words of a command line. As in argparse the last value of an option counts, and ``=`` may lead to it."""
+    """The words of a command line. As in argparse, the last value of an option counts, and ``=`` may precede it."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.words = list(argv)
 
     def has(self, option: str) -> bool:
-        """Whether the option is there, with a value or as a switch."""
+        """Whether the option is given, with a value or as a switch."""
         return self._place(option) is not None
 
     def text(self, option: str) -> str:
-        """The value as it is written; "" where there is none."""
+        """The value as written; empty if there is none."""
         place = self._place(option)
         if place is None:
             return ""
@@ -115,18 +115,18 @@ class _Line:
         return value if given else " ".join(self.words[place + 1 : place + 2])
 
     def number(self, option: str, default: Any = None) -> Any:
-        """A whole number; ``default`` where the option is not there, or is something that its parser will refuse."""
+        """The value as an integer; ``default`` if it is missing or invalid, which Megatron's parser reports."""
         text = self.text(option)
         return int(text) if text.isdecimal() else default
 
     def numbers(self, option: str) -> list[int]:
-        """All whole numbers that follow the option."""
+        """All integers that follow the option."""
         place = self._place(option)
         following = self.words[place + 1 :] if place is not None else []
         return [int(text) for text in itertools.takewhile(str.isdecimal, following)]
 
     def put(self, option: str, value: int) -> None:
-        """Give the option this value, where it stands or at the end."""
+        """Sets the option's value in place, or appends the option."""
         place = self._place(option)
         if place is None:
             self.words += [option, str(value)]

@@ -1,10 +1,9 @@
 """Phases of Megatron's schedule, observed through the timers that it starts and stops.
 
-``config.timers`` is called around every compute step of every schedule, in every release that ftckpt knows, and
-so nothing needs a patch. Between two compute steps a rank communicates:
-receives, sends that wait for their receiver, and under ``overlap_p2p_comm`` the waits on requests posted earlier,
-which no timer of a receive sees. That is why windows are taken as the gaps between compute steps, not as the
-spans of ``forward-recv`` and its kin; a wrapper of ``P2PCommunicator`` would add nothing to it.
+Every schedule of every tested release calls ``config.timers`` around each compute step, so no patch is needed.
+Between two compute steps a rank communicates: receives, sends that wait for their receiver, and under
+``overlap_p2p_comm`` waits for earlier requests, which no receive timer measures. So windows are the gaps between
+compute steps, not the spans of ``forward-recv`` and similar timers; wrapping ``P2PCommunicator`` would add nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
 
 
 class _NullTimer:
-    """A timer for a train loop that has none; takes the arguments of ``megatron.core.timers.Timer``."""
+    """A timer without effect for a train loop without timers; has the interface of ``megatron.core.timers.Timer``."""
 
     def start(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -29,14 +28,14 @@ class _NullTimer:
 
 
 class _ComputeTimer(Proxy):
-    """The timer of a compute step, which reports where the step begins and ends."""
+    """The timer of a compute step, which also reports the step's start and end."""
 
     def __init__(self, timer: Any, checkpointer: Checkpointer, kind: str) -> None:
         super().__init__(timer)
         self._checkpointer = checkpointer
         self._kind = kind
 
-    # The place is around the user's timer: what that waits for (the device, a barrier) is no window.
+    # The phase includes the user's timer: its waits (for the device, a barrier) are not a window.
     def start(self, *args: Any, **kwargs: Any) -> None:
         self._checkpointer.phase(self._kind)
         self.wrapped.start(*args, **kwargs)
@@ -47,21 +46,21 @@ class _ComputeTimer(Proxy):
 
 
 class PhaseTimers(Proxy):
-    """Stands for ``config.timers``, None or not, while a schedule runs."""
+    """A wrapper of ``config.timers``, which may be None, while a schedule runs."""
 
     def __init__(self, timers: Any, checkpointer: Checkpointer) -> None:
         super().__init__(timers)
         self._checkpointer = checkpointer
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # A train loop that runs without timers still has its places.
+        # A train loop without timers has phases as well.
         timer = self.wrapped(name, *args, **kwargs) if self.wrapped is not None else _NullTimer()
         kind = _COMPUTE.get(name)
         return timer if kind is None else _ComputeTimer(timer, self._checkpointer, kind)
 
 
 def follow(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
-    """A schedule begins to run with ``config``: put listeners around what its fields hold."""
+    """Wraps the fields of ``config`` in listeners at the start of a schedule's run."""
     finalize = config.finalize_model_grads_func
 
     def finalize_in_the_tail(*args: Any, **kwargs: Any) -> Any:
@@ -73,12 +72,12 @@ def follow(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
 
 
 def _shows_no_gaps(config: Any) -> bool:
-    """Whether forward and backward of two micro-batches run at once, so that no timer tells of receives."""
+    """Whether forward and backward of two micro-batches run concurrently, so that timers show no gaps."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
 def _begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
-    """Returns what ``config.timers`` must be while the schedule runs."""
+    """Reports the start of the schedule; returns the value of ``config.timers`` during its run."""
     if _shows_no_gaps(config):
         checkpointer.phase("forward")
         return config.timers
@@ -88,6 +87,6 @@ def _begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
     model = pipeline_places(stages, stage, micro_batches, chunks, group)
     if model is not None:
         checkpointer.expect(*model)
-    # Before its first compute step a stage waits for its input: the schedule begins in a window.
+    # Before its first compute step a stage waits for its input, so the schedule starts in a window.
     checkpointer.phase("window")
     return PhaseTimers(config.timers, checkpointer)

@@ -1,4 +1,4 @@
-"""One Megatron rank's training state, for ``ftckpt.Checkpointer``, and the generators that it draws from."""
+"""One Megatron rank's training state, for ``ftckpt.Checkpointer``, including RNG."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _FLAGS = "ftckpt.flags"
 class MegatronState:
     """Implements ``ftckpt.model.training_state.TrainingState``.
 
-    Stepped: what the optimizers hold and step, and parameters that nothing steps (frozen). Volatile: module
-    buffers: those that Megatron puts into checkpoints (router bias) are part of the model, all others (token counts)
-    belong to their rank and are not carried into another layout. Objects: RNG, the scheduler, hyperparameters, the
-    loss scaler, FP8 scales and ``objects``.
+    Optimizer-updated: the optimizers' state and parameters, and frozen parameters. Mutable: module buffers: those in
+    Megatron's checkpoints (router bias) are part of the model, all others (token counts) belong to their rank and are
+    not restored in another layout. Objects: RNG, the scheduler, hyperparameters, the loss scaler, FP8 scales and
+    ``objects``.
 
     Raises:
-        UnsupportedError: an optimizer, or a form of FP8, that ftckpt does not know.
+        UnsupportedError: an optimizer or an FP8 setting is not supported.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class MegatronState:
 
     def describe(self) -> Description:
         if self._built is None:
-            # As the job's own set-up seeded them, before a restore: ``derive_rng`` starts from these.
+            # The states from the job's own setup, before a restore: ``derive_rng`` derives from these.
             self._built = save_rng()
         for extra in self._extra:
             extra.refuse()
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             if hasattr(module, "_maintain_float32_expert_bias"):
-                # A router turns its bias into fp32 in its first forward: into another buffer, after it was described.
+                # In its first forward a router replaces its bias by an fp32 buffer; do it before the description.
                 module._maintain_float32_expert_bias()
         geometry = place_tensors(self._chunks)
         stepped: list[Piece] = []
@@ -78,7 +78,7 @@ class MegatronState:
         if _FLAGS not in self._objects:
             parameters = ((places[0].key, parameter) for parameter, places in geometry.parameters.items())
             self._objects[_FLAGS] = TrainingFlags(parameters, self._named_modules())
-        # Last: what was created above must be among the addresses that ``check`` compares with.
+        # Last: ``check`` must know the addresses of tensors created above.
         self._live.note()
         return Description(tuple(stepped), volatile, padded, self._scaling.room_bytes)
 
@@ -87,7 +87,7 @@ class MegatronState:
 
         Raises:
             CaptureError: a tensor was replaced since ``describe``.
-            UnsupportedError: a module keeps extra state now, and none was described.
+            UnsupportedError: a module has extra state that was not described.
         """
         for extra in self._extra:
             extra.look_again()
@@ -105,8 +105,8 @@ class MegatronState:
         schedulers.load(self._scheduler, objects["scheduler"])  # first: it writes learning rates
         if len(objects["optimizers"]) != len(self._leaves):
             raise MismatchError(
-                f"the snapshot has {len(objects['optimizers'])} optimizers, and this job {len(self._leaves)}: start "
-                "with the optimizer settings of the job that took it, or remove it with 'ftckpt clean JOB'"
+                f"the snapshot has {len(objects['optimizers'])} optimizers but this job has {len(self._leaves)}: use "
+                "the optimizer settings of the job that took it, or remove it with 'ftckpt clean JOB'"
             )
         for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
             optimizers.load_hyperparameters(leaf, saved)
@@ -123,8 +123,8 @@ class MegatronState:
         self._rng = derive_rng(self._built, iteration)
 
     def finish_load(self) -> None:
-        """Gather what other data-parallel ranks own of each parameter, then set RNG."""
-        # The distributed optimizer restored the owned range alone: forward reads all of each parameter.
+        """Gathers the parts of parameters that other data-parallel ranks own, then sets RNG."""
+        # The distributed optimizer restored only the owned range; forward reads the entire parameter.
         for chunk in self._wrapped:
             ddp_config = getattr(chunk, "ddp_config", None)
             if ddp_config is not None and ddp_config.use_distributed_optimizer:
@@ -132,7 +132,7 @@ class MegatronState:
         self.set_rng()
 
     def set_rng(self) -> None:
-        """Set RNG to what was loaded; again after anything that draws numbers before training begins."""
+        """Sets RNG to the loaded state; repeated after code that draws random numbers before training."""
         if self._rng is not None:
             load_rng(self._rng)
         self.late_changes.boundary()
@@ -146,7 +146,8 @@ class MegatronState:
         }
 
     def _buffers(self, geometry: Geometry) -> Iterator[Piece]:
-        """What Megatron puts into checkpoints belongs to the model, all else (counts within a batch) to a rank."""
+        """Pieces of buffers; those in Megatron's checkpoints belong to the model, others (token counts) to the rank.
+        """
         for index, chunk in enumerate(self._chunks):
             for name, buffer in unwrapped(chunk.named_buffers()):
                 if buffer in geometry.buffers:
@@ -171,12 +172,12 @@ class MegatronState:
 
 
 def save_rng() -> dict[str, Any]:
-    """State of every generator that training draws from, Megatron's tracker among them."""
+    """States of all generators that training uses, including Megatron's tracker."""
     return {**generators.save_generators(), "tracker": _tracker_states()}
 
 
 def load_rng(saved: Mapping[str, Any]) -> None:
-    """Set every generator as ``save_rng`` found it: bit for bit, on the layout that the snapshot was taken in."""
+    """Restores the result of ``save_rng``, bit-exact, on the layout of the snapshot."""
     generators.load_generators(saved)
     tracker = get_cuda_rng_tracker()
     live = tracker.get_states()
@@ -184,7 +185,7 @@ def load_rng(saved: Mapping[str, Any]) -> None:
 
 
 def _tracker_states() -> dict[str, torch.Tensor]:
-    """A tracker for CUDA graphs, Megatron's or Transformer Engine's, has generators in the place of their states."""
+    """The tracker's states; trackers for CUDA graphs (Megatron's, Transformer Engine's) have generators instead."""
     states = get_cuda_rng_tracker().get_states()
     return {
         name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in states.items()
@@ -192,10 +193,10 @@ def _tracker_states() -> dict[str, torch.Tensor]:
 
 
 def _graph_safe(state: torch.Tensor, live: Mapping[str, Any]) -> Any:
-    """``state`` as the tracker that has ``live`` wants it."""
+    """Converts ``state`` to the representation in ``live``: a tensor or a generator."""
     for generator in live.values():
         if isinstance(generator, torch.Generator):
-            # A new one, as Megatron's own checkpoints make: others may hold the old one's state.
+            # A new generator, as in Megatron's own checkpoints: the old one's state may be shared.
             fresh = generator.clone_state()
             fresh.set_state(state)
             return fresh
@@ -203,12 +204,12 @@ def _graph_safe(state: torch.Tensor, live: Mapping[str, Any]) -> Any:
 
 
 def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """What ``load_rng`` takes on a rank of another layout; ``built`` is what ``save_rng`` gave before any batch.
+    """Generator states for a rank of another layout; ``built`` is the result of ``save_rng`` before any batch.
 
-    There no rank of the snapshot is this one: its dropout masks would be those of another part of the model. So each
-    generator is seeded with 64 bits that follow from its name, the state in which the job's own set-up left it, and
-    the iteration. What the job seeded alike (default generators of tensor-parallel ranks) stays alike, what it seeded
-    differently (tensor-parallel regions, experts, stages) stays different, and the same restart draws the same.
+    No rank of the snapshot corresponds to this one: its dropout masks would belong to another part of the model. So
+    each generator gets a 64-bit seed from its name, its state after the job's own setup, and the iteration.
+    Generators that the job seeded equally (default generators of tensor-parallel ranks) stay equal, others
+    (tensor-parallel regions, experts, stages) stay different, and a repeated restart draws the same numbers.
     """
     plain = {name: state for name, state in built.items() if name != "tracker"}
     tracker = generators.derive_tracker("tracker", built["tracker"], iteration)

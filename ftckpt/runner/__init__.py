@@ -1,10 +1,10 @@
-"""``ftckpt run``: torchrun's agent, whose workers are forked from a server that has imported what they import.
+"""``ftckpt run``: torchrun's agent, with workers forked from a server that has preloaded their imports.
 
-| process | files | what it does |
+| process | files | task |
 |---|---|---|
-| agent | `agent.py`, `workers.py`, `preload.py`, `rendezvous.py` | torch's elastic agent, made to react at once |
-| server | `server.py`, `guard.py` | imports what earlier attempts have imported, and forks later workers |
-| worker | `worker.py` | runs the script as it is, with what its frameworks need; also under `-m ftckpt.megatron` |
+| agent | `agent.py`, `workers.py`, `preload.py`, `rendezvous.py` | torch's elastic agent with faster reactions |
+| server | `server.py`, `guard.py` | imports the modules of earlier attempts, and forks later workers |
+| worker | `worker.py` | runs the unmodified script with ftckpt; also used by `-m ftckpt.megatron` |
 
-`notes.py` has the files that workers write for their agent.
+`notes.py` reads and writes the files that workers leave for their agent.
 """

@@ -1,4 +1,4 @@
-"""torch's elastic agent, which sees at once when a worker has ended and starts the next ones from the server."""
+"""torch's elastic agent, extended to detect a worker's exit at once and to fork the next workers from the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ftckpt.runner.preload import Preloader
 from ftckpt.runner.rendezvous import drop_ended, leave, look_often
 from ftckpt.runner.workers import Workers
 
-# What torch's launcher looks up in them is replaced while it runs.
+# Attributes of these modules are replaced while torch's launcher runs.
 _launcher: Any = importlib.import_module("torch.distributed.launcher.api")
 _agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
 
@@ -35,24 +35,19 @@ _LOOK_SECS = 1.0
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent of this node, with a server at hand.
-
-    Args:
-        preloader: has the server.
-        settings: of torch's agent.
-    """
+    """torch's agent of this node, with a preloaded server; ``settings`` are those of torch's agent."""
 
     def __init__(self, preloader: Preloader, **settings: Any) -> None:
         super().__init__(**settings)
         self._preloader = preloader
         handler: Any = self._worker_group.spec.rdzv_handler
         look_often(handler, self._look)
-        preloader.env["TORCHELASTIC_RUN_ID"] = handler.get_run_id()  # by which a standby's server is of this launcher
+        preloader.env["TORCHELASTIC_RUN_ID"] = handler.get_run_id()  # assigns a standby's server to this launcher
         self._shared = getattr(getattr(getattr(handler, "_state_holder", None), "_backend", None), "_store", None)
         drop_ended(handler, self._shared)
         self._shared_size = 0
         self._failures: set[str] = set()
-        # Torch sleeps for so long before each look at the workers; here it ends when a worker does.
+        # torch sleeps for this interval between polls of the workers; ``_wait`` returns early if a worker ends.
         spec = self._worker_group.spec
         self._interval_secs, spec.monitor_interval = spec.monitor_interval, 0.0
 
@@ -75,13 +70,13 @@ class Agent(LocalElasticAgent):
         return result
 
     def _look(self) -> None:
-        """Look after the server. A standby has one of what others have imported, whom the first node tells it."""
+        """Polls the server. A standby preloads other nodes' imports, which the first node publishes in the store."""
         preloader, store = self._preloader, self._shared
         preloader.look()
         size = notes.size_of_imports(preloader.directory)
         if store is None or size != preloader.served_size:
             return
-        with suppress(DistError):  # the rendezvous itself says what is wrong with its store
+        with suppress(DistError):  # the rendezvous itself reports errors of its store
             if not size and self._pcontext is None and store.check([_IMPORTS]):
                 notes.adopt_imports(preloader.directory, store.get(_IMPORTS))
             elif size != self._shared_size and self._worker_group.group_rank == 0:
@@ -97,13 +92,13 @@ class Agent(LocalElasticAgent):
         poll.poll(min(self._interval_secs, _LOOK_SECS) * 1000)
 
     def _is_hopeless(self) -> bool:
-        """True if a further attempt would fail like the last: a worker reported so, or failed twice at the same
-        place before it joined the others."""
+        """Whether another attempt would fail as well: a worker reported so, or failed twice at the same line before
+        it joined the others."""
         before, self._failures = self._failures, notes.take_failures(self._preloader.directory)
         if notes.OVER in self._failures:
             return True
         for failure in before & self._failures:
-            log_to_stderr().error("ftckpt: the script is not started again: it has failed twice by %s", failure)
+            log_to_stderr().error("ftckpt: no further attempt: the script failed twice with %s", failure)
             return True
         return False
 
@@ -120,21 +115,21 @@ def _start(preloader: Preloader, start_method: str, **settings: Any) -> Workers:
 
 
 def launch(words: Sequence[str]) -> None:
-    """Run a job as ``torchrun`` does with these arguments, until it ends.
+    """Runs a job like ``torchrun`` with these arguments, until it ends.
 
     Raises:
-        ChildFailedError: it has failed.
+        ChildFailedError: the job failed.
         SignalException: this process received a termination signal.
     """
     parser = torchrun.get_args_parser()
     parser.prog = "ftckpt run"
     parser.add_argument(
         "--preload", action=from_environment, default="", metavar="MODULE,...",
-        help="Modules to import before workers start again, beside those that earlier attempts have imported; off: "
-        "start all workers as new processes.",
+        help="Modules to preload for restarted workers, in addition to those that earlier attempts have imported; "
+        "off: start all workers as new processes.",
     )  # fmt: skip
     args = parser.parse_args(words)
-    # Else the attempts of a job share one store, in which restarted workers meet the addresses of dead ones.
+    # Otherwise attempts share one store, in which restarted workers read the addresses of dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if args.no_python or args.run_path:
         record(torchrun.run)(args)

@@ -1,4 +1,4 @@
-"""Detects that the process of another agent has ended, long before its heartbeats are overdue."""
+"""Detection of the end of another agent's process, long before its heartbeats are overdue."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 _PORT = "ftckpt.port"
 """Key in the store of the rendezvous, followed by the name of an agent."""
 _NO_LINGER = struct.pack("ii", 1, 0)
-"""A closed connection leaves no trace in the kernel."""
+"""Closes connections by a reset, without TIME_WAIT."""
 
 
 class AgentRing:
     """A port on which this agent listens, and attempts to connect to the next agent in a ring of all.
 
-    A kernel refuses a connection to a process that has ended. A machine that does not answer is left to its
-    heartbeats, and so is an agent that has never accepted a connection: a firewall may refuse it.
+    The kernel refuses connections to the port of an ended process. For a machine that does not respond, and for an
+    agent that has never accepted a connection (a firewall may refuse it), heartbeats decide.
 
     Args:
-        store: of the rendezvous.
+        store: the rendezvous store.
         me: torch's description of this agent.
     """
 
@@ -30,7 +30,7 @@ class AgentRing:
         self.ended: set[Any] = set()
         """Agents whose process has ended."""
         self._store, self._me, self._next = store, me, me
-        self._place: tuple[Any, ...] = ()  # family and address of the next one; empty until it is published
+        self._place: tuple[Any, ...] = ()  # family and address of the next agent; empty until it is published
         self._has_accepted = False
         self._attempt: socket.socket | None = None
         dual = socket.has_dualstack_ipv6()
@@ -40,8 +40,8 @@ class AgentRing:
         store.set(f"{_PORT}/{me}", str(self._listener.getsockname()[1]))
 
     def look(self, agents: Iterable[Any]) -> None:
-        """Update ``ended``; never waits for another agent."""
-        with suppress(OSError):  # until no further one has connected
+        """Updates ``ended``; never waits for another agent."""
+        with suppress(OSError):  # until no connection is pending
             while True:
                 self._listener.accept()[0].close()
         others = sorted({*agents} - {self._me} - self.ended)
@@ -51,14 +51,14 @@ class AgentRing:
         if following != self._next:
             self._next, self._place, self._has_accepted = following, (), False
             self._close_attempt()
-        with suppress(OSError, RuntimeError):  # of the name of its host, and of the store
+        with suppress(OSError, RuntimeError):  # from name resolution and from the store
             code = self._connect()
             self._has_accepted = self._has_accepted or code == 0
             if self._has_accepted and code == errno.ECONNREFUSED:
                 self.ended.add(following)
 
     def _connect(self) -> int:
-        """The error number of an attempt, 0 if it succeeds."""
+        """Attempts to connect; returns the error number, 0 for success."""
         if not self._place:
             if not self._store.check([key := f"{_PORT}/{self._next}"]):
                 return errno.EAGAIN

@@ -1,4 +1,4 @@
-"""Imports of a process that workers are forked from: what a fork would not survive is left out."""
+"""Imports for a process from which workers are forked; skips modules that are not fork-safe."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from typing import Any
 from ftckpt.frameworks.imports import execute_with, find_behind
 
 _FRAMEWORKS = ("ftckpt", "megatron", "deepspeed", "transformer_engine")
-"""Preloaded wherever they lie; all else of the user's own is imported by each worker."""
+"""Preloaded even from the user's own directories; each worker imports all other modules there itself."""
 _STANDARD = f"{os.path.dirname(os.__file__)}/"
 _HARMLESS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/shm/", "/dev/nvidia")
-"""May be open in a process that forks. NVML opens devices of CUDA, and survives a fork."""
+"""Files that may be open during a fork. NVML opens /dev/nvidia*, and is fork-safe."""
 _CUDA_NOT_INITIALIZED = 3
 _RTLD_NOLOAD = 4
 
 
 class Guard(importlib.abc.MetaPathFinder):
-    """Imports modules by name, as long as a fork survives it.
+    """Imports modules by name, unless that makes the process unsafe to fork.
 
-    ``found`` has the modules that must not be imported and why, and "" of those that import one of them; ``env`` what
-    modules have set in the environment. ``left_out`` are modules that are not imported.
+    ``found`` maps modules that must not be imported to the reason, which is empty for those that import one of them.
+    ``env`` has the environment variables that modules have set. ``left_out`` are modules to skip.
     """
 
     def __init__(self, left_out: Iterable[str]) -> None:
@@ -43,7 +43,7 @@ class Guard(importlib.abc.MetaPathFinder):
         self._harms = harms()
 
     def preload(self, noted: Iterable[Any]) -> None:
-        """Import what was noted in a worker, as it was there: see ``notes.imports``."""
+        """Repeats the imports recorded in a worker: see ``notes.imports``."""
         places = list(sys.path)
         sys.meta_path.insert(0, self)
         try:
@@ -74,7 +74,7 @@ class Guard(importlib.abc.MetaPathFinder):
 
     def _import(self, name: str) -> None:
         env = dict(os.environ)
-        with suppress(Exception, SystemExit):  # of a module that the server does not find, or leaves out by now
+        with suppress(Exception, SystemExit):  # the module may be missing or left out
             importlib.import_module(name)
         self.env.update({name: value for name, value in os.environ.items() if env.get(name) != value})
 
@@ -87,22 +87,22 @@ class Guard(importlib.abc.MetaPathFinder):
             if new := self._harms - before:
                 self._leave_out(name, ", ".join(new))
                 raise ImportError(f"{name} is left out")
-        except (Exception, SystemExit) as error:  # whatever a module raises at its import
-            if name in self._origins and name not in self.found:  # a worker could import it
+        except (Exception, SystemExit) as error:  # modules may raise anything
+            if name in self._origins and name not in self.found:  # it succeeded in a worker
                 self._leave_out(name, f"raises {type(error).__name__}: {error}")
             raise
         finally:
             self._running.pop()
 
     def _leave_out(self, name: str, why: str) -> None:
-        """Import it no more, nor what is importing it, whatever that makes of the error."""
+        """Excludes a module, and the modules that are importing it, even if they handle the error."""
         self.found = {**dict.fromkeys(self._running, ""), **self.found}
         self.found[name] = self.found.get(name) or why
         self._left_out.update(self._running, (name,))
 
 
 def is_preloaded(name: str, origin: str | None) -> bool:
-    """True if a module that a worker imported is preloaded for later workers.
+    """Whether a module that a worker imported is preloaded for later workers.
 
     The user's own modules are not: they may read per-worker values, and change between attempts.
     """
@@ -110,7 +110,7 @@ def is_preloaded(name: str, origin: str | None) -> bool:
 
 
 def own_files() -> dict[str, tuple[int, int]]:
-    """The state of each file that was imported and that no package manager has installed."""
+    """The state of each imported file that is not part of an installed package."""
     paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     return {path: file_state(path) for path in paths if isinstance(path, str) and _is_own(path)}
 
@@ -125,11 +125,11 @@ def file_state(path: str) -> tuple[int, int]:
 
 
 def harms() -> Counter[str]:
-    """Why a fork of this process would not be as good as a new one; empty where it would."""
+    """The reasons why this process is not safe to fork; empty if it is."""
     if threads := _threads():
-        # Libraries that know of forks, such as OpenBLAS, end their threads before one, and start them when needed.
+        # Fork-aware libraries, such as OpenBLAS, end their threads before a fork and restart them on demand.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it has threads: that is what this is about
+            warnings.simplefilter("ignore")  # Python warns about threads, which are tested here
             pid = os.fork()
         if not pid:
             os._exit(0)
@@ -149,7 +149,7 @@ def harms() -> Counter[str]:
 
 
 def _threads() -> list[str]:
-    """The names of this process's threads but the first one."""
+    """The names of this process's threads except the main one."""
     names = []
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has just ended

@@ -1,4 +1,4 @@
-"""Notes that workers leave for their agent, in a directory of its own: modules they import, and how they failed."""
+"""Files that workers write for their agent, in its own directory: imported modules, and failures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import IO, Any
 
 _IMPORTS, _FAILURES, _LEFT_OUT, _LOCK = "imports", "failures", "left-out", "lock"
 OVER = "over"
-"""A failure after which no further attempt is of use."""
+"""A failure that every further attempt would repeat."""
 
 
 def make_directory() -> tuple[Path, IO[bytes]]:
-    """A directory for notes, and the open file that keeps it; those of this user's agents that have died go."""
+    """Creates a directory and its locked file; removes directories of this user's agents that have died."""
     root = Path(tempfile.gettempdir())
     for path in root.glob("ftckpt-run-*"):
         with suppress(OSError):
@@ -33,20 +33,20 @@ def make_directory() -> tuple[Path, IO[bytes]]:
     hidden = Path(tempfile.mkdtemp(prefix=".ftckpt-run-"))
     kept = open(hidden / _LOCK, "wb")
     fcntl.flock(kept, fcntl.LOCK_EX)
-    # Only now: another agent that starts would take what nobody has locked for one that has died.
+    # Renamed after locking: another starting agent removes directories that nobody has locked.
     return hidden.rename(root / hidden.name[1:]), kept
 
 
 def remove(directory: Path) -> None:
-    """Remove notes, and the directory if nothing else lies there."""
+    """Removes the files, and the directory, which must have no others."""
     for name in (_IMPORTS, _FAILURES, _LEFT_OUT, _LOCK):
         (directory / name).unlink(missing_ok=True)
     directory.rmdir()
 
 
 class Recorder(importlib.abc.MetaPathFinder):
-    """Notes each module that is imported, with the file that it comes from, and what the script has changed before:
-    its environment and the places of imports. Finds nothing itself."""
+    """Records each imported module with its file, and the script's changes of the environment and ``sys.path`` before
+    it. Finds no modules itself."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _IMPORTS
@@ -60,7 +60,7 @@ class Recorder(importlib.abc.MetaPathFinder):
             spec = getattr(sys.modules.get(name), "__spec__", None)
             if getattr(spec, "_initializing", False):
                 self._sought.append(name)
-            elif spec is not None:  # else it was not found, or has failed
+            elif spec is not None:  # otherwise it was not found, or its import failed
                 lines.append([name, spec.origin])
         env, places = dict(os.environ), list(sys.path)
         if env != self._env:
@@ -78,23 +78,23 @@ def imports(directory: Path) -> list[Any]:
 
 
 def imports_as_text(directory: Path) -> bytes:
-    """All of it, for another node."""
+    """The encoded imports, for another node."""
     return (directory / _IMPORTS).read_bytes()
 
 
 def adopt_imports(directory: Path, text: bytes) -> None:
-    """Take what another node has noted for this one's."""
+    """Adopts the imports of another node."""
     (directory / _IMPORTS).write_bytes(text)
 
 
 def size_of_imports(directory: Path) -> int:
-    """Grows with them."""
+    """The size of the recorded imports in bytes; grows with each record."""
     path = directory / _IMPORTS
     return path.stat().st_size if path.exists() else 0
 
 
 def write_left_out(directory: Path, modules: Mapping[str, str]) -> Path:
-    """List modules that are not preloaded, with the reasons; the file is there as long as the agent."""
+    """Writes a list of modules that are not preloaded, with reasons; the file exists as long as the agent."""
     path = directory / _LEFT_OUT
     with suppress(OSError):  # a full disk must not end the job
         path.write_text("".join(f"{name}: {why or 'imports one of the others'}\n" for name, why in modules.items()))
@@ -102,23 +102,23 @@ def write_left_out(directory: Path, modules: Mapping[str, str]) -> Path:
 
 
 def leave_failure(directory: Path, text: str) -> None:
-    """Note how this worker fails, where each further attempt may fail alike."""
+    """Records a failure of this worker that further attempts may repeat."""
     _append(directory / _FAILURES, [text])
 
 
 def take_failures(directory: Path) -> set[str]:
-    """The failures that were noted since the last call."""
+    """Returns the failures recorded since the last call."""
     failures = set(_lines(directory / _FAILURES))
     (directory / _FAILURES).unlink(missing_ok=True)
     return failures
 
 
 def _append(path: Path, lines: Sequence[str]) -> None:
-    """One call of ``write``, so that lines of several processes do not mix."""
+    """Appends lines with one ``write``, so that lines of several processes do not mix."""
     with suppress(OSError), open(path, "ab", buffering=0) as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
 
 
 def _lines(path: Path) -> list[str]:
-    """Complete lines: a worker may be killed while it writes."""
+    """The complete lines of a file; the last one may be incomplete if a worker was killed."""
     return path.read_text().split("\n")[:-1] if path.exists() else []

@@ -1,4 +1,4 @@
-"""The agent's side of its server: when one is started, what it imports, and the workers that it forks."""
+"""The agent's side of its server: start of servers, their imports, and forked workers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ftckpt.runner import notes
 from ftckpt.runner.server import ServerChannel
 
 _QUIET_SECS = 5.0
-"""The imports of an attempt are taken for complete when none has been seen for so long."""
+"""The imports of an attempt count as complete when none was recorded for this long."""
 _ANSWER_SECS = 30.0
 _MOST_PASSES = 4
-"""Servers that are started in turn, each without what the ones before it have found to be harmful."""
+"""Maximum number of servers started in sequence, each without the unsafe modules that earlier ones have found."""
 _MOST_NAMES = 3
-"""Of modules that are not preloaded, in the log."""
+"""Maximum number of modules that the log names as not preloaded."""
 
 
 class RefusedError(Exception):
-    """The server forks no worker; the text says why."""
+    """The server cannot fork a worker; the text has the reason."""
 
 
 class ForkedProcess:
-    """A worker that the server has forked: what torch asks of its handler of a process, and of the process."""
+    """A worker that the server has forked; implements torch's process handler and the process in it."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -53,16 +53,16 @@ class ForkedProcess:
         return code
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal to it and to what it has started."""
+        """Sends a signal to the worker and its children."""
         try:
             os.killpg(self.pid, death_sig)
         except ProcessLookupError:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, death_sig)  # it has just begun, and leads no group yet
+                os.kill(self.pid, death_sig)  # it has just started, and does not lead a process group yet
 
 
 class ForkServer:
-    """One server process. ``report`` says what it has imported, once it has."""
+    """One server process; ``report`` is its report after all imports."""
 
     def __init__(self, env: Mapping[str, str], order: dict[str, Any]) -> None:
         self.report: dict[str, Any] | None = None
@@ -75,13 +75,13 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "ftckpt.runner.server", str(theirs.fileno()), str(os.getpid())],
-                # By NVML, which does not keep a process from being forked.
+                # Checks for CUDA by NVML, which is fork-safe.
                 env={**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         self.channel.send(order)
 
     def hear(self, timeout_secs: float = 0.0) -> None:
-        """Take in what the server says, once it says something."""
+        """Processes messages of the server; waits at most ``timeout_secs`` for the first one."""
         for message in self.channel.receive(timeout_secs):
             if "ended" in message:
                 self.workers.pop(message["ended"]).returncode = message["code"]
@@ -89,20 +89,20 @@ class ForkServer:
                 self.report = message
             else:
                 self._answers.append(message)
-        while self.channel.is_closed and self.workers:  # the kernel kills them, too
+        while self.channel.is_closed and self.workers:  # the kernel also kills them
             _, worker = self.workers.popitem()
             worker.close(signal.SIGKILL)
             worker.returncode = -signal.SIGKILL
 
     def fork(self, order: dict[str, Any]) -> ForkedProcess:
-        """Start a worker. Raises RefusedError."""
+        """Starts a worker. Raises RefusedError."""
         if differ := {name for name, _ in self._options ^ _options(order["env"])}:
-            raise RefusedError(f"only a new interpreter reads what has changed: {', '.join(sorted(differ))}")
+            raise RefusedError(f"changed variables that only a new interpreter reads: {', '.join(sorted(differ))}")
         end = time.monotonic() + _ANSWER_SECS
         self.channel.send(order)
         while not self._answers:
             if self.channel.is_closed or time.monotonic() > end:
-                raise RefusedError("the server has ended" if self.channel.is_closed else "the server does not answer")
+                raise RefusedError("the server has ended" if self.channel.is_closed else "the server is unresponsive")
             self.hear(end - time.monotonic())
         answer = self._answers.pop()
         if "refused" in answer:
@@ -111,21 +111,21 @@ class ForkServer:
         return worker
 
     def close(self) -> None:
-        """End the server and all that it has forked."""
+        """Ends the server and all its workers."""
         self.channel.close()
         self._process.kill()
         self._process.wait()
 
 
 def _options(env: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Variables that the interpreter reads when it starts."""
+    """Variables that the interpreter reads at startup."""
     return {(name, value) for name, value in env.items() if name.startswith("PYTHON")}
 
 
 class Preloader:
-    """Has a server at hand for the next attempt.
+    """Keeps a preloaded server ready for the next attempt.
 
-    ``extra`` are modules to import beside those that workers have imported; None: nothing is preloaded.
+    ``extra`` are modules to import in addition to those that workers have imported; None: nothing is preloaded.
     """
 
     def __init__(self, extra: Sequence[str] | None) -> None:
@@ -143,8 +143,8 @@ class Preloader:
         self._log = log_to_stderr()
 
     def begin(self, env: Mapping[str, str]) -> ForkServer | None:
-        """The server for an attempt that begins, if there is one; ``env`` is what its workers have in common."""
-        while self._retired:  # the workers of attempts before this one have ended
+        """The server for a new attempt, if one is ready; ``env`` is the environment that its workers share."""
+        while self._retired:  # the workers of earlier attempts have ended
             self._retired.pop().close()
         self.look()
         self.env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
@@ -153,11 +153,11 @@ class Preloader:
         return self._ready
 
     def look(self) -> None:
-        """Do what is due: called often, and never waits."""
+        """Polls servers and starts one if needed; called often, never waits."""
         if self._ready is not None:
             self._ready.hear()
             if self._ready.channel.is_closed:
-                self._log.warning("ftckpt: the server that workers are forked from has ended; another one is started")
+                self._log.warning("ftckpt: the server from which workers are forked has ended; starting another one")
                 self.drop()
         if self._coming is not None:
             self._coming.hear()
@@ -171,17 +171,17 @@ class Preloader:
             self._start()
 
     def drop(self) -> None:
-        """Fork no further worker from the server that is ready, and start another one."""
+        """Retires the ready server; ``look`` starts another one."""
         if self._ready is not None:
             self._retired.append(self._ready)
         self._ready, self.served_size = None, 0
 
     def wakers(self) -> list[int]:
-        """Descriptors that become readable when a server has something to say, as that a worker has ended."""
+        """Descriptors that become readable when a server sends a message, such as the end of a worker."""
         return [server.channel.fileno() for server in self._servers() if not server.channel.is_closed]
 
     def close(self) -> None:
-        """End all servers and remove the notes."""
+        """Ends all servers and removes the workers' files."""
         for server in self._servers():
             server.close()
         with suppress(OSError):
@@ -192,7 +192,7 @@ class Preloader:
         return [one for one in (self._ready, self._coming, *self._retired) if one is not None]
 
     def _start(self) -> None:
-        """Start a server, unless this attempt has had its share of them."""
+        """Starts a server, unless this attempt has started the maximum number."""
         self.served_size = self._size
         if self._passes_left:
             self._passes_left -= 1
@@ -201,10 +201,10 @@ class Preloader:
             )
 
     def _take(self, server: ForkServer) -> None:
-        """Use a server that has imported all, or start one that leaves out what it has found to be harmful."""
+        """Uses a server that has imported all modules, or starts one without the unsafe modules that it has found."""
         self._coming = None
         if server.report is None:
-            self._log.warning("ftckpt: preloading failed: the server has ended; its own lines above say why")
+            self._log.warning("ftckpt: preloading failed: the server has ended; see its output above")
             server.close()
             return
         if left_out := server.report["left_out"]:
@@ -219,7 +219,7 @@ class Preloader:
         self.drop()
         self._ready, self.served_size = server, served_size
         self._log.info(
-            "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from there",
+            "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from this server",
             server.report["modules"], server.report["mib"],
         )  # fmt: skip
 
@@ -230,4 +230,4 @@ class Preloader:
         first = [name for name, why in self._left_out.items() if why][:_MOST_NAMES]
         names = ", ".join([*first, "..."] if len(first) < self._num_logged else first)
         path = notes.write_left_out(self.directory, self._left_out)
-        self._log.info("ftckpt: %d modules are not preloaded (%s): %s says why", self._num_logged, names, path)
+        self._log.info("ftckpt: %d modules are not preloaded (%s): see %s", self._num_logged, names, path)

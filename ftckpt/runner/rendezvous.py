@@ -1,7 +1,7 @@
-"""Torch's rendezvous of agents, made to meet as soon as all are there, to let a standby wait, to drop an agent as
-soon as its process has ended, and to start again as soon as one agent does.
+"""torch's rendezvous of agents, patched for speed: it completes as soon as all agents have joined, lets a standby
+wait, drops an agent as soon as its process has ended, and restarts as soon as one agent does.
 
-The names that it needs are torch's own: where one is missing all stays as torch has it.
+The patched names are private to torch: if one is missing, nothing is patched.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from ftckpt.runner.agent_ring import AgentRing
 
 _LEAST_SECS, _MOST_SECS = 0.05, 1.0
 _MANY_NODES = 1000
-"""With so many an agent looks once a second, as torch's do with any number."""
+"""With this many nodes an agent polls once a second, as torch's agents do with any number."""
 _STANDBY_SECS = 0.3
-"""For which a node must be missing before a standby takes its place: one that starts again leaves for a moment."""
+"""How long a node must be missing before a standby replaces it: a restarting node leaves for a moment."""
 _LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 _NAMES = ("_delay", "_RendezvousJoinOp", "_Action", "_should_keep_alive")
 
 
 def look_often(handler: Any, meanwhile: Callable[[], None]) -> None:
-    """Have ``handler`` see within a fraction of a second that other agents have come, and call ``meanwhile`` while it
-    waits for them.
+    """Makes ``handler`` detect joining agents within a fraction of a second, and call ``meanwhile`` while it waits.
 
-    An agent that waits reads the state of all of them, so that what the store sends in a second grows with the square
-    of their number. It is never more than what it sends to ``_MANY_NODES`` once a second.
+    A waiting agent reads the state of all agents, so the store's traffic grows with the square of their number. The
+    interval limits it to that of ``_MANY_NODES`` polling once a second.
     """
     module: Any = dynamic_rendezvous
     holder: Any = getattr(handler, "_state_holder", None)
@@ -43,14 +42,14 @@ def look_often(handler: Any, meanwhile: Callable[[], None]) -> None:
         meanwhile()
         if seconds == 1:
             delay(secs)
-        elif not holder.state.complete:  # torch spreads the first joins of agents, and takes the second one for it
+        elif not holder.state.complete:  # torch's random delay of first joins, which it also applies to later ones
             delay(seconds)
 
     holder._cache_duration, module._delay = secs, look_and_delay
     module._RendezvousJoinOp = _with_standby(module._RendezvousJoinOp)
     num_waiting = handler.num_nodes_waiting
 
-    # Else training starts again for a standby, for which there is no place, and again for the one that it replaces.
+    # Otherwise training would restart for a standby without a place, and again for the node that it replaces.
     def num_nodes_waiting() -> int:
         waiting: int = num_waiting()  # reads the state
         return waiting if _num_missing(holder.state, nodes) > 0 else 0
@@ -59,9 +58,9 @@ def look_often(handler: Any, meanwhile: Callable[[], None]) -> None:
 
 
 def leave(handler: Any) -> None:
-    """Leave this round and wait for the next one, so that the other agents start again at once.
+    """Leaves this rendezvous round and joins the next one, so that the other agents restart at once.
 
-    Otherwise they would do so when workers of their own have failed, or when this agent has ended all of its workers.
+    Otherwise they would restart when their own workers have failed, or when this agent has ended all its workers.
     """
     module: Any = dynamic_rendezvous
 
@@ -72,13 +71,13 @@ def leave(handler: Any) -> None:
         return module._Action.FINISH if waits else module._Action.ADD_TO_WAIT_LIST
 
     if hasattr(handler, "_op_executor") and hasattr(handler, "_heartbeat_lock"):
-        # What fails here fails in the next round, too, which reports it.
+        # An error would repeat in the next round, which reports it.
         with suppress(RendezvousError), handler._heartbeat_lock:
             handler._op_executor.run(next_action, 0.0)
 
 
 def drop_ended(handler: Any, store: Any) -> None:
-    """Have ``handler`` take an agent whose process has ended for one whose heartbeats are overdue."""
+    """Makes ``handler`` treat an agent whose process has ended like one whose heartbeats are overdue."""
     holder: Any = getattr(handler, "_state_holder", None)
     sanitize = getattr(holder, "_sanitize", None)
     if store is None or sanitize is None or not hasattr(handler, "_this_node"):
@@ -91,7 +90,7 @@ def drop_ended(handler: Any, store: Any) -> None:
             ring.look(heartbeats)
             if ended := heartbeats.keys() & ring.ended:
                 heartbeats.update(dict.fromkeys(ended, _LONG_AGO))
-                holder.mark_dirty()  # only this agent knows
+                holder.mark_dirty()  # publishes what only this agent has detected
             sanitize()
 
         holder._sanitize = drop_and_sanitize
@@ -102,7 +101,7 @@ def _num_missing(state: Any, nodes: int) -> int:
 
 
 def _with_standby(join: Any) -> Any:
-    """How an agent joins: a standby leaves the places of nodes that start again to them."""
+    """A subclass of the join operation in which a standby leaves the places of restarting nodes to them."""
     module: Any = dynamic_rendezvous
 
     class Join(join):  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""The server of an agent: a process with one thread that has imported what workers import, and forks them.
+"""The server of an agent: a single-threaded process that has imported the workers' modules, and forks the workers.
 
-It tells the agent how each of them has ended. It ends with its agent, and its workers end with it: the kernel sees to
-that, however a process has died.
+It reports each worker's exit to the agent. The kernel ends it with its agent, and its workers with it, even after a
+crash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ftckpt.frameworks import launcher
 from ftckpt.runner import guard, notes
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Which a launcher or a terminal sends to all processes of a job: the agent alone answers them."""
+"""Signals that a launcher or a terminal sends to all processes of a job: only the agent handles them."""
 
 
 class ServerChannel:
@@ -45,7 +45,7 @@ class ServerChannel:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_secs: float | None = 0.0) -> list[dict[str, Any]]:
-        """The messages that are there, once one is; none after ``timeout_secs``, or where the other end is closed."""
+        """Waits for messages and returns them; none after ``timeout_secs`` or if the peer has closed."""
         if self.is_closed or not select.select([self._socket], [], [], timeout_secs)[0]:
             return []
         try:
@@ -62,11 +62,11 @@ class ServerChannel:
 
 
 def main(channel: ServerChannel, parent: int) -> None:
-    """Import what the agent's first message names, then fork workers until the agent closes the channel."""
-    import ftckpt.runner.worker  # noqa: F401 - before any fork; the agent needs nothing of it
+    """Imports the modules in the agent's first message, then forks workers until the agent closes the channel."""
+    import ftckpt.runner.worker  # noqa: F401 - before any fork; the agent does not need it
 
     end_with_parent(parent)
-    atexit.register(launcher.end_process)  # before any import that registers what a worker must do at its end
+    atexit.register(launcher.end_process)  # before any import that registers exit functions, which must run first
     server, known = os.getpid(), guard.harms()
     handlers: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     while not channel.is_closed and not (orders := channel.receive(None)):
@@ -102,7 +102,7 @@ def _preload(imports: guard.Guard, order: dict[str, Any]) -> dict[str, Any]:
     """Imports modules and returns the report for the agent."""
     imports.preload([*notes.imports(Path(order["directory"])), *([name, ""] for name in order["extra"] if name)])
     gc.collect()
-    gc.freeze()  # else a collection in a worker would copy all pages that it shares with the others
+    gc.freeze()  # otherwise a garbage collection in a worker would copy all shared pages
     status = Path("/proc/self/status").read_text()
     return {
         "modules": len(sys.modules),
@@ -112,16 +112,15 @@ def _preload(imports: guard.Guard, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refusal(files: dict[str, tuple[int, int]], known: Counter[str]) -> str:
-    """Why no worker may be forked now; empty where one may."""
+    """The reason why no worker may be forked now; empty if one may."""
     if new := guard.harms() - known:
-        return f"what was imported {', '.join(new)}"
+        return f"an imported module {', '.join(new)}"
     changed = next((path for path, state in files.items() if guard.file_state(path) != state), None)
     return f"{changed} has changed" if changed else ""
 
 
 def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[str, str]) -> NoReturn:
-    """Turn this fork of the server into what the agent would have started as a new process; ``env`` is what imports
-    have set."""
+    """Makes this fork of the server equivalent to a new process; ``env`` has the variables that imports have set."""
     from ftckpt.runner import worker
 
     try:
@@ -137,11 +136,11 @@ def _become_worker(order: dict[str, Any], handlers: dict[int, Any], env: dict[st
         os.environ.clear()
         os.environ.update({**order["env"], **env})
         if numbers := sys.modules.get("numpy.random"):
-            numbers.seed()  # as a new process draws it; Python's own does so by itself, torch's is a constant
+            numbers.seed()  # as in a new process; Python reseeds after a fork, torch's default seed is a constant
         worker.start(Path(order["directory"]), order["words"], order["records"])
     except SystemExit:  # the interpreter runs the exit functions
         raise
-    except BaseException:  # noqa: BLE001 - no frame of the server may go on here
+    except BaseException:  # noqa: BLE001 - the server's frames must not continue in the fork
         traceback.print_exc()
     os._exit(1)
 

@@ -1,8 +1,8 @@
-"""Runs a script as it is, as a worker of ``ftckpt run`` or under another launcher, with ftckpt switched on.
+"""Runs an unmodified script with ftckpt switched on, as a worker of ``ftckpt run`` or under another launcher.
 
-The ``--ftckpt*`` flags are taken off the script's command line. Under ``ftckpt run`` Megatron's or DeepSpeed's
-integration gets them when the script imports that framework, under ``-m ftckpt.megatron`` and ``-m ftckpt.deepspeed``
-before the script runs. Any other script reads them by ``Config.from_flags`` or ``add_flags``.
+The ``--ftckpt*`` flags are removed from the script's command line. Megatron's or DeepSpeed's integration gets them:
+under ``ftckpt run`` when the script imports that framework, under ``-m ftckpt.megatron`` and ``-m ftckpt.deepspeed``
+before the script runs. Any other script reads them with ``Config.from_flags`` or ``add_flags``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ftckpt.runner import notes
 from ftckpt.session.gc_pause import imports_that_stay
 
 _EARLY_SECS = 300.0
-"""A script that ran longer before it failed has got somewhere, whatever it has done."""
+"""A script that fails after this time is assumed to have made progress."""
 _FAILS_ALIKE = (
     SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, LookupError, AssertionError,
 )  # fmt: skip
-"""Errors of the script. Errors of files, networks and devices may be over at the next attempt."""
+"""Errors of the script itself; errors of files, networks and devices may not recur at the next attempt."""
 
 
 class _Frameworks:
-    """Switches ftckpt on for the frameworks of the script: Megatron where flags ask for it, or DeepSpeed."""
+    """Switches ftckpt on for the frameworks of the script: Megatron if flags say so, or DeepSpeed."""
 
     def __init__(self, settings: dict[str, Any], arguments: Sequence[str]) -> None:
         self._settings = settings
@@ -50,7 +50,7 @@ class _Frameworks:
         self._closers: list[Callable[[], None]] = []
 
     def install(self, framework: str) -> None:
-        """Act now for ``framework``; where it is empty, for each framework as soon as it is imported."""
+        """Installs hooks for ``framework`` now; if it is empty, for each framework when it is imported."""
         if framework == "deepspeed":
             self._deepspeed()
         elif framework and Config.from_flags(())[0].enabled:
@@ -62,12 +62,12 @@ class _Frameworks:
             }).install()  # fmt: skip
 
     def close(self) -> None:
-        """The script has ended well."""
+        """Closes the integrations after the script has succeeded."""
         for closer in self._closers:
             closer()
 
     def _megatron(self, _: ModuleType | None = None) -> None:
-        # Megatron-DeepSpeed has a part of megatron.core.
+        # Megatron-DeepSpeed contains a part of megatron.core.
         if self._settings and importlib.util.find_spec("megatron.core.optimizer") is not None:
             from ftckpt.megatron import callbacks, hooks
 
@@ -82,23 +82,23 @@ class _Frameworks:
             hooks.install_in_train_loop()
 
     def _deepspeed(self, _: ModuleType | None = None) -> None:
-        if self._closers:  # Megatron trains, and something has imported DeepSpeed
+        if self._closers:  # Megatron trains, and another module has imported DeepSpeed
             return
         section.configure(self._settings)
-        # An engine is destroyed after an error too; how the script ends is known here alone.
+        # Engines are destroyed after errors as well; only the runner knows how the script ends.
         active_engine.leave_the_end_to_the_runner()
         entry.prepare_storage(section.foreseen(self._arguments))
-        launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+        launcher.isolate()  # always, because the JSON that may switch ftckpt on is not read yet
         self._closers.append(ftckpt.deepspeed.close)
 
 
 def start(directory: Path, words: Sequence[str], records: bool) -> None:
-    """Run ``[-m] SCRIPT ARGS...`` as torchrun's worker does, and end the process.
+    """Runs ``[-m] SCRIPT ARGS...`` like a worker of torchrun, and ends the process.
 
     Args:
-        directory: where notes for the agent go.
-        words: the command line behind the interpreter.
-        records: modules that the script imports are noted there.
+        directory: the directory of files for the agent.
+        words: the command line after the interpreter.
+        records: whether to record the script's imports in ``directory``.
     """
     if records:
         sys.meta_path.insert(0, notes.Recorder(directory))
@@ -107,10 +107,10 @@ def start(directory: Path, words: Sequence[str], records: bool) -> None:
 
 
 def main(words: Sequence[str], framework: str = "") -> int:
-    """Run ``[-m] SCRIPT ARGS...`` for ``framework``, where the command line names one; the exit code.
+    """Runs ``[-m] SCRIPT ARGS...``, for ``framework`` if given; returns the exit code.
 
-    An error of ftckpt is one line on stderr and exit code 2; anything else is the script's own. Nothing is run where
-    an earlier attempt of the same launcher run ended the job, successfully or not.
+    An error of ftckpt is one line on stderr and exit code 2; all other output and codes are the script's. Does not
+    run the script if an earlier attempt of the same launcher run ended the job, successfully or not.
     """
     launch = f"torchrun ... -m ftckpt.{framework}" if framework else "ftckpt run ..."
     usage = f"{launch} [-m] SCRIPT ARGS... [--ftckpt ...]"
@@ -143,7 +143,7 @@ def _noted(directory: Path, words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str], framework: str, usage: str) -> int:
-    # DeepSpeed's launcher puts this before the script, which reads it.
+    # DeepSpeed's launcher puts this before the script's name; the script parses it.
     rank = list(words[:1]) if words[0].startswith(("--local_rank", "--local-rank")) else []
     words = [*words[len(rank) :], ""]
     is_module = words[0] == "-m"
@@ -152,7 +152,7 @@ def _run(words: Sequence[str], framework: str, usage: str) -> int:
     if settings:
         given = Config.of_flags(settings)
         config.taken[:] = given.flags()
-        entry.prepare_storage(given)  # before imports: a wrong path fails each attempt at once
+        entry.prepare_storage(given)  # before imports, to report a wrong path early
     if not is_module:
         if name.startswith("-") or not Path(name).is_file():
             raise ConfigError(f"script {name!r} does not exist; usage: {usage}")
@@ -163,7 +163,7 @@ def _run(words: Sequence[str], framework: str, usage: str) -> int:
     with imports_that_stay():
         is_deepspeed = any(word.startswith("--deepspeed") for word in arguments)
         launcher.stand_in(framework or ("deepspeed" if is_deepspeed else "megatron"))
-        if "torch.distributed" in sys.modules:  # it was forked, with what the script imports
+        if "torch.distributed" in sys.modules:  # this worker was forked with the script's imports
             from ftckpt.frameworks.rendezvous import connect_promptly
 
             connect_promptly()
@@ -171,7 +171,7 @@ def _run(words: Sequence[str], framework: str, usage: str) -> int:
     try:
         _execute(name, is_module)
     except SystemExit as ended:
-        # A script that failed, or was told to stop, keeps its snapshots for the next start.
+        # A script that failed or was interrupted keeps its snapshots for the next start.
         if ended.code not in (None, 0):
             raise
     frameworks.close()
@@ -182,7 +182,7 @@ def _execute(name: str, is_module: bool) -> None:
     if is_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
-    # As the interpreter runs a script; ``runpy`` would change ``sys.argv``.
+    # Like the interpreter; ``runpy`` would change ``sys.argv``.
     module, path = ModuleType("__main__"), os.path.join(os.getcwd(), name)
     vars(module).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     sys.modules["__main__"] = module

@@ -1,4 +1,4 @@
-"""The workers of one attempt, as torch's agent holds them: forked from the server, or new processes."""
+"""The workers of one attempt behind torch's interface: forked from the server, or new processes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,20 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner.preload import ForkServer, Preloader, RefusedError
 
-_GRACE_SECS: Any = 0.5  # torch has whole seconds
-"""From SIGTERM to SIGKILL where a worker has failed: the others wait for it, and their state is in shared memory."""
+_GRACE_SECS: Any = 0.5  # torch's type is int
+"""Time from SIGTERM to SIGKILL after a failure: the other workers only wait, and their state is in shared memory."""
 
 
 class Workers(SubprocessContext):
-    """A worker for each local rank, with the settings, logs and arguments that torch has for it.
-
-    Args:
-        preloader: has the server.
-        settings: of SubprocessContext.
-    """
+    """The workers of all local ranks; ``settings`` are those of SubprocessContext."""
 
     def __init__(self, preloader: Preloader, **settings: Any) -> None:
         super().__init__(**settings)
         self._preloader = preloader
         self.is_hurried = False
-        """The attempt is lost: workers that do not end soon are killed."""
+        """Whether the attempt has failed, so that workers that do not end soon are killed."""
         self.on_failure: Callable[[], None] = lambda: None
-        """Called when a worker has failed, before the others are ended."""
+        """Called after a worker has failed, before the others are ended."""
         self._pidfds: dict[int, int] = {}
 
     def wakers(self) -> list[int]:
@@ -47,12 +42,12 @@ class Workers(SubprocessContext):
             runner = ("-u", "-m", "ftckpt.runner.worker", str(self._preloader.directory))
             self.args = {rank: (*runner, *args[1:]) for rank, args in self.args.items()}  # "-u" is its first word
             super()._start()  # type: ignore[no-untyped-call]
-            with suppress(OSError):  # a kernel without it: torch's agent looks now and then
+            with suppress(OSError):  # not supported by the kernel: torch's agent polls
                 for rank, handler in self.subprocess_handlers.items():
                     self._pidfds[rank] = os.pidfd_open(handler.proc.pid)
 
     def _fork(self, server: ForkServer) -> bool:
-        """Fork all workers; False where none is left of those that were."""
+        """Forks all workers; on failure kills those already forked and returns False."""
         handlers: dict[int, Any] = {}
         try:
             for rank, env in self.envs.items():
@@ -72,7 +67,7 @@ class Workers(SubprocessContext):
         return True
 
     def _poll(self) -> RunProcsResult | None:
-        self.is_hurried = True  # where one has failed this ends the others
+        self.is_hurried = True  # if one has failed, ``super()._poll`` ends the others
         try:
             result: RunProcsResult | None = super()._poll()
         finally:

@@ -166,7 +166,7 @@ def grown(rank: int, world_size: int, settings: dict[str, Any]) -> None:
 
 
 def test_objects_that_grow_beyond_their_room_are_an_error_that_names_the_field(settings: dict[str, Any]) -> None:
-    with a_rank_raises(CaptureError, "bytes, and 1048576 are there: raise"):
+    with a_rank_raises(CaptureError, "bytes, only 1048576 are reserved: raise"):
         run_ranks(grown, RANKS, {**settings, "on_error": "raise", "objects_size": "1MiB"})
 
 

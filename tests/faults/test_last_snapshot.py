@@ -156,8 +156,8 @@ def tell_late(checkpointer: Checkpointer) -> None:
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [
-        ("goes on", "rank 0: training has gone on behind it"),
-        ("written", "rank 1: row was written behind it"),
+        ("goes on", "rank 0: training has continued past it"),
+        ("written", "rank 1: row was written after it"),
         ("no objects", "rank 1: its objects could not be saved: no state today"),
         (
             "copies fail",

@@ -234,7 +234,7 @@ def test_a_rank_that_is_stuck_while_it_registers_does_not_keep_the_others(
     with turn_of_another_rank(tmp_path / "turns"), closing(registrar_with(tmp_path / "turns", [slot])) as mine:
         until(lambda: mine.idle, "registered", SECS)
         assert sum(fake.pinned.values()) == slot.numel()
-    assert caplog.text.count("goes on beside it") == 1
+    assert caplog.text.count("registers memory concurrently") == 1
 
 
 def test_registration_rests_between_pieces(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ LATE_SECS = 1.5
 def alone(rank: int, world_size: int, folder: str) -> None:
     """Rank 1 trains without ftckpt."""
     if rank == 0:
-        with raises(LaunchError, "rank(s) 1 did not come to ftckpt within 1 s", "--ftckpt-start-timeout-secs"):
+        with raises(LaunchError, "rank(s) 1 did not start ftckpt within 1 s", "--ftckpt-start-timeout-secs"):
             Group(1.0)
     meet(Path(folder) / "over", world_size)
 

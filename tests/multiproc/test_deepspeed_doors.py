@@ -161,7 +161,7 @@ def positions(rank: int, world_size: int, arena: str, items: int, begin: int = 0
 def test_items_that_were_drawn_from_a_scripts_iterator_are_skipped(arena_root: Path) -> None:
     assert results(positions, 1, str(arena_root), 4) == ["3.0"]
     text = results(positions, 1, str(arena_root), 9, 3)[0]
-    assert "does not begin with the item that the job began with" in text and "named data" in text
+    assert "does not start with the first item of the job" in text and "named data" in text
     assert results(positions, 1, str(arena_root), 7) == ["6.0"]
     text = results(positions, 1, str(arena_root), 5)[0]
     assert "ends after 5 of the 6 items" in text and "ftckpt.deepspeed.register" in text
@@ -280,7 +280,7 @@ def test_wrong_starts_are_refused_on_all_ranks_in_one_line(arena_root: Path) -> 
         assert small == 'ConfigError: "interval": 0 is too small; the least is 1'
         assert version.startswith("UnsupportedError: ") and "DeepSpeed 9.9.9 was not tested" in version
         assert "0.19.8" in version
-        assert differ.startswith('ConfigError: "interval": 3 to the runner and 2 in the DeepSpeed configuration')
+        assert differ.startswith('ConfigError: "interval": 3 for the runner but 2 in the DeepSpeed configuration')
         assert second.startswith("ConfigError: ftckpt saves one engine")
         assert (off, plain, right, again) == ("accepted",) * 4
         assert not [text for text in found if "\n" in text]

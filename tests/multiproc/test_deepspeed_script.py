@@ -81,7 +81,7 @@ def script(rank: int, world_size: int, arena: str, how: str) -> tuple[str, int, 
     return refusal, steps, lines
 
 
-NOT_READ = "engine.global_steps is 3, restored from memory, and the script has not read it"
+NOT_READ = "engine.global_steps is 3, restored from memory, but the script has not read it"
 BEGINS_ANEW = (
     "first batch args.iteration is 0 and engine.global_steps 3, args.consumed is 0 and engine.global_samples 12"
 )
@@ -108,7 +108,7 @@ def test_a_script_that_does_not_know_what_was_restored_is_refused_by_name(how: s
     (arena_root / "a").mkdir()
     refusal, steps, lines = attempt()
     assert (refusal, steps) == ("", 3)
-    foretold = any("a restart would begin at 0 with it, and is refused" in line for line in lines)
+    foretold = any("after a restart it would start at 0" in line for line in lines)
     assert foretold == how.startswith(("counts", "loads"))
     refusal, steps, lines = attempt()
     if not CASES[how]:
@@ -117,6 +117,6 @@ def test_a_script_that_does_not_know_what_was_restored_is_refused_by_name(how: s
             "behind" in how
         )
         return
-    assert CASES[how] in refusal and "take the position from engine.global_steps" in refusal
+    assert CASES[how] in refusal and "read the position from engine.global_steps" in refusal
     assert "\n" not in refusal and steps == 3
     assert attempt()[:2] == (refusal, 3), "a refusal lost the snapshots"

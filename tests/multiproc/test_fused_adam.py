@@ -96,10 +96,10 @@ def test_another_layout_goes_on_at_the_same_step(library: str, settings: dict[st
 def test_state_that_megatron_does_not_show_is_refused_by_its_setting() -> None:
     library = next(iter(LIBRARIES.values()))
     assert run_ranks(refusals, 1, library)[0].value == [
-        "exp_avg_dtype torch.bfloat16: its scales are not known yet; use fp32",
-        "exp_avg_sq_dtype torch.float16: its scales are not known yet; use fp32",
-        "main_params_dtype torch.float16: its scales are not known yet; use fp32",
-        "a step that a CUDA graph replays calls no fence; leave out --optimizer-cuda-graph",
+        "exp_avg_dtype torch.bfloat16: its scales cannot be saved; use fp32",
+        "exp_avg_sq_dtype torch.float16: its scales cannot be saved; use fp32",
+        "main_params_dtype torch.float16: its scales cannot be saved; use fp32",
+        "an optimizer step replayed by a CUDA graph cannot be fenced; leave out --optimizer-cuda-graph",
     ]
 
 

@@ -97,8 +97,8 @@ def test_each_number_of_ranks_gets_its_layout_and_the_state(
 def test_a_job_that_is_not_built_as_chosen_is_refused(arena_root: Path) -> None:
     settings = {"job": "choice", "arena": str(arena_root), "layouts": "tp2cp2,tp2"}
     told = run(4, [], settings)
-    assert told == "tp2pp1cp2dp1 was chosen, and the job was built as tp2pp1dp2"
-    assert "nothing chose one: call ftckpt.megatron.choose_layout" in run(2, [], settings, ask=False)
+    assert told == "layout tp2pp1cp2dp1 was chosen, but the model was built as tp2pp1dp2: build it with its sizes"
+    assert "none was chosen: call ftckpt.megatron.choose_layout" in run(2, [], settings, ask=False)
     assert "no listed layout fits 1 rank: tp2cp2 needs a multiple of 4; tp2 needs a" in run(1, [], settings)
 
 

@@ -107,7 +107,7 @@ def train(core: Path, out: Path, argv: list[str], runner: bool) -> tuple[list[di
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], ended.stderr
 
 
-ACTS = f"own lines act and no run-time hooks: {', '.join(callbacks.CORE)}"
+ACTS = f"no run-time hooks in patched modules: {', '.join(callbacks.CORE)}"
 LAYOUTS = {"no pipeline": [], "pp2": ["--pp", "2"], "pp2-vpp2": ["--pp", "2", "--vpp", "2", "--layers", "4"]}
 
 

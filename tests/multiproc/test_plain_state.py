@@ -248,7 +248,7 @@ def test_what_cannot_be_mapped_is_refused_by_name() -> None:
         assert "FSDP1" in said["fsdp1"] and "fully_shard" in said["fsdp1"]
         assert "RMSprop is not known" in said["optimizer"]
         assert "steps a (7, 3) that is not in the model" in said["stranger"]
-        assert "scale needs gradients and no optimizer steps it" in said["unstepped"]
+        assert "scale requires gradients and no saved optimizer steps it" in said["unstepped"]
         assert "weight is not contiguous" in said["layout"]
         assert "ConfigError: objects: data is a list without state_dict" in said["object"]
         assert "ConfigError: scheduler is a function" in said["scheduler"]

@@ -363,5 +363,5 @@ def draws(rank: int, world_size: int, layout: str, settings: dict[str, Any], mic
 def test_a_layout_that_draws_past_the_sample_is_refused(settings: dict[str, Any]) -> None:
     pytest.importorskip("deepspeed")
     run_ranks(draws, 2, "zero1-dp2", settings, 1, stand_in=False)
-    with pytest.raises(RankFailure, match="is behind 2 samples of its data, and this layout draws 3 at once"):
+    with pytest.raises(RankFailure, match="after 2 samples, which is no multiple of the 3 that this layout draws"):
         run_ranks(draws, 3, "zero1-dp3", settings, 1, stand_in=False)

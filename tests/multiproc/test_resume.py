@@ -54,8 +54,8 @@ FP16 = ["--precision", "fp16", "--loss-scale", "65536", "--loss-scale-window", "
 @pytest.mark.parametrize(
     "first, then, told",
     [
-        (FP16, [], "the loss scaler in the snapshot is left out: this job has none"),
-        ([], FP16, "the loss scaler begins anew, at 65536: the snapshot has none like it"),
+        (FP16, [], "the loss scaler of the snapshot is not used: this job has none"),
+        ([], FP16, "the loss scaler starts at 65536: the snapshot has none of its kind"),
     ],
     ids=["fp16 to bf16", "bf16 to fp16"],
 )

@@ -159,8 +159,8 @@ def test_fp8_may_be_switched_between_attempts(
     outcome, said = run_ranks(jobs.train_and_tell, 1, replace(run, until=4), resumed)[0].value
     assert outcome.start == 3
     # Four multiplications in a layer and attention, in two layers.
-    assert ("FP8 scales of 10 modules in the snapshot have no place here" in said) == (first == DELAYED)
-    assert ("FP8 scales for this model: they begin anew" in said) == (then == DELAYED)
+    assert ("FP8 scales of 10 modules of the snapshot do not fit here" in said) == (first == DELAYED)
+    assert ("FP8 scales for this model: starting with initial ones" in said) == (then == DELAYED)
 
 
 def test_a_longer_history_takes_a_shorter_one(settings: dict[str, Any]) -> None:

@@ -97,8 +97,8 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
 
 
 REPLACED = "replaced after training began; attach later"
-ADDED = "added after training began; .* before ftckpt is attached, what comes later with a learning rate of 0"
-GONE = "taken away after training began; attach later"
+ADDED = "added after training began; .* before ftckpt is attached, with a learning rate of 0"
+GONE = "removed after training began; attach later"
 HOW = {
     "parameter added": ADDED, "first parameter added": ADDED, "first buffer added": ADDED,
     "first module added": ADDED, "group added": ADDED, "state added": ADDED, "state forgotten": GONE,

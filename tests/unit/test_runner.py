@@ -120,7 +120,7 @@ def test_the_stand_in_is_installed_before_the_script(tmp_path: Path) -> None:
 
 def test_a_script_that_attaches_nothing_is_told_so_at_its_end(tmp_path: Path) -> None:
     """Its user believes that snapshots were taken."""
-    told = "--ftckpt was given, and nothing was attached: no snapshot was taken of this run"
+    told = "--ftckpt was given but nothing was attached, so no snapshot was taken"
     ended = run(script(tmp_path), "--ftckpt", "--ftckpt-job", "mine")
     assert ended.returncode == 0 and told in ended.stderr
     assert told not in run(script(tmp_path)).stderr
