@@ -129,8 +129,8 @@ class Format:
         begin = self.text_offset(records, words)
         if file_bytes != len(data) or begin + text_bytes > file_bytes:
             raise CorruptError(
-                f"{name}: truncated or impossible sizes: the file has {len(data)} bytes, its header says {file_bytes} "
-                f"with {records} records of {words} words and {text_bytes} bytes of text"
+                f"{name}: truncated or impossible sizes: the file has {len(data)} bytes, its header says "
+                f"{file_bytes} with {records} records of {words} words and {text_bytes} bytes of text"
             )
         text = bytes(data[begin : begin + text_bytes])
         if xxhash.xxh3_64_intdigest(text) != text_hash:
@@ -263,7 +263,7 @@ class Mark:
     def write(self, snapshot: SnapshotId | None, number: int = 0) -> None:
         """Mark ``snapshot``; None marks that there is none."""
         copies = [b"", b""]
-        # If neither copy is sealed, or both are as this object wrote them, the order does not matter: copy 0 is first.
+        # If neither copy is sealed, or both are as this object wrote them, any order is safe: copy 0 is first.
         (sequence, written), newest = self._written, 1
         if bytes(self._stores.data[self._offset : self._offset + MARK_BYTES]) != written:
             sequence, newest, _ = self._newest() or (0, 1, None)
