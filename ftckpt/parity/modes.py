@@ -144,7 +144,7 @@ def resolve_modes(
 def possible_modes(
     protect: str, nodes: Sequence[str], spans_nodes: bool, *, peer_losses: int = 1, peer_group: int = 0
 ) -> tuple[Modes, tuple[str, ...]]:
-    """Resolve ``protect`` for a job that may have lost nodes for good: what these ``nodes`` cannot provide is omitted.
+    """Resolve ``protect`` for a job that may have lost nodes for good, omitting what these ``nodes`` cannot provide.
     Returns the modes and a text for each omission.
 
     Raises:

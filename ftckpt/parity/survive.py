@@ -176,7 +176,7 @@ class Forecast:
         return sorted(bare | self._unsolved(lost, None) if self._left_by_arenas(lost) else bare)
 
     def near(self, *, nodes: bool) -> dict[str, set[str]]:
-        """Shard, or node → the others whose simultaneous loss may matter: they share a group or a package with it."""
+        """Shard, or node → the others whose simultaneous loss may matter: those with a common group or package."""
         name = {shard: holding.node if nodes else shard for shard, holding in self.holdings.items()}
         together: dict[str, set[str]] = {of: set() for of in name.values()}
         for group in self.groups:
