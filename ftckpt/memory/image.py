@@ -319,7 +319,7 @@ def _check_chunk_count(manifest: Manifest, *region_bytes: int) -> None:
     count = sum(-(-nbytes // manifest.chunk_bytes) for nbytes in region_bytes)
     if count > MAX_CHUNKS:
         raise ConfigError(
-            f"slot image: {count} chunks of {manifest.chunk_bytes} bytes exceed the maximum of {MAX_CHUNKS}; "
+            f"slot image: {count} chunks of {manifest.chunk_bytes} bytes, at most {MAX_CHUNKS} are allowed; "
             "raise --ftckpt-chunk-size"
         )
 
