@@ -136,7 +136,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Package:
             raise CorruptError("package: its record is not sealed")
         sequence, used, objects_hash = _FIELDS.unpack(record.fields)
         body = FORMAT.body_offset(header)
-        # If ``used`` exceeds the body, the length of ``objects`` differs below. Each byte is copied only once, because
+        # If ``used`` exceeds the body, the check of the length of ``objects`` fails below. Each byte is copied once:
         # a package may be large for the process's memory limit.
         objects, volatile = bytes(raw[body : body + used]), bytes(raw[body + used :])
     manifest = Manifest.decode(header.text)
