@@ -98,8 +98,11 @@ class Arena:
     """The mapped files of one shard.
 
     ``create`` or ``open`` returns it; the caller closes it. Views from ``slot`` stay valid after ``close`` and
-    ``free``: the memory is unmapped when the last view is gone. A writer holds the lock (``lock``).
-    A slot that is not allocated has no memory: its record is EMPTY and its file is missing.
+    ``free``: the memory is unmapped when the last view is gone. A slot that is not allocated has no memory: its
+    record is EMPTY and its file is missing.
+
+    One thread of one process writes. It calls ``lock`` once, and for each snapshot ``control.begin``, stores into
+    ``slot``, then ``control.set_objects`` and ``control.seal``. Other processes may read at any time.
 
     The checksums of a snapshot's chunks are in the control block, or, if it was sealed without them, in the file
     ``checks`` once the node's SMP has computed them. An entry of ``checks`` counts only if its ``seal_id`` equals

@@ -46,7 +46,10 @@ class ParityName:
 
 
 class ParityFile:
-    """A mapped parity file. The caller closes it; views of blocks stay usable after that."""
+    """A mapped parity file. The caller closes it; views of blocks stay valid after that.
+
+    The SMP calls ``begin``, ``put`` for every block, then ``seal``. Other processes only read.
+    """
 
     def __init__(self, path: Path, mapping: Mapping, group: ParityGroup, holder: int) -> None:
         self.path = path
