@@ -48,7 +48,7 @@ SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_
 _END_SECS = 10.0
 """Deadline for an SMP to exit; SIGKILL follows after half of it."""
 NODE_NAMES = (PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, INTERVAL_NAME, JOB_LOCK_NAME)
-"""All other files in a node's directory. ftckpt never removes files with names other than these and arenas'."""
+"""All other files in a node's directory. ftckpt deletes no file with another name, except in arenas."""
 SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 """Shard names: short enough for a file name with digest and suffix, and never a path."""
 _ARENA = re.compile(rf"{SHARD_PATTERN}\.[0-9a-f]{{8}}")
@@ -256,7 +256,7 @@ def _remove_node(node_dir: Path) -> bool:
         for name in NODE_NAMES:
             (node_dir / name).unlink(missing_ok=True)
         node_dir.rmdir()
-    except OSError:  # an arena was created meanwhile
+    except OSError:  # an arena was created concurrently
         return False
     with suppress(OSError):  # deleted by another node name of this host, or not empty
         node_dir.parent.rmdir()

@@ -97,7 +97,7 @@ class LauncherRun:
         self._is_done = False
 
     def unheard(self) -> LauncherRun:
-        """A run for a rank that does not write the record, as another rank does; ``end`` still informs this one."""
+        """A run that stores nothing, for a rank that another one speaks for; its ``end`` marks this run as done."""
         return LauncherRun("", self)
 
     @cached_property
@@ -246,7 +246,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 _runs: dict[str, LauncherRun] = {}
 """Runs of this process by name: a second engine or load is not a second start."""
-off_in_children(_runs.clear)  # a child must not change its parent's state
+off_in_children(_runs.clear)  # a child must not withdraw its parent's completion
 
 
 def launcher_run(env: Mapping[str, str]) -> LauncherRun:
