@@ -1,4 +1,4 @@
-"""A node's memory: slots that are safetensors images, and the records of what is in them.
+"""A node's shared memory: slots in safetensors format, and the records that describe their contents.
 
-In: a manifest and a directory on tmpfs. Out: arenas, parity files, packages, and the account of who needs how much.
+In: a manifest and a directory on tmpfs. Out: arenas, parity files, packages, and the ledger of memory.
 """

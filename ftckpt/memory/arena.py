@@ -1,4 +1,4 @@
-"""An arena: the files of one shard, mapped; ``FORMAT.md`` has the byte maps."""
+"""An arena: the shared-memory files of one shard, mapped. ``FORMAT.md`` has the byte maps."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and their total."""
+"""Receives the bytes done and their total."""
 HashesOf = Callable[[Iterable[int]], Iterable[int]]
-"""Computes the hashes of chunks, given by their numbers."""
+"""Computes the hashes of chunks from their numbers."""
 
 
 CONTROL_NAME = "control"
 
 
 def clear_arena(path: Path) -> None:
-    """Delete all of an arena that cannot be read but its parity, which rebuilds others; ``create`` makes it anew.
+    """Delete the files of an unreadable arena except its lock and its parity, which reconstructs other arenas.
 
-    After a kill at any point it cannot be read either, or is cleared.
+    ``create`` reuses the directory. A kill at any point leaves an arena that is unreadable or cleared.
     """
     kept = {LOCK_NAME, *(name.path.name for name in parity_of(path))}
-    # First: without a control block nobody takes what else is there for an arena.
+    # The control block goes first: no process takes a directory without one for an arena.
     (path / CONTROL_NAME).unlink(missing_ok=True)
     for entry in list(path.iterdir()):
         if entry.name not in kept:
@@ -67,11 +67,11 @@ def clear_arena(path: Path) -> None:
 
 @contextmanager
 def open_control(path: Path, writable: bool = False) -> Iterator[ControlBlock]:
-    """The control block of the arena at ``path`` alone, whatever becomes of its slots.
+    """Map only the control block of the arena at ``path``; the state of its slots does not matter.
 
     Raises:
         ArenaError: missing, or owned by another user.
-        CorruptError, MismatchError: bad, or of another format version.
+        CorruptError, MismatchError: corrupt, or of another format version.
     """
     require_own(path)
     with (
@@ -97,13 +97,16 @@ def _unmap(slot: SlotMapping) -> None:
 class Arena:
     """The mapped files of one shard.
 
-    Made by ``create`` or ``open``; the caller closes it. ``slot`` views stay usable after ``close`` and
-    ``free``: the memory is unmapped when the last of them is gone. Who writes holds the lock (``lock``).
-    A slot may be without memory, not allocated: its record is EMPTY, its file is missing.
+    ``create`` or ``open`` returns it; the caller closes it. Views from ``slot`` stay valid after ``close`` and
+    ``free``: the memory is unmapped when the last view is gone. A slot that is not allocated has no memory: its
+    record is EMPTY and its file is missing.
 
-    The checksums of a snapshot's chunks are in the control block, or, where it was sealed without any, in the
-    file ``checks`` as soon as the node's SMP has computed them. What is in ``checks`` counts for a slot only if it
-    names the sealing (``seal_id``) of the slot's record.
+    One thread of one process writes. It calls ``lock`` once, and for each snapshot ``control.begin``, stores into
+    ``slot``, then ``control.set_objects`` and ``control.seal``. Other processes may read at any time.
+
+    The checksums of a snapshot's chunks are in the control block, or, if it was sealed without them, in the file
+    ``checks`` once the node's SMP has computed them. An entry of ``checks`` counts only if its ``seal_id`` equals
+    that of the slot's record.
     """
 
     def __init__(self, path: Path, image: SlotImage, control: Mapping, slots: list[SlotMapping]) -> None:
@@ -117,16 +120,16 @@ class Arena:
 
     @classmethod
     def create(cls, node_dir: Path, manifest: Manifest, slots: int, allocate: int | None = None) -> Arena:
-        """Create an arena whose slots are all EMPTY; every page of the first ``allocate`` is allocated and mapped.
+        """Create an arena whose slots are all EMPTY, with every page of the first ``allocate`` allocated and mapped.
 
-        It is built under a temporary name and renamed when complete, or in place where ``clear_arena`` was. What
-        killed processes left under temporary names for the same shard is removed first. The arena comes back
-        unlocked. The others of its ``slots`` get their memory by the method ``allocate``; None means all at once.
+        The arena is built under a temporary name and renamed when complete, or in place after ``clear_arena``.
+        Temporary directories that killed processes left for this shard are removed first. The arena is returned
+        unlocked. The method ``allocate`` allocates the other slots later; None allocates all of them now.
 
         Raises:
-            ArenaError: there is an arena for this manifest already, or another process is creating it.
+            ArenaError: an arena for this manifest exists, or another process is creating it.
             ConfigError: ``allocate`` is not 0 to ``slots``.
-            MemoryBudgetError: the file system has no room; nothing is left behind.
+            MemoryBudgetError: the file system is full; no file is left.
         """
         final = arena_path(node_dir, manifest)
         if (final / CONTROL_NAME).exists():
@@ -142,15 +145,15 @@ class Arena:
             with ExitStack() as undo:
                 undo.callback(remove_tree if directory == temporary else clear_arena, directory)
                 directory.mkdir(mode=0o700, exist_ok=True)
-                # The lock tells it from what a killed process left half made, which ``remove_stale`` deletes.
+                # ``remove_stale`` deletes temporary directories that no process has locked.
                 with FileLock(directory / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
                     write_header(directory, image)
                     for slot in range(slots if allocate is None else allocate):
                         files[slot] = mapping = FreshSlot(directory / slot_name(slot), image).take()
                         undo.callback(mapping.close)
-                    # Last of all files: without a control block nobody takes what else is there for an arena.
+                    # The control block comes last: no process takes a directory without one for an arena.
                     control = undo.enter_context(closing(_make_control(directory, slots, image)))
-                    # One system call: whoever lists sees all of it, or nothing. Nothing happens to a cleared one.
+                    # Atomic: a listing shows the complete arena or none. For a cleared arena this does nothing.
                     directory.rename(final)
                 undo.pop_all()
         except OSError as error:
@@ -159,13 +162,13 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path, writable: bool = False) -> Arena:
-        """Map an existing arena. A bad slot is reported by ``slot_error``, it does not spoil the others.
+        """Map an existing arena. ``slot_error`` reports a corrupt slot; the others stay usable.
 
         Raises:
-            CorruptError: the control block is bad, or there is no header to know the arena by.
+            CorruptError: the control block is corrupt, or no header identifies the arena.
             MismatchError: written by another format version.
             ArenaError: missing, or owned by another user.
-            MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
+            MemoryBudgetError: a slot file opened for writing has holes and the file system is too full to fill them.
         """
         if not path.exists():
             raise ArenaError(f"{path}: no such arena")
@@ -173,10 +176,10 @@ class Arena:
         try:
             control = open_mapping(path / CONTROL_NAME, None, writable)
         except ArenaError as error:
-            # The directory is there: without a control block it is a damaged arena, not a missing one.
+            # The directory exists: without a control block the arena is corrupt, not missing.
             raise CorruptError(str(error)) from None
         try:
-            # Views of its own, released on an error too: one that is left would keep the control block mapped.
+            # A view of its own that is released on errors too: a remaining one would keep the control block mapped.
             with memoryview(control.data) as view, closing(ControlBlock(view)) as block:
                 image = image_of_files(path, block.slots, block.digest)
                 if len(image.chunks) != block.num_chunks:
@@ -184,89 +187,89 @@ class Arena:
                         f"{path}: {block.num_chunks} chunks in the control block, {len(image.chunks)} in a slot"
                     )
                 files = [open_slot(path, image.file_bytes, block, slot, writable) for slot in range(block.slots)]
-        except BaseException:  # nobody else would unmap it
+        except BaseException:  # no other code unmaps it
             control.close()
             raise
         return cls(path, image, control, files)
 
     def allocate(self, slot: int, reserves: bool = True) -> None:
-        """Give ``slot`` memory if it has none; it can be written at once, without opening the arena again. Where it
-        ``reserves`` none all that the slot holds, its header too, must be brought by ``write_at``: a store to a page
-        that is not there could end the process. Who opens the arena to write it fills what holes are left.
+        """Allocate ``slot`` if it has no memory; it can be written without opening the arena again.
+
+        Without ``reserves`` the file has holes and the caller writes all of it, the header included, by ``write_at``:
+        a store to a missing page can end the process by SIGBUS. Opening the arena for writing fills remaining holes.
 
         Raises:
-            MemoryBudgetError: the file system has no room; nothing has changed.
+            MemoryBudgetError: the file system is full; nothing has changed.
             ArenaError: the file cannot be created.
         """
         if not self.allocated(slot):
             self._make(slot, reserves)
 
     def build(self, slot: int, halted: Callable[[], bool] = bool) -> FreshSlot:
-        """The memory that ``slot`` will have by ``put``; any thread may wait for it, and nothing has changed by then.
+        """Allocate memory for ``slot`` without changing the arena; ``put`` installs it. Any thread may call this.
 
         Raises:
-            MemoryBudgetError: the file system has no room.
-            ArenaError: the file cannot be created, or ``halted``, asked every some 100 MB, said so.
+            MemoryBudgetError: the file system is full.
+            ArenaError: the file cannot be created, or ``halted``, polled every 256 MiB, returned true.
         """
         return FreshSlot(self.path / slot_name(slot), self.image, halted)
 
     def put(self, slot: int, fresh: FreshSlot) -> None:
-        """Have ``fresh`` as ``slot``, in place of a damaged one; it can be written at once. Takes no time.
+        """Install ``fresh`` as ``slot``, replacing a corrupt one. Constant time: the memory is allocated already.
 
         Raises:
-            ArenaError: the arena's directory has gone.
+            ArenaError: the file cannot be renamed, for example because the arena was deleted.
         """
         old, self._slots[slot] = self._slots[slot], fresh.take()
         _unmap(old)
 
     def map(self, slot: int) -> None:
-        """Map ``slot``, to be read, which its writer has given memory since the arena was opened. What others read of
-        the arena stays as it is."""
+        """Map ``slot`` for reading after its writer has allocated it. Existing views stay valid."""
         self._slots[slot] = open_slot(self.path, self.image.file_bytes, self.control, slot, False)
 
     def free(self, slot: int) -> None:
-        """Give up what ``slot`` holds, and its memory, until ``allocate``.
+        """Invalidate the record of ``slot`` and delete its file, until ``allocate``.
 
-        The file is deleted at once; the memory comes back when the last view of the slot is gone.
+        The memory is freed when the last view of the slot is gone.
 
         Raises:
-            ArenaError: no other header can be read, and an arena is known by one.
+            ArenaError: the slot has the last readable header, without which the arena cannot be identified.
         """
         if not self._known_beside(slot):
-            raise ArenaError(f"{self.path}: slot {slot} has the last header; remove the arena instead")
-        # Readers take a missing file for damage unless the record is EMPTY.
+            raise ArenaError(f"{self.path}: slot {slot} has the last readable header; remove the arena instead")
+        # First: readers take a missing file for corruption unless the record is EMPTY.
         self.control.void(slot)
         self._delete(slot)
 
     def lock(self, deadline_secs: float) -> None:
-        """Become the one process that writes this arena, until ``unlock`` or ``close``.
+        """Acquire the arena's writer lock until ``unlock`` or ``close``.
 
         Raises:
-            ArenaError: another process (named by pid) still has the lock after ``deadline_secs``.
+            ArenaError: another process, named by pid, still has the lock after ``deadline_secs``.
         """
         self._lock = lock_arena(self.path, deadline_secs)
-        # Under the lock: only its owner makes slots, so what is half made now is of a process that was killed.
+        # Under the lock: only its owner creates slots, so unfinished ones belong to a killed process.
         remove_half_made(self.path, "slot*")
 
     def unlock(self) -> None:
-        """Give the lock up; does nothing without one."""
+        """Release the lock, if any."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def renew(self, slot: int) -> None:
-        """Give ``slot`` a new, empty file in place of a damaged one.
+        """Replace the file of a corrupt ``slot`` by an empty one.
 
         Raises:
-            MemoryBudgetError: the file system has no room; the slot is damaged yet, or not allocated.
+            MemoryBudgetError: the file system is full; the slot is still corrupt, or not allocated.
             ArenaError: the file cannot be created.
         """
         if self._known_beside(slot):
-            # Freed first: the node may have no room for both files at once.
+            # Freed first: the node may have no room for both files.
             self.free(slot)
             self.allocate(slot)
         else:
-            # In one step: nothing else shows whose arena this is.
+            # Replaced by one rename: this file has the only header that identifies the arena.
             self.control.void(slot)
             self._make(slot)
 
@@ -280,14 +283,14 @@ class Arena:
         return self.image.manifest
 
     def slot(self, slot: int) -> memoryview:
-        """The whole file of ``slot``; raises CorruptError if it is damaged, ArenaError if not allocated."""
+        """A view of the file of ``slot``; raises CorruptError if it is corrupt, ArenaError if it is not allocated."""
         mapping = self._slots[slot]
         if isinstance(mapping, Mapping):
             return mapping.data[:]
         raise (ArenaError if mapping is None else CorruptError)(str(self.slot_error(slot)))
 
     def slot_id(self, slot: int) -> FileId | None:
-        """Of the file of ``slot`` that is mapped; None where none is."""
+        """The id of the mapped file of ``slot``; None if none is mapped."""
         mapping = self._slots[slot]
         return mapping.file_id if isinstance(mapping, Mapping) else None
 
@@ -299,61 +302,61 @@ class Arena:
         return mapping if isinstance(mapping, str) else None
 
     def allocated(self, slot: int) -> bool:
-        """Whether ``slot`` has memory; one that has none is no damage."""
+        """Whether ``slot`` is mapped or corrupt."""
         return self._slots[slot] is not None
 
     def snapshots(self) -> dict[SnapshotId, int]:
-        """The slot of each snapshot in the arena, newest first; slots that cannot be read are left out."""
+        """The slot of each snapshot in the arena, newest first; unreadable slots are omitted."""
         records = [(self.control.record(slot), slot) for slot in range(self.control.slots)]
-        # Where two slots hold one snapshot, the one that was sealed last counts.
+        # If two slots contain the same snapshot, the one sealed last counts.
         records.sort(key=lambda pair: pair[0].sequence)
         sealed = {r.snapshot: slot for r, slot in records if r.snapshot is not None and self.slot_error(slot) is None}
         return dict(sorted(sealed.items(), reverse=True))
 
     def find(self, snapshot: SnapshotId | None) -> int | None:
-        """The slot that holds ``snapshot``, or None."""
+        """The slot of ``snapshot``, or None."""
         return None if snapshot is None else self.snapshots().get(snapshot)
 
     @property
     def checks(self) -> Checks | None:
-        """What the node's SMP knows of the slots, read-only; None while there is no file, or none to be believed."""
+        """The SMP's ``checks`` file, read-only; None if it is missing or corrupt."""
         if self._checks is None or self._checks.replaced:
             block = self.control
             try:
                 self._checks = Checks.create_or_open(
                     self.path, block.slots, block.num_chunks, block.digest, writable=False
                 )
-            except (ArenaError, MismatchError):  # missing or bad: the SMP makes it anew, nothing is lost
+            except (ArenaError, MismatchError):  # missing or corrupt: the SMP creates it again
                 self._checks = None
         return self._checks
 
     def check(self, slot: int) -> Check | None:
-        """What the SMP knows of the snapshot that ``slot`` holds now."""
+        """The SMP's entry for the snapshot that is in ``slot`` now, or None."""
         return self._check(slot, self.control.record(slot))
 
     def state(self, slot: int) -> SlotState:
-        """How far the snapshot in ``slot`` has come.
+        """The state of the snapshot in ``slot``.
 
-        CHECKED: the SMP has checksums of it. PROTECTED: this node has done its part and the control block
-        says that all nodes have.
+        CHECKED: the SMP has checksums of it. PROTECTED: this node has encoded its part and the control block
+        marks the snapshot as protected on all nodes.
         """
         record = self.control.record(slot)
         check = self._check(slot, record)
         if check is None:
             return record.state
-        # COVERED is this node's part alone. That all nodes have done theirs says the mark, set after an all-reduce.
+        # COVERED is only this node's part. The mark, set after an all-reduce, stands for all nodes.
         covered = check.state == CheckState.COVERED
         if covered and self.control.protected() == record.snapshot:
             return SlotState.PROTECTED
         return max(record.state, SlotState.CHECKED)
 
     def hashes(self, slot: int) -> Hashes | None:
-        """xxh3-64 of each chunk of the snapshot in ``slot``; None if there is no snapshot, or no hashes yet."""
+        """The xxh3-64 of each chunk of the snapshot in ``slot``; None without a snapshot or without hashes yet."""
         return self._hashes(slot, self.control.record(slot))
 
     def gap_secs(self, slot: int) -> float:
-        """Seconds from the seal of the snapshot in ``slot`` until its checksums were taken, in which damage to memory
-        goes unnoticed; until now where it has none yet."""
+        """Seconds from the seal of the snapshot in ``slot`` to its checksums, or to now without any: the gap in which
+        memory corruption goes undetected."""
         record = self.control.record(slot)
         if not record.sealed or record.hashed:
             return 0.0
@@ -361,26 +364,26 @@ class Arena:
         return check.gap_secs if check is not None else max(0.0, time.monotonic() - record.sealed_secs)
 
     def unchecked(self, slot: int) -> bool:
-        """Whether ``slot`` holds a snapshot without hashes: ``verify`` knows nothing of its chunks."""
+        """Whether ``slot`` has a snapshot without hashes, whose chunks ``verify`` cannot check."""
         record = self.control.record(slot)
         return record.sealed and self._hashes(slot, record) is None
 
     def hash_chunk(self, slot: int, chunk: int) -> int:
-        """xxh3-64 of the bytes of ``chunk``, read in place; other threads run meanwhile."""
+        """The xxh3-64 of ``chunk``, read in place; xxhash releases the GIL."""
         span = self.image.chunks[chunk]
         with self.slot(slot) as data, data[span.begin : span.end] as piece:
             return xxhash.xxh3_64_intdigest(piece)
 
     def read_objects(self, slot: int) -> memoryview:
-        """The objects in use, not verified; raises CorruptError if their length passes the capacity."""
+        """The objects in use, not verified; raises CorruptError if their length exceeds the capacity."""
         return self._objects(slot, self.control.record(slot))
 
     def verify(self, slot: int, on_progress: Progress | None = None, hashes_of: HashesOf | None = None) -> Corruption:
-        """What is bad in ``slot``; nothing means that every byte with a checksum is verified.
+        """Check every byte of ``slot`` that has a checksum and return its corruption.
 
-        Those are all bytes of the snapshot, or, of one that is ``unchecked``, all but its chunks. A slot without a
-        snapshot, or with a torn record, is useless. Room for objects behind those in use holds nothing and is not
-        looked at. ``hashes_of`` gives the checksums of chunks, in another way than one ``hash_chunk`` after another.
+        Every byte of a snapshot has one, except the chunks of an ``unchecked`` snapshot. A slot without a snapshot
+        or with a torn record is reported as unusable. Unused object capacity is not read. ``hashes_of`` computes the
+        chunk hashes; default: one ``hash_chunk`` call after another.
         """
         error = self.slot_error(slot)
         if error is not None:
@@ -402,10 +405,10 @@ class Arena:
         return damage
 
     def damage(self, slot: int, record: SlotRecord, bad_chunks: Iterable[int]) -> Corruption:
-        """As ``verify``, of a slot with ``record``; the caller has hashed the chunks; ``bad_chunks`` are bad."""
+        """The result of ``verify`` for a slot with ``record`` whose chunks the caller has already checked."""
         parts = [] if self.header_good(slot) else [HEADER]
         with self.slot(slot) as data:
-            # Padding is in no chunk, so no checksum covers it: that it is zeros is a rule of the format.
+            # Padding is in no chunk and has no checksum; the format requires zeros.
             if any(bytes(data[pad.begin : pad.end]).strip(b"\0") for pad in self.image.pads):
                 parts.append(PADDING)
         if not self._objects_good(slot, record):
@@ -413,17 +416,17 @@ class Arena:
         return Corruption(tuple(bad_chunks), tuple(parts))
 
     def header_good(self, slot: int) -> bool:
-        """Whether ``slot`` is mapped and begins with the header that its manifest gives."""
+        """Whether ``slot`` is mapped and starts with the header that follows from its manifest."""
         if self.slot_error(slot) is not None:
             return False
         with self.slot(slot) as data:
             return bytes(data[: len(self.image.header)]) == self.image.header
 
     def close(self) -> None:
-        """Give the lock up and unmap; never raises because of views that still exist."""
+        """Release the lock and unmap. Remaining views are no error: they keep their memory mapped."""
         self.unlock()
         self._checks = None
-        # Views before their mapping, which stays mapped as long as one of them lives.
+        # Views before their mapping: a live view keeps it mapped.
         self.control.close()
         self._control_map.close()
         for mapping in self._slots:
@@ -433,7 +436,7 @@ class Arena:
         self.put(slot, FreshSlot(self.path / slot_name(slot), self.image, reserves=reserves))
 
     def _delete(self, slot: int) -> None:
-        # Views that others have stay valid: the pages live until the last mapping of the file is gone.
+        # Views elsewhere stay valid: the pages live until the last mapping of the file is gone.
         (self.path / slot_name(slot)).unlink(missing_ok=True)
         mapping, self._slots[slot] = self._slots[slot], None
         _unmap(mapping)
@@ -443,7 +446,7 @@ class Arena:
         return header_file_good(self.path, self.image) or any(self.slot_error(other) is None for other in others)
 
     def _check(self, slot: int, record: SlotRecord) -> Check | None:
-        """None, too, where ``checks`` speaks of another snapshot than ``record``: the slot was written since."""
+        """The SMP's entry for ``record``; None if it is for another seal: the slot was rewritten since."""
         checks = self.checks if record.sealed else None
         check = None if checks is None else checks.read(slot)
         return check if check is not None and check.seal_id == record.seal_id else None
@@ -458,7 +461,7 @@ class Arena:
 
     def _objects(self, slot: int, record: SlotRecord) -> memoryview:
         span = self.image.objects
-        # The length in a record that is not sealed is not proven: it must not lead out of the region.
+        # Checked here because no checksum covers the length in an unsealed record.
         if record.objects_used > span.nbytes:
             raise CorruptError(f"slot {slot}: {record.objects_used} bytes of objects, room for {span.nbytes}")
         return self.slot(slot)[span.begin : span.begin + record.objects_used]

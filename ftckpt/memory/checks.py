@@ -1,9 +1,9 @@
-"""The file ``checks`` of an arena: what a node's SMP knows of sealed slots, and which slots it reads.
+"""The file ``checks`` of an arena: the SMP's checksums of sealed slots, and its read leases.
 
-A record file (``record``) with two lists of records: one record per slot says CHECKED, its words are the checksums of
-the chunks, its fields the sequence of the control record and the gap; one without words says COVERED, of the snapshot
-and the sequence in it. So each claim has its own proof, and COVERED counts only beside a CHECKED of the same sealing:
-what is read of one and of the other at different moments never combines. ``FORMAT.md`` has the bytes.
+A record file (``record``) with two records per slot. The CHECKED record has the checksums of the chunks as words, and
+the sequence of the control record and the gap as fields. The COVERED record has no words and names a snapshot and a
+sequence. Each record has its own checksum, and COVERED counts only with a CHECKED of the same seal: a reader never
+combines records of different seals. ``FORMAT.md`` has the byte map.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ftckpt.model.snapshot import SnapshotId
 
 CHECKS_NAME = "checks"
 MAX_LEASE_SECS = 60.0
-"""A lease that ends later than this from now counts as none: whoever wrote it is not to be believed."""
+"""Maximum duration of a lease; a lease with a later end is corrupt and ignored."""
 
 _LEASES = HEADER_BYTES
 _COVERED = _LEASES + 8 * MAX_SLOTS
@@ -35,7 +35,7 @@ _U64 = struct.Struct("<Q")
 
 
 class CheckState(IntEnum):
-    """What the SMP has done to a sealed slot."""
+    """Progress of the SMP with a sealed slot: checksums computed, this node's part of the protection encoded."""
 
     NONE = 0
     CHECKED = 1
@@ -44,9 +44,9 @@ class CheckState(IntEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """What the SMP knows of one slot; it counts only if the control record has the same ``seal_id``.
+    """The SMP's entry for one slot; it counts only if the control record has the same ``seal_id``.
 
-    ``gap_secs`` is the time from the seal until the hashes were taken.
+    ``gap_secs``: time from the seal to the computation of the hashes.
     """
 
     state: CheckState
@@ -60,13 +60,13 @@ class Check:
 
 
 class Checks:
-    """A mapped ``checks`` file. One process, the node's SMP, writes; any may read at the same time."""
+    """A mapped ``checks`` file. Only the node's SMP writes; any process may read concurrently."""
 
     def __init__(self, path: Path, slots: int, num_chunks: int, digest: bytes, writable: bool) -> None:
         self.path = path
         self.slots = slots
         self.num_chunks = num_chunks
-        # Asked before the file is mapped: one that replaces it in between is then taken for another one.
+        # Read before the file is mapped: if the file is replaced in between, ``replaced`` is true.
         self._identity = file_id(path)
         self._map = _open(path, slots, num_chunks, digest, writable)
         self._stores = Stores(memoryview(self._map.data))
@@ -77,14 +77,14 @@ class Checks:
     def create_or_open(cls, arena_dir: Path, slots: int, num_chunks: int, digest: bytes, writable: bool) -> Checks:
         """Map the file of an arena of ``slots`` slots of ``num_chunks`` chunks and the manifest's ``digest``.
 
-        A writer creates it where it is missing and replaces one that is bad or belongs to another arena.
+        A writer creates a missing file and replaces one that is corrupt or belongs to another arena.
 
         Raises:
-            ArenaError: not there (readers), or it cannot be created.
-            CorruptError: not such a file, or one of another arena (readers).
+            ArenaError: missing (readers), or it cannot be created.
+            CorruptError: corrupt, or of another arena (readers).
             MismatchError: of another format version (readers).
             ConfigError: impossible sizes.
-            MemoryBudgetError: the file system has no room.
+            MemoryBudgetError: the file system is full.
         """
         if not 1 <= slots <= MAX_SLOTS or not 0 <= num_chunks <= MAX_CHUNKS or len(digest) != 16:
             raise ConfigError(f"{arena_dir}: impossible checks: {slots} slots of {num_chunks} chunks")
@@ -99,11 +99,11 @@ class Checks:
 
     @property
     def replaced(self) -> bool:
-        """Whether the file of this name is not the mapped one any more: open it again."""
+        """Whether another file has replaced the mapped one, so that it must be opened again."""
         return self._identity != file_id(self.path)
 
     def read(self, slot: int) -> Check | None:
-        """A copy of what is known of ``slot``; None if nothing is, or if what is there is not proven."""
+        """A copy of the entry for ``slot``; None if there is none, or if it does not verify."""
         checked, covered = self._checked.read(slot), _seal_id(self._covered.read(slot))
         seal_id = _seal_id(checked)
         if seal_id is None:
@@ -112,11 +112,11 @@ class Checks:
         return Check(state, seal_id, _FIELDS.unpack(checked.fields)[1], checked.words)
 
     def store_checked(self, slot: int, seal_id: SealId, hashes: Hashes, gap_secs: float) -> None:
-        """CHECKED, no more: ``hashes`` (one uint64 per chunk) are of what the control record calls ``seal_id``."""
+        """Set CHECKED: ``hashes`` (one uint64 per chunk) belong to the seal ``seal_id`` of the control record."""
         if hashes.shape != (self.num_chunks,):
             raise ValueError(f"hashes {hashes.shape} of {self.num_chunks} chunks")
         snapshot, sequence = seal_id
-        # COVERED first: of the same sealing it would count again as soon as CHECKED does.
+        # COVERED is cleared first: for the same seal it would count again as soon as CHECKED does.
         self._covered.give_up(slot, EMPTY)
         self._checked.give_up(slot, WRITING)
         self._checked.put_fields(slot, _FIELDS.pack(sequence, gap_secs))
@@ -124,12 +124,12 @@ class Checks:
         self._checked.seal(slot, snapshot)
 
     def store_covered(self, slot: int, seal_id: SealId) -> None:
-        """COVERED: everything this node owes to the protection of that snapshot lies where it should.
+        """Set COVERED: this node has stored its part of the protection of that snapshot.
 
         Raises:
             ArenaError: ``slot`` is not CHECKED for ``seal_id``.
         """
-        # Refused rather than stored: beside a CHECKED of another sealing it would never count.
+        # Refused: with a CHECKED of another seal it would never count.
         check, (snapshot, sequence) = self.read(slot), seal_id
         if check is None or check.seal_id != seal_id:
             raise ArenaError(f"{self.path}: slot {slot} is not CHECKED for iteration {snapshot.iteration}")
@@ -138,30 +138,30 @@ class Checks:
         self._covered.seal(slot, snapshot)
 
     def uncover(self, slot: int) -> None:
-        """COVERED is CHECKED again, which may have the only checksums that were ever taken: it is not touched."""
+        """Clear COVERED. CHECKED stays: it may have the only checksums of the snapshot."""
         self._covered.give_up(slot, EMPTY)
 
     def clear(self, slot: int) -> None:
-        """NONE: what was known of ``slot`` is given up."""
-        # In the order of ``store_checked``: a COVERED never stands there without its CHECKED.
+        """Set NONE: drop the entry for ``slot``."""
+        # In the order of ``store_checked``: COVERED never exists without its CHECKED.
         self._covered.give_up(slot, EMPTY)
         self._checked.give_up(slot, EMPTY)
 
     def lease(self, slot: int, until_ns: int) -> None:
-        """Show the trainer that ``slot`` is being read, until ``until_ns`` (``time.monotonic_ns``) at the latest.
+        """Lease ``slot`` for reading until ``until_ns`` (``time.monotonic_ns``); the trainer does not overwrite it.
 
         Raises:
-            ValueError: that is more than ``MAX_LEASE_SECS`` from now: it would count as none.
+            ValueError: longer than ``MAX_LEASE_SECS``; readers would ignore it.
         """
         if until_ns > time.monotonic_ns() + MAX_LEASE_SECS * 1e9:
             raise ValueError(f"a lease of slot {slot} for more than {MAX_LEASE_SECS:.0f} s")
         self._stores.store(self._lease_of(slot), _U64.pack(until_ns))
 
     def leased(self, slot: int) -> bool:
-        """Whether the SMP reads ``slot`` now."""
+        """Whether the SMP has a lease on ``slot`` now."""
         at = self._lease_of(slot)
         left = int.from_bytes(self._stores.data[at : at + 8], "little") - time.monotonic_ns()
-        # Two bounds: the lease of an SMP that was killed runs out, and one that a broken file gives for ever is none.
+        # Two bounds: the lease of a killed SMP expires, and an endless one from a corrupt file is ignored.
         return 0 < left <= MAX_LEASE_SECS * 1e9
 
     def release(self, slot: int) -> None:
@@ -184,20 +184,20 @@ def checks_bytes(slots: int, num_chunks: int) -> int:
 
 
 def _open(path: Path, slots: int, num_chunks: int, digest: bytes, writable: bool) -> Mapping:
-    # Of any length: the header says which one it must have.
+    # Any length: the header is checked against it.
     mapping = open_mapping(path, None, writable)
     try:
         header = FORMAT.read(mapping.data, str(path))
         if (header.records, header.words, header.digest) != (slots, num_chunks, digest):
             raise CorruptError(f"{path}: made for another arena: {header.records} slots of {header.words} chunks")
-    except BaseException:  # nobody else would unmap it
+    except BaseException:  # no other code unmaps it
         mapping.close()
         raise
     return mapping
 
 
 def _create(path: Path, slots: int, num_chunks: int, digest: bytes) -> None:
-    """An empty file, built under a temporary name, that replaces what is there."""
+    """Create an empty file under a temporary name and replace any existing one by it."""
     try:
         remove_half_made(path.parent, f"{path.name}*")
         with fresh_name(path) as fresh:
@@ -205,7 +205,7 @@ def _create(path: Path, slots: int, num_chunks: int, digest: bytes) -> None:
             mapping = create_mapping(fresh, nbytes)
             FORMAT.write(mapping.data, Header(slots, num_chunks, nbytes, digest=digest))
             mapping.close()
-            # Replaced, never overwritten: readers have the old one mapped, and see by its inode that it is another.
+            # Replaced, never overwritten: readers have the old file mapped and notice the new inode.
             fresh.rename(path)
     except OSError as error:
         raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None

@@ -1,8 +1,8 @@
-"""The control block: which slot holds which snapshot, and the checksums of its bytes. ``FORMAT.md`` has the bytes.
+"""The control block: the snapshot in each slot, and the checksums of its bytes. ``FORMAT.md`` has the byte map.
 
 A record file (``record``) with one record per slot: fields are the sequence, the bytes of objects in use and their
-checksum, words the checksums of the chunks. Its text is the shard's name, its first number the bytes of a chunk.
-Behind the header lie five marks. What a kill or a flip leaves is argued in ``record``.
+checksum; words are the checksums of the chunks. Its text is the shard's name, its first number the chunk size. Five
+marks follow the header. ``record`` explains why kills and bit flips are safe.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from ftckpt.model.manifest import MAX_CHUNKS
 from ftckpt.model.snapshot import SnapshotId
 
 MAX_SLOTS = 64
-"""``checks`` has fixed places for as many leases and COVERED records."""
+"""``checks`` has room for this many leases and COVERED records."""
 MAX_SHARD_BYTES = 256
-"""Room for the shard's name; that of a directory may have 200."""
+"""Room for the shard's name, which has at most 200 characters."""
 FORMAT = Format("control block", b"FTCKPTCB", 5, fixed_bytes=5 * MARK_BYTES)
 
 _PLACES = tuple(record.HEADER_BYTES + MARK_BYTES * place for place in range(5))
 _WHOLE, _TARGET, _PROTECTED, _CAPACITY, _FLUSH = _PLACES
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
-_OBJECTS = struct.Struct("<QQ")  # the last two of them, behind the first 8 bytes
+_OBJECTS = struct.Struct("<QQ")  # the last two of them, at byte 8
 _U64 = struct.Struct("<Q")
 _MAX_SEQUENCE = 1 << 48
-"""What stands in the record of a slot that holds nothing is not proven: beyond this it is damage, not a number."""
+"""The sequence in an unsealed record is unverified: larger values count as corruption."""
 
 UNHASHED = 1
-"""Flag: whoever sealed took no checksums of the chunks; where there are any they are in the arena's ``checks``."""
+"""Flag: the snapshot was sealed without checksums of its chunks; the arena's ``checks`` may have them."""
 
 _STAMPS_PER_SEC = 1000
-"""The stamp of a record is CLOCK_MONOTONIC in ms: no memory outlives the boot that it counts from."""
+"""The stamp of a record is CLOCK_MONOTONIC in ms; no arena outlives the boot that the clock counts from."""
 
 SealId = tuple[SnapshotId, int]
-"""A snapshot and the sequence of the record that sealed it: what is known of one sealing fits no other."""
+"""A snapshot and the sequence of its record: it identifies one seal."""
 
 
 class SlotState(IntEnum):
-    """How far a slot has come. The record says ``SEALED`` at most; the rest follows from checks and marks."""
+    """State of a slot. A record says ``SEALED`` at most; the higher states follow from checks and marks."""
 
     EMPTY = record.EMPTY
     WRITING = record.WRITING
@@ -58,10 +58,9 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True)
 class SlotRecord:
-    """A copy of one slot's record. ``torn``: the state byte claimed more than the checksum proves.
+    """A copy of one slot's record. ``torn``: its state is sealed but it does not verify.
 
-    ``snapshot`` is the one in a slot that is ``SEALED``; other slots have none. ``sealed_secs``: when it was sealed,
-    by ``time.monotonic``.
+    ``snapshot``: only of a ``SEALED`` slot. ``sealed_secs``: ``time.monotonic`` at the seal.
     """
 
     state: SlotState
@@ -76,27 +75,27 @@ class SlotRecord:
 
     @property
     def sealed(self) -> bool:
-        """Whether the slot holds a snapshot."""
+        """Whether the slot has a snapshot."""
         return self.snapshot is not None
 
     @property
     def seal_id(self) -> SealId | None:
-        """What was sealed, and when; None if the slot holds no snapshot."""
+        """The identity of the seal; None if the slot has no snapshot."""
         return None if self.snapshot is None else (self.snapshot, self.sequence)
 
     @property
     def hashed(self) -> bool:
-        """Whether ``chunk_hashes`` were there before the seal; otherwise they are zeros."""
+        """Whether ``chunk_hashes`` were stored before the seal; otherwise they are zeros."""
         return not self.flags & UNHASHED
 
 
 class ControlBlock:
     """A view of a control block in ``buffer``, which the caller owns and keeps mapped.
 
-    One thread of one process writes (it holds the arena's lock); any process may read at the same time.
+    One thread of the process with the arena's lock writes; any process may read concurrently.
 
     Raises:
-        CorruptError: not a control block, a bad header, both whole marks bad, or a buffer of another length.
+        CorruptError: not a control block, a corrupt header, both copies of the whole mark corrupt, or a wrong length.
         MismatchError: a control block of another format version.
     """
 
@@ -112,7 +111,7 @@ class ControlBlock:
         self.shard = header.text.rstrip(b"\0").decode(errors="replace")
         self._records = Records(self._stores, FORMAT.records_offset, header.records, header.words)
         self._marks = {place: Mark(self._stores, place) for place in _PLACES}
-        # For its error: without a readable mark nobody knows which slots must not be overwritten.
+        # For its error: without a readable mark it is unknown which slots must not be overwritten.
         self.whole()
 
     @classmethod
@@ -120,7 +119,7 @@ class ControlBlock:
         """Write an empty control block for ``slots`` slots of ``image`` into a buffer of ``control_bytes``.
 
         Raises:
-            ConfigError: an impossible number of slots, too long a name, or another length.
+            ConfigError: an impossible number of slots, a name that is too long, or a buffer of another length.
         """
         manifest, chunks = image.manifest, len(image.chunks)
         shard = manifest.shard.encode()
@@ -131,17 +130,17 @@ class ControlBlock:
                 f"(at most {MAX_SHARD_BYTES}), {len(data)} bytes of room ({need} needed)"
             )
         data[:] = bytes(need)
-        # Marked at once, with no snapshot: "never whole" must not look like "the mark is lost".
+        # Written now, without a snapshot: "never committed" must not look like "the mark is lost".
         Mark(Stores(data), _WHOLE).write(None)
-        # The header comes last: before it these bytes are no control block to anybody.
+        # The header comes last: without it readers reject the buffer.
         text = shard.ljust(MAX_SHARD_BYTES, b"\0")
         FORMAT.write(data, Header(slots, chunks, need, text, manifest.digest, (manifest.chunk_bytes, 0, 0)))
         return cls(data)
 
     def record(self, slot: int) -> SlotRecord:
-        """A checked copy of the record of ``slot``; what is not proven reads as EMPTY and ``torn``."""
+        """A verified copy of the record of ``slot``; one that does not verify reads as EMPTY and ``torn``."""
         copy = self._records.read(slot)
-        # A mark may name no snapshot, a slot may not.
+        # A sealed mark may have no snapshot, a sealed slot must have one.
         torn = copy.torn or (copy.sealed and copy.snapshot is None)
         state = SlotState.EMPTY if torn else SlotState(copy.state)
         sequence, used, objects_hash = _FIELDS.unpack(copy.fields)
@@ -151,66 +150,66 @@ class ControlBlock:
         )  # fmt: skip
 
     def snapshot(self, slot: int) -> SnapshotId | None:
-        """That of the record of ``slot``."""
+        """The snapshot in ``slot``."""
         return self._records.read(slot).snapshot
 
     def begin(self, slot: int) -> None:
-        """WRITING: the snapshot in the slot is given up."""
+        """Set WRITING, which drops the snapshot in the slot."""
         self._records.give_up(slot, record.WRITING)
 
     def void(self, slot: int) -> None:
-        """EMPTY: the snapshot in the slot is given up."""
+        """Set EMPTY, which drops the snapshot in the slot."""
         self._records.give_up(slot, record.EMPTY)
 
     def set_chunk_hash(self, slot: int, chunk: int, value: int) -> None:
-        """Record xxh3-64 of the bytes of ``chunk``."""
+        """Store the xxh3-64 of ``chunk``."""
         if not 0 <= chunk < self.num_chunks:
             raise IndexError(f"chunk {chunk} of {self.num_chunks}")
         self._require_writing(slot)
         self._records.put_words(slot, _U64.pack(value), chunk)
 
     def set_objects(self, slot: int, used: int, value: int) -> None:
-        """Record the length of the objects in bytes and xxh3-64 of them."""
+        """Store the length of the objects in bytes and their xxh3-64."""
         self._require_writing(slot)
         self._records.put_fields(slot, _OBJECTS.pack(used, value), 8)
 
     def seal(self, slot: int, snapshot: SnapshotId, hashed: bool = True) -> None:
-        """SEALED: every byte of the slot and every hash is in place and belongs to ``snapshot``.
+        """Set SEALED: every byte of the slot and every hash is stored and belongs to ``snapshot``.
 
-        Not ``hashed``: the hash of no chunk is, those set since ``begin`` are dropped.
+        Without ``hashed`` there are no chunk hashes; those set since ``begin`` are dropped.
         """
         self._require_writing(slot)
-        # All before the state: what is WRITING claims nothing, and is not believed if the process dies here.
+        # The state comes last: a kill before it leaves the record WRITING.
         self._records.put_fields(slot, _U64.pack(self._next_sequence()))
-        if not hashed:  # those of the slot's previous snapshot must not pass for this one's
+        if not hashed:  # hashes of the slot's previous snapshot must not pass for this one's
             self._records.put_words(slot, bytes(8 * self.num_chunks))
         self._records.seal(slot, snapshot, 0 if hashed else UNHASHED, int(time.monotonic() * _STAMPS_PER_SEC))
 
     def mark_whole(self, snapshot: SnapshotId | None) -> None:
-        """Remember that every rank has sealed ``snapshot``; None: all that was whole is undone."""
+        """Mark ``snapshot`` as committed: every rank has sealed it. None marks that none is."""
         self._marks[_WHOLE].write(snapshot)
 
     def mark_target(self, snapshot: SnapshotId | None) -> None:
-        """Remember what all ranks agreed to protect next."""
+        """Mark the snapshot that all ranks agreed to protect next."""
         self._marks[_TARGET].write(snapshot)
 
     def mark_protected(self, snapshot: SnapshotId | None) -> None:
-        """Remember what is protected on all nodes."""
+        """Mark the snapshot that is protected on all nodes."""
         self._marks[_PROTECTED].write(snapshot)
 
     def mark_flush(self, snapshot: SnapshotId | None) -> None:
-        """Remember what all ranks agreed to write to storage."""
+        """Mark the snapshot that all ranks agreed to flush to storage."""
         self._marks[_FLUSH].write(snapshot)
 
     def mark_capacity(self, nbytes: int) -> None:
-        """Remember how many bytes of a snapshot this rank's windows were measured to take."""
+        """Store the bytes of a snapshot that fit into this rank's windows, as measured."""
         self._marks[_CAPACITY].write(None, nbytes)
 
     def whole(self) -> SnapshotId | None:
-        """The newest snapshot that every rank is known to have sealed; None if there is none.
+        """The newest committed snapshot; None if there is none.
 
         Raises:
-            CorruptError: both marks are bad.
+            CorruptError: both copies of the mark are corrupt.
         """
         marked = self._marks[_WHOLE].read()
         if marked is None:
@@ -218,40 +217,40 @@ class ControlBlock:
         return marked[0]
 
     def target(self) -> SnapshotId | None:
-        """What is to be protected next; None if nothing is, or the mark is lost."""
+        """The snapshot to protect next; None if there is none, or the mark is lost."""
         return self._advice(_TARGET)
 
     def protected(self) -> SnapshotId | None:
-        """What is protected on all nodes; None if nothing is, or the mark is lost."""
+        """The snapshot that is protected on all nodes; None if there is none, or the mark is lost."""
         return self._advice(_PROTECTED)
 
     def flush(self) -> SnapshotId | None:
-        """What is to be written to storage; None if nothing is, or the mark is lost."""
+        """The snapshot to flush to storage; None if there is none, or the mark is lost."""
         return self._advice(_FLUSH)
 
     def capacity(self) -> int | None:
-        """Bytes that this rank's windows were measured to take; None if they were not, or the mark is lost."""
+        """Bytes of a snapshot that fit into this rank's windows; None if not measured, or the mark is lost."""
         marked = self._marks[_CAPACITY].read()
         return None if marked is None else marked[1]
 
     def close(self) -> None:
-        """Let go of the buffer."""
+        """Release the buffer."""
         self._stores.data.release()
 
     def _require_writing(self, slot: int) -> None:
-        # A store into a record that is sealed would tear it.
+        # A store into a sealed record would make it torn.
         if not self._records.writing(slot):
             raise ArenaError(f"slot {slot} of {self.shard} is not WRITING; call begin first")
 
     def _next_sequence(self) -> int:
-        """Above that of every snapshot that ever was in the arena: what is known of one never fits another."""
-        # A record that was given up still has its sequence, unproven. Without those one could come back, and what
-        # ``checks`` has of the earlier snapshot would count for the later one.
+        """A sequence above that of every earlier seal in the arena, so that no two seals have the same id."""
+        # Sequences of unsealed records count too, although unverified: a reused one would let an entry of ``checks``
+        # for the earlier snapshot count for the later one.
         records = [self.record(slot) for slot in range(self.slots)]
         return 1 + max((r.sequence for r in records if r.sealed or r.sequence < _MAX_SEQUENCE), default=0)
 
     def _advice(self, place: int) -> SnapshotId | None:
-        """A mark that may be missing, and without which nothing but a little work is lost."""
+        """A mark that may be missing: its loss costs only repeated work."""
         marked = self._marks[place].read()
         return None if marked is None else marked[0]
 

@@ -1,24 +1,18 @@
-"""What does not verify in a slot or a parity file, as a value: by it is decided what can be put right.
-
-Its names are for people.
-"""
+"""The corrupt parts of a slot or a parity file, as a value from which repairs are chosen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 HEADER, PADDING, OBJECTS = "header", "padding", "objects"
-"""Parts of a slot that are no chunks: they can be put right without parity."""
+"""Parts of a slot outside the chunks, which are repaired without parity."""
 RECORD = "record"
-"""What says which snapshot a parity file holds, where it is torn."""
+"""The record of a parity file, which names its snapshot, if it is torn."""
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """Chunks and other ``parts`` that are bad, or ``reason``: why nothing of it can be used.
-
-    False where nothing is bad.
-    """
+    """Corrupt chunks and other ``parts``, or the ``reason`` why the entire file is unusable. False if intact."""
 
     chunks: tuple[int, ...] = ()
     parts: tuple[str, ...] = ()
@@ -33,7 +27,7 @@ class Corruption:
 
     @property
     def names(self) -> list[str]:
-        """For events and messages."""
+        """The corrupt parts as text, for events and messages."""
         if self.reason is not None:
             return [self.reason]
         chunks = [f"chunk {chunk}" for chunk in self.chunks]

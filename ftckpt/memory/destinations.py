@@ -1,4 +1,4 @@
-"""Where the parts of a file go that is read once: memory that wants them, and between it memory that nobody keeps."""
+"""Destinations of a file that is read once: target memory, and scratch memory for the gaps between targets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ftckpt.memory.image import Span
 
 
 class LoadTarget(NamedTuple):
-    """Where what a file has from ``begin`` on belongs: memory, of bytes."""
+    """The destination of the file's bytes from ``begin``: ``memory`` with items of one byte."""
 
     begin: int
     memory: memoryview
 
 
 def cover(span: Span, landings: Sequence[LoadTarget], gap: Callable[[int, int], memoryview]) -> Iterator[memoryview]:
-    """Memory for all of ``span``, in order: that of ``landings`` in it, ascending and apart from each other, and
-    between them what ``gap`` gives for its begin and end. It may give less, and is asked again for the rest."""
+    """Yield memory for all of ``span``, in order. ``landings`` are sorted, disjoint targets inside it; for each gap
+    between them ``gap`` is called with its begin and end. It may return less, and is called again for the rest."""
     place = span.begin
     for landing in (*landings, LoadTarget(span.end, memoryview(b""))):
         while place < landing.begin:
@@ -35,14 +35,14 @@ _of_thread = threading.local()
 
 
 def scratch(nbytes: int) -> memoryview:
-    """Memory of this thread, until it asks again: new memory would cost a fault for each page.
+    """Scratch memory of the calling thread, valid until its next call; it is reused to avoid page faults.
 
-    It begins with a page. Where memory is not aligned, as that of ``bytes`` and ``bytearray`` is not, some processors
-    (AMD EPYC) take more than twice as long for what the system copies there.
+    It is page-aligned: into unaligned memory, such as that of ``bytes`` and ``bytearray``, the kernel takes more than
+    twice as long to copy on some processors (AMD EPYC).
     """
     found: memoryview = getattr(_of_thread, "memory", memoryview(b""))
     if len(found) < nbytes:
-        # Private: a process that forks would share it with its child.
+        # Private: shared memory would be shared with forked children.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         found = _of_thread.memory = memoryview(memory)
     return found[:nbytes]

@@ -1,4 +1,4 @@
-"""Where arenas live: ``{root}/ftckpt-{job}/{node}/{shard}.{digest}/``, and how they are found and cleaned."""
+"""Directories of arenas, ``{root}/ftckpt-{job}/{node}/{shard}.{digest}/``: creation, listing, cleanup."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ from ftckpt.setting_checks import is_name
 
 LOCK_NAME = "lock"
 PINNING_NAME = "pinning.lock"
-"""The lock by which a node's ranks take turns to pin their slots for their devices."""
+"""The lock that serializes the registration of slots with the devices of a node's ranks."""
 PULSE_NAME = ".pulse"
-"""The page through which a node's ranks and its SMP give signs of life."""
+"""The heartbeat page of a node's ranks and its SMP."""
 SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.sock", "smp.json", "smp.log"
-"""Of the node's SMP: its lock, its socket, its configuration, its log."""
+"""The node's SMP: lock, socket, configuration, log."""
 TOLD_NAME = ".told"
-"""A link to nowhere: how far warnings in the SMP's log have been told in a trainer's."""
+"""A dangling link whose target says how much of the SMP's log trainers have searched for warnings."""
 WORD_NAME = ".word"
-"""A link to nowhere: what the first rank of a node makes it say all others read, if they see the same directory."""
+"""A dangling link to a token that a node's first rank writes: ranks that read it share its directory."""
 ENDS_NAME = ".ends"
-"""How the last attempt has ended, see ``ftckpt.memory.end_notes``."""
+"""Exit notes of the last attempt, see ``ftckpt.memory.end_notes``."""
 LINEAGE_NAME = ".lineage"
-"""The history that the node's snapshots belong to, see ``ftckpt.memory.lineage_file``."""
+"""The lineage of the node's snapshots, see ``ftckpt.memory.lineage_file``."""
 INTERVAL_NAME = ".interval"
-"""A link to nowhere: how many iterations apart snapshots keep the budget, see ``ftckpt.memory.interval_file``."""
+"""A dangling link whose target is the interval that keeps the budget, see ``ftckpt.memory.interval_file``."""
 MIRROR_NAME = ".mirror"
-"""Packages of shards of other nodes, which the SMP keeps."""
+"""The directory in which the SMP keeps packages of shards of other nodes."""
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_NAME, PULSE_NAME)
-"""All files of the SMP in a node's directory, ``.mirror``, half-made ones and what lies in arenas apart."""
+"""All files of the SMP in a node's directory, except ``.mirror``, unfinished files, and files in arenas."""
 _END_SECS = 10.0
-"""For an SMP to end; after half of it SIGKILL."""
+"""Deadline for an SMP to exit; SIGKILL follows after half of it."""
 NODE_NAMES = (PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, INTERVAL_NAME, JOB_LOCK_NAME)
-"""All other files in a node's directory. What has none of these names, nor an arena's, is nobody's to remove."""
+"""All other files in a node's directory. ftckpt deletes no file with another name, except in arenas."""
 SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
-"""Of names of shards: with digest and suffix one still is a file name, and never a path."""
+"""Shard names: short enough for a file name with digest and suffix, and never a path."""
 _ARENA = re.compile(rf"{SHARD_PATTERN}\.[0-9a-f]{{8}}")
 _HALF_MADE = f"{'[0-9a-f]' * 8}.new"
-"""A pattern: the end of what ``fresh_name`` gives."""
+"""The pattern of the end of a ``fresh_name``."""
 
-_writing: set[str] = set()  # names under which threads of this process build something at the moment
+_writing: set[str] = set()  # names in use by threads of this process
 _guard = threading.Lock()
 
 
 @contextmanager
 def fresh_name(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` that nobody else builds under; what still lies there at the end is deleted."""
+    """Yield a unique temporary name in the directory of ``path``; a file that still has it at the end is deleted."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     with _guard:
         _writing.add(fresh.name)
     try:
         yield fresh
     finally:
-        # In this order: while the file is there, no other thread takes it for one that a killed process left.
+        # In this order: while the file exists, no other thread takes it for one that a killed process left.
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
         with _guard:
@@ -76,9 +76,9 @@ def fresh_name(path: Path) -> Iterator[Path]:
 
 
 def remove_half_made(directory: Path, name: str = "*") -> list[Path]:
-    """Delete what killed processes left of files called ``name`` (a pattern); returns what that was.
+    """Delete unfinished files that killed processes left for ``name`` (a pattern); returns them.
 
-    Only the process that builds such files may call this: others' names are not known to it.
+    Only the process that creates such files may call this: it cannot tell which names other processes use.
     """
     with _guard:
         there = sorted(directory.glob(f".{name}.{_HALF_MADE}"))
@@ -89,20 +89,20 @@ def remove_half_made(directory: Path, name: str = "*") -> list[Path]:
 
 
 def node_directory(root: Path, job: str, node: str, *, makes: bool = True) -> Path:
-    """The directory of one node's arenas, created 0700 if needed and ``makes``.
+    """The directory of one node's arenas, created with mode 0700 if missing and ``makes``.
 
     Raises:
-        ArenaError: an unusable name, an unwritable root, a symbolic link, or another user's directory; or it is not
-            there.
+        ArenaError: an invalid name, an unwritable root, a symbolic link, another user's directory, or, without
+            ``makes``, a missing directory.
     """
     node_dir = job_node_path(root, job, node)
     for directory in (node_dir.parent, node_dir):
         if not makes and not os.path.lexists(directory):
-            raise ArenaError(f"{directory} is gone, as if the job had been cleaned")
+            raise ArenaError(f"{directory} does not exist; the job's memory may have been cleaned")
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError:
-            pass  # a file or a dangling link: require_own says which
+            pass  # a file or a dangling link: require_own checks which
         except OSError as error:
             raise ArenaError(
                 f"{directory}: cannot be created: {error.strerror}; "
@@ -114,37 +114,37 @@ def node_directory(root: Path, job: str, node: str, *, makes: bool = True) -> Pa
 
 
 def job_node_path(root: Path, job: str, node: str) -> Path:
-    """Where the arenas of ``node`` lie, whether they do or not. Raises ArenaError for an unusable name."""
+    """Path of the arenas of ``node``, which need not exist. Raises ArenaError for an invalid name."""
     _require_name(is_name(job), job, "job")
     _require_name(is_name(node), node, "node")
     return root / f"ftckpt-{job}" / node
 
 
 def arena_path(node_dir: Path, manifest: Manifest) -> Path:
-    """Where the arena of ``manifest`` lies. Raises ArenaError for an unusable name of its shard."""
+    """Path of the arena of ``manifest``, which need not exist. Raises ArenaError for an invalid shard name."""
     _require_name(is_shard(manifest.shard), manifest.shard, "shard")
     return node_dir / f"{manifest.shard}.{manifest.digest.hex()[:8]}"
 
 
 def is_shard(name: str) -> bool:
-    """Whether a shard may be called so; it becomes part of file names."""
+    """Whether ``name`` is a valid shard name, which becomes part of file names."""
     return bool(re.fullmatch(SHARD_PATTERN, name))
 
 
 def list_directories(path: Path) -> list[Path]:
-    """Directories below ``path``, sorted; hidden ones, links and what a missing directory has are left out."""
+    """Directories in ``path``, sorted, without hidden ones and links; none if ``path`` is missing."""
     if not path.is_dir():
         return []
     return sorted(below for below in path.iterdir() if _is_plain_dir(below) and below.name[0] != ".")
 
 
 def list_arenas(node_dir: Path) -> list[Path]:
-    """Directories of complete arenas, sorted; temporary ones, and what is none of ftckpt's, are left out."""
+    """Directories of complete arenas, sorted, without temporary ones and foreign files."""
     return [path for path in list_directories(node_dir) if _ARENA.fullmatch(path.name)]
 
 
 def remove_arena(path: Path) -> None:
-    """Delete an arena. It is renamed first, so that a kill half-way leaves nothing that looks whole."""
+    """Delete an arena. It is renamed first, so that a kill leaves no partial arena under its name."""
     doomed = path.with_name(f".{path.name}.gone-{os.getpid()}")
     try:
         path.rename(doomed)
@@ -154,40 +154,40 @@ def remove_arena(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory; files that vanish meanwhile are no error."""
+    """Delete a directory; files that are deleted concurrently are no error."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        shutil.rmtree(path)  # what is in the way is raised
+        shutil.rmtree(path)  # raises the error
 
 
 def remove_stale(node_dir: Path, shard: str = "") -> list[Path]:
-    """Delete what killed processes left half-created or half-removed for ``shard``, or for all; returns what it was.
+    """Delete arenas of ``shard``, or of all, that killed processes left partly created or removed; returns them.
 
     Raises:
-        ArenaError: a live process is creating an arena there right now.
+        ArenaError: a live process is creating an arena of that shard.
     """
     removed = []
     for path in _temporaries(node_dir, shard):
         if not path.is_dir():
             continue
-        # Whoever creates one holds its lock.
-        with FileLock(path / LOCK_NAME, 0, f"a new arena {path.name}", "two ranks hold the same shard"):
+        # The process that creates an arena has its lock.
+        with FileLock(path / LOCK_NAME, 0, f"a new arena {path.name}", "two ranks have the same shard name"):
             remove_tree(path)
         removed.append(path)
     return removed
 
 
 def leave_word(node_dir: Path) -> str:
-    """Leave a new word in a node's directory, in place of any before; returns it."""
+    """Write a new random token into a node's directory, replacing any; returns it."""
     word = secrets.token_hex(16)
     (node_dir / WORD_NAME).unlink(missing_ok=True)
-    # In the name that a link leads to: a file's bytes would need a page, and the tmpfs may be full to the last one.
+    # Stored as a link target: file contents need a page, and the tmpfs may be full.
     (node_dir / WORD_NAME).symlink_to(word)
     return word
 
 
 def read_word(node_dir: Path) -> str:
-    """What the last ``leave_word`` has left; empty where there is none."""
+    """The token of the last ``leave_word``; empty if there is none."""
     try:
         return os.readlink(node_dir / WORD_NAME)
     except OSError:
@@ -195,40 +195,40 @@ def read_word(node_dir: Path) -> str:
 
 
 def refuse_renamed(node_dir: Path, nodes: Collection[str]) -> None:
-    """Raise ArenaError for arenas under a node name that is not in ``nodes``: they would be lost without a word."""
+    """Raise ArenaError for arenas under a node name that is not in ``nodes``: they would be silently lost."""
     for other in sorted(node_dir.parent.iterdir()):
         if other.name not in nodes and other.is_dir() and list_arenas(other):
             raise ArenaError(
-                f"{other} holds snapshots of this job under the node name {other.name!r}, which no rank has now: "
+                f"{other} has snapshots of this job under the node name {other.name!r}, which no rank has now: "
                 f"start with --ftckpt-node {other.name}, or remove them with 'ftckpt clean JOB'"
             )
 
 
 def wait_for_writer(arena: Path, deadline_secs: float) -> None:
-    """Raise ArenaError for an arena that a process of an earlier attempt still writes after ``deadline_secs``."""
+    """Raise ArenaError if a process of an earlier attempt still has the arena's lock after ``deadline_secs``."""
     if (arena / LOCK_NAME).exists():
         lock_arena(arena, deadline_secs).release()
 
 
 def lock_arena(arena: Path, deadline_secs: float) -> FileLock:
-    """Become the one process that writes the arena.
+    """Acquire the arena's writer lock.
 
     Raises:
-        ArenaError: still held by another process (named by pid) after ``deadline_secs``.
+        ArenaError: another process, named by pid, still has it after ``deadline_secs``.
     """
     remedy = "wait for it or end it; two ranks of one job must not share an arena"
     return FileLock(arena / LOCK_NAME, deadline_secs, f"arena {arena.name}", remedy)
 
 
 def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
-    """Delete the node's directory, and the job's, if no arena is left; whether the node's is gone.
+    """Delete the node's directory, and the job's, if no arena is left; returns whether the node's is gone.
 
-    The process that holds the job's lock calls this; for any other it does nothing while the lock is held. An SMP
-    that serves there yet has nothing to guard any more: it is ended, and its log kept where it warned of something.
+    Only the process that has the job's lock can do this; for any other it does nothing while the lock is taken. An
+    SMP that still runs has no arena to protect: it is stopped, and its log archived if it contains warnings.
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
-        # Asked, not tried: ranks that end at once would take each other's tries for the job's lock, and make it anew.
+        # Queried, not acquired: ranks that end simultaneously would mistake each other's attempts for the job's lock.
         is_held = holder_of(node_dir / JOB_LOCK_NAME) not in (None, os.getpid())
         if _beside_own_files(node_dir) or is_held or not end_smp(node_dir, _END_SECS):
             return False
@@ -236,40 +236,40 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
         is_gone = _remove_node(node_dir)
         keep_logs([smp_log])
         return is_gone
-    with suppress(OSError):  # another node of this host was first, or is not done
+    with suppress(OSError):  # deleted by another node name of this host, or not empty
         node_dir.parent.rmdir()
     return True
 
 
 def _beside_own_files(node_dir: Path) -> list[Path]:
-    """Arenas in a node's directory, whole or not, and what is none of ftckpt's."""
+    """Arenas in a node's directory, complete or not, and foreign files."""
     own = {*NODE_NAMES, MIRROR_NAME, *SMP_NAMES}
     there = [path for path in sorted(node_dir.iterdir()) if path.name not in own]
     return [path for path in there if _is_plain_dir(path) or not path.match(f".*.{_HALF_MADE}")]
 
 
 def _remove_node(node_dir: Path) -> bool:
-    """Delete the files of a node's directory, those of the SMP, and the directories; whether the node's is gone."""
+    """Delete a node's files, the SMP's files, and the directories; returns whether the node's directory is gone."""
     try:
         remove_smp_files(node_dir)
-        # The job's lock goes last: until then no other attempt takes the directory for its own.
+        # The job's lock goes last: until then no other attempt can use the directory.
         for name in NODE_NAMES:
             (node_dir / name).unlink(missing_ok=True)
         node_dir.rmdir()
-    except OSError:  # an arena was created meanwhile
+    except OSError:  # an arena was created concurrently
         return False
-    with suppress(OSError):  # another node of this host was first, or is not done
+    with suppress(OSError):  # deleted by another node name of this host, or not empty
         node_dir.parent.rmdir()
     return True
 
 
 def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> list[Path]:
-    """Delete every arena of ``job`` on this node and end its SMPs; returns the arenas that were deleted. What is none
-    of ftckpt's stays. ``tell`` is called with where the logs of SMPs are kept that warned of something, and with what
-    stays.
+    """Delete every arena of ``job`` on this machine and stop its SMPs; returns the deleted arenas.
+
+    Foreign files stay. ``tell`` receives a line for each of them and for each SMP log with warnings that is archived.
 
     Raises:
-        ArenaError: a live process holds a lock of the job, an SMP does not end, or the directory belongs to another
+        ArenaError: a live process has a lock of the job, an SMP does not exit, or the directory belongs to another
             user.
     """
     _require_name(is_name(job), job, "job")
@@ -284,15 +284,15 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
     others += [p for node_dir in node_dirs for p in _beside_own_files(node_dir) if p not in arenas + temporaries]
     logs: list[SmpLog] = []
     with ExitStack() as locks:
-        locks.callback(keep_logs, logs, tell)  # behind the locks, and where something cannot be removed, too
-        # All locks before the first file goes: nothing is deleted of a job of which one process lives.
+        locks.callback(keep_logs, logs, tell)  # runs last, after the locks are released, and on errors too
+        # All locks are acquired before the first deletion: no file is deleted while a process of the job lives.
         for node_dir in node_dirs:
             require_own(node_dir)
             locks.enter_context(JobLock(node_dir, 0))
         for path in arenas + temporaries:
             remedy = "end that process first"
             locks.enter_context(FileLock(path / LOCK_NAME, 0, f"arena {path.name}", remedy))
-        for node_dir in node_dirs:  # no trainer lives: none would miss it, and none starts it anew
+        for node_dir in node_dirs:  # no trainer lives that needs the SMP or would restart it
             if not end_smp(node_dir, _END_SECS):
                 raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
         logs += [take_log(node_dir / SMP_LOG_NAME, job, node_dir.name) for node_dir in node_dirs]
@@ -300,15 +300,15 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
             remove_arena(path)
         _remove_found(job_dir, node_dirs)
     for path in others:
-        tell(f"ftckpt: {path} was not made by ftckpt, and stays")
+        tell(f"ftckpt: kept {path}: ftckpt did not create it")
     return arenas
 
 
 def _remove_found(job_dir: Path, nodes: Collection[Path]) -> None:
-    """Delete what ftckpt keeps in the directories of these nodes, by the process that holds all the job's locks.
+    """Delete ftckpt's other files in these nodes' directories; the caller has all locks of the job.
 
-    Whoever waits for such a lock starts when its file is gone. So these go last, and what is in the directories by
-    then is that start's.
+    A process that waits for a lock starts as soon as the lock's file is gone. So the lock files are deleted last, and
+    files that exist after that belong to the new start.
     """
     for node_dir in nodes:
         for temporary in _temporaries(node_dir, ""):
@@ -324,7 +324,7 @@ def _remove_found(job_dir: Path, nodes: Collection[Path]) -> None:
 
 
 def _remove_empty(directory: Path) -> None:
-    """Delete it, unless somebody has made something in it, or has deleted it, meanwhile."""
+    """Delete a directory unless it is gone or another process has created files in it."""
     try:
         directory.rmdir()
     except OSError as error:
@@ -333,18 +333,18 @@ def _remove_empty(directory: Path) -> None:
 
 
 def end_smp(node_dir: Path, deadline_secs: float) -> bool:
-    """End the SMP that holds the lock of ``node_dir``, by SIGTERM, then SIGKILL; whether none runs there now."""
+    """Stop the SMP that has the lock of ``node_dir`` by SIGTERM, then SIGKILL; returns whether none runs now."""
     lock, deadline = node_dir / SMP_LOCK_NAME, time.monotonic() + deadline_secs
-    # The lock names the SMP, not a file with a pid in it: those repeat, and a killed process leaves its file behind.
+    # The lock identifies the SMP. A pid file could be stale, and pids are reused.
     while (pid := holder_of(lock)) is not None and pid != os.getpid():
         if time.monotonic() >= deadline:
             return False
         process = Process.open(pid)
         if process is None:
-            time.sleep(0.02)  # it ended just now, or is of another container
+            time.sleep(0.02)  # it exited just now, or is in another container
             continue
         with process:
-            if holder_of(lock) == pid:  # asked again: before it was opened the pid may have gone to another process
+            if holder_of(lock) == pid:  # checked again: the pid may have been reused before the process was opened
                 process.send(signal.SIGTERM)
                 if not process.gone(deadline_secs / 2):
                     process.send(signal.SIGKILL)
@@ -353,7 +353,7 @@ def end_smp(node_dir: Path, deadline_secs: float) -> bool:
 
 
 def remove_smp_files(node_dir: Path) -> None:
-    """Delete what SMPs keep in ``node_dir`` beside the arenas; none must run."""
+    """Delete the files of SMPs in ``node_dir`` outside the arenas; no SMP may run."""
     for name in SMP_NAMES:
         (node_dir / name).unlink(missing_ok=True)
     remove_half_made(node_dir)
@@ -362,7 +362,7 @@ def remove_smp_files(node_dir: Path) -> None:
 
 
 def require_own(path: Path) -> None:
-    """Refuse (ArenaError) a symbolic link, what is no directory, and a directory of another user."""
+    """Raise ArenaError unless ``path`` is a directory of this user and no symbolic link."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise ArenaError(f"{path} is a symbolic link; remove it")
@@ -376,7 +376,7 @@ def require_own(path: Path) -> None:
 
 
 def user_name(uid: int) -> str:
-    """For people."""
+    """The name and number of a user, for messages."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:
@@ -388,11 +388,11 @@ def _is_plain_dir(path: Path) -> bool:
 
 
 def _temporaries(node_dir: Path, shard: str) -> list[Path]:
-    """Hidden ``.{shard}.{digest}.{new|gone}-{pid}`` directories; those of every shard if it is empty."""
+    """Hidden ``.{shard}.{digest}.{new|gone}-{pid}`` directories; of every shard if ``shard`` is empty."""
     pattern = re.compile(rf"\.{re.escape(shard) or '.+'}\.[0-9a-f]{{8}}\.(new|gone)-[0-9]+")
     return sorted(p for p in node_dir.iterdir() if pattern.fullmatch(p.name) and _is_plain_dir(p))
 
 
 def _require_name(is_one: bool, name: str, what: str) -> None:
     if not is_one:
-        raise ArenaError(f"{what}: {name!r} is not a name; use letters, digits and . _ -")
+        raise ArenaError(f"{what}: {name!r} is not a valid name; use letters, digits and . _ -")

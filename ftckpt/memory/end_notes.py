@@ -1,8 +1,8 @@
-"""How an attempt has ended, as far as its node has seen it: lines beside the arenas, for the next attempt to read.
+"""Exit notes: how the ranks of a node ended, as lines of a file in the node's directory for the next attempt.
 
-Each process that knows something appends a line; whoever is killed while it does loses its own. A rank that ends by
-an error says first which ranks of its node have gone without one: the launcher ends the others a moment later, and
-then nobody can tell them from the cause.
+Each process that observes an end appends a line; a kill during the append loses that line. A rank that ends by an
+error first notes the ranks of its node that have already disappeared: a moment later the launcher ends the others,
+and these would be indistinguishable from the cause.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ftckpt.model.text import listed
 
 _MOST_BYTES = 16 << 10
 _MOST_CHARS = 300
-"""Of a line: an exception may quote a whole tensor."""
+"""Maximum length of a line: an exception may quote an entire tensor."""
 _MOST_NAMED = 8
 CAUSE, CONSEQUENCE, UNKNOWN = "cause", "consequence", "unknown"
-"""Kinds of ends: the rank's own; of a rank that has lost another one, or that the launcher has ended by SIGTERM; of a
-rank of which nobody saw more than that it is gone."""
+"""Kinds of ends: the rank's own failure; a rank that lost another one or was ended by the launcher's SIGTERM; a rank
+that disappeared with an unknown exit status."""
 
 
 class ExitNote(NamedTuple):
-    """``text`` says what was seen at ``time``, seconds since the epoch, of the end of ``ranks``, of this ``kind``."""
+    """An observed end of ``ranks``; ``time`` is the time of the observation in seconds since the epoch."""
 
     time: float
     text: str
@@ -40,16 +40,16 @@ class ExitNote(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Causes before consequences, whoever has noticed first."""
+        """A sort key: causes before consequences, then by time."""
         return self.kind == CONSEQUENCE, self.time
 
 
 def silent_ends(
     dead: Sequence[RankHeartbeat], exit_of: Callable[[int], Exit] = exit_now, beside: Mapping[int, str] | None = None
 ) -> Iterator[ExitNote]:
-    """Of ranks that are gone and have not said why: a note of all that have ended in the same way.
+    """Notes on ranks that disappeared without a note of their own, one for each exit status.
 
-    ``exit_of`` tells it of an owner; ``beside``, by the status, is what is known besides.
+    ``exit_of`` returns the exit of an owner; ``beside`` maps a status to additional text.
     """
     seen = {pulse.owner: exit_of(pulse.owner) if pulse.is_here else Exit(0, time.time()) for pulse in dead}
     for status in dict.fromkeys(one.status for one in seen.values()):
@@ -75,12 +75,12 @@ def _how(status: int, several: bool) -> str:
         name = signal.Signals(number).name if known else f"signal {number}"
         return f"{'were' if several else 'was'} ended by {name}"
     if not status:
-        return "ended without a word"
+        return "exited, status unknown"
     return f"{'have' if several else 'has'} exited with code {os.WEXITSTATUS(status)}"
 
 
 def tell(node_dir: Path, end: ExitNote) -> None:
-    """Append it; what has no room is lost. Nothing raises: it comes from processes that end."""
+    """Append a note; it is lost if the file is full. Never raises, because its callers are about to exit."""
     ranks, text = ",".join(map(str, end.ranks)) or "-", " ".join(end.text.split())[:_MOST_CHARS]
     line = f"{end.time:.3f} {ranks} {end.kind} {text}\n"
     with suppress(OSError):
@@ -88,13 +88,13 @@ def tell(node_dir: Path, end: ExitNote) -> None:
         fd = os.open(node_dir / ENDS_NAME, flags, 0o600)
         try:
             if os.fstat(fd).st_size < _MOST_BYTES:
-                os.write(fd, line.encode())  # one call: lines of several processes do not mix
+                os.write(fd, line.encode())  # one call, so that lines of several processes do not mix
         finally:
             os.close(fd)
 
 
 def are_told_in(node_dir: Path) -> None:
-    """This process trains with the memory of that node: ``tell_here`` tells there."""
+    """Set the node directory to which ``tell_here`` of this process writes."""
     _here[:] = [node_dir]
 
 
@@ -102,15 +102,15 @@ _here: list[Path] = []
 
 
 def tell_here(rank: int, text: str, kind: str) -> None:
-    """This process, ``rank``, ends, for the reason ``text``."""
+    """Note that this process, ``rank``, ends for the reason ``text``."""
     for node_dir in _here:
         tell_silent(node_dir)
         tell(node_dir, ExitNote(time.time(), f"rank {rank}: {text}", (rank,), kind))
 
 
 def tell_silent(node_dir: Path) -> None:
-    """Tell of the ranks of the node that are gone by now, and of which nothing was told. Nothing raises."""
-    if (node_dir / PULSE_NAME).exists():  # to open it would make it
+    """Note the ranks of the node that have disappeared without a note. Never raises."""
+    if (node_dir / PULSE_NAME).exists():  # ``open`` would create it
         told = told_of(node_dir)
         dead = [one for one in Heartbeat.open(node_dir, None).ranks() if one.lives is False and one.rank not in told]
         for end in silent_ends(dead):
@@ -118,7 +118,7 @@ def tell_silent(node_dir: Path) -> None:
 
 
 def told_of(node_dir: Path) -> dict[int, bool]:
-    """Ranks of which something was told since ``forget``, and whether that is more than that they are gone."""
+    """Rank → whether its end is known, for ranks with a note since ``forget``."""
     told: dict[int, bool] = {}
     with suppress(OSError):
         for end in read(node_dir):
@@ -127,7 +127,7 @@ def told_of(node_dir: Path) -> dict[int, bool]:
 
 
 def read(node_dir: Path) -> list[ExitNote]:
-    """What was told since ``forget``, causes and what is older first. Raises OSError."""
+    """The notes since ``forget``, causes first, then by time. Raises OSError."""
     path = node_dir / ENDS_NAME
     if not path.exists():
         return []
@@ -140,7 +140,7 @@ def read(node_dir: Path) -> list[ExitNote]:
 
 
 def _without_repetitions(ends: Sequence[ExitNote]) -> list[ExitNote]:
-    """Two that end at once may both have told of a third, and an SMP may know more of that one than they."""
+    """Drop duplicates: two ranks may both note a third one's end, and the SMP may know more of it than they."""
     known = {rank for end in ends if end.kind != UNKNOWN for rank in end.ranks}
     left: list[ExitNote] = []
     for end in ends:
@@ -151,5 +151,5 @@ def _without_repetitions(ends: Sequence[ExitNote]) -> list[ExitNote]:
 
 
 def forget(node_dir: Path) -> None:
-    """A new attempt trains. Raises OSError."""
+    """Delete the notes of the previous attempt. Raises OSError."""
     (node_dir / ENDS_NAME).unlink(missing_ok=True)

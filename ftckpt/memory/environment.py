@@ -1,4 +1,4 @@
-"""What around a job would take its snapshots away: recognised at start, each with the fix."""
+"""Hazards of the host to a job's snapshots, detected at start, each with its remedy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ftckpt.memory.memory_limits import MEMORY_FILE_SYSTEMS, UNKNOWN, cgroup_lim
 from ftckpt.model.text import human
 
 _SMALL_BYTES = 1 << 30
-"""A tmpfs below this is a default of a container runtime, not one that was made for arenas."""
+"""A smaller tmpfs is a container runtime's default, not one that was sized for arenas."""
 _YES = frozenset({"1", "yes", "y", "true", "t", "on"})
 
 
 @dataclass(frozen=True)
 class Hazard:
-    """A danger to snapshots: a short name, what is so and what it leads to, what to do."""
+    """A hazard: a short name, a text with the condition and its consequence, and a remedy."""
 
     name: str
     text: str
@@ -27,13 +27,13 @@ class Hazard:
 
 
 def hazards(arena_root: Path, *, root: Path = Path("/"), uid: int | None = None) -> list[Hazard]:
-    """What on this host would destroy or slow down arenas under ``arena_root``, or leave no room for them.
+    """Conditions of this host that would delete arenas under ``arena_root``, slow them down, or make them not fit.
 
-    What cannot be read is taken for harmless.
+    A condition that cannot be read counts as absent.
 
     Args:
-        root: where ``proc``, ``sys``, ``etc``, ``run``, ``usr`` and ``var`` are.
-        uid: user of the job; None: the effective one of this process.
+        root: parent of ``proc``, ``sys``, ``etc``, ``run``, ``usr`` and ``var``.
+        uid: user of the job; None: the effective user of this process.
     """
     checks: Sequence[Callable[[], Hazard | None]] = (
         lambda: _remove_ipc(arena_root, root, os.geteuid() if uid is None else uid),
@@ -49,9 +49,9 @@ def hazards(arena_root: Path, *, root: Path = Path("/"), uid: int | None = None)
 
 
 def _remove_ipc(arena_root: Path, root: Path, uid: int) -> Hazard | None:
-    """systemd-logind deletes what a user has in /dev/shm, directories too, when the last session of the user ends."""
+    """Detect RemoveIPC: systemd-logind deletes a user's files in /dev/shm when the user's last session ends."""
     run = root / "run" / "systemd"
-    # ``system`` is there where systemd booted the host (sd_booted(3)), ``seats`` where logind runs.
+    # ``system`` exists if systemd booted the host (sd_booted(3)), ``seats`` if logind runs.
     running = (run / "system").is_dir() and (run / "seats").is_dir()
     if not running or not arena_root.resolve().is_relative_to("/dev/shm") or uid <= _last_system_uid(root):
         return None
@@ -59,15 +59,15 @@ def _remove_ipc(arena_root: Path, root: Path, uid: int) -> Hazard | None:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:
         user = str(uid)
-    # A user who lingers never counts as gone.
+    # A lingering user never counts as logged out.
     if not _logind(root, "RemoveIPC") or (root / "var/lib/systemd/linger" / user).exists():
         return None
     return Hazard(
         "remove_ipc",
-        f"systemd-logind has RemoveIPC=yes: it deletes what {user} has in /dev/shm, {arena_root} included, "
-        "when the last session of that user on this machine ends (an ssh login that ends suffices)",
+        f"systemd-logind has RemoveIPC=yes: it deletes the files of {user} in /dev/shm, {arena_root} included, "
+        "when the last session of that user on this machine ends (the end of an ssh login suffices)",
         f"loginctl enable-linger {user}, or RemoveIPC=no in /etc/systemd/logind.conf and restart systemd-logind, "
-        "or name a tmpfs outside of /dev/shm with --ftckpt-arena",
+        "or name a tmpfs outside /dev/shm with --ftckpt-arena",
     )
 
 
@@ -78,7 +78,7 @@ def _on_disk(arena_root: Path, root: Path) -> Hazard | None:
     return Hazard(
         "arena_on_disk",
         f"{arena_root} is on {mount.point} ({mount.kind}), not on a tmpfs: snapshots are written to its disk, which "
-        "takes longer than a copy in memory",
+        "is slower than a copy in memory",
         "name a tmpfs with --ftckpt-arena (default: /dev/shm)",
     )
 
@@ -86,21 +86,21 @@ def _on_disk(arena_root: Path, root: Path) -> Hazard | None:
 def _small_tmpfs(arena_root: Path, root: Path) -> Hazard | None:
     where = existing(arena_root)
     mount, status = mount_of(where, root / "proc"), os.statvfs(where)
-    # 0 where the tmpfs was mounted without a limit.
+    # 0: the tmpfs is mounted without a size limit.
     size = status.f_blocks * status.f_frsize
     if mount.kind not in MEMORY_FILE_SYSTEMS or not 0 < size < _SMALL_BYTES:
         return None
     return Hazard(
         "small_tmpfs",
-        f"{mount.point} has {human(size)} in all: too small for snapshots of a large model (64 MiB is what docker "
-        "gives a container)",
-        f"enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory at {mount.point}; else mount -o "
-        f"remount,size=… {mount.point}), or name another tmpfs with --ftckpt-arena",
+        f"{mount.point} has {human(size)} in total, too little for snapshots of a large model (docker's default is "
+        "64 MiB)",
+        f"enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory at {mount.point}; otherwise mount "
+        f"-o remount,size=… {mount.point}), or name another tmpfs with --ftckpt-arena",
     )
 
 
 def _charged(arena_root: Path, root: Path) -> Hazard | None:
-    """Which memory limit arenas count against, while they are written and when their writers have gone."""
+    """The memory limit that arenas are charged to, while their writers live and after they exit."""
     mount = mount_of(existing(arena_root), root / "proc")
     limits = cgroup_limits(root / "proc", root / "sys/fs/cgroup")
     if not limits or mount.kind not in MEMORY_FILE_SYSTEMS:
@@ -109,16 +109,16 @@ def _charged(arena_root: Path, root: Path) -> Hazard | None:
     return Hazard(
         "memory_charged",
         f"slots are charged to the cgroup of the trainer that allocates them, parity to that of the SMP: "
-        f"{tight.name} has {human(tight.free_bytes)} left. What it was charged with stays charged when the trainers "
-        "end, to the group above once theirs is gone, until the arenas are removed",
-        "count the arenas in the memory that the job asks for (Slurm: --mem; Kubernetes: limits.memory)",
+        f"{tight.name} has {human(tight.free_bytes)} left. The charge remains after the trainers exit, on the parent "
+        "group once theirs is deleted, until the arenas are removed",
+        "include the arenas in the memory request of the job (Slurm: --mem; Kubernetes: limits.memory)",
     )
 
 
 def _logind(root: Path, key: str) -> bool:
-    """A yes-or-no setting of systemd-logind; what nobody set is as a comment of the shipped file has it, else yes."""
+    """A boolean setting of systemd-logind. The default is the comment in the shipped file, or yes."""
     places = [root / place / "systemd" for place in ("usr/lib", "usr/local/lib", "run", "etc")]
-    # As systemd reads them: a drop-in in /etc hides one of that name below /run and /usr, then names are in order.
+    # systemd's precedence: a drop-in in /etc hides one of the same name in /run and /usr; then in the order of names.
     drop_ins = {path.name: path for place in places for path in (place / "logind.conf.d").glob("*.conf")}
     main = [place / "logind.conf" for place in reversed(places) if (place / "logind.conf").exists()][:1]
     value = next((_values(path, "#")[key.lower()] for path in main if key.lower() in _values(path, "#")), "yes")
@@ -128,7 +128,7 @@ def _logind(root: Path, key: str) -> bool:
 
 
 def _values(path: Path, begin: str = "") -> dict[str, str]:
-    """``key=value`` lines that begin with ``begin``; keys in lower case, the last one counts."""
+    """``key=value`` lines with the prefix ``begin``; keys in lower case, the last one counts."""
     lines = [line.strip() for line in read_lines(path)]
     pairs = [line.removeprefix(begin).partition("=") for line in lines if line.startswith(begin)]
     return {key.strip().lower(): value.strip() for key, equals, value in pairs if equals and value.strip()}
@@ -139,5 +139,5 @@ def _last_system_uid(root: Path) -> int:
         words = line.split()
         if words[:1] == ["SYS_UID_MAX"] and len(words) > 1 and words[1].isdigit():
             return int(words[1])
-    # systemd's own default; it spares system users from RemoveIPC.
+    # systemd's default. RemoveIPC does not apply to system users.
     return 999

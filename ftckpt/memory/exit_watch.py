@@ -1,5 +1,4 @@
-"""How processes end of which this one is not the parent: seen between a death and the moment at which the parent
-takes what the kernel has of it."""
+"""Exit statuses of processes that are no children of this one: read from zombies before their parents reap them."""
 
 from __future__ import annotations
 
@@ -15,31 +14,31 @@ from ftckpt.memory.process import Process
 
 
 class Exit(NamedTuple):
-    """``status`` is what ``os.waitpid`` gives, 0 where nobody could see it; ``time``, in seconds since the epoch, is
-    when that was."""
+    """An exit: ``status`` as from ``os.waitpid``, 0 if unknown; ``time`` of its observation, in seconds since the
+    epoch."""
 
     status: int
     time: float
 
 
 def exit_now(owner: int) -> Exit:
-    """Of a process, by its owner word, that has ended."""
+    """The exit of a process that has ended, by its owner word."""
     return Exit(exit_status(owner), time.time())
 
 
 class ExitWatch:
-    """A thread waits for the end of each process that is followed: launchers take what is left of one at once, or
-    within a tenth of a second. Without pidfds there is none, and ``exit_of`` sees what is left when it is asked."""
+    """Records the exit statuses of processes by a thread that waits for them: launchers reap a process at once or
+    within 0.1 s. Without pidfds there is no thread, and ``exit_of`` reads the zombie when it is called."""
 
     def __init__(self) -> None:
-        self.processes: dict[int, tuple[int, Process]] = {}  # owners, by pidfd; the thread closes what it has taken
+        self.processes: dict[int, tuple[int, Process]] = {}  # pidfd → owner, process; the thread closes ended ones
         self._known: frozenset[int] = frozenset()  # owners that are followed, or cannot be
         self.exits: dict[int, Exit] = {}
-        self._thread: _WaitThread | None = None  # nothing is open before there is a process
+        self._thread: _WaitThread | None = None  # started, with its descriptors, for the first process
 
     def follow(self, owners: Set[int]) -> None:
-        """These live, and no others are asked for any more."""
-        for owner in list(self.exits):  # a copy: the thread adds to it
+        """Follow these live processes too, and forget the exits of all others."""
+        for owner in list(self.exits):  # a copy: the thread adds entries
             if owner not in owners:
                 del self.exits[owner]
         new, self._known = owners - self._known, frozenset(owners)
@@ -51,11 +50,11 @@ class ExitWatch:
                 self._thread.wait_for(process)
 
     def exit_of(self, owner: int) -> Exit:
-        """Of a process that has ended."""
+        """The exit of a process that has ended."""
         return self.exits.get(owner) or exit_now(owner)
 
     def close(self) -> None:
-        """Follow none any more."""
+        """Stop the thread and close all pidfds."""
         if self._thread is not None:
             self._thread.close()
         for _, process in self.processes.values():
@@ -64,11 +63,11 @@ class ExitWatch:
     def _taken(self, fd: int) -> None:
         owner, process = self.processes.pop(fd)
         self.exits[owner] = exit_now(owner)
-        process.close()  # by the thread alone: while it is open no other one has its number
+        process.close()  # only the thread closes: while the pidfd is open, its number is not reused
 
 
 class _WaitThread:
-    """The thread; ``ended`` is called with the pidfd of each process, which it has to close."""
+    """A thread that calls ``ended`` with the pidfd of each process that exits; ``ended`` closes it."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
         self._epoll, (self._bell, self._ring) = select.epoll(), os.pipe()
@@ -78,11 +77,11 @@ class _WaitThread:
         self._thread.start()
 
     def wait_for(self, process: Process) -> None:
-        """A thread that waits already sees it, too."""
+        """Wait for another process; a running epoll wait includes it at once."""
         self._epoll.register(process, select.EPOLLIN)
 
     def close(self) -> None:
-        """Returns when nothing more is called."""
+        """Stop the thread; ``ended`` is not called after this returns."""
         os.close(self._ring)
         self._thread.join()
         self._epoll.close()
@@ -93,6 +92,6 @@ class _WaitThread:
             for fd, _ in self._epoll.poll():
                 if fd == self._bell:
                     return
-                # By hand: a copy in a process that was forked meanwhile would keep it, and tell of it again.
+                # Explicitly: a copy of the pidfd in a forked child would keep it registered after it is closed.
                 self._epoll.unregister(fd)
                 self._ended(fd)

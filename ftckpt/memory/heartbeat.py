@@ -1,25 +1,25 @@
-"""Where the ranks of a node are in training, and the heartbeat of the node's SMP.
+"""Heartbeats: the progress of a node's ranks in training, and the state of the node's SMP.
 
 ``.pulse`` in the node's directory is shared memory with one 256-byte entry per rank, indexed by the rank's place on
 the node; the last entry is the SMP's. An entry is 32 native 64-bit words with one writer:
 
-* 0: owner: pid in the low 22 bits, above them the process's start time in clock ticks since boot; 0: nobody
+* 0: owner: pid in the low 22 bits, above them the process's start time in clock ticks since boot; 0: none
 * 1: inode of the owner's pid namespace
 * 2: CLOCK_MONOTONIC in ns of the last beat
 * 3: number of beats
-* 4: a rank's iteration plus 1, 0 where it is in none yet; the SMP's state
-* 5, 6: a rank's phase: up to 16 ASCII characters, the first in the low byte of word 5; of the SMP the
-  iteration plus 1 that it cannot protect, and the digest of its configuration
-* 7: a rank's number plus 1; 0: unknown; of the SMP the key of the snapshot that it writes to storage; 0: none
-* 8: of the SMP how far that is
-* 9: of the SMP the CLOCK_MONOTONIC in ns until which it rests, once it has protected the target
-* 10: the CLOCK_MONOTONIC in ns until which a rank copies, unless it says so again; 0: it does not copy
-* 11: of the SMP the ns that protecting a target may take by its forecast
-* 12: the CLOCK_MONOTONIC in ns at which a rank's iteration began
-* 16 to 25: what a rank counts, see ``HeartbeatGauge``
+* 4: rank: iteration plus 1, 0 before the first; SMP: its state
+* 5, 6: rank: phase, up to 16 ASCII characters, the first in the low byte of word 5; SMP: the iteration plus 1 that it
+  cannot protect, and the digest of its configuration
+* 7: rank: number plus 1, 0: unknown; SMP: key of the snapshot that it flushes, 0: none
+* 8: SMP: state of that flush
+* 9: SMP: CLOCK_MONOTONIC in ns until which it is throttled after it has protected the target
+* 10: rank: CLOCK_MONOTONIC in ns at which its copy lease ends, 0: it does not copy
+* 11: SMP: forecast duration of the protection of a target in ns
+* 12: rank: CLOCK_MONOTONIC in ns at the start of its iteration
+* 16 to 25: rank: counters, see ``HeartbeatGauge``
 
-Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
-needs no header: zeros and foreign bytes name no live owner, and each writer overwrites its own entry as a whole.
+There is no lock, which a killed process could keep forever, and no two words need to be consistent. The file has no
+header: zeros and foreign bytes identify no live owner, and each writer overwrites its entire entry.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ftckpt.memory.page import map_page, owner_lives, owner_word, pid_namespace,
 from ftckpt.model.snapshot import SnapshotId
 
 MAX_PLACES = 255
-"""With the entry of the SMP they fill 64 KiB."""
+"""Maximum of ranks on a node; with the SMP's entry they fill 64 KiB."""
 _ENTRY_WORDS = 32
 _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
@@ -50,13 +50,13 @@ _COUNTS = 16
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
 _COPY_LEASE_NS = 500_000_000
-"""A rank that says for this long neither that it copies nor that it does not is stopped, or gone."""
+"""Duration of a copy lease. A rank that copies renews it; one that does not renew it is stopped or gone."""
 
 
 class SmpState(IntEnum):
-    """What an SMP does: ``WAITING`` for a configuration, ``GUARDING`` by it.
+    """State of an SMP: ``WAITING`` for a configuration, or ``GUARDING``, which is configured and active.
 
-    ``CANNOT``: it guards, but the snapshot that is to be protected cannot be, as things are.
+    ``CANNOT``: it is active but cannot protect the current target.
     """
 
     NONE = 0
@@ -66,7 +66,7 @@ class SmpState(IntEnum):
 
 
 class FlushState(IntEnum):
-    """How far the SMPs are with writing a snapshot to storage: ``DONE`` when it is durable there, all of it."""
+    """Progress of the flush of a snapshot; ``DONE``: all of it is durable on storage."""
 
     NONE = 0
     WORKING = 1
@@ -75,39 +75,39 @@ class FlushState(IntEnum):
 
 
 class HeartbeatGauge(IntEnum):
-    """What a rank counts since it was started, for those who watch the job."""
+    """Counters and gauges of a rank since its start, for status and metrics."""
 
     SNAPSHOTS = 0
-    """That it has begun."""
+    """Snapshots that the rank has started."""
     SKIPPED = 1
-    """Snapshots that were due."""
+    """Due snapshots that it has skipped."""
     FAILED = 2
     BLOCKED_US = 3
-    """Microseconds for which training waited, at boundaries and in fences."""
+    """Microseconds for which training waited at boundaries and in fences."""
     COPIED_BYTES = 4
     DIFFERING = 5
-    """Fragments of which it held the same bits as others, and came to hold other ones."""
+    """Fragments that differ from their replicas although they must be equal."""
     PERSISTED = 6
     """The iteration of the newest snapshot on storage, plus 1."""
     WHOLE_BEHIND = 7
-    """Intervals between snapshots that training has passed since the newest whole one, or since it has begun."""
+    """Intervals that training has passed since the newest committed snapshot, or since its start."""
     PROTECTED_BEHIND = 8
-    """The same of the newest protected one."""
+    """Intervals that training has passed since the newest protected snapshot, or since its start."""
     NO_SNAPSHOTS = 9
-    """1 while it takes no snapshots: it has turned off, or its arena has too little memory."""
+    """1 while the rank takes no snapshots: it is turned off, or its arena has too little memory."""
 
     @property
     def label(self) -> str:
-        """As status and metrics name it."""
+        """Its name in status and metrics."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class RankHeartbeat:
-    """A rank's last sign of life. ``beat_ns`` is CLOCK_MONOTONIC; ``iteration`` and ``rank`` are -1 where unknown.
+    """A rank's last heartbeat. ``beat_ns`` is CLOCK_MONOTONIC; ``iteration`` and ``rank`` are -1 if unknown.
 
-    ``is_here`` is False for a process of another pid namespace, whose pid means nothing here: ``lives`` is None where
-    nothing else tells (``ftckpt.smp.liveness``). ``counts[count]`` is what it has told of that ``HeartbeatGauge``.
+    ``is_here`` is False for a process in another pid namespace, whose pid is unusable in this one: ``lives`` is then
+    None, unless ``ftckpt.smp.liveness`` knows it. ``counts[gauge]`` is the value of a ``HeartbeatGauge``.
     """
 
     place: int
@@ -123,7 +123,7 @@ class RankHeartbeat:
 
     @property
     def where(self) -> str:
-        """In words."""
+        """The phase and iteration as text."""
         phase = f"in {self.phase}" if self.phase else "before its first phase"
         return f"{phase}, after iteration {self.iteration}"
 
@@ -131,7 +131,7 @@ class RankHeartbeat:
 class Heartbeat:
     """One rank's view of the page, or, with ``place=None``, an observer's or the SMP's.
 
-    Nothing raises: where the page cannot be used ``problem`` says why, beats go nowhere and nobody is seen.
+    No method raises: if the page cannot be used, ``problem`` is the reason, beats are dropped and no rank is visible.
     """
 
     def __init__(self, words: memoryview, place: int | None, problem: str | None, rank: int = -1) -> None:
@@ -146,23 +146,23 @@ class Heartbeat:
 
     @classmethod
     def open(cls, node_dir: Path, place: int | None, rank: int = -1) -> Heartbeat:
-        """Join the page of the node whose arenas lie in ``node_dir``; never raises, see ``problem``.
+        """Join the page of the node directory ``node_dir``; never raises, see ``problem``.
 
         Args:
-            place: index of this rank among those of the node, at most 254; None: it has no beat of its own.
-            rank: its number in the job, for those who read about it.
+            place: index of this rank among the node's ranks, at most 254; None: no entry of its own.
+            rank: its number in the job, for readers.
         """
         try:
             if not 0 <= (place or 0) < MAX_PLACES:
-                raise OSError(f"place {place}, the most is {MAX_PLACES - 1}")
+                raise OSError(f"place {place} exceeds the maximum of {MAX_PLACES - 1}")
             return cls(map_page(node_dir / PULSE_NAME, _PAGE_BYTES), place, None, rank)
         except (OSError, ValueError) as error:
             return cls(
-                private_page(_PAGE_BYTES), None, f"{node_dir / PULSE_NAME}: no signs of life are shared: {error}"
+                private_page(_PAGE_BYTES), None, f"{node_dir / PULSE_NAME}: heartbeats are not shared: {error}"
             )
 
     def beat(self, iteration: int, phase: str) -> None:
-        """This rank has come to ``phase`` of ``iteration``. Takes microseconds; for one thread at a time."""
+        """Store that this rank entered ``phase`` of ``iteration``. Takes microseconds; one thread at a time."""
         if self._base is None:
             return
         words, base = self._words, self._base
@@ -170,44 +170,44 @@ class Heartbeat:
         if code is None:
             code = self._phases[phase] = _phase_words(phase)
         self._beats += 1
-        # Plus 1, here and for ranks: a page of zeros then reads as "unknown".
+        # Plus 1, as for rank numbers: zeros then read as "unknown".
         number = max(0, iteration + 1)
         if number != words[base + _ITERATION]:
             words[base + _BEGAN_NS] = time.monotonic_ns()
             words[base + _ITERATION] = number
         words[base + _PHASE], words[base + _PHASE_END] = code
         words[base + _BEATS] = self._beats
-        words[base + _BEAT_NS] = time.monotonic_ns()  # last: an age says how old the rest is at the most
+        words[base + _BEAT_NS] = time.monotonic_ns()  # last: the other words are at most as old as the beat
 
     def tell_copying(self, copying: bool) -> None:
-        """Whether this rank copies now; for one thread at a time."""
-        base = self._base  # once: the training thread may leave meanwhile
+        """Renew or end this rank's copy lease; one thread at a time."""
+        base = self._base  # read once: the training thread may leave concurrently
         if base is not None:
             self._words[base + _COPIES_UNTIL_NS] = time.monotonic_ns() + _COPY_LEASE_NS if copying else 0
 
     def ranks_copy(self) -> bool:
         """Whether any rank of the node copies now."""
         untils = self._words[_COPIES_UNTIL_NS : _SMP * _ENTRY_WORDS : _ENTRY_WORDS].tolist()
-        # The clock is read last: a lease that is longer than a lease was never given.
+        # The clock is read last, so a valid lease has at most its full duration left.
         now = time.monotonic_ns()
         return any(0 < until - now <= _COPY_LEASE_NS for until in untils)
 
     def tell_counts(self, counts: Sequence[int]) -> None:
-        """What this rank has counted so far, by ``HeartbeatGauge``."""
+        """Store this rank's counters, indexed by ``HeartbeatGauge``."""
         if self._base is not None:
             for word, value in enumerate(counts, self._base + _COUNTS):
                 self._words[word] = value
 
     def beat_smp(self, state: SmpState = SmpState.GUARDING, cannot: int = -1, digest: int = 0) -> None:
-        """The SMP is alive and in ``state``; called by nobody else.
+        """Store the SMP's beat and ``state``; only the SMP calls this.
 
-        ``cannot`` is the iteration it cannot protect, ``digest`` that of its configuration; 0: it has none.
+        ``cannot``: the iteration that it cannot protect; ``digest``: that of its configuration, 0: none.
         """
         words, base = self._words, _SMP * _ENTRY_WORDS
         if self._smp_beats == 0:
             self._enter(base, 0)
         self._smp_beats += 1
-        # The state last of these: whoever reads CANNOT must not find the iteration of an older one.
+        # The state comes last: a reader of CANNOT must not see an older iteration.
         words[base + _CANNOT] = max(0, cannot + 1)
         words[base + _DIGEST] = digest
         words[base + _STATE] = state
@@ -215,75 +215,75 @@ class Heartbeat:
         words[base + _BEAT_NS] = time.monotonic_ns()
 
     def tell_flush(self, snapshot: SnapshotId | None, state: FlushState) -> None:
-        """How far the SMP is with ``snapshot``; called by nobody else."""
+        """Store the state of the flush of ``snapshot``; only the SMP calls this."""
         words, base = self._words, _SMP * _ENTRY_WORDS
         key = _key(snapshot) if snapshot is not None else 0
         if words[base + _FLUSHED] != key:
-            # No state meanwhile: a reader must not find that of the one before beside this one.
+            # Cleared first: a reader must not see the previous flush's state with this key.
             words[base + _FLUSH_STATE] = FlushState.NONE
             words[base + _FLUSHED] = key
         words[base + _FLUSH_STATE] = state
 
     def tell_rest(self, until_secs: float) -> None:
-        """Until when (``time.monotonic``) the SMP begins with no other target; called by nobody else."""
+        """Store the time (``time.monotonic``) until which the SMP is throttled; only the SMP calls this."""
         self._words[_SMP * _ENTRY_WORDS + _REST_NS] = int(until_secs * 1e9)
 
     def smp_rests(self) -> bool:
-        """Whether the SMP's share of the cores is used up yet."""
+        """Whether the SMP is throttled now: its share of the cores is used up."""
         return self._words[_SMP * _ENTRY_WORDS + _REST_NS] > time.monotonic_ns()
 
     def tell_wait(self, secs: float) -> None:
-        """How long the SMP may need for a target; called by nobody else."""
+        """Store the forecast duration of the protection of a target; only the SMP calls this."""
         self._words[_SMP * _ENTRY_WORDS + _WAIT_NS] = int(secs * 1e9)
 
     def smp_wait_secs(self) -> float:
-        """How long the SMP may need for a target, as it forecasts; 0: it has nothing to wait for."""
+        """The SMP's forecast duration of the protection of a target; 0: there is no forecast."""
         return self._words[_SMP * _ENTRY_WORDS + _WAIT_NS] / 1e9
 
     def flush_state(self, snapshot: SnapshotId) -> FlushState:
-        """How far the SMP says that it is with ``snapshot``."""
+        """The SMP's state of the flush of ``snapshot``; NONE if it flushes another one."""
         base = _SMP * _ENTRY_WORDS
         state = self._words[base + _FLUSH_STATE]
-        # Asked behind the state: where it is another snapshot's by now, so may the state be.
+        # Compared after the state is read: if the key differs by now, the state may belong to another snapshot.
         is_named = self._words[base + _FLUSHED] == _key(snapshot)
         return FlushState(state) if is_named and state <= max(FlushState) else FlushState.NONE
 
     def ranks(self) -> list[RankHeartbeat]:
-        """The entries of all ranks that ever joined and did not leave, dead ones included, by place."""
+        """The entries of all ranks that joined and did not leave, dead ones included, by place."""
         return [self._read(place) for place in range(MAX_PLACES) if self._words[place * _ENTRY_WORDS + _OWNER]]
 
     def began_secs(self) -> float:
-        """When (``time.monotonic``) the iteration began that runs now, by the first rank of the node; 0: unknown."""
+        """Start (``time.monotonic``) of the current iteration of the node's first rank with one; 0: unknown."""
         return next(filter(None, self._words[_BEGAN_NS : _SMP * _ENTRY_WORDS : _ENTRY_WORDS]), 0) / 1e9
 
     def furthest(self) -> int:
-        """The last boundary that a rank has passed which ever joined, also of those that have left; -1: none."""
+        """The last boundary that any rank has passed, including ranks that have left; -1: none."""
         return max(self._words[place * _ENTRY_WORDS + _ITERATION] for place in range(MAX_PLACES)) - 1
 
     def smp_alive(self, max_age_secs: float) -> bool:
-        """Whether the SMP lives and gave a sign of life in the last ``max_age_secs``."""
+        """Whether the SMP lives and its last beat is at most ``max_age_secs`` old."""
         owner, age_secs, _ = self.smp()
         return owner != 0 and age_secs <= max_age_secs and self._lives(_SMP) is not False
 
     def smp(self) -> tuple[int, float, SmpState]:
-        """The SMP's owner word (0: there is none), the age of its last sign of life in seconds, its state."""
+        """The SMP's owner word (0: no SMP), the age of its last beat in seconds, its state."""
         base = _SMP * _ENTRY_WORDS
         owner, beat_ns, state = (self._words[base + word] for word in (_OWNER, _BEAT_NS, _STATE))
-        age_ns = time.monotonic_ns() - beat_ns  # the clock is read last: a beat in the future is none
+        age_ns = time.monotonic_ns() - beat_ns  # the clock is read last: a beat in the future is invalid
         age_secs = age_ns / 1e9 if age_ns >= 0 else math.inf
         return owner, age_secs, SmpState(state) if state <= max(SmpState) else SmpState.NONE
 
     def smp_beat(self) -> tuple[int, int]:
-        """The SMP's owner word and how many signs of life it gave: as long as they stay, it gives none."""
+        """The SMP's owner word and number of beats; while both are unchanged, it does not beat."""
         base = _SMP * _ENTRY_WORDS
         return self._words[base + _OWNER], self._words[base + _BEATS]
 
     def smp_lives(self) -> bool:
-        """Whether the SMP is a process of this pid namespace that lives, however silent."""
+        """Whether the SMP is a live process of this pid namespace, whether or not it beats."""
         return self._lives(_SMP) is True
 
     def smp_cannot(self, iteration: int) -> bool:
-        """Whether the SMP cannot protect the snapshot of ``iteration``, this one and no other."""
+        """Whether the SMP reports that it cannot protect the snapshot of ``iteration``."""
         base = _SMP * _ENTRY_WORDS
         return self._words[base + _STATE] == SmpState.CANNOT and self._words[base + _CANNOT] == iteration + 1
 
@@ -292,27 +292,27 @@ class Heartbeat:
         return digest != 0 and self._words[_SMP * _ENTRY_WORDS + _DIGEST] == digest
 
     def leave(self) -> None:
-        """This rank trains no more: nobody shall wait for its next beat. Later beats go nowhere."""
+        """Withdraw this rank's entry, so that no reader waits for its next beat. Later beats are dropped."""
         if self._base is not None:
-            # The owner alone: an entry without one counts as nobody's, whatever else stands in it.
+            # Clearing the owner suffices: an entry without one is ignored.
             self._words[self._base + _OWNER] = 0
             self._base = None
 
     def leave_smp(self) -> None:
-        """The SMP ends: trainers see at once, not by the age of its last beat, that nobody guards."""
+        """Withdraw the SMP's entry: trainers notice at once, not by the age of its last beat."""
         self._words[_SMP * _ENTRY_WORDS + _OWNER] = 0
 
     def forget_others(self, num_ranks: int) -> None:
-        """The node has ``num_ranks`` ranks now: entries of further places are of an earlier start with more.
+        """Clear entries beyond ``num_ranks``, the number of ranks on the node: an earlier start had more.
 
-        For the one process that holds the job's lock on this node: none of those can still train.
+        Only the process with the job's lock on this node calls this: no rank of an earlier start can still train.
         """
         for word in range(num_ranks * _ENTRY_WORDS, MAX_PLACES * _ENTRY_WORDS):
             self._words[word] = 0
 
     def _enter(self, base: int, number: int) -> None:
         owner = owner_word(os.getpid())
-        # The owner goes first and comes last: a reader never takes what the one before left for this one's.
+        # The owner is cleared first and stored last: no reader attributes the previous owner's words to this one.
         for word in range(_ENTRY_WORDS):
             self._words[base + word] = 0
         self._words[base + _NAMESPACE] = self._namespace
@@ -344,7 +344,7 @@ class Heartbeat:
 
 
 def _key(snapshot: SnapshotId) -> int:
-    """One word for a snapshot, never 0."""
+    """A hash of a snapshot as one word, never 0."""
     return xxhash.xxh3_64_intdigest(snapshot.pack()) | 1
 
 

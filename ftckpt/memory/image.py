@@ -1,7 +1,7 @@
-"""The bytes of a slot: a safetensors file whose layout is a pure function of the manifest.
+"""The byte image of a slot: a safetensors file whose layout is a pure function of the manifest.
 
-Byte map, rules and what is forbidden: ``FORMAT.md``. A reader never trusts the offsets in a file: it computes
-the image from the manifest and compares.
+``FORMAT.md`` has the byte map and the rules. A reader never trusts the offsets in a file: it computes the image from
+the manifest and compares.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ class Span:
         return self.end - self.begin
 
     def shifted(self, by: int) -> Span:
-        """The same length, ``by`` bytes further on."""
+        """This span moved by ``by`` bytes."""
         return Span(self.begin + by, self.end + by)
 
     def cut(self, nbytes: int) -> tuple[Span, ...]:
-        """Pieces of ``nbytes``, the last one possibly shorter; none of an empty span."""
+        """Split into pieces of ``nbytes``, the last one possibly shorter; an empty span has none."""
         return tuple(Span(at, min(at + nbytes, self.end)) for at in range(self.begin, self.end, nbytes))
 
 
 @dataclass(frozen=True, slots=True)
 class SectionSpan:
-    """Where a section of the manifest lies: its bytes, and its chunks ``first_chunk`` on of the slot.
+    """The place of a manifest's section in the slot: its bytes, and its chunks from ``first_chunk``.
 
-    ``kind``, ``group`` and ``of`` are those of ``Section``. ``span`` ends with the last byte of the last
-    fragment.
+    ``kind``, ``group`` and ``of`` are those of ``Section``. ``span`` ends with the last byte of the last fragment.
     """
 
     kind: str
@@ -64,14 +63,14 @@ class SectionSpan:
 
 
 def section_layout(fragments: Iterable[Fragment]) -> tuple[tuple[int, ...], int]:
-    """Offset of each fragment from the begin of their section, and the section's length, in bytes.
+    """Offset of each fragment from the start of its section, and the section's length, in bytes.
 
-    Sections begin on pages, so this is the same wherever in a slot, and in whose slot, the section lies.
+    Sections start on pages, so this layout is the same in every slot and at every position.
     """
     offsets, end = [], 0
     for fragment in fragments:
         nbytes = fragment.nbytes
-        # Each gap is an entry of the header: small tensors padded to a cache line would nearly double their number.
+        # Each gap is a header entry: padding small tensors to a cache line would nearly double the entries.
         begin = end + -end % (WIDE_BYTES if nbytes >= PAGE_BYTES else fragment.item_bytes)
         offsets.append(begin)
         end = begin + nbytes
@@ -79,29 +78,30 @@ def section_layout(fragments: Iterable[Fragment]) -> tuple[tuple[int, ...], int]
 
 
 def gaps(spans: Sequence[Span], file_bytes: int) -> tuple[Span, ...]:
-    """What lies between ``spans``, which stand in order, and behind the last of them."""
+    """The gaps between ``spans``, which are sorted, and after the last one."""
     ends = [*(span.begin for span in spans[1:]), file_bytes]
     return tuple(Span(span.end, end) for span, end in zip(spans, ends, strict=True))
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library refuses longer headers."""
+"""The safetensors library rejects longer headers."""
 
 FORMAT = "ftckpt-slot"
 VERSION = "1"
 OBJECTS_NAME = "__objects__"
 _BEGIN = b'{"__metadata__":'
-"""What the text of a header begins with."""
+"""The start of a header's text."""
 
 
 @dataclass(frozen=True)
 class SlotImage:
-    """Where each byte of a slot lies; every offset counts from the start of the file.
+    """The layout of a slot; every offset counts from the start of the file.
 
-    ``offsets`` follows ``manifest.fragments``. ``stepped`` and ``volatile`` end with the last byte of their
-    last fragment; ``objects`` is the capacity, not the length in use. ``chunks`` cuts each section of the
-    stepped region, then the volatile region into pieces of ``manifest.chunk_bytes``; the last of each may be
-    shorter. ``sections`` follows ``manifest.sections``; without those it is one private section.
+    ``offsets`` is in the order of ``manifest.fragments``. ``stepped`` (optimizer-updated state) and ``volatile``
+    (mutable state) end with the last byte of their last fragment; ``objects`` is the capacity, not the length in use.
+    ``chunks`` cuts each section of the stepped region, then the volatile region into pieces of
+    ``manifest.chunk_bytes``; the last of each may be shorter. ``sections`` is in the order of ``manifest.sections``,
+    or one private section if there are none.
     """
 
     manifest: Manifest
@@ -120,7 +120,7 @@ class SlotImage:
         """Compute the image of ``manifest``.
 
         Raises:
-            ConfigError: a name occurs twice, a size is negative, or the image passes the format's bounds.
+            ConfigError: a duplicate name, a negative size, or an image beyond the format's bounds.
         """
         return _image_of(manifest)
 
@@ -138,10 +138,10 @@ class SlotImage:
         objects_begin = entries.add(OBJECTS_NAME, "U8", f"[{manifest.objects_bytes}]", manifest.objects_bytes)
         entries.align(PAGE_BYTES)
         spans = [span for _, span, _ in placed]
-        # Before spans are cut: a hostile manifest must not ask for an endless list.
+        # Checked before spans are cut: a hostile manifest must not make an endless list.
         _check_chunk_count(manifest, *(span.nbytes for span in spans), volatile.nbytes)
         header = _header(manifest, entries.texts)
-        # Until here offsets count from the end of the header, whose length follows from all entries.
+        # Offsets so far count from the end of the header, whose length depends on all entries.
         base = len(header)
         offsets = [*(offset for _, _, own in placed for offset in own), *volatile_offsets]
         sections, chunks = _cut(placed, base, manifest.chunk_bytes)
@@ -161,12 +161,12 @@ class SlotImage:
 
     @property
     def pads(self) -> tuple[Span, ...]:
-        """Gaps behind each section and region; they hold zeros and belong to no chunk."""
+        """Gaps after each section and region; they contain zeros and belong to no chunk."""
         regions = [*(section.span for section in self.sections), self.volatile, self.objects]
         return gaps(regions, self.file_bytes)
 
     def holding(self, node: str, rack: str, arena: str) -> ArenaLayout:
-        """What protection must know of an arena whose slots have this image."""
+        """The layout, for protection, of an arena whose slots have this image."""
         lengths, behind = tuple(chunk.nbytes for chunk in self.chunks), self.num_stepped_chunks
         sections = []
         for s in self.sections:
@@ -182,13 +182,13 @@ class SlotImage:
             sections=tuple(sections),
             volatile=(behind, lengths[behind:]),
             slot_bytes=self.file_bytes,
-            # The manifest has fewer bytes than the header that holds it.
+            # The header contains the manifest, so its size is an upper bound.
             package_bytes=len(self.header) + 8 * len(lengths) + self.objects.nbytes + sum(lengths[behind:]),
         )
 
 
 def header_bytes(first: Buffer) -> int:
-    """Of a slot's header with its length, as the ``first`` 8 bytes say. CorruptError where none has so many."""
+    """Size of a slot's header, length field included, from its ``first`` bytes; CorruptError if impossible."""
     if len(first) < 8:
         raise CorruptError(f"slot header: truncated, {len(first)} bytes are too few for a length")
     length = int.from_bytes(first[:8], "little")
@@ -200,10 +200,10 @@ def header_bytes(first: Buffer) -> int:
 
 
 def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
-    """The image of an existing slot, from its first bytes (all of its header at least).
+    """The image of an existing slot, from its first bytes (at least its entire header).
 
     Raises:
-        CorruptError: not a slot, or a header that differs from the one its own manifest gives.
+        CorruptError: not a slot, or a header that differs from the one that its manifest implies.
         MismatchError: a slot of another format version.
     """
     with memoryview(buffer) as view, view.cast("B") as data:
@@ -214,11 +214,10 @@ def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
 _image_of = lru_cache(maxsize=16)(SlotImage._of)
 
 
-@lru_cache(maxsize=16)  # about the ranks of a node: a restart opens each of its arenas several times
+@lru_cache(maxsize=16)  # about the ranks of a node: a restart opens each of their arenas several times
 def _image_of_text(text: bytes) -> SlotImage:
-    # Of the tensor table nothing is read: it must be the one that the manifest gives.
     image = _image_of_metadata(_metadata(text))
-    # All of the text: then no offset in the file can be another than the computed one, whatever it claims.
+    # The tensor table is not parsed: the text must equal the computed one, so offsets need not be trusted.
     if text != image.header[8:]:
         table = _json_object(text)
         del table["__metadata__"]
@@ -227,9 +226,9 @@ def _image_of_text(text: bytes) -> SlotImage:
 
 
 def _metadata(text: bytes) -> Any:
-    """The first entry, where it is that of the metadata; else the one that is somewhere, if any."""
+    """The metadata entry: parsed alone if it comes first, otherwise looked up in the parsed text; None if missing."""
     if text.startswith(_BEGIN):
-        with suppress(ValueError, RecursionError):  # what is wrong with it shows when all is read
+        with suppress(ValueError, RecursionError):  # the parser of the full text reports the error
             return json.JSONDecoder().raw_decode(text.decode(), len(_BEGIN))[0]
     return _json_object(text).get("__metadata__")
 
@@ -239,7 +238,7 @@ class _Entries:
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
-        """Of each entry, by name, its JSON."""
+        """Name → the JSON of the entry."""
         self.end = 0
         self._num_pads = 0
 
@@ -260,7 +259,7 @@ class _Entries:
             self._num_pads += 1
 
     def add_region(self, fragments: tuple[Fragment, ...]) -> tuple[Span, tuple[int, ...]]:
-        """Entries for ``fragments`` from the next page on; their span, and the offset of each."""
+        """Add entries for ``fragments`` from the next page; returns their span and the offset of each."""
         self.align(PAGE_BYTES)
         begin = self.end
         relative, nbytes = section_layout(fragments)
@@ -283,7 +282,7 @@ def _divided(manifest: Manifest) -> list[tuple[Section, tuple[Fragment, ...]]]:
 def _cut(
     placed: list[tuple[Section, Span, tuple[int, ...]]], base: int, chunk_bytes: int
 ) -> tuple[tuple[SectionSpan, ...], tuple[Span, ...]]:
-    """Where each section lies in the file, its header of ``base`` bytes included, and the chunks of all."""
+    """The place of each section in the file, after its header of ``base`` bytes, and all chunks."""
     sections: list[SectionSpan] = []
     chunks: list[Span] = []
     for section, place, _ in placed:
@@ -294,10 +293,10 @@ def _cut(
     return tuple(sections), tuple(chunks)
 
 
-@lru_cache(maxsize=1 << 14)  # tensors are many, and few are of a shape of their own
+@lru_cache(maxsize=1 << 14)  # many tensors have few different shapes
 def _shape(box: Shape, numel: int) -> str:
-    """Of so many elements of a box, in JSON."""
-    # A flat range of a box is no box: it has one dimension.
+    """The shape of ``numel`` elements of a box, in JSON."""
+    # A flat range of a box has one dimension.
     return json.dumps(box if numel == math.prod(box) else [numel], separators=(",", ":"))
 
 
@@ -306,12 +305,12 @@ def _header(manifest: Manifest, entries: Mapping[str, str]) -> bytes:
     own = json.dumps(metadata, separators=(",", ":"))
     table = (f"{encode_basestring_ascii(name)}:{entry}" for name, entry in entries.items())
     text = _BEGIN + ",".join([own, *table]).encode() + b"}"
-    # 8 bytes of length stand before the text. safetensors allows spaces behind it; data begins on a page.
+    # An 8-byte length precedes the text. safetensors allows trailing spaces; data starts on a page.
     text += b" " * (-(len(text) + 8) % PAGE_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise ConfigError(
             f"slot image: {len(entries)} entries need a header of {len(text)} bytes, "
-            f"safetensors allows {MAX_HEADER_BYTES}; hold the state in fewer fragments"
+            f"safetensors allows {MAX_HEADER_BYTES}; use fewer fragments"
         )
     return len(text).to_bytes(8, "little") + text
 
@@ -326,10 +325,10 @@ def _check_chunk_count(manifest: Manifest, *region_bytes: int) -> None:
 
 
 def _header_text(data: memoryview) -> bytes:
-    """The JSON of a header, its length checked before anything is copied."""
+    """The JSON of a header; its length is checked before the copy."""
     end = header_bytes(data)
     if end > len(data):
-        raise CorruptError(f"slot header: truncated, {end} bytes announced, {len(data)} there")
+        raise CorruptError(f"slot header: truncated, {len(data)} of {end} bytes")
     return bytes(data[8:end])
 
 
@@ -351,10 +350,10 @@ def _image_of_metadata(metadata: Any) -> SlotImage:
         raise MismatchError(f"slot has format version {str(version)[:20]!r}, this ftckpt reads {VERSION!r}")
     manifest = metadata.get("manifest")
     if not isinstance(manifest, str):
-        raise CorruptError("slot header: __metadata__ holds no manifest")
+        raise CorruptError("slot header: __metadata__ has no manifest")
     try:
         return SlotImage.of(Manifest.decode(manifest.encode()))
-    # What a hostile manifest can raise: infinite or endless numbers, deep nesting, wrong types.
+    # Errors that a hostile manifest can cause: infinite or endless numbers, deep nesting, wrong types.
     except (CorruptError, ConfigError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise CorruptError(f"slot header: bad manifest: {str(error)[:200]}") from None
 

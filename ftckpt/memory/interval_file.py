@@ -1,5 +1,5 @@
-"""The interval that an attempt has found to keep the overhead budget, for the next one to begin with: one link in the
-node's directory, which leads nowhere and takes no page of a tmpfs that may be full."""
+"""The interval that keeps the overhead budget, as measured by one attempt for the next: stored as the target of a
+dangling link in the node's directory, because a file needs a page of a tmpfs that may be full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ftckpt.memory.directory import INTERVAL_NAME, fresh_name
 
 
 def write_interval(node_dir: Path, interval: int, budget: float) -> None:
-    """Replace the node's interval. Where the directory takes no link the next attempt measures again."""
+    """Replace the node's interval. If that fails, the next attempt measures again."""
     path = node_dir / INTERVAL_NAME
     with suppress(OSError), fresh_name(path) as fresh:
         fresh.symlink_to(f"{interval} at {budget!r}")
@@ -19,7 +19,7 @@ def write_interval(node_dir: Path, interval: int, budget: float) -> None:
 
 
 def read_interval(node_dir: Path, budget: float) -> int:
-    """The node's interval; 0 where there is none that was found for this ``budget``."""
+    """The node's interval for this ``budget``; 0 if there is none."""
     try:
         interval, _, found_for = os.readlink(node_dir / INTERVAL_NAME).partition(" at ")
         return int(interval) if float(found_for) == budget else 0

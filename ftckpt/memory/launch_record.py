@@ -1,11 +1,10 @@
-"""What a launcher run has come to on this machine: a record that outlives its ranks, and ends the launcher's retries.
+"""The record of a launcher run on this machine: it outlives the ranks and ends the launcher's retries.
 
-A launcher starts all ranks again whenever one fails: after an error that each attempt meets anew, and after a crash
-in the exit of a job that is done. What earlier attempts came to lies in a file of the launcher run, which the next
-one reads before anything else: how many starts in a row came to nothing, and whether it is over. The file is named
-for the process of the launcher and for what it has launched, so that another run of the same job finds nothing, a
-second one by the same process neither, and whoever comes later knows without a guess which files are of no use any
-more.
+A launcher restarts all ranks whenever one fails: also after an error that every attempt repeats, and after a crash
+in the exit of a completed job. Each attempt first reads the run's file: the number of consecutive starts without
+progress, and whether the run is over. The file name contains the launcher's process and a digest of the launch. So
+another run of the same job has another file, even by the same process, and later runs can tell which files are
+stale.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ from ftckpt.memory.locks import FileLock
 from ftckpt.memory.page import owner_lives, owner_word, pid_namespace
 
 RUN_VARIABLE = "FTCKPT_RUN"
-"""Names a launcher run that is none of torchrun: a script that starts a job again and again sets it."""
+"""Names a launcher run without torchrun; scripts that restart a job set it."""
 MOST_STARTS = 3
-"""Starts in a row that may end without a snapshot, and no further than those before them."""
+"""Maximum of consecutive starts without a snapshot and without further progress in training."""
 _LOCK_SECS = 5.0
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OF_PROCESS = re.compile(r"([0-9a-f]+)-([0-9]+)-([0-9a-f]+)-[0-9a-f]+")
 _KEPT_SECS = 14 * 86400.0
-"""A record of which nobody here knows whether its launcher has ended. No script waits so long before it starts a job
-again; that a row of failures is forgotten does no harm."""
+"""Age at which a record is stale if it is unknown whether its launcher runs. It exceeds any script's pause between
+restarts, and losing a count of failures is harmless."""
 _SUFFIX = ".run"
 RUNS_PREFIX = "ftckpt-runs-"
-"""Of the name of a directory, which a number follows: no job is called so."""
+"""Prefix of a directory name, followed by a user id; it is no job's directory."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Of one launcher run on one machine.
+    """The outcome of one launcher run on one machine so far.
 
-    ``code`` is None while it may go on, else the exit code of each further attempt, for the reason ``text``.
-    ``starts`` counts those of ``job`` since a snapshot was whole, or one has come further than all before it.
-    ``repeated``: the last attempt has said it again. ``arena`` tells where snapshots lay that a rank may have left
-    which crashed as they were removed. ``attempts`` are all starts of ``job``: no boundary behind ``furthest`` is
-    known that any but the last has passed.
+    ``code``: None while the run may continue, otherwise the exit code of every further attempt, for the reason
+    ``text``. ``starts``: starts of ``job`` since the last committed snapshot or the last progress beyond earlier
+    attempts. ``repeated``: the last attempt has logged the reason again. ``arena``: the root of snapshots that a
+    rank may have left behind by crashing during their removal. ``attempts``: all starts of ``job``. ``furthest``:
+    the furthest boundary that an attempt is known to have passed, except the current one.
     """
 
     starts: int = 0
@@ -70,12 +69,12 @@ class RunOutcome:
         return self.code is not None
 
     def of(self, job: str) -> RunOutcome:
-        """What it says of ``job``: all, where that is "", for unknown; nothing, where it is of another one."""
+        """This outcome if it belongs to ``job`` or either job is unknown (""); otherwise an empty one."""
         return self if not job or self.job in ("", job) else RunOutcome()
 
     def with_reached(self, reached: int) -> RunOutcome:
-        """The last attempt has passed the boundary ``reached``, and none behind it; -1: no boundary is known of."""
-        # What the first one has passed nobody can have passed before; who fails there again has come no further.
+        """This outcome after the last attempt passed ``reached`` as its last boundary; -1: unknown."""
+        # The first attempt has none to compare with: a second one that fails at the same boundary is no progress.
         if not self.attempts:
             return self
         is_further = self.attempts > 1 and reached > self.furthest
@@ -83,12 +82,10 @@ class RunOutcome:
 
 
 class LauncherRun:
-    """The launcher run ``name``, as one process of an attempt knows it; where that is "" nothing is stored, and
-    nothing is over.
+    """One process's access to the record of the launcher run ``name``; "" stores nothing and is never over.
 
-    Nothing raises: a job trains without a record as it does with one. ``problem`` says why there is none. ``job`` is
-    what this process trains, "" where that is not known: what another job of the same launcher came to is not its
-    own.
+    No method raises: a job trains without a record too, and ``problem`` is the reason. ``job`` is the job of this
+    process, "" if unknown: the outcome of another job of the same launcher does not apply to it.
     """
 
     def __init__(self, name: str, heard: LauncherRun | None = None) -> None:
@@ -96,20 +93,20 @@ class LauncherRun:
         self.job = ""
         self.problem = ""
         self._heard = heard or self
-        self._found: dict[str, RunOutcome] = {}  # by the job that was begun
+        self._found: dict[str, RunOutcome] = {}  # job → outcome before its first ``begin`` in this process
         self._is_done = False
 
     def unheard(self) -> LauncherRun:
-        """For a rank that another one speaks for: it stores nothing, but what it has done it can take back."""
+        """A run that stores nothing, for a rank that another one speaks for; its ``end`` marks this run as done."""
         return LauncherRun("", self)
 
     @cached_property
     def before(self) -> RunOutcome:
-        """What attempts before this process came to; what it has ended itself it may begin anew."""
+        """The outcome before this process, without its own changes."""
         return self.read()
 
     def read(self) -> RunOutcome:
-        """What earlier attempts came to."""
+        """The outcome now; empty if there is no readable record."""
         try:
             return _load(_path(self.name)) if self.name else RunOutcome()
         except (OSError, ValueError, TypeError, FtckptError) as error:
@@ -117,12 +114,11 @@ class LauncherRun:
             return RunOutcome()
 
     def begin(self, job: str, reached: int = -1) -> int:
-        """One more start of ``job``; returns how many before it came to nothing. Records of launchers that ended are
-        removed.
+        """Count a start of ``job``; returns the number of consecutive starts without progress before it.
 
-        What is over is not any more: who comes here knows of that, and trains all the same. A process that begins
-        anew, as after a load from storage, is no further start; one launcher may start several jobs in turn.
-        ``reached``: the last boundary that the start before this one is known to have passed.
+        Clears an earlier end: the caller knows of it and trains nevertheless. A second call for the same job in this
+        process, as after a load from storage, is not counted; one launcher may start several jobs in turn.
+        ``reached``: the last boundary that the previous start is known to have passed. Stale records are removed.
         """
         self.job, is_first = job, job not in self._found
 
@@ -141,17 +137,18 @@ class LauncherRun:
         return self._found[job].starts
 
     def take_back(self) -> None:
-        """This start is none of those that made no snapshot: what kept it from that may be over at the next one."""
+        """Uncount this start: the obstacle to its snapshots may be gone at the next one."""
         self._change(lambda now: replace(now, starts=max(0, now.starts - 1)))
 
     def progress(self) -> None:
-        """A snapshot is whole that this attempt has made."""
+        """Reset the count of starts: this attempt has a committed snapshot."""
         self._change(lambda now: replace(now, starts=0))
 
     def end(self, code: int | None, text: str, arena: str = "", job: str = "", *, is_last: bool = False) -> bool:
-        """What ended this attempt, and with a ``code`` every further one; whether nobody has said so before.
+        """Store the end of this attempt, and with a ``code`` of every further one.
 
-        Where nothing can be stored everybody is the first. Who is the first in the last attempt says it for its end.
+        Returns whether the reason is new and the run was not over: then the caller logs it. Without a record this is
+        always true. ``is_last``: this is the last attempt, after which the reason need not be repeated.
         """
         is_first, self._heard._is_done = True, code == 0
         job = job or self.job
@@ -169,13 +166,13 @@ class LauncherRun:
         return is_first
 
     def resume(self) -> None:
-        """What this process has done is not all: it trains another model, or its script has failed since."""
+        """Withdraw this process's "job completed": it trains another model, or its script has failed since."""
         if self._is_done:
             self._is_done = False
             self._change(lambda now: replace(now, code=now.code or None))
 
     def repeat(self) -> bool:
-        """Whether nobody has said again what ended the run."""
+        """Mark the reason as repeated; returns whether this process is the first, which logs it again."""
         is_first = True
 
         def change(now: RunOutcome) -> RunOutcome:
@@ -187,13 +184,13 @@ class LauncherRun:
         return is_first
 
     def remove_leftovers(self) -> None:
-        """Remove the snapshots of a job that was done: a rank may have crashed as it was to do so."""
+        """Remove the snapshots of a completed job: a rank may have crashed before it removed them."""
         if self.before.code == 0 and self.before.job:
-            with suppress(FtckptError, OSError):  # what a live process holds stays
+            with suppress(FtckptError, OSError):  # a live process of the job
                 clean_job(Path(self.before.arena), self.before.job)
 
     def remove(self) -> None:
-        """Forget what earlier attempts came to."""
+        """Delete the record of earlier attempts."""
         with suppress(OSError, FtckptError):
             if self.name:
                 _path(self.name).unlink(missing_ok=True)
@@ -215,7 +212,7 @@ class LauncherRun:
 
 @dataclass(frozen=True)
 class AgentProcess:
-    """torchrun's process on this machine: the words of its command line, its environment and where it was started."""
+    """torchrun's process on this machine: its command line, environment and working directory."""
 
     owner: int
     command: list[str]
@@ -224,13 +221,13 @@ class AgentProcess:
 
 
 def agent_of(env: Mapping[str, str]) -> AgentProcess | None:
-    """The agent that started this process; None: none did, or it cannot be looked at."""
+    """The agent that started this process; None if there is none or /proc does not show it."""
     run_id = env.get(_TORCHRUN)
     if run_id is None:
         return None
     try:
         pid = os.getppid()
-        # A wrapper between the agent and the rank has the agent's settings as the rank does; the agent has not.
+        # A wrapper between agent and rank inherits the variable that the agent sets; the agent itself lacks it.
         while (agent := _environment(pid)).get(_TORCHRUN) == run_id:
             pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
         return AgentProcess(owner_word(pid), _words(pid, "cmdline"), agent, Path(os.readlink(f"/proc/{pid}/cwd")))
@@ -248,18 +245,18 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 _runs: dict[str, LauncherRun] = {}
-"""Those that this process has asked for: a second engine or load is no second start of it."""
-off_in_children(_runs.clear)  # what the parent has done a child cannot take back
+"""Runs of this process by name: a second engine or load is not a second start."""
+off_in_children(_runs.clear)  # a child must not withdraw its parent's completion
 
 
 def launcher_run(env: Mapping[str, str]) -> LauncherRun:
-    """What started this process, and may start it again.
+    """The launcher run that started this process: named by ``FTCKPT_RUN``, otherwise by torchrun's agent.
 
-    ``FTCKPT_RUN`` where that is set, else torchrun's agent; one without a name where neither is.
+    Without either it has no name and stores nothing.
     """
     name = ""
     if _NAME.fullmatch(given := env.get(RUN_VARIABLE, "")):
-        # Nodes of a cluster may share what is temporary.
+        # The node's name is added because nodes may share the temporary directory.
         name = f"{given}.{node_here(env)[0]}"
     elif (agent := agent_of(env)) is not None:
         name = f"{agent.owner:x}-{this_machine()}-{_launch(agent, env)}"
@@ -267,15 +264,15 @@ def launcher_run(env: Mapping[str, str]) -> LauncherRun:
 
 
 def _launch(agent: AgentProcess, env: Mapping[str, str]) -> str:
-    """What tells the launches of one process apart, as a sweep or a notebook makes them; the same for all attempts of
-    a launch, and all ranks of this machine."""
+    """A digest that distinguishes the launches of one process, such as a sweep or a notebook. It is the same for all
+    attempts of a launch and all ranks of this machine."""
     facts = [env[_TORCHRUN]]
-    # RUN/attempt_N/LOCAL_RANK/error.json: torch draws RUN once for each configuration of a launch.
+    # RUN/attempt_N/LOCAL_RANK/error.json: torch creates RUN once per launch configuration.
     attempt = Path(env.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     if attempt.name == f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT')}":
         facts.append(str(attempt.parent))
-        # A script may launch twice with one configuration. On several nodes the directory of a first attempt is made
-        # anew where another node has failed, and torchrun launches but once.
+        # A script may launch the same configuration twice. Not with several nodes, where the directory of the first
+        # attempt is created again after another node fails; not with torchrun, which launches only once.
         is_torchrun = any(word.endswith(("torchrun", "torch.distributed.run")) for word in agent.command[:4])
         if env.get("GROUP_WORLD_SIZE") == "1" and not is_torchrun:
             facts.append(_made_ns(attempt.parent / "attempt_0"))
@@ -284,7 +281,8 @@ def _launch(agent: AgentProcess, env: Mapping[str, str]) -> str:
 
 @cache
 def _made_ns(directory: Path) -> str:
-    """When the last entry was made in it: before the ranks begin. Looked up once: a long job's may be tidied away."""
+    """Modification time of a directory, which changes last before the ranks start. Cached: the directory of a long
+    job may be deleted by a tmp cleaner."""
     try:
         return str(directory.stat().st_mtime_ns)
     except OSError:
@@ -292,13 +290,13 @@ def _made_ns(directory: Path) -> str:
 
 
 def this_machine() -> str:
-    """What tells process ids of one boot and one pid namespace from those of others."""
+    """An id of this boot and pid namespace, within which pids are comparable."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     return f"{pid_namespace()}-{boot[:12]}"
 
 
 def _folder() -> Path:
-    """Not with the arenas: of a run whose settings are wrong nobody knows where those are."""
+    """The directory of records. Not below the arena root, which is unknown if the settings are wrong."""
     return Path(tempfile.gettempdir()) / f"{RUNS_PREFIX}{os.geteuid()}"
 
 
@@ -310,7 +308,7 @@ def _load(path: Path) -> RunOutcome:
     folder = path.parent
     if not folder.exists():
         return RunOutcome()
-    require_own(folder)  # somebody else could end this user's jobs
+    require_own(folder)  # otherwise another user could end this user's jobs
     try:
         return RunOutcome(**json.loads(path.read_text()))
     except FileNotFoundError:
@@ -318,7 +316,7 @@ def _load(path: Path) -> RunOutcome:
 
 
 def _remove_stale() -> None:
-    """Records of agents of this machine and pid namespace that have ended, and what is old where nobody can tell."""
+    """Delete records of agents that have exited, and old ones of agents that this process cannot check."""
     oldest = time.time() - _KEPT_SECS
     try:
         there = list(_folder().glob(f"*{_SUFFIX}"))

@@ -1,11 +1,11 @@
-"""The ledger: the account of a node's memory, in bytes: in use, needed now, needed later, and what can be freed.
+"""The ledger: the account of a node's memory in bytes: in use, needed now, needed later, reclaimable.
 
-Whoever wants memory makes a ledger and asks whether it fits: slots at a start, parity and packages beside them,
-shards that are to be rebuilt. What is needed later takes the place of what is freed until then.
+Code that needs memory builds a ledger and checks whether it fits: for the slots at a start, for parity and packages,
+for shards to reconstruct. Memory that is needed later reuses memory that is freed until then.
 
-The rule on freeing is ``Ledger.spare``: nothing goes that a restart may need. Which snapshots those are says the
-caller: at a start the one that is whole and what the arenas say is protected (``Ledger.needed``), at a rebuild all
-that may be taken in place of the one that is rebuilt (``ftckpt.restore.decide.worth_keeping``).
+``Ledger.spare`` is the rule on freeing: no file that a restart may need is freed. The caller names the snapshots that
+it may need: at a start the committed one and those that the arenas mark as protected (``Ledger.needed``), at a
+reconstruction every alternative to the reconstructed snapshot (``ftckpt.restore.decide.worth_keeping``).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ftckpt.setting_checks import is_name
 T = TypeVar("T")
 
 PATIENCE_SECS = 5.0
-"""An SMP unmaps what trainers have deleted within moments, not at once."""
+"""Maximum wait for an SMP to unmap files that trainers have deleted."""
 
 _RETRY_SECS = 0.1
 
 
 class MemoryState(Enum):
-    """What becomes of an entry's bytes."""
+    """State of an entry's bytes: in use, needed now, needed later, reclaimable."""
 
     IN_USE = auto()
     NOW = auto()
@@ -51,7 +51,7 @@ class MemoryState(Enum):
 
 
 class FileKind(Enum):
-    """What an entry's file is; a slot that is ``DAMAGED`` cannot be read, not even its header."""
+    """Kind of an entry's file. A ``DAMAGED`` slot cannot be read, not even its header."""
 
     SLOT = auto()
     DAMAGED = auto()
@@ -61,10 +61,10 @@ class FileKind(Enum):
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Bytes in one state: a file ``arena/name``, or what ``name`` says is to be allocated.
+    """Bytes in one state: the file ``arena/name``, or a planned allocation called ``name``.
 
-    ``snapshot`` is the one that a slot holds or whose parity the file is; None: it holds none, or is being written.
-    ``lent`` memory comes back only when the SMP looks at the file again.
+    ``snapshot``: the one in the slot or parity file; None if there is none or it is being written. ``lent``: the SMP
+    has the file mapped, and its memory is freed only when the SMP next checks the file.
     """
 
     name: str
@@ -78,7 +78,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class Ledger:
-    """``protected`` are the snapshots that the arenas among the entries say are protected on all nodes."""
+    """Entries, and the snapshots that their arenas mark as protected on all nodes."""
 
     entries: tuple[LedgerEntry, ...] = ()
     protected: frozenset[SnapshotId] = frozenset()
@@ -88,36 +88,36 @@ class Ledger:
 
     @property
     def now_bytes(self) -> int:
-        """Bytes that are needed beside those in use."""
+        """Bytes needed in addition to those in use."""
         return self._sum(MemoryState.NOW)
 
     @property
     def later_bytes(self) -> int:
-        """Bytes that are needed beside those in use once what can be freed has gone; may be less than 0."""
+        """Bytes needed in addition to those in use after all reclaimable ones are freed; may be negative."""
         return self._sum(MemoryState.NOW) + self._sum(MemoryState.LATER) - self.free_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that come back at once when what can be freed is."""
+        """Reclaimable bytes that are available as soon as their files are deleted."""
         return self._sum(MemoryState.FREE)
 
     @property
     def given_back_bytes(self) -> int:
-        """As ``free_bytes``, with what the SMP has lent: that comes back, too, when one waits for it."""
+        """All reclaimable bytes, including ``lent`` ones, which become available after a wait."""
         return sum(entry.nbytes for entry in self.entries if entry.state == MemoryState.FREE)
 
     @property
     def free_slots(self) -> int:
-        """How many slots go when what can be freed is."""
+        """Number of reclaimable slots."""
         slots = {FileKind.SLOT, FileKind.DAMAGED}
         return sum(entry.state == MemoryState.FREE and entry.kind in slots for entry in self.entries)
 
     def protecting(self, others: frozenset[SnapshotId]) -> Ledger:
-        """The same entries; ``others``, too, are protected on all nodes."""
+        """This ledger with ``others`` counted as protected too."""
         return Ledger(self.entries, self.protected | others)
 
     def without(self, arena: str, keep: SnapshotId | None) -> Ledger:
-        """The same entries when the slots of ``arena`` hold nothing but ``keep``."""
+        """This ledger as if the slots of ``arena`` had no snapshot but ``keep``."""
         entries = (
             replace(entry, snapshot=None)
             if entry.arena == arena and entry.kind == FileKind.SLOT and entry.snapshot != keep
@@ -127,26 +127,26 @@ class Ledger:
         return Ledger(tuple(entries), self.protected)
 
     def needed(self, whole: SnapshotId) -> frozenset[SnapshotId]:
-        """What a start that goes on from ``whole`` may need yet.
+        """Snapshots that a start which resumes from ``whole`` may still need.
 
-        Were a node lost before a snapshot in the new arenas is protected, ``whole`` could not be brought back: what
-        is protected stays, too.
+        Protected ones are among them: if a node is lost before a snapshot in the new arenas is protected, ``whole``
+        may be unrecoverable.
         """
         return self.protected | {whole}
 
     def spare(self, needed: Collection[SnapshotId]) -> Ledger:
-        """The same entries, those of them ``FREE`` that are of no use to ``needed``.
+        """This ledger with the entries marked ``FREE`` that no snapshot of ``needed`` uses.
 
-        An arena that holds nothing for them goes with all that lies in it. Of another one slots and parity of other
-        snapshots go, but one slot that can be read stays: the arena is known by its header. A parity file that
-        names no snapshot stays as well: the SMP may be writing it.
+        An arena without any of these snapshots is freed entirely. In any other arena, slots and parity of other
+        snapshots are freed, but one readable slot stays: its header identifies the arena. A parity file without a
+        snapshot stays too: the SMP may be writing it.
         """
         files = sorted(self.entries, key=lambda entry: entry.arena)
         arenas = [list(entries) for _, entries in groupby(files, key=lambda entry: entry.arena)]
         return Ledger(tuple(entry for arena in arenas for entry in _spare(arena, needed)), self.protected)
 
     def _sum(self, state: MemoryState) -> int:
-        # What is lent comes back when the SMP lets go of it, and nobody knows when that is.
+        # The time at which the SMP unmaps lent files is unknown: they are not counted.
         return sum(entry.nbytes for entry in self.entries if entry.state == state and not entry.lent)
 
 
@@ -155,7 +155,7 @@ def _spare(arena: Sequence[LedgerEntry], needed: Collection[SnapshotId]) -> list
         return [replace(entry, state=MemoryState.FREE, lent=False) for entry in arena]
     others = [entry for entry in arena if entry.snapshot not in needed]
     going = [entry for entry in others if entry.kind in {FileKind.SLOT, FileKind.DAMAGED}]
-    # Needed may be parity alone, or a slot that is damaged: then a slot of no other use stays for its header.
+    # The needed entries may be only parity or damaged slots: then one other slot stays for its header.
     if not any(entry.kind == FileKind.SLOT and entry not in going for entry in arena):
         last = next((entry for entry in going if entry.kind == FileKind.SLOT), None)
         going = [entry for entry in going if entry is not last]
@@ -164,7 +164,7 @@ def _spare(arena: Sequence[LedgerEntry], needed: Collection[SnapshotId]) -> list
 
 
 def in_use(paths: Iterable[Path]) -> Ledger:
-    """What lies in the arenas at ``paths``; those that cannot be read are left out."""
+    """The files of the arenas at ``paths``; unreadable arenas are omitted."""
     total = Ledger()
     for path in paths:
         try:
@@ -176,17 +176,17 @@ def in_use(paths: Iterable[Path]) -> Ledger:
 
 
 def give_up(paths: Iterable[Path], needed: Collection[SnapshotId]) -> int:
-    """Free what ``spare`` calls free in the arenas at ``paths``; returns the number of bytes.
+    """Free the entries that ``Ledger.spare`` selects in the arenas at ``paths``; returns the number of bytes.
 
-    What cannot be read, and what a process writes, stays as it is. After a kill at any point everything of ``needed``
-    is as it was.
+    Arenas that are unreadable or locked by a writer are skipped. A kill at any point leaves the snapshots of
+    ``needed`` intact.
     """
     freed = 0
     for path in paths:
         try:
             with closing(Arena.open(path, writable=True)) as arena:
                 arena.lock(0)
-                # Decided anew under the lock: what was counted before may have been written since.
+                # Selected again under the lock: a writer may have changed slots since the caller's ledger.
                 freed += _free(arena, _contents(arena).spare(needed))
         except (FtckptError, OSError):
             continue
@@ -195,9 +195,9 @@ def give_up(paths: Iterable[Path], needed: Collection[SnapshotId]) -> int:
 
 def _contents(arena: Arena) -> Ledger:
     slots = {slot_name(slot): slot for slot in range(arena.control.slots)}
-    # Of this arena alone: others go at this moment, and one that cannot be listed must not keep this one's memory.
+    # Lists this arena only: others may be deleted concurrently, and a failed listing must not block this one.
     parity = {name.path.name for name in parity_of(arena.path)}
-    # An SMP that has a parity file open notices that it is gone only when it looks for that file again.
+    # An SMP keeps a deleted parity file mapped until it next looks for the file.
     guarded = holder_of(arena.path.parent / SMP_LOCK_NAME) is not None
     entries = []
     for path in sorted(arena.path.iterdir()):
@@ -217,7 +217,7 @@ def _contents(arena: Arena) -> Ledger:
 
 
 def _guarded(path: Path) -> SnapshotId | None:
-    """Of which snapshot a parity file is; None where it is of none, or cannot be read."""
+    """The snapshot of a parity file; None if it has none or cannot be read."""
     try:
         return snapshot_of(path)
     except FtckptError:
@@ -226,12 +226,12 @@ def _guarded(path: Path) -> SnapshotId | None:
 
 def _free(arena: Arena, ledger: Ledger) -> int:
     free = [entry for entry in ledger.entries if entry.state == MemoryState.FREE]
-    # All files, the control block among them: the arena goes by one rename, and never looks half removed.
+    # All files are free: the arena is renamed before it is deleted, and is never seen half removed.
     if len(free) == len(ledger.entries):
         remove_arena(arena.path)
         return ledger.free_bytes
     names = {entry.name for entry in free}
-    # One by one, each void before its file goes: a kill in between leaves an arena with fewer slots, none damaged.
+    # ``free`` invalidates each record before it deletes the file: a kill leaves fewer slots, none damaged.
     for slot in range(arena.control.slots):
         if slot_name(slot) in names:
             arena.free(slot)
@@ -242,15 +242,15 @@ def _free(arena: Arena, ledger: Ledger) -> int:
 
 
 def slots_to_allocate(there: int, slots: int, needed: int, most: int) -> int:
-    """How many slots to allocate now of an arena of ``slots`` that has ``there``: as many as make ``most`` in all.
+    """The number of slots to allocate now in an arena that has ``there`` of its ``slots``: up to ``most`` in all.
 
-    One that can be written there must be, beside the ``needed`` ones that hold what must stay.
+    At least one slot must be writable in addition to the ``needed`` ones, whose snapshots must stay.
     """
     return min(slots - there, max(0, max(most, 1 + needed) - there))
 
 
 def for_slots(new: int, absent: int, slot_bytes: int, old: Iterable[Path]) -> Ledger:
-    """``new`` slots of the ``absent`` ones now, the others when the arenas at ``old`` have gone."""
+    """Memory for slots: ``new`` of the ``absent`` ones now, the others after the arenas at ``old`` are deleted."""
     now, later = new * slot_bytes, (absent - new) * slot_bytes
     return Ledger(
         (LedgerEntry("slots", now, MemoryState.NOW), LedgerEntry("slots", later, MemoryState.LATER), *_leaving(old))
@@ -266,25 +266,25 @@ def for_protection(
     parity: Iterable[Path],
     shards: Collection[str],
 ) -> Ledger:
-    """What protection takes beside what is there already: as long as old arenas stay, and after.
+    """Additional memory for protection, while old arenas exist and after they are deleted.
 
     Args:
-        need_bytes: parity files and packages in all.
-        arenas: those that are written now, with the size of a slot; all others are old and keep theirs until a
+        need_bytes: total of parity files and packages.
+        arenas: those of this layout, with the size of a slot. All others are old and keep their memory until a
             snapshot in the new ones is protected.
-        slots: of an arena that has all.
-        parity: the files that the SMP writes over.
-        shards: whose packages this node keeps; snapshots with packages of others go with old arenas.
+        slots: number of slots of a complete arena.
+        parity: files that the SMP overwrites.
+        shards: those whose packages this node keeps; snapshots with other packages are dropped with old arenas.
     """
     packages = list_packages(node_dir)
-    # The SMP keeps or drops the packages of a snapshot together, so one foreign shard takes the others along.
+    # The SMP keeps or drops all packages of a snapshot: one foreign shard means that all are dropped.
     foreign = {name.snapshot for name in packages if name.shard not in shards}
     leaving = [name.path for name in packages if name.snapshot in foreign]
     reused = [name.path for name in packages if name.snapshot not in foreign]
     now_bytes = max(0, need_bytes - sum(map(size_of, {*reused, *parity})))
     waiting = sum(_lacking_bytes(node_dir / name, slots, slot_bytes) for name, slot_bytes in arenas.items())
     old = [path for path in list_arenas(node_dir) if path.name not in arenas]
-    # Slots wait until old arenas have gone; parity and packages are needed at once.
+    # Slots can wait until old arenas are deleted; parity and packages are needed now.
     return Ledger((
         LedgerEntry("parity and packages", now_bytes, MemoryState.NOW),
         LedgerEntry("slots", waiting, MemoryState.LATER),
@@ -294,36 +294,36 @@ def for_protection(
 
 
 def for_rebuild(need_bytes: int) -> Ledger:
-    """Arenas of ``need_bytes`` in all for what is rebuilt."""
+    """Memory for the arenas of reconstructed shards, ``need_bytes`` in total."""
     return Ledger((LedgerEntry("shards to be rebuilt", need_bytes, MemoryState.NOW),))
 
 
 def _leaving(paths: Iterable[Path]) -> list[LedgerEntry]:
-    """Slots and parity of old arenas, readable or not: all that is there goes with them."""
+    """Slots and parity of old arenas, readable or not; they are deleted with their arenas."""
     files = [file for path in paths for file in (*path.glob("slot*"), *path.glob("parity.*"))]
     return [LedgerEntry(file.name, size_of(file), MemoryState.FREE, file.parent.name) for file in files]
 
 
 def _lacking_bytes(arena: Path, slots: int, slot_bytes: int) -> int:
-    """What the slots take that an arena does not have yet."""
-    begun = sum(map(size_of, arena.glob(".slot*")))  # of slots that are being made
+    """Bytes of the slots that an arena does not have yet."""
+    begun = sum(map(size_of, arena.glob(".slot*")))  # slots under construction
     return max(0, max(0, slots - len(list(arena.glob("slot*")))) * slot_bytes - begun)
 
 
 def size_of(path: Path) -> int:
-    """Bytes that a file occupies; 0 if it has gone."""
+    """Bytes that a file occupies; 0 if it does not exist."""
     try:
-        # The kernel counts in 512 bytes whatever the block size is. Holes are not counted: they take no memory.
+        # st_blocks counts units of 512 bytes, whatever the block size. Holes occupy no memory.
         return path.stat().st_blocks * 512
     except OSError:
         return 0
 
 
 def require(node_dir: Path, need_bytes: int, patience_secs: float = PATIENCE_SECS) -> None:
-    """Make sure that the node has ``need_bytes`` beside those in use.
+    """Check that the node has ``need_bytes`` free.
 
     Raises:
-        MemoryBudgetError: it has not; the text prints need, limits and remedies, and what other jobs have left there.
+        MemoryBudgetError: it does not; the text names need, limits, remedies, and memory of other jobs.
     """
     if need_bytes <= 0:
         return
@@ -339,14 +339,14 @@ def require_limit(
     limit_bytes: int, node: str, slot_bytes: int, parity_bytes: int = 0, package_bytes: int = 0, *,
     remedies: Sequence[str], is_all: bool = True,
 ) -> None:  # fmt: skip
-    """Make sure that what a job takes of a node in all is within ``memory_limit``; 0: there is none.
+    """Check that the job's memory on a node is within ``memory_limit``; 0: no limit.
 
     Args:
-        remedies: what else helps than a higher limit.
-        is_all: whether nothing else comes on top, such as parity before it is known how much that is.
+        remedies: alternatives to a higher limit.
+        is_all: whether the parts are complete; otherwise parity and packages, of unknown size, come on top.
 
     Raises:
-        MemoryBudgetError: it is more; the text names each part.
+        MemoryBudgetError: it exceeds the limit; the text names each part.
     """
     need_bytes = slot_bytes + parity_bytes + package_bytes
     if limit_bytes and need_bytes > limit_bytes:
@@ -362,7 +362,7 @@ def require_limit(
 
 
 def refusal(node_dir: Path, need_bytes: int, patience_secs: float = 0.0) -> str:
-    """Why the node has no ``need_bytes`` beside those in use; empty where it has."""
+    """The reason why ``require`` fails; empty if it succeeds."""
     try:
         require(node_dir, need_bytes, patience_secs)
     except MemoryBudgetError as error:
@@ -371,17 +371,17 @@ def refusal(node_dir: Path, need_bytes: int, patience_secs: float = 0.0) -> str:
 
 
 def once_given_back(node_dir: Path, action: Callable[[], T], patience_secs: float = PATIENCE_SECS) -> T:
-    """Run ``action``; while it finds no room and the node has an SMP, which may yet unmap what was deleted, again.
+    """Run ``action``, again while it raises MemoryBudgetError and the node has an SMP that may unmap deleted files.
 
     Raises:
-        MemoryBudgetError: as ``action`` did the last time.
+        MemoryBudgetError: from the last attempt.
     """
     deadline = time.monotonic() + patience_secs
     while True:
         try:
             return action()
         except MemoryBudgetError:
-            # Without an SMP nothing comes back by itself: no reason to keep training waiting.
+            # Without an SMP no memory is freed later, and training would wait in vain.
             if time.monotonic() >= deadline or holder_of(node_dir / SMP_LOCK_NAME) is None:
                 raise
             time.sleep(_RETRY_SECS)
@@ -389,12 +389,12 @@ def once_given_back(node_dir: Path, action: Callable[[], T], patience_secs: floa
 
 _JOB_PREFIX = "ftckpt-"
 _MOST_JOBS = 5
-"""Jobs that are named, the largest."""
+"""Maximum of jobs that a message names, largest first."""
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What one job has under an arena root on this machine; ``runs``: a live process holds its lock."""
+    """Memory of one job under an arena root on this machine; ``runs``: a live process has the job's lock."""
 
     job: str
     nbytes: int
@@ -402,7 +402,7 @@ class Leftover:
 
 
 def leftovers(root: Path, job: str) -> list[Leftover]:
-    """What other jobs than ``job`` of this user have under ``root``, the largest first; those without memory not."""
+    """This user's jobs with memory under ``root`` other than ``job``, largest first."""
     found = []
     with suppress(OSError):
         for path in root.iterdir():
@@ -415,18 +415,18 @@ def leftovers(root: Path, job: str) -> list[Leftover]:
 
 
 def name_leftovers(root: Path, job: str) -> str:
-    """``leftovers`` in words, and how they are removed; empty where there are none."""
+    """A text that lists ``leftovers`` and how to remove them; empty if there are none."""
     there = leftovers(root, job)
     if not there:
         return ""
     arena = "" if str(root) == Config().arena else f" --arena {root}"
     words = [
-        f"{one.job} {human(one.nbytes)} ({'it runs' if one.runs else f'ftckpt clean {one.job}{arena}'})"
+        f"{one.job} {human(one.nbytes)} ({'running' if one.runs else f'ftckpt clean {one.job}{arena}'})"
         for one in there[:_MOST_JOBS]
     ]
     if len(there) > _MOST_JOBS:
         words.append(f"{len(there) - _MOST_JOBS} more {human(sum(one.nbytes for one in there[_MOST_JOBS:]))}")
-    return f"other jobs of yours hold memory under {root}: {', '.join(words)}"
+    return f"your other jobs use memory under {root}: {', '.join(words)}"
 
 
 def _is_own(path: Path) -> bool:

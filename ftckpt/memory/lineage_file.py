@@ -1,7 +1,7 @@
-"""The lineage that a node's snapshots belong to: one small file in the node's directory.
+"""The lineage of a node's snapshots: one small file in the node's directory.
 
-The node's leader writes it at each start that changes it, before anybody trains and after what is not in its past was
-voided. So every snapshot that a node holds is in the history of its file, whenever a process is killed.
+The node's leader writes it at each start that changes it, after snapshots outside the lineage are invalidated and
+before any rank trains. So at any kill every snapshot of the node belongs to the lineage in its file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ftckpt.model.lineage import UNKNOWN, Lineage
 
 
 def write_lineage(node_dir: Path, lineage: Lineage) -> None:
-    """Replace the node's lineage. Raises ArenaError where the directory takes no file."""
+    """Replace the node's lineage. Raises ArenaError if the file cannot be written."""
     path, text = node_dir / LINEAGE_NAME, codec.encode(lineage)
     data = f"{xxhash.xxh3_64_hexdigest(text)} {text.decode()}".encode()
     try:
@@ -33,7 +33,7 @@ def write_lineage(node_dir: Path, lineage: Lineage) -> None:
 
 
 def mark_doubtful(node_dir: Path, after: int, until: int) -> Lineage:
-    """Record that the node's snapshots between two iterations are in doubt; returns its lineage. Raises ArenaError as
+    """Record that the node's snapshots between two iterations are doubtful; returns the lineage. Raises ArenaError as
     ``write_lineage``."""
     lineage = read_lineage(node_dir)
     if lineage.branches and after < until:
@@ -43,7 +43,7 @@ def mark_doubtful(node_dir: Path, after: int, until: int) -> Lineage:
 
 
 def read_lineage(node_dir: Path) -> Lineage:
-    """The node's lineage; unknown where there is none, or it is damaged."""
+    """The node's lineage; ``UNKNOWN`` if the file is missing or corrupt."""
     try:
         checksum, _, text = (node_dir / LINEAGE_NAME).read_bytes().partition(b" ")
         if xxhash.xxh3_64_hexdigest(text).encode() == checksum:

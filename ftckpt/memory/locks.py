@@ -1,7 +1,7 @@
-"""Record locks on files: dropped by a killed process, not inherited by the workers it forked.
+"""Record locks on files: released when their process is killed, not inherited by forked workers.
 
-The kernel drops a process's record locks on a file as soon as that process closes *any* descriptor of it.
-This module therefore never opens a file that its own process has locked: a table of those is looked at first.
+The kernel drops a process's record locks on a file as soon as that process closes *any* descriptor of it. So this
+module keeps a table of files that its own process has locked, and never opens these again.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ftckpt.errors import ArenaError
 
 JOB_LOCK_NAME = "job.lock"
 _REMOVALS = 100
-"""Directories that are deleted right behind their making are made again so often: each time by another process."""
+"""Attempts to create directories that other processes delete concurrently."""
 _POLL_SECS = 0.02
-"""The kernel knows no wait for a record lock with a deadline: it is tried again and again."""
+"""Poll interval: the kernel has no wait for a record lock with a deadline."""
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 _locked: dict[tuple[int, int], int] = {}
-"""(device, inode) of each file locked here -> pid that locked it; a forked child's entries are stale."""
+"""(device, inode) of each locked file → pid of the process that locked it; entries are stale in a forked child."""
 _guard = threading.Lock()
 
 
 class FileLock:
-    """An exclusive lock on ``path``, which is created (0600) if it is not there.
+    """An exclusive lock on ``path``, which is created (0600) if missing.
 
     Args:
-        deadline_secs: longest wait for another holder; 0 tries once.
+        deadline_secs: maximum wait for another holder; 0 tries once.
         what: subject of the error text (``arena tp0-pp0``).
-        remedy: what the operator does when another process holds it.
+        remedy: advice to the operator if another process has the lock.
 
     Raises:
         ArenaError: locked by another process (named by pid) or by this one, or not a plain file.
@@ -50,7 +50,7 @@ class FileLock:
             holder = self._try()
             if holder is None:
                 return
-            # Waiting for its own process would be waiting for itself.
+            # Waiting for its own process would never end.
             if holder == os.getpid():
                 remedy, deadline = "close() the first checkpointer before this process attaches another", 0.0
             if time.monotonic() >= deadline:
@@ -58,12 +58,12 @@ class FileLock:
             time.sleep(_POLL_SECS)
 
     def release(self) -> None:
-        """Drop the lock; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
         with _guard:
-            # One step to other threads of this process: the table never claims a lock that the kernel has dropped.
+            # Atomic for other threads: the table never has a lock that the kernel has dropped.
             _locked.pop(_identity(os.fstat(fd)), None)
             os.close(fd)
 
@@ -76,10 +76,10 @@ class FileLock:
         self.release()
 
     def _try(self) -> int | None:
-        """None once the lock is ours, else the holder's pid (0 if unknown)."""
+        """Try once: None if the lock is acquired, otherwise the holder's pid (0 if unknown)."""
         with _guard:
             while True:
-                # Before it is opened: closing that descriptor would drop the lock that this process has.
+                # Before it is opened: closing that descriptor would drop this process's lock.
                 if _locked_here(self.path):
                     return os.getpid()
                 try:
@@ -98,15 +98,15 @@ class FileLock:
                     _locked[_identity(os.fstat(fd))] = os.getpid()
                     self._fd = fd
                     return None
-                os.close(fd)  # the file was removed after it was opened: its lock protects nothing
+                os.close(fd)  # the file was deleted after it was opened: its lock protects nothing
 
     def _open(self) -> int:
-        """A descriptor of the file, which is made if it is not there. Raises OSError."""
+        """Open the file, creating it if missing. Raises OSError."""
         return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 class JobLock(FileLock):
-    """The lock of one process of a node, for the life of a job attempt.
+    """The lock of a job on a node, which one process has for the duration of an attempt.
 
     Raises:
         ArenaError: a live process of a job with this name runs on this node.
@@ -120,9 +120,9 @@ class JobLock(FileLock):
         )
 
     def _open(self) -> int:
-        # Who ends or cleans an attempt may delete the directories while this one waits, and between any two steps.
+        # A process that ends or cleans an attempt may delete the directories between any two steps.
         for _ in range(_REMOVALS):
-            # FileExistsError: one that was there for ``mkdir``, and is gone by the time at which it is looked at.
+            # FileExistsError: ``mkdir`` found the directory, and it was deleted before its type was checked.
             with suppress(FileNotFoundError, FileExistsError):
                 for directory in (self.path.parent.parent, self.path.parent):
                     directory.mkdir(mode=0o700, exist_ok=True)
@@ -131,9 +131,9 @@ class JobLock(FileLock):
 
 
 def holder_of(path: Path) -> int | None:
-    """Pid of the process that holds the lock file ``path``, 0 for one of another container; None: nobody.
+    """Pid of the process that has the lock file ``path``, 0 for one in another container; None if it is free.
 
-    Only asks: no other process that tries to get the lock is disturbed.
+    A query, which does not disturb other processes that try to acquire the lock.
     """
     with _guard:
         try:
@@ -146,7 +146,7 @@ def holder_of(path: Path) -> int | None:
             kind, pid = _blocking(fd)
         finally:
             os.close(fd)
-    # The kernel gives 0 for a process of another pid namespace, -1 for a lock that belongs to no process.
+    # The kernel reports 0 for a process in another pid namespace, -1 for a lock that belongs to no process.
     return None if kind == fcntl.F_UNLCK else max(0, pid)
 
 
@@ -158,13 +158,13 @@ def _locked_here(path: Path) -> bool:
 
 
 def _holder(fd: int) -> int:
-    """Pid of the process whose lock is in the way; 0 if it is gone or lives in another container."""
+    """Pid of the process whose lock conflicts; 0 if it has exited or is in another container."""
     kind, pid = _blocking(fd)
     return pid if kind != fcntl.F_UNLCK and pid > 0 else 0
 
 
 def _blocking(fd: int) -> tuple[int, int]:
-    """Kind and owner of the lock that keeps this process from locking the file."""
+    """Kind and pid of the conflicting lock, from F_GETLK."""
     request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
     return kind, pid
@@ -184,4 +184,4 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def _named(pid: int) -> str:
     if pid == os.getpid():
         return f"this process (pid {pid})"
-    return f"process {pid}" if pid else "a process of another container"
+    return f"process {pid}" if pid else "a process in another container"

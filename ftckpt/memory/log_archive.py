@@ -1,5 +1,5 @@
-"""Logs of SMPs that warned of something, kept where they outlive the memory of their job: ``JOB@NODE.log``, and those
-of former runs under the same names ``JOB@NODE.log.1`` and so on."""
+"""Archive of SMP logs with warnings, in the home directory: ``JOB@NODE.log``, and those of earlier runs as
+``JOB@NODE.log.1`` and so on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ftckpt.events import log
 
 _MOST_BYTES = 256 << 10
 _RUNS = 4
-"""Of one job on one node."""
+"""Maximum of logs per job and node."""
 _PER_NODE = 16
-"""Not of all: a home directory may be that of a thousand nodes, each with a log of its own of one job."""
+"""Maximum of logs per node. There is no total: a thousand nodes may share a home directory, with a log each."""
 _WAIT_SECS = 2.0
-"""A home directory may be on storage that hangs."""
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO of that name holds nobody up
+"""Maximum wait for a home directory on storage that hangs."""
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block the open
 _LOUD = re.compile(rb"^(\S+ \S+ (WARNING|ERROR|CRITICAL) |Traceback )", re.MULTILINE)
 
 
 class SmpLog(NamedTuple):
-    """What is to be kept."""
+    """A log to archive."""
 
     job: str
     node: str
@@ -34,12 +34,12 @@ class SmpLog(NamedTuple):
 
     @property
     def is_loud(self) -> bool:
-        """Whether it has a warning or worse."""
+        """Whether it contains a warning or an error."""
         return _LOUD.search(self.text) is not None
 
 
 def kept_path(job: str, node: str) -> Path:
-    """Where the newest log of that job and node is kept. Raises OSError where there is no home directory."""
+    """Path of the newest archived log of a job and node. Raises OSError without a home directory."""
     home = Path(os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state"))
     if not home.is_absolute():
         raise OSError("no home directory")
@@ -47,7 +47,7 @@ def kept_path(job: str, node: str) -> Path:
 
 
 def read_log(path: Path | int) -> bytes:
-    """Its end, as much as is kept; nothing where it cannot be read. A descriptor stays open."""
+    """The last 256 KiB of a log; empty if it cannot be read. A given descriptor stays open."""
     try:
         fd = path if isinstance(path, int) else os.open(path, _READ)
         try:
@@ -60,8 +60,8 @@ def read_log(path: Path | int) -> bytes:
 
 
 def take_log(path: Path, job: str, node: str) -> SmpLog:
-    """The log at ``path``, which goes: of several processes that take it at once one gets it, the others nothing."""
-    mine = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")  # ``remove_half_made`` knows it
+    """Read and delete the log at ``path``. Of several concurrent callers one gets it, the others an empty log."""
+    mine = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")  # a name that ``remove_half_made`` matches
     with suppress(OSError):
         path.rename(mine)
         taken = SmpLog(job, node, read_log(mine))
@@ -71,8 +71,8 @@ def take_log(path: Path, job: str, node: str) -> SmpLog:
 
 
 def keep_logs(logs: Sequence[SmpLog], tell: Callable[[str], None] = log.info) -> None:
-    """Keep those that are loud, and ``tell`` where; older ones go. To be called after all else that an end takes;
-    nobody waits for long."""
+    """Archive logs with warnings, report their paths by ``tell``, and delete old ones. Called last at shutdown; waits
+    at most 2 s per log."""
     for one in logs:
         if one.is_loud:
             said: list[str] = [f"storage did not answer for {_WAIT_SECS:g} s"]
@@ -100,7 +100,7 @@ def _keep(one: SmpLog, said: list[str]) -> None:
 
 
 def _make_room(path: Path) -> None:
-    """Former ones move on by a number, and the last one goes."""
+    """Rotate earlier logs by one number; the oldest is overwritten."""
     names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, _RUNS))]
     for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
         with suppress(FileNotFoundError):
@@ -109,7 +109,7 @@ def _make_room(path: Path) -> None:
 
 def _remove_old(directory: Path, node: str) -> None:
     pattern = re.compile(rf".+@{re.escape(node)}\.log(\.\d+)?")
-    with suppress(OSError):  # one that another job of this node removes at the moment
+    with suppress(OSError):  # another job of this node deletes logs concurrently
         kept = [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
         for old in sorted(kept, key=lambda path: path.stat().st_mtime)[:-_PER_NODE]:
             old.unlink(missing_ok=True)

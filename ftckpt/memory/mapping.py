@@ -1,4 +1,4 @@
-"""Files mapped as shared memory, with room for every byte reserved before the first is touched."""
+"""Files mapped as shared memory, with every page allocated before the first store."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _libc.madvise.argtypes = [_address, ctypes.c_size_t, ctypes.c_int]
 _MAP_FIXED, _MADV_COLLAPSE, _HUGE_BYTES = 0x10, 25, 2 << 20
 
 FileId = tuple[int, int]
-"""Device and inode: the file that replaces another one has others."""
+"""Device and inode, by which a file differs from one that replaces it."""
 
 _ALWAYS_BYTES = 1 << 20
-"""Files of this size may take what is reserved for other programs: without them no arena can be used."""
+"""Files up to this size may use the reserve for other programs: no arena is usable without them."""
 _RESERVE_STEP_BYTES = 256 << 20
-"""A signal restarts the allocation of a step, not that of the whole file; who gives it up waits for a step."""
+"""Bytes per allocation step. A signal restarts one step, not the entire file; a cancellation waits for one step."""
 
 
 class Mapping:
-    """One mapped file. ``data`` is a view that lives until ``close``; views of it may outlive it."""
+    """One mapped file. ``data`` is a view that is valid until ``close``; views of it may outlive it."""
 
     def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -40,9 +40,9 @@ class Mapping:
         self.data = memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap now, or, while views made by others exist, as soon as the last of them is gone."""
+        """Unmap now, or as soon as the last remaining view is gone."""
         data, self.data = self.data, memoryview(b"")
-        self.data.release()  # so that use after close raises ValueError
+        self.data.release()  # use after close raises ValueError
         mapped, self._map = self._map, None
         with suppress(BufferError):
             data.release()
@@ -51,17 +51,17 @@ class Mapping:
 
 
 def create_mapping(path: Path, nbytes: int, halted: Callable[[], bool] = bool, *, reserves: bool = True) -> Mapping:
-    """Create ``path`` (0600, must not exist) with every page allocated; without, where it ``reserves`` none: then
-    nothing may be stored through the mapping before ``write_at`` has written there.
+    """Create ``path`` (0600, must not exist) with every page allocated. Without ``reserves`` none is: then the
+    mapping may be stored to only where ``write_at`` has written.
 
     Raises:
-        MemoryBudgetError: the file system has no room.
-        ArenaError: ``halted``, asked every some 100 MB, said so.
+        MemoryBudgetError: the file system is full.
+        ArenaError: ``halted``, polled every 256 MiB, returned true.
     """
-    # O_EXCL: what others may have mapped is never written over.
+    # O_EXCL: a file that another process may have mapped is never overwritten.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        # Pages first: on a full tmpfs this is an error, while a store to a page that is not there is a SIGBUS.
+        # On a full tmpfs the allocation is an error, whereas a store to a missing page is a SIGBUS.
         if reserves:
             reserve(fd, path, 0, nbytes, halted)
         else:
@@ -72,10 +72,10 @@ def create_mapping(path: Path, nbytes: int, halted: Callable[[], bool] = bool, *
 
 
 def write_at(fd: int, path: Path, begin: int, data: bytes | memoryview) -> None:
-    """Write ``data`` from byte ``begin`` on to the file ``fd``, at ``path``; holes get pages.
+    """Write ``data`` at byte ``begin`` of the file ``fd``, opened from ``path``; holes are filled.
 
     Raises:
-        MemoryBudgetError: the file system has no room.
+        MemoryBudgetError: the file system is full.
     """
     left = memoryview(data).cast("B")
     try:
@@ -87,11 +87,11 @@ def write_at(fd: int, path: Path, begin: int, data: bytes | memoryview) -> None:
 
 
 def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
-    """Map an existing file of exactly ``nbytes`` (of any length but 0 if None).
+    """Map an existing file of exactly ``nbytes``; None: any length but 0.
 
     Raises:
         ArenaError: missing, another length, not a plain file, or not permitted.
-        MemoryBudgetError: the file has holes and the file system no room to fill them.
+        MemoryBudgetError: the file has holes and the file system is too full to fill them.
     """
     try:
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -102,7 +102,7 @@ def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
         if status.st_size == 0 or (nbytes is not None and status.st_size != nbytes):
             expected = "" if nbytes is None else f", expected {nbytes}"
             raise ArenaError(f"{path}: has {status.st_size} bytes{expected}")
-        # A hole would be filled at a store, with a SIGBUS where there is no room.
+        # A store to a hole allocates a page, or is a SIGBUS if the file system is full.
         if writable and status.st_blocks * 512 < status.st_size:
             reserve(fd, path, 0, status.st_size)
         return Mapping(fd, status.st_size, writable)
@@ -113,7 +113,7 @@ def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
 
 
 def file_id(path: Path) -> FileId | None:
-    """What tells the file at ``path`` from one that replaces it; None where there is none."""
+    """The id of the file at ``path``; None if there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -127,9 +127,9 @@ def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool
         joins = True
         for at in range(begin, end, _RESERVE_STEP_BYTES):
             if halted():
-                raise ArenaError(f"{path}: not wanted any more")
+                raise ArenaError(f"{path}: allocation cancelled")
             step_bytes = min(_RESERVE_STEP_BYTES, end - at)
-            # Of a file with holes, what they lack at most: the rest is there.
+            # A file with holes needs at most its missing pages.
             require_room(path, min(step_bytes, end - begin - os.fstat(fd).st_blocks * 512))
             os.posix_fallocate(fd, at, step_bytes)
             joins = joins and join_pages(fd, at, step_bytes)
@@ -138,12 +138,12 @@ def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool
 
 
 def join_pages(fd: int, begin: int, nbytes: int) -> bool:
-    """Make huge pages of a part of a file on a tmpfs; whether the kernel does: it can since Linux 6.1, whatever the
-    mount says. They are read three times as fast, and one fault maps, or pins, what 512 small ones do."""
-    nbytes -= nbytes % _HUGE_BYTES  # a kernel rounds lengths up on file systems of huge pages
+    """Collapse part of a tmpfs file into huge pages; returns whether the kernel did. Linux 6.1 and later can,
+    whatever the mount options. Huge pages are read three times as fast, and one fault maps or pins 512 small ones."""
+    nbytes -= nbytes % _HUGE_BYTES  # the kernel rounds lengths up on hugetlbfs
     if begin % _HUGE_BYTES or not nbytes:
         return False
-    # Python's mmap gives no address of such a page. To close ``room`` unmaps the file as well.
+    # Python's mmap cannot align to huge pages: map over an aligned part of ``room``. Closing it unmaps the file too.
     with suppress(OSError), closing(mmap.mmap(-1, nbytes + _HUGE_BYTES, mmap.MAP_PRIVATE)) as room:
         address = -(-ctypes.addressof(ctypes.c_char.from_buffer(room)) // _HUGE_BYTES) * _HUGE_BYTES
         mapped = _libc.mmap(address, nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, begin)
@@ -152,7 +152,7 @@ def join_pages(fd: int, begin: int, nbytes: int) -> bool:
 
 
 def require_room(path: Path, nbytes: int) -> None:
-    """Make sure that ``nbytes`` for a file at ``path`` leave other programs their reserve of the file system.
+    """Check that ``nbytes`` for a file at ``path`` leave the file system's reserve to other programs.
 
     Raises:
         MemoryBudgetError: they do not.
@@ -168,14 +168,14 @@ def _explained(error: OSError, path: Path, nbytes: int) -> Exception:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
         return MemoryBudgetError(
-            f"{path}: ulimit -f: no file of this process may have more than {limit} bytes, and this one needs "
-            f"{nbytes}; raise it (ulimit -f unlimited, LimitFSIZE of a service)"
+            f"{path}: {nbytes} bytes exceed ulimit -f, {limit} bytes; raise it (ulimit -f unlimited, LimitFSIZE of a "
+            "service)"
         )
     return _no_room(path, nbytes)
 
 
 def _no_room(path: Path, nbytes: int) -> MemoryBudgetError:
     return MemoryBudgetError(
-        f"{path}: no room for {nbytes} bytes, {room_in(path.parent) or 0} are free for it; enlarge the tmpfs "
+        f"{path}: no room for {nbytes} bytes, only {room_in(path.parent) or 0} are available; enlarge the tmpfs "
         "(mount -o remount,size=…; --shm-size for a container) or name another with --ftckpt-arena"
     )

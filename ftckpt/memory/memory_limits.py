@@ -1,4 +1,4 @@
-"""Whether the arenas fit, asked before a page is touched: running out later is a SIGBUS or an OOM kill."""
+"""Memory limits, checked before arenas are allocated: exhaustion later is a SIGBUS or an OOM kill."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _UNLIMITED_BYTES = 1 << 62
 
 
 _SHARED = Path("/dev/shm")
-"""The tmpfs through which all programs of a machine share memory: workers of data loaders, NCCL."""
+"""The tmpfs through which other programs share memory: workers of data loaders, NCCL."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that bounds the arenas: what it is called, bytes free under it, how to raise it.
+    """A limit on arenas: its name, the bytes free below it, and how to raise it.
 
-    ``reserve_bytes`` of the free ones stay free for others.
+    ``reserve_bytes`` of the free ones are reserved for other programs.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Limit:
 
     @property
     def room_bytes(self) -> int:
-        """What arenas may take yet."""
+        """Bytes that arenas may still take."""
         return max(0, self.free_bytes - self.reserve_bytes)
 
 
@@ -50,13 +50,13 @@ class Mount:
 def check_budget(
     path: Path, need_bytes: int, *, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
 ) -> None:
-    """Refuse ``need_bytes`` of new arenas under ``path`` if they cannot fit, or would leave others too little.
+    """Check that ``need_bytes`` of new arenas under ``path`` fit and leave the reserve to other programs.
 
-    Counted are the room of the file system and, where it keeps files in memory, the memory the kernel calls
-    available and every cgroup limit up to the root, each without its reserve.
+    The limits are the free space of the file system and, if it keeps files in memory, MemAvailable and every cgroup
+    limit up to the root, each minus its reserve.
 
     Raises:
-        MemoryBudgetError: the text prints need, each limit, which one binds and how to change it.
+        MemoryBudgetError: the text names need, each limit, the tightest one and its remedy.
     """
     limits = _limits(path, proc, cgroup_root)
     tight = [limit for limit in limits if limit.room_bytes < need_bytes]
@@ -64,65 +64,65 @@ def check_budget(
         return
     binding = min(tight, key=lambda limit: limit.room_bytes)
     listing = ", ".join(f"{limit.name} {human(limit.room_bytes)}" for limit in limits)
-    beside = f", beside {human(binding.reserve_bytes)} for other programs" if binding.reserve_bytes else ""
+    beside = f", plus {human(binding.reserve_bytes)} reserved for other programs" if binding.reserve_bytes else ""
     raise MemoryBudgetError(
         f"arenas under {path} need {human(need_bytes)} ({need_bytes} bytes) but only "
         f"{human(binding.room_bytes)} are free in {binding.name}{beside}: {binding.remedy}; "
-        f"or hold less (fewer --ftckpt-slots, more ranks to share the state); all limits: {listing}"
+        f"or use less memory (fewer --ftckpt-slots, more ranks to share the state); all limits: {listing}"
     )
 
 
 def reserve_of(size_bytes: int) -> int:
-    """What stays free of a memory of ``size_bytes`` that others use, too: 64 MiB and 1/64 of it, or a quarter of a
-    small one. A program that finds none is ended by SIGBUS or the OOM killer, long after the start."""
+    """The reserve for other programs in shared memory of ``size_bytes``: 64 MiB plus 1/64 of it, at most a quarter.
+    Without one these programs are killed by SIGBUS or the OOM killer, long after the start."""
     return min(size_bytes // 4, (64 << 20) + size_bytes // 64)
 
 
 def room_in(directory: Path) -> int | None:
-    """Bytes that arenas may take yet of the file system that holds ``directory``; None where it has no limit."""
+    """Bytes that arenas may still take in the file system of ``directory``; None if it has no limit."""
     limits = _room(directory, str(directory))
     return limits[0].room_bytes if limits else None
 
 
 def tightest_limit(path: Path, *, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> Limit:
-    """What bounds new arenas under ``path`` first."""
+    """The tightest limit on new arenas under ``path``."""
     return min(_limits(path, proc, cgroup_root), key=lambda limit: limit.room_bytes)
 
 
 def _limits(path: Path, proc: Path, cgroup_root: Path) -> list[Limit]:
-    """All that bounds new files under ``path``."""
+    """All limits on new files under ``path``."""
     where = existing(path)
     mount = mount_of(where, proc)
     room = _room(where, mount.point)
-    # Memory does not bound files on a disk: their pages are written back and dropped.
+    # Memory does not limit files on a disk: their pages are written back and dropped.
     in_memory = mount.kind in MEMORY_FILE_SYSTEMS
     return room + _available(proc) + cgroup_limits(proc, cgroup_root) if in_memory else room
 
 
 def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
-    """Memory limits of this process's cgroups, own first, versions 1 and 2."""
+    """Memory limits of this process's cgroups, innermost first, versions 1 and 2."""
     return [limit for root, parts, names in _groups(proc, cgroup_root) for limit in _group_limits(root, parts, names)]
 
 
 def cgroup_directories(proc: Path, cgroup_root: Path, process: str = "self") -> list[Path]:
-    """Those that bound the memory of ``process``, own first; some may not be there."""
+    """Directories of the cgroups that limit the memory of ``process``, innermost first; some may not exist."""
     found = _groups(proc, cgroup_root, process)
     return [root.joinpath(*parts[:depth]) for root, parts, _ in found for depth in range(len(parts), -1, -1)]
 
 
 _OOM_FILES = ("memory.events.local", "memory.oom_control", "memory.events")
-"""Of version 2, of version 1, and of kernels before 5.2, which count groups below as well."""
+"""Files of version 2, of version 1, and of version 2 before Linux 5.2, which includes descendant groups."""
 
 
 def oom_group(proc: Path, cgroup_root: Path, process: str) -> Path | None:
-    """The group that counts what the kernel's OOM killer does to ``process``: its own, as those above it count what
-    becomes of other jobs. None where nothing says."""
+    """The innermost cgroup that counts OOM kills of ``process``: outer ones also count other jobs. None if no group
+    has a count."""
     found = cgroup_directories(proc, cgroup_root, process)
     return next((group for group in found if any((group / name).exists() for name in _OOM_FILES)), None)
 
 
 def oom_kills(group: Path) -> int:
-    """How many of its processes the kernel's OOM killer has ended."""
+    """Number of OOM kills in a cgroup."""
     name = next((name for name in _OOM_FILES if (group / name).exists()), _OOM_FILES[-1])
     return _statistic(group / name, "oom_kill")
 
@@ -130,11 +130,11 @@ def oom_kills(group: Path) -> int:
 def _groups(
     proc: Path, cgroup_root: Path, process: str = "self"
 ) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, ...]]]:
-    """Each of a process's groups for memory: the root below which it lies, its parts, names of its files."""
+    """A process's memory cgroups: mount root, path parts, and names of limit, usage and inactive file cache."""
     for line in read_lines(proc / process / "cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
-        # Version 2 has one line, and no controllers in it.
+        # Version 2 has one line without controllers.
         if not controllers:
             names = ("memory.max", "memory.current", "inactive_file")
             roots = [cgroup_root, cgroup_root / "unified"]
@@ -143,7 +143,7 @@ def _groups(
             roots = [cgroup_root / "memory", cgroup_root / controllers]
         else:
             continue
-        # Parts that are not there belong to a parent's namespace.
+        # ".." leads into a parent's cgroup namespace, which is not visible.
         parts = tuple(part for part in PurePosixPath(group).parts if part not in ("/", ".."))
         yield from ((root, parts, names) for root in dict.fromkeys(roots))
 
@@ -151,13 +151,13 @@ def _groups(
 def _group_limits(root: Path, parts: tuple[str, ...], names: tuple[str, ...]) -> list[Limit]:
     """Limits from the group up to ``root``."""
     limits = []
-    # Every level counts: a pod's or a job's limit stands above the group of the container, and kills as well.
+    # Every level counts: the limit of a pod or job is above the container's group, and kills too.
     for depth in range(len(parts), -1, -1):
         directory = root.joinpath(*parts[:depth])
         limit, usage = _number(directory / names[0]), _number(directory / names[1])
         if limit is None or usage is None or limit >= _UNLIMITED_BYTES:
             continue
-        # File cache that nobody uses is given back on demand; pages of a tmpfs are not part of it.
+        # Inactive file cache is reclaimed on demand; it does not include tmpfs pages.
         free = max(0, limit - usage + _statistic(directory / "memory.stat", names[2]))
         name = f"cgroup /{'/'.join(parts[:depth])} (limit {human(limit)})"
         remedy = "raise the memory limit of the container or the job"
@@ -174,12 +174,12 @@ def _room(where: Path, mount: str) -> list[Limit]:
         "or name another tmpfs with --ftckpt-arena"
     )
     reserve_bytes = reserve_of(status.f_blocks * status.f_frsize) if _is_shared(where) else 0
-    # Not f_bfree: on a disk some of that is root's alone.
+    # Not f_bfree, which includes blocks reserved for root.
     return [Limit(f"file system {mount}", status.f_bavail * status.f_frsize, remedy, reserve_bytes)]
 
 
 def _is_shared(where: Path) -> bool:
-    """Whether other programs use the file system; one that was mounted for arenas is theirs alone."""
+    """Whether the file system is /dev/shm, which other programs use; a tmpfs mounted for arenas has no reserve."""
     try:
         return os.stat(where).st_dev == os.stat(_SHARED).st_dev
     except OSError:
@@ -197,34 +197,34 @@ def _available(proc: Path) -> list[Limit]:
 
 
 def mount_of(where: Path, proc: Path) -> Mount:
-    """The mount that holds ``where`` as this process sees it; of an unknown kind where that cannot be read."""
+    """The mount of ``where`` as this process sees it; its kind is ``UNKNOWN`` if mountinfo cannot be read."""
     best, depth = Mount(UNKNOWN, str(where)), -1
     resolved = str(where.resolve())
     for line in read_lines(proc / "self" / "mountinfo"):
-        # proc(5): id, parent, major:minor, root, mount point, more fields, then behind " - " the type.
+        # proc(5): id, parent, major:minor, root, mount point, more fields, then " - " and the type.
         left, _, right = line.partition(" - ")
         fields, ending = left.split(), right.split()
         if len(fields) < 5 or not ending:
             continue
-        # The kernel writes a space in a path as octal 040.
+        # The kernel escapes a space in a path as octal 040.
         point = fields[4].replace("\\040", " ")
-        # Of those that hold it the longest is the nearest. A later mount covers an earlier one on the same point.
+        # The longest matching mount point is the innermost. A later mount hides an earlier one at the same point.
         if f"{resolved}/".startswith(f"{point.rstrip('/')}/") and len(point) >= depth:
             best, depth = Mount(ending[0], point), len(point)
     return best
 
 
 _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-"""Kinds of file systems that answer as long as the machine does."""
+"""File system types that do not depend on another machine."""
 
 
 def may_hang(path: Path | None, proc: Path = Path("/proc")) -> bool:
-    """Whether calls to the file system of ``path`` may wait for another machine; False for None."""
+    """Whether calls to the file system of ``path`` may block on another machine; False for None."""
     return path is not None and mount_of(existing(path), proc).kind not in _LOCAL
 
 
 def existing(path: Path) -> Path:
-    """``path``, or the directory above it that is there."""
+    """``path``, or its nearest existing ancestor."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
@@ -239,7 +239,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a one-line file; None for "max" and for a missing file."""
+    """The number in a one-line file; None for "max" or a missing file."""
     lines = read_lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
@@ -253,10 +253,10 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def used_bytes(directory: Path) -> int:
-    """Of the memory that files at or below ``directory``, on a tmpfs, take."""
+    """Memory of all files below ``directory`` on a tmpfs, in bytes."""
     nbytes = 0
     for place, _, names in os.walk(directory):
         for name in names:
-            with suppress(OSError):  # files come and go
+            with suppress(OSError):  # files are created and deleted concurrently
                 nbytes += 512 * os.lstat(os.path.join(place, name)).st_blocks
     return nbytes

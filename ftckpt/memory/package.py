@@ -1,8 +1,8 @@
-"""Packages: what other nodes keep of one shard at one snapshot, so that what parity rebuilds can be verified.
+"""Packages: the part of a shard that is mirrored to other nodes, so that reconstructed bytes can be verified.
 
-A package holds all that is small and that parity cannot prove: manifest, snapshot, sequence, the checksum of every
-chunk, the objects, and the volatile region itself. It is a record file (``record``) with the slot's own record; its
-text is the manifest, its body objects and volatile region, which the checksums in that record prove: ``FORMAT.md``.
+A package has the small data that parity does not protect: manifest, snapshot, sequence, the checksum of every chunk,
+the objects, and the mutable state itself. It is a record file (``record``) with a copy of the slot's record. Its text
+is the manifest, its body the objects and the mutable state, covered by checksums in that record: ``FORMAT.md``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FORMAT = Format("package", b"FTCKPTPK", 1)
 MAX_PACKAGE_BYTES = 1 << 30
-"""Bound on a package, for whoever reads one from a socket or a file."""
+"""Maximum size of a package, checked by readers of sockets and files."""
 
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects, their hash: as in a control block
 _FILE_NAME = re.compile(rf"({SHARD_PATTERN})\.([0-9a-f]+\.[0-9]+)")
@@ -43,7 +43,7 @@ _FILE_NAME = re.compile(rf"({SHARD_PATTERN})\.([0-9a-f]+\.[0-9]+)")
 
 @dataclass(frozen=True)
 class Package:
-    """The contents of one package; ``chunk_hashes`` has one uint64 per chunk of the slot, volatile ones last."""
+    """The contents of one package. ``chunk_hashes`` has one uint64 per chunk of the slot, mutable state last."""
 
     manifest: Manifest
     snapshot: SnapshotId
@@ -54,11 +54,11 @@ class Package:
 
     @property
     def shard(self) -> str:
-        """The shard it was made of."""
+        """The name of the shard."""
         return self.manifest.shard
 
     def encode(self) -> bytearray:
-        """The bytes that ``unpack`` reads.
+        """Serialize for ``unpack``.
 
         Raises:
             ArenaError: more than ``MAX_PACKAGE_BYTES``.
@@ -70,7 +70,7 @@ class Package:
         if nbytes > MAX_PACKAGE_BYTES:
             raise ArenaError(
                 f"{self.shard}: a package of {nbytes} bytes, at most {MAX_PACKAGE_BYTES} are allowed; "
-                "hold less in objects and volatile state"
+                "reduce objects and mutable state"
             )
         data = bytearray(nbytes)
         with memoryview(data) as view:
@@ -86,7 +86,7 @@ class Package:
 
 @dataclass(frozen=True, order=True)
 class PackageName:
-    """A package file: of which shard and snapshot its name says it is."""
+    """The parsed name of a package file."""
 
     shard: str
     snapshot: SnapshotId
@@ -94,25 +94,23 @@ class PackageName:
 
 
 def pack(arena: Arena, slot: int) -> bytearray:
-    """The package of the snapshot in ``slot``.
-
-    What it holds is compared with the checksums while it is copied; the caller has a lease on the slot.
+    """Create the package of the snapshot in ``slot`` and verify its contents; the caller has a lease on the slot.
 
     Raises:
-        ArenaError: no snapshot, one without checksums yet, or one that was given up meanwhile.
-        CorruptError: objects or volatile state do not match their checksums.
+        ArenaError: no snapshot, one without checksums yet, or one that was dropped during the copy.
+        CorruptError: objects or mutable state do not match their checksums.
     """
     record, hashes = arena.control.record(slot), arena.hashes(slot)
     if record.snapshot is None or hashes is None:
-        raise ArenaError(f"{arena.path}: slot {slot} holds no snapshot with checksums")
+        raise ArenaError(f"{arena.path}: slot {slot} has no snapshot with checksums")
     image = arena.image
     with arena.slot(slot) as data:
         volatile = bytes(data[image.volatile.begin : image.volatile.end])
     with arena.read_objects(slot) as view:
         objects = bytes(view)
-    # After the bytes were copied: what was overwritten meanwhile would be no snapshot's.
+    # Checked after the copy, which may have read bytes of a later snapshot.
     if arena.control.record(slot).seal_id != record.seal_id:
-        raise ArenaError(f"{arena.path}: slot {slot} was given up while it was read")
+        raise ArenaError(f"{arena.path}: slot {slot} was overwritten during the read")
     if xxhash.xxh3_64_intdigest(objects) != record.objects_hash:
         raise CorruptError(f"{arena.path}: slot {slot}: objects do not match their checksum")
     _check_volatile(image, hashes, volatile)
@@ -121,10 +119,10 @@ def pack(arena: Arena, slot: int) -> bytearray:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Package:
-    """Inverse of ``Package.encode``; every length is compared with the bytes at hand before it is used.
+    """Inverse of ``Package.encode``; every length is checked against the length of ``data`` before it is used.
 
     Raises:
-        CorruptError: not a package, damaged, or one that contradicts its own manifest.
+        CorruptError: not a package, corrupt, or inconsistent with its manifest.
         MismatchError: a package of another format version.
     """
     with memoryview(data) as view, view.cast("B") as raw:
@@ -138,17 +136,19 @@ def unpack(data: bytes | bytearray | memoryview) -> Package:
             raise CorruptError("package: its record is not sealed")
         sequence, used, objects_hash = _FIELDS.unpack(record.fields)
         body = FORMAT.body_offset(header)
-        # ``used`` is under the record's checksum; should it pass the body, the length of ``objects`` shows it below.
-        # Each byte is copied once: a package may be large beside what the process may have.
+        # If ``used`` exceeds the body, the check of the length of ``objects`` fails below. Each byte is copied once:
+        # a package may be large for the process's memory limit.
         objects, volatile = bytes(raw[body : body + used]), bytes(raw[body + used :])
     manifest = Manifest.decode(header.text)
     try:
-        arena_path(Path(), manifest)  # a shard that is no file name is refused
+        arena_path(Path(), manifest)  # rejects a shard name that is not a valid file name
         image = SlotImage.of(manifest)
     except (ArenaError, ConfigError, ValueError, TypeError, ArithmeticError) as error:
         raise CorruptError(f"package: bad manifest: {str(error)[:200]}") from None
     if header.words != len(image.chunks) or len(volatile) != image.volatile.nbytes:
-        raise CorruptError(f"package of {manifest.shard}: {header.words} checksums, {len(volatile)} bytes volatile")
+        raise CorruptError(
+            f"package of {manifest.shard}: {header.words} checksums, {len(volatile)} bytes of mutable state"
+        )
     if len(objects) != used or used > manifest.objects_bytes:
         raise CorruptError(f"package of {manifest.shard}: {used} bytes of objects")
     if xxhash.xxh3_64_intdigest(objects) != objects_hash:
@@ -163,21 +163,21 @@ def mirror_dir(node_dir: Path) -> Path:
 
 
 def package_path(node_dir: Path, shard: str, snapshot: SnapshotId) -> Path:
-    """Where the package of ``shard`` at a snapshot lies in a node's directory."""
+    """Path of the package of ``shard`` at a snapshot in a node's directory."""
     return mirror_dir(node_dir) / f"{shard}.{snapshot}"
 
 
 def store(node_dir: Path, data: bytes | bytearray) -> Path:
-    """Write a package, whole or not at all, in place of an older one of that name; returns its path.
+    """Write a package atomically, replacing an older one of that name; returns its path.
 
-    One process stores and prunes in a node's directory, from any thread: the last one stays.
+    One process stores and prunes in a node's directory, from any thread; the last store wins.
 
     Raises:
         CorruptError, MismatchError: as ``unpack``; nothing is written.
-        MemoryBudgetError: the file system has no room; nothing is left behind.
+        MemoryBudgetError: the file system is full; no file is left.
         ArenaError: it cannot be written.
     """
-    # It may come from another node: proven before it takes the place of a good one.
+    # Verified before it replaces a good one: it may come from another node.
     package = unpack(data)
     path = package_path(node_dir, package.shard, package.snapshot)
     try:
@@ -185,7 +185,7 @@ def store(node_dir: Path, data: bytes | bytearray) -> Path:
         with fresh_name(path) as fresh:
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
-                # Room first: a full tmpfs is known before a byte is written.
+                # Allocated first: a full tmpfs is detected before the first write.
                 require_room(fresh, len(data))
                 os.posix_fallocate(fd, 0, len(data))
                 file.write(data)
@@ -204,7 +204,7 @@ def load(path: Path) -> Package:
     """Read a package file.
 
     Raises:
-        CorruptError: missing, unreadable, too long, damaged, or not the package that its name announces.
+        CorruptError: missing, unreadable, too long, corrupt, or not the package that its name says.
         MismatchError: of another format version.
     """
     try:
@@ -213,25 +213,25 @@ def load(path: Path) -> Package:
             nbytes = os.fstat(fd).st_size
             if nbytes > MAX_PACKAGE_BYTES:
                 raise CorruptError(f"{path}: more than {MAX_PACKAGE_BYTES} bytes")
-            data = file.read(nbytes + 1)  # not MAX_PACKAGE_BYTES: as much as is asked for would be allocated
+            data = file.read(nbytes + 1)  # not MAX_PACKAGE_BYTES: ``read`` allocates the requested size
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror}") from None
     package = unpack(data)
     if package_path(path.parent.parent, package.shard, package.snapshot).name != path.name:
-        raise CorruptError(f"{path}: holds {package.shard} at iteration {package.snapshot.iteration}")
+        raise CorruptError(f"{path}: contains {package.shard} at iteration {package.snapshot.iteration}")
     return package
 
 
 @contextmanager
 def mapped_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> Iterator[memoryview]:
-    """The bytes of a package file, sound or not, in the block; many may have it, and no memory of its own is taken.
+    """Map a package file, unverified, for the duration of the block. A shared mapping takes no additional memory.
 
     Raises:
-        OSError: there is none, or it cannot be read.
-        ValueError: it is empty, or too long for a package.
+        OSError: missing or unreadable.
+        ValueError: empty, or too long for a package.
     """
     path = package_path(node_dir, shard, snapshot)
-    # A package is replaced whole, never changed or cut: what is mapped stays what it is.
+    # Package files are replaced by rename, never modified or truncated: a mapping does not change.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if os.fstat(file.fileno()).st_size > MAX_PACKAGE_BYTES:
             raise ValueError(f"{path}: more than {MAX_PACKAGE_BYTES} bytes")
@@ -241,7 +241,7 @@ def mapped_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> Iterator
 
 
 def list_packages(node_dir: Path) -> list[PackageName]:
-    """The packages on a node, sorted, by their names alone; whether they are sound is for ``load`` to see."""
+    """The packages on a node, sorted; only their names are read."""
     try:
         entries = sorted(mirror_dir(node_dir).iterdir())
     except OSError:
@@ -256,11 +256,7 @@ def list_packages(node_dir: Path) -> list[PackageName]:
 
 
 def prune(node_dir: Path, keep: Collection[SnapshotId]) -> list[Path]:
-    """Delete packages of other snapshots than those to ``keep``, and half-written ones.
-
-    Returns:
-        what was deleted.
-    """
+    """Delete packages of snapshots not in ``keep``, and unfinished files; returns the deleted paths."""
     doomed = [name.path for name in list_packages(node_dir) if name.snapshot not in keep]
     for path in doomed:
         path.unlink(missing_ok=True)

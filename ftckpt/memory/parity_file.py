@@ -1,8 +1,8 @@
-"""Parity files: the blocks that one member of a parity group has of one snapshot; ``FORMAT.md`` has the bytes.
+"""Parity files: the parity blocks of one member of a group for one snapshot; ``FORMAT.md`` has the byte map.
 
 A record file (``record``) with one record, whose words are the checksums of the blocks. Its text is the group, its
-first number the member whose file it is; the body are the blocks. Only a node's SMP writes: each block before its
-checksum, the seal at last.
+first number the member that has the file, its body the blocks. Only the node's SMP writes: each block before its
+checksum, the seal last.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ftckpt.setting_checks import MODES
 
 FORMAT = Format("parity file", b"FTCKPTPF", 1)
 MAX_GROUP_BYTES = 16 << 20
-"""Bound on the JSON of a group."""
+"""Maximum size of a group's JSON."""
 
 _NAME = re.compile(rf"parity\.({'|'.join(MODES)})\.([01])")
 
 
 @dataclass(frozen=True, order=True)
 class ParityName:
-    """A parity file by its name alone; ``arena`` is the name of the directory it lies in."""
+    """The parsed name of a parity file; ``arena`` is the name of its directory."""
 
     arena: str
     mode: str
@@ -46,7 +46,10 @@ class ParityName:
 
 
 class ParityFile:
-    """A mapped parity file. The caller closes it; views of blocks stay usable after that."""
+    """A mapped parity file. The caller closes it; views of blocks stay valid after that.
+
+    The SMP calls ``begin``, ``put`` for every block, then ``seal``. Other processes only read.
+    """
 
     def __init__(self, path: Path, mapping: Mapping, group: ParityGroup, holder: int) -> None:
         self.path = path
@@ -57,26 +60,26 @@ class ParityFile:
         self._stores = Stores(memoryview(mapping.data))
         self._record = Records(self._stores, FORMAT.records_offset, 1, len(self._lengths))
         self._offsets, _ = _layout(group, self._lengths)
-        # In this process alone: what another one left WRITING is begun anew, not completed.
+        # State of this process only: a file that another process left WRITING is restarted, not completed.
         self._put: set[int] = set()
         self._writing: SnapshotId | None = None
 
     @classmethod
     def create(cls, path: Path, group: ParityGroup, holder: int) -> ParityFile:
-        """An empty file for the blocks that member ``holder`` keeps, every page of it allocated.
+        """Create an empty file for the blocks of member ``holder``, with every page allocated.
 
-        It is built under a temporary name and replaces what is there; delete that first where memory is short.
-        What killed processes left half made of this file is removed.
+        It is built under a temporary name and replaces an existing file; delete that first if memory is short.
+        Unfinished files that killed processes left under this name are removed.
 
         Raises:
-            MemoryBudgetError: the file system has no room; nothing is left behind.
-            ArenaError: it cannot be created, the group is too large to be described, or has no such holder.
+            MemoryBudgetError: the file system is full; no file is left.
+            ArenaError: it cannot be created, the group's JSON is too large, or there is no such member.
         """
         if not 0 <= holder < len(group.members):
             raise ArenaError(f"{path}: parity group {group.name} has no member {holder}")
         text = _group_text(group)
         if len(text) > MAX_GROUP_BYTES:
-            raise ArenaError(f"{path}: {len(text)} bytes describe the group, at most {MAX_GROUP_BYTES} are allowed")
+            raise ArenaError(f"{path}: the group's JSON has {len(text)} bytes, at most {MAX_GROUP_BYTES} are allowed")
         nbytes = parity_bytes(group, holder)
         blocks = num_blocks(group, holder)
         mapping = None
@@ -86,7 +89,7 @@ class ParityFile:
                 mapping = create_mapping(fresh, nbytes)
                 FORMAT.write(mapping.data, Header(1, blocks, nbytes, text, numbers=(holder, 0, 0)))
                 fresh.rename(path)
-        except BaseException as error:  # nobody else would unmap it
+        except BaseException as error:  # no other code unmaps it
             if mapping is not None:
                 mapping.close()
             if isinstance(error, OSError):
@@ -100,29 +103,29 @@ class ParityFile:
 
         Raises:
             ArenaError: missing or not permitted.
-            CorruptError: no parity file, damaged, or one that contradicts itself.
+            CorruptError: not a parity file, corrupt, or inconsistent.
             MismatchError: of another format version.
-            MemoryBudgetError: a file to be written has holes and there is no room to fill them.
+            MemoryBudgetError: a file opened for writing has holes and the file system is too full to fill them.
         """
         mapping = open_mapping(path, None, writable)
         try:
             group, holder = _read_header(path, mapping.data)
             return cls(path, mapping, group, holder)
-        except BaseException:  # nobody else would unmap it
+        except BaseException:  # no other code unmaps it
             mapping.close()
             raise
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it has."""
+        """The number of blocks in the file."""
         return len(self._lengths)
 
     def snapshot(self) -> SnapshotId | None:
-        """The snapshot whose blocks these are; None: none, half written, or torn."""
+        """The snapshot that the blocks belong to; None: none, incomplete, or torn."""
         return self._record.read(0).snapshot
 
     def damage(self) -> Corruption:
-        """What is bad beside the blocks."""
+        """Check the header and the record; the blocks are checked by ``verify``."""
         try:
             sound = _read_header(self.path, self._map.data) == (self.group, self.holder)
         except (CorruptError, MismatchError):
@@ -132,7 +135,7 @@ class ParityFile:
         return Corruption(parts=(RECORD,) if self._record.read(0).torn else ())
 
     def block(self, block: int) -> Bytes:
-        """The bytes of a block, a view; they mean something while ``snapshot`` names one, and ``verify`` is true."""
+        """A view of a block; it is valid only if ``snapshot`` is not None and ``verify`` is true."""
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"{self.path}: block {block} of {self.num_blocks}")
         return np.frombuffer(self._map.data, np.uint8, self._lengths[block], self._offsets[block])
@@ -142,18 +145,18 @@ class ParityFile:
         return xxhash.xxh3_64_intdigest(self.block(block).data) == self._record.word(0, block)
 
     def begin(self, snapshot: SnapshotId) -> None:
-        """WRITING: the snapshot in the file is given up, blocks of ``snapshot`` follow."""
+        """Set WRITING: drop the snapshot in the file, and expect the blocks of ``snapshot``."""
         self._record.give_up(0, WRITING)
         self._put.clear()
         self._writing = snapshot
 
     def put(self, block: int, data: Bytes, checksum: int | None = None) -> None:
-        """Store a block (uint8, of the block's length) and its checksum; ``data`` may be the view ``block`` gave.
+        """Store a block (uint8, of the block's length) and its checksum; ``data`` may be the view from ``block``.
 
-        ``checksum`` is the xxh3-64 of ``data`` where the caller has taken it; otherwise it is taken here.
+        ``checksum``: the xxh3-64 of ``data`` if the caller has it; None computes it.
 
         Raises:
-            ValueError: another length.
+            ValueError: another length or dtype.
             ArenaError: ``begin`` was not called.
         """
         self._require_writing()
@@ -161,45 +164,45 @@ class ParityFile:
         if data.shape != view.shape or data.dtype != np.uint8:
             raise ValueError(f"{self.path}: block {block} has {len(view)} bytes, not {data.dtype} {data.shape}")
         source = np.ascontiguousarray(data)
-        # Of the source: what goes wrong in the copy shows at the next ``verify``.
+        # The hash of the source: the next ``verify`` detects an error in the copy.
         value = xxhash.xxh3_64_intdigest(source.data) if checksum is None else checksum
-        # The same address: the block was computed in place.
+        # At the same address the block was computed in place.
         if source.ctypes.data != view.ctypes.data:
             self._stores.store(self._offsets[block], source.data)
-        # Behind its block: a kill in between leaves a word that vouches for nothing, in a record that is WRITING.
+        # After its block; until the seal the record is WRITING and no checksum counts.
         self._record.put_words(0, value.to_bytes(8, "little"), block)
         self._put.add(block)
 
     def seal(self) -> None:
-        """SEALED: every block is in place and belongs to the snapshot that ``begin`` named.
+        """Set SEALED: every block is stored and belongs to the snapshot of ``begin``.
 
         Raises:
-            ArenaError: ``begin`` was not called, or blocks have not been put since.
+            ArenaError: ``begin`` was not called, or blocks are missing since.
         """
         snapshot = self._require_writing()
         if len(self._put) < self.num_blocks:
             raise ArenaError(
-                f"{self.path}: {self.num_blocks - len(self._put)} blocks were not put; put them, then seal"
+                f"{self.path}: {self.num_blocks - len(self._put)} blocks are missing; put them, then seal"
             )
         self._record.seal(0, snapshot)
         self._writing = None
 
     def close(self) -> None:
-        """Unmap; never raises because of views that still exist."""
+        """Unmap. Remaining views are no error: they keep their memory mapped."""
         self._stores.data.release()
         self._map.close()
 
     def _require_writing(self) -> SnapshotId:
         if self._writing is None:
-            raise ArenaError(f"{self.path}: is not WRITING; call begin first")
+            raise ArenaError(f"{self.path} is not WRITING; call begin first")
         return self._writing
 
 
 def snapshot_of(path: Path) -> SnapshotId | None:
-    """As ``snapshot``, of the file at ``path``, which is not looked at but for that.
+    """The result of ``ParityFile.snapshot`` for the file at ``path``; the group is not parsed or checked.
 
     Raises:
-        ArenaError, CorruptError, MismatchError: as ``open`` does.
+        ArenaError, CorruptError, MismatchError: as ``ParityFile.open``.
     """
     with closing(open_mapping(path, None, False)) as mapping:
         header = FORMAT.read(mapping.data, str(path))
@@ -215,18 +218,18 @@ def parity_bytes(group: ParityGroup, holder: int) -> int:
 
 
 def parity_path(arena_dir: Path, mode: str, index: int) -> Path:
-    """Where a parity file of an arena lies; ``index`` is 0 or 1."""
+    """Path of a parity file of an arena; ``index`` is 0 or 1."""
     return arena_dir / f"parity.{mode}.{index}"
 
 
 def list_parity(node_dir: Path) -> list[ParityName]:
-    """The parity files of a node's arenas, sorted, by their names alone; ``ParityFile.open`` reads what they are."""
+    """The parity files of a node's arenas, sorted; only their names are read."""
     return sorted(name for arena in list_arenas(node_dir) for name in parity_of(arena))
 
 
 def parity_of(arena_dir: Path) -> list[ParityName]:
-    """As ``list_parity``, of one arena; none where it has gone."""
-    # Another rank of the node may remove its arena between a listing of the node and this one.
+    """The parity files of one arena, sorted; none if the arena does not exist."""
+    # Another rank may delete its arena between the listing of the node and this one.
     with suppress(FileNotFoundError):
         matches = [(_NAME.fullmatch(path.name), path) for path in arena_dir.iterdir()]
         return sorted(ParityName(arena_dir.name, m[1], int(m[2]), path) for m, path in matches if m)
@@ -234,7 +237,7 @@ def parity_of(arena_dir: Path) -> list[ParityName]:
 
 
 def _read_header(path: Path, data: memoryview) -> tuple[ParityGroup, int]:
-    """Group and holder; every size is compared with the bytes at hand before it is used."""
+    """Group and holder; every size is checked against the length of ``data`` before it is used."""
     header = FORMAT.read(data, str(path))
     text, blocks, holder = header.text, header.words, header.numbers[0]
     if len(text) > MAX_GROUP_BYTES or header.records != 1:
@@ -242,16 +245,16 @@ def _read_header(path: Path, data: memoryview) -> tuple[ParityGroup, int]:
     try:
         group = ParityGroup.from_json(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptError(f"{path}: no parity group: {str(error)[:200]}") from None
+        raise CorruptError(f"{path}: bad parity group: {str(error)[:200]}") from None
     if (
-        # Of one spelling, so that all sizes follow from the group and can be compared.
+        # The canonical JSON is required: sizes are computed from the group and compared.
         text != _group_text(group)
         or holder >= len(group.members)
         or blocks != num_blocks(group, holder)
         or len(data) != parity_bytes(group, holder)
     ):
         raise CorruptError(
-            f"{path}: {blocks} blocks in {len(data)} bytes are not those of member {holder} of its group"
+            f"{path}: {blocks} blocks in {len(data)} bytes do not match member {holder} of its group"
         )
     return group, holder
 
@@ -271,7 +274,7 @@ def _block_lengths(group: ParityGroup, holder: int) -> list[int]:
 
 
 def _layout(group: ParityGroup, lengths: list[int]) -> tuple[list[int], int]:
-    """Where each block begins, on a page; bytes of the file."""
+    """The page-aligned offset of each block, and the size of the file."""
     at = _page_up(FORMAT.text_offset(1, len(lengths)) + len(_group_text(group)))
     offsets = []
     for nbytes in lengths:

@@ -1,4 +1,4 @@
-"""A process that stays the same one: signals never reach another that was given its pid."""
+"""A handle of one process: signals never reach another process that reuses its pid."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ftckpt.events import log
 from ftckpt.memory.page import owner_lives, owner_word
 
 _NO_SUCH = frozenset({errno.ESRCH, errno.EINVAL, errno.ENOENT})
-"""No process, or, of old and new kernels, a thread of one. Any other error says nothing about the process."""
+"""Errors for a missing process or, depending on the kernel, a thread's pid. Others do not mean that it is missing."""
 _POLL_SECS = 0.02
-"""Without a pidfd nothing tells when a process ends: it is looked for again and again."""
+"""Poll interval for the exit of a process without a pidfd."""
 
 
 class Process:
     """A process of this pid namespace.
 
-    By a pidfd, or, where the kernel or a container's system call filter gives none, by pid and start time, which are
-    compared right before each signal: only a pid that goes to another process between the two would be mistaken.
+    It is identified by a pidfd, or, if the kernel or a seccomp filter denies it, by pid and start time. These are
+    compared right before each signal; only a pid that is reused between the two calls would be mistaken.
     """
 
     def __init__(self, fd: int, owner: int, pid: int) -> None:
@@ -33,19 +33,19 @@ class Process:
 
     @classmethod
     def open(cls, pid: int, owner: int | None = None) -> Process | None:
-        """The process ``pid``, if it lives and, where it is given, ``owner`` is its owner word; else None."""
+        """The process ``pid``; None if it does not live or its owner word differs from ``owner``, if given."""
         if pid <= 0:
             return None
         fd = -1
         try:
             fd = os.pidfd_open(pid)
-        except AttributeError:  # a Python that was built for a kernel without it
+        except AttributeError:  # Python was built for a kernel without it
             _say_once("Python has no os.pidfd_open")
         except OSError as error:
             if error.errno in _NO_SUCH:
                 return None
             _say_once(f"pidfd_open: {error.strerror}")
-        now = _owner_now(pid)  # after the pidfd: so it is of the same process, or of a dead one
+        now = _owner_now(pid)  # after pidfd_open: if the pid is reused by now, the pidfd's process is dead
         if now == 0 or (owner is not None and now != owner):
             if fd >= 0:
                 os.close(fd)
@@ -53,7 +53,7 @@ class Process:
         return cls(fd, now, pid)
 
     def send(self, number: int) -> bool:
-        """Send a signal; False where the process is gone or not ours to signal."""
+        """Send a signal; False if the process is gone or may not be signalled."""
         try:
             if self._fd >= 0:
                 signal.pidfd_send_signal(self._fd, number)
@@ -61,7 +61,7 @@ class Process:
         except ProcessLookupError:
             return False
         except (OSError, AttributeError):
-            pass  # not ours to signal, or a filter that allows pidfd_open alone: kill tells which
+            pass  # not permitted, or a filter that allows only pidfd_open: kill tells which
         if _owner_now(self.pid) != self._owner:
             return False
         try:
@@ -71,10 +71,10 @@ class Process:
         return True
 
     def gone(self, timeout_secs: float) -> bool:
-        """Whether it has ended, after ``timeout_secs`` at the latest."""
+        """Wait until the process exits, at most ``timeout_secs``; returns whether it has."""
         deadline = time.monotonic() + timeout_secs
         if self._fd >= 0:
-            # A pidfd becomes readable when its process ends, whether its parent has waited for it or not.
+            # A pidfd becomes readable when its process exits, even before it is reaped.
             waiting = select.poll()
             waiting.register(self._fd, select.POLLIN)
             return bool(waiting.poll(max(0.0, timeout_secs) * 1000))
@@ -85,11 +85,11 @@ class Process:
         return True
 
     def fileno(self) -> int:
-        """Its pidfd, which becomes readable when it ends; -1: there is none."""
+        """The pidfd, which becomes readable when the process exits; -1: there is none."""
         return self._fd
 
     def close(self) -> None:
-        """Let go of it; a second call does nothing."""
+        """Close the pidfd; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -104,7 +104,7 @@ class Process:
 
 
 def _owner_now(pid: int) -> int:
-    """The owner word of the process that has ``pid`` now; 0 where none does, or it has ended."""
+    """The owner word of the process that has ``pid`` now; 0 if there is none, or it is a zombie."""
     try:
         return owner_word(pid)
     except (OSError, ValueError):
@@ -113,4 +113,4 @@ def _owner_now(pid: int) -> int:
 
 @functools.cache
 def _say_once(reason: str) -> None:
-    log.info("ftckpt: %s: processes are told apart by pid and start time", reason)
+    log.info("ftckpt: %s: processes are identified by pid and start time", reason)

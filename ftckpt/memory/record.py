@@ -1,7 +1,7 @@
-"""Record files: what lies beside the slots, behind one header and with one rule for kills, flips and strangers.
+"""Record files: the common format of control, checks, parity and package files.
 
-Control, checks, parity and package files are lists of fields in this frame. Integers are little-endian, checksums
-are xxh3-64::
+A header, then checksummed records that stay consistent after a kill at any store, a bit flip, or foreign writes.
+Integers are little-endian, checksums are xxh3-64::
 
     header, 512 bytes               record, a multiple of 64
       0  magic          8 s           0  state       u8    0 empty, 1 being written, 2 sealed
@@ -16,25 +16,25 @@ are xxh3-64::
       80 zeros
       504 checksum      u64           of 0:504
 
-Behind the header comes what the format has of fixed length, then records, text, and the format's body.
+The header is followed by the format's fixed-length part, the records, the text, and the format's body.
 
 Why a SIGKILL between any two stores, or inside one that is longer than a byte, is safe:
 
-* A killed process loses no store that it has made, and one byte cannot be half stored. So the state byte alone
-  claims, and it is stored last: fields and words come first, ``seal`` stores snapshot and flags, then the checksum
+* A killed process loses no completed store, and a one-byte store is atomic. So only the state byte declares a record
+  sealed, and it is stored last: fields and words come first, ``seal`` stores snapshot and flags, then the checksum
   over all of them, then the state.
-* ``give_up`` stores the state first: from that byte on nothing is claimed. Then it clears the checksum, for what
-  follows overwrites what was sealed, and a flip of the state byte must not claim it.
-* So whatever has the state *sealed* without its checksum is a flip or a stranger, and reads as torn.
-* A header is written once, into a file that has no name yet or a temporary one.
+* ``give_up`` stores the state first, which unseals the record. Then it clears the checksum: later stores overwrite
+  the sealed contents, and a flip of the state byte must not seal them.
+* So a record with the state *sealed* and a wrong checksum results from a flip or a foreign write, and reads as torn.
+* A header is written once, into a file without a name or with a temporary one.
 
-Why a reader beside the writer is safe: it believes a copy, and that only with the checksum over all of it. Stores
-that it sees in another order than they were made give a checksum that does not match.
+Why a concurrent reader is safe: it takes a copy and checks the checksum over all of it. If it sees stores in another
+order than the writer made them, the checksum does not match.
 
-A mark is a snapshot that is replaced while the one before must stay known: a record twice. Each copy is overwritten
-by one store, the older copy first. Who dies inside it leaves a checksum that does not match, and the other copy
-counts; of two sealed ones that with the higher sequence does. So one of the two is sealed at every instant, and a
-flip in either loses nothing.
+A mark names a snapshot and is replaced without a moment in which neither the old nor the new one is readable: it is a
+record in two copies. Each copy is overwritten by one store, the older copy first. A kill inside that store leaves a
+wrong checksum, and the other copy counts. If both are sealed, the higher sequence counts. So one copy is sealed at
+every instant, and a flip in either loses nothing.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ Words = npt.NDArray[np.uint64]
 
 HEADER_BYTES = 512
 RECORD_BYTES = 64
-"""Of a record without words: a cache line."""
+"""Size of a record without words: a cache line."""
 EMPTY, WRITING, SEALED = 0, 1, 2
 
 _HEADER = struct.Struct("<8sIIIIQQ16s3Q")
 _U64 = struct.Struct("<Q")
 _STAMP, _SNAPSHOT, _FIELDS, _CHECKSUM, _WORDS = 2, 8, 32, 56, 64
 _NO_SNAPSHOT = bytes(16) + b"\xff" * 8
-"""Instead of a snapshot in a mark that names none."""
+"""The snapshot field of a mark that names no snapshot."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Counts and sizes of a file. ``numbers`` and ``text`` are the format's, ``digest`` names what it belongs to."""
+    """Counts and sizes of a file. Each format defines ``numbers`` and ``text``; ``digest`` identifies the owner."""
 
     records: int
     words: int
@@ -78,7 +78,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of record file: ``name`` as errors call it, ``fixed_bytes`` between header and records."""
+    """One kind of record file: its ``name`` in errors, and ``fixed_bytes`` between header and records."""
 
     name: str
     magic: bytes
@@ -87,19 +87,19 @@ class Format:
 
     @property
     def records_offset(self) -> int:
-        """Where the first record begins."""
+        """Offset of the first record."""
         return HEADER_BYTES + self.fixed_bytes
 
     def text_offset(self, records: int, words: int) -> int:
-        """Where the text begins, behind the last record."""
+        """Offset of the text, which follows the last record."""
         return self.records_offset + records * record_bytes(words)
 
     def body_offset(self, header: Header) -> int:
-        """Where the format's own bytes begin, behind the text."""
+        """Offset of the format's body, which follows the text."""
         return self.text_offset(header.records, header.words) + len(header.text)
 
     def write(self, data: memoryview, header: Header) -> None:
-        """Make an empty file of zeroed ``data``, which nobody reads yet: the header comes last."""
+        """Format zeroed ``data``, which no process reads yet, as an empty file; the header is stored last."""
         begin = self.text_offset(header.records, header.words)
         data[begin : begin + len(header.text)] = header.text
         packed = _HEADER.pack(
@@ -109,10 +109,10 @@ class Format:
         data[:HEADER_BYTES] = packed + _U64.pack(xxhash.xxh3_64_intdigest(packed))
 
     def read(self, data: memoryview, where: str = "") -> Header:
-        """The header of ``data``; every size is compared with the bytes at hand before it is used.
+        """Read the header of ``data``; every size is checked against the length of ``data`` before it is used.
 
         Raises:
-            CorruptError: not such a file, damaged, or sizes that contradict each other.
+            CorruptError: another kind of file, a wrong checksum, or contradictory sizes.
             MismatchError: of another format version.
         """
         name = where or self.name
@@ -129,17 +129,17 @@ class Format:
         begin = self.text_offset(records, words)
         if file_bytes != len(data) or begin + text_bytes > file_bytes:
             raise CorruptError(
-                f"{name}: truncated or impossible sizes: {len(data)} bytes, {file_bytes} are announced, "
-                f"with {records} records of {words} words and {text_bytes} bytes of text"
+                f"{name}: truncated or impossible sizes: the file has {len(data)} bytes, its header says "
+                f"{file_bytes} with {records} records of {words} words and {text_bytes} bytes of text"
             )
         text = bytes(data[begin : begin + text_bytes])
         if xxhash.xxh3_64_intdigest(text) != text_hash:
-            raise CorruptError(f"{name}: the checksum of its text does not match")
+            raise CorruptError(f"{name}: text checksum does not match")
         return Header(records, words, file_bytes, text, digest, (numbers[0], numbers[1], numbers[2]))
 
 
 class Record(NamedTuple):
-    """A copy of one record. ``torn``: it claims to be sealed without a proof. ``snapshot`` only where it is."""
+    """A copy of one record. ``torn``: its state is sealed but its checksum is wrong. ``snapshot``: only if sealed."""
 
     state: int
     torn: bool
@@ -151,23 +151,23 @@ class Record(NamedTuple):
 
     @property
     def sealed(self) -> bool:
-        """Whether what it holds is proven."""
+        """Whether the checksum confirms the contents."""
         return self.state == SEALED
 
 
 class Stores:
-    """A buffer that is shared with other processes, which the caller owns and keeps mapped."""
+    """A buffer shared with other processes. The caller owns it and keeps it mapped."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Every store after creation goes through here, in program order."""
+        """Store ``data``. Every store after creation uses this method, in program order."""
         self.data[offset : offset + len(data)] = data
 
 
 class Records:
-    """``count`` records of ``words`` words each, from ``offset`` on. One process writes, any may read."""
+    """``count`` records of ``words`` words each, starting at ``offset``. One process writes, any process may read."""
 
     def __init__(self, stores: Stores, offset: int, count: int, words: int) -> None:
         self._stores = stores
@@ -176,18 +176,18 @@ class Records:
         self.num_words = words
 
     def read(self, index: int) -> Record:
-        """A checked copy; what is not proven reads as EMPTY, and as ``torn`` if it claims anything."""
+        """A verified copy. A record that is declared sealed with a wrong checksum reads as EMPTY and ``torn``."""
         begin = self._begin_of(index)
         # A copy: the writer may change the record between the checksum and its use.
         raw = bytes(self._stores.data[begin : begin + record_bytes(self.num_words)])
         state, snapshot, torn = raw[0], None, False
-        # A state above SEALED is none: torn as well.
+        # States above SEALED are undefined and read as torn too.
         if state >= SEALED:
             proven = state == SEALED and _U64.pack(_checksum(raw, begin)) == raw[_CHECKSUM:_WORDS]
             named = raw[_SNAPSHOT:_FIELDS]
             try:
                 snapshot = SnapshotId.unpack(named) if proven and named != _NO_SNAPSHOT else None
-            except ValueError:  # sealed by a stranger
+            except ValueError:  # a foreign write with a valid checksum
                 proven = False
             torn = not proven
         words = np.frombuffer(raw, "<u8", self.num_words, _WORDS).astype(np.uint64, copy=False)
@@ -195,15 +195,15 @@ class Records:
         return Record(EMPTY if torn else state, torn, raw[1], stamp, snapshot, raw[_FIELDS:_CHECKSUM], words)
 
     def word(self, index: int, word: int) -> int:
-        """One word as it stands there, proven or not."""
+        """One word, unverified."""
         begin = self._begin_of(index) + _WORDS + 8 * word
         value: int = _U64.unpack_from(self._stores.data, begin)[0]
         return value
 
     def give_up(self, index: int, state: int) -> None:
-        """EMPTY or WRITING: the record claims nothing any more."""
+        """Unseal the record: ``state`` is EMPTY or WRITING."""
         begin = self._begin_of(index)
-        # In this order: the first store ends the claim; after the second a flip of the state makes none.
+        # In this order: the first store unseals; after the second a flip of the state byte cannot seal.
         self._stores.store(begin, bytes([state]))
         self._stores.store(begin + _CHECKSUM, bytes(8))
 
@@ -212,29 +212,29 @@ class Records:
         return bool(self._stores.data[self._begin_of(index)] == WRITING)
 
     def put_fields(self, index: int, fields: bytes, at: int = 0) -> None:
-        """Store ``fields`` from byte ``at`` of the format's own on, in a record that is being written."""
+        """Store ``fields`` at byte ``at`` of the fields of a record that is WRITING."""
         self._stores.store(self._begin_of(index) + _FIELDS + at, fields)
 
     def put_words(self, index: int, words: bytes, first: int = 0) -> None:
-        """Store whole words, in a record that is being written."""
+        """Store ``words`` from word ``first`` of a record that is WRITING."""
         self._stores.store(self._begin_of(index) + _WORDS + 8 * first, words)
 
     def seal(self, index: int, snapshot: SnapshotId | None, flags: int = 0, stamp: int = 0) -> None:
-        """SEALED: fields and words are in place and belong to ``snapshot``."""
+        """Seal the record: its fields and words are complete and belong to ``snapshot``."""
         begin, stores = self._begin_of(index), self._stores
         stores.store(begin + _SNAPSHOT, _NO_SNAPSHOT if snapshot is None else snapshot.pack())
         stores.store(begin + 1, bytes([flags]) + stamp.to_bytes(_SNAPSHOT - _STAMP, "little"))
-        # Over what stands in memory: fields and words came by many stores.
+        # Read back from memory: fields and words arrived in many stores.
         raw = bytes(stores.data[begin : begin + record_bytes(self.num_words)])
         stores.store(begin + _CHECKSUM, _U64.pack(_checksum(raw, begin)))
-        # The claim, last: who dies before it leaves a record that is WRITING.
+        # The state comes last: a kill before this store leaves the record WRITING.
         stores.store(begin, bytes([SEALED]))
 
     def replace(self, index: int, snapshot: SnapshotId | None, fields: bytes) -> bytes:
-        """Overwrite a record without words by one store: what was sealed is lost if it dies inside. Returns it."""
+        """Overwrite a record without words by one store and return its bytes. A kill inside the store loses it."""
         begin = self._begin_of(index)
         named = _NO_SNAPSHOT if snapshot is None else snapshot.pack()
-        # With the state in it, unlike ``seal``: the other copy of a mark counts while this one is half stored.
+        # One store, state included, unlike ``seal``: the other copy of a mark counts while this one is incomplete.
         raw = bytes([SEALED]).ljust(_SNAPSHOT, b"\0") + (named + fields).ljust(_CHECKSUM - _SNAPSHOT, b"\0")
         raw += _U64.pack(_checksum(raw, begin))
         self._stores.store(begin, raw)
@@ -247,23 +247,23 @@ class Records:
 
 
 class Mark:
-    """A snapshot, and a number beside it, that are replaced while what was before stays known: a record twice."""
+    """A snapshot and a number in two copies, so that a kill during ``write`` leaves the old or the new value."""
 
     def __init__(self, stores: Stores, offset: int) -> None:
         self._stores = stores
         self._offset = offset
         self._copies = Records(stores, offset, 2, 0)
-        self._written: tuple[int, bytes] = 0, b""  # the sequence, and what both copies were then
+        self._written: tuple[int, bytes] = 0, b""  # sequence and bytes of both copies after the last ``write``
 
     def read(self) -> tuple[SnapshotId | None, int] | None:
-        """What was marked last, None of no snapshot; None instead: nothing ever was, or both copies are bad."""
+        """The last snapshot (None: marked as none) and number; None if never written or both copies are corrupt."""
         newest = self._newest()
         return None if newest is None else (newest[2].snapshot, _U64.unpack_from(newest[2].fields, 8)[0])
 
     def write(self, snapshot: SnapshotId | None, number: int = 0) -> None:
-        """Mark ``snapshot``, or that none is meant any more."""
+        """Mark ``snapshot``; None marks that there is none."""
         copies = [b"", b""]
-        # Where neither copy is sealed, or both are what was written here, any order will do: copy 0 is written first.
+        # If neither copy is sealed, or both are as this object wrote them, any order is safe: copy 0 is first.
         (sequence, written), newest = self._written, 1
         if bytes(self._stores.data[self._offset : self._offset + MARK_BYTES]) != written:
             sequence, newest, _ = self._newest() or (0, 1, None)
@@ -274,7 +274,7 @@ class Mark:
         self._written = sequence + 1, b"".join(copies)
 
     def _newest(self) -> tuple[int, int, Record] | None:
-        """Sequence, index and copy of the one that counts."""
+        """Sequence, index and contents of the copy that counts; None if neither is sealed."""
         copies = [self._copies.read(index) for index in range(2)]
         sealed = [(_U64.unpack_from(copy.fields)[0], index) for index, copy in enumerate(copies) if copy.sealed]
         if not sealed:
@@ -292,5 +292,5 @@ def record_bytes(words: int) -> int:
 
 
 def _checksum(raw: bytes, place: int) -> int:
-    """Over all but the state, so that this changes by one store; by the seed no record passes for another one."""
+    """Excludes the state, which one store changes. The seed is the record's offset: no record passes for another."""
     return xxhash.xxh3_64_intdigest(raw[1:_CHECKSUM] + raw[_WORDS:], seed=place)

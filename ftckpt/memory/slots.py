@@ -1,4 +1,4 @@
-"""The slot files of an arena: made, mapped and given back one by one."""
+"""The slot files of an arena: created, mapped and deleted one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftckpt.memory.image import SlotImage, parse_image
 from ftckpt.memory.mapping import Mapping, create_mapping, open_mapping
 
 HEADER_NAME = "header"
-"""The file with the bytes that each slot begins with: an arena is known by it before a slot has memory."""
+"""The file with the header that starts each slot: it identifies an arena that has no allocated slot."""
 
 
 def slot_name(slot: int) -> str:
@@ -24,14 +24,14 @@ def slot_name(slot: int) -> str:
 
 
 class FreshSlot:
-    """A slot's file before it is one: mapped, all pages allocated, the header written, under a name of its own.
-    Where it ``reserves`` none it has the pages alone that are written by ``write_at``, and no header.
+    """A slot file under construction: mapped under a temporary name, all pages allocated, the header written.
+    Without ``reserves`` it has no header, and only pages that ``write_at`` writes.
 
-    Ends with ``take`` or ``discard``.
+    The caller ends it by ``take`` or ``discard``; after an error no file is left.
 
     Raises:
-        MemoryBudgetError: no room; nothing is left behind.
-        ArenaError: the file cannot be created, or ``halted``, asked every some 100 MB, said so; the same.
+        MemoryBudgetError: the file system is full.
+        ArenaError: the file cannot be created, or ``halted``, polled every 256 MiB, returned true.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class FreshSlot:
             self._name = undo.pop_all()
 
     def take(self) -> Mapping:
-        """Give the file its name; the mapping is the caller's. Raises ArenaError, and is discarded."""
+        """Give the file its final name and return the mapping, which the caller owns. Discards on ArenaError."""
         try:
-            # Named when it has its header: killed before this, the slot is not allocated, and not a damaged one.
+            # Renamed after the header is written: a kill before this leaves the slot unallocated, not damaged.
             self._fresh.rename(self._path)
         except OSError as error:
             self.discard()
@@ -60,28 +60,28 @@ class FreshSlot:
         return self._mapping
 
     def discard(self) -> None:
-        """Give the memory back."""
+        """Unmap and delete the file."""
         self._mapping.close()
         self._name.close()
 
 
 SlotMapping = Mapping | str | None
-"""A slot that is mapped; why it is damaged; or not allocated: without a file."""
+"""A mapped slot; the reason why a slot is damaged; None: not allocated."""
 
 
 def open_slot(arena: Path, nbytes: int, control: ControlBlock, slot: int, writable: bool) -> SlotMapping:
-    """Map what is there. A missing file is damage if the record claims anything, else not allocated.
+    """Map a slot file. A slot without a file is unallocated if its record is EMPTY, otherwise damaged.
 
     Raises:
-        MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
+        MemoryBudgetError: a file opened for writing has holes and the file system is too full to fill them.
     """
     path, problem = arena / slot_name(slot), ""
-    for _ in range(2):  # a file that was missing may have been made before its record was read
+    for _ in range(2):  # twice: a missing file may have been created before its record was read
         try:
             return open_mapping(path, nbytes, writable)
         except ArenaError as error:
             problem = str(error)
-        # In this order: whoever frees a slot voids its record before it deletes the file.
+        # In this order: a writer that frees a slot invalidates its record before it deletes the file.
         missing, record = not os.path.lexists(path), control.record(slot)
         if missing and record.state == SlotState.EMPTY and not record.torn:
             return None
@@ -89,7 +89,7 @@ def open_slot(arena: Path, nbytes: int, control: ControlBlock, slot: int, writab
 
 
 def write_header(directory: Path, image: SlotImage) -> None:
-    """Make the file ``header`` of an arena that is being created."""
+    """Create the file ``header`` of an arena under construction."""
     with fresh_name(directory / HEADER_NAME) as fresh:
         with open(fresh, "xb", opener=partial(os.open, mode=0o600)) as file:
             file.write(image.header)
@@ -97,7 +97,7 @@ def write_header(directory: Path, image: SlotImage) -> None:
 
 
 def header_file_good(directory: Path, image: SlotImage) -> bool:
-    """Whether the arena is known by its file ``header``, whatever becomes of its slots."""
+    """Whether the file ``header`` is intact, so that it identifies the arena without any slot."""
     try:
         return (directory / HEADER_NAME).read_bytes() == image.header
     except OSError:
@@ -105,11 +105,11 @@ def header_file_good(directory: Path, image: SlotImage) -> bool:
 
 
 def image_of_files(path: Path, slots: int, digest: bytes) -> SlotImage:
-    """The image that the first sound header gives, the file's or a slot's, if the control block was made for its
-    manifest.
+    """The image from the first intact header, of the file ``header`` or of a slot, that has the control block's
+    manifest digest.
 
     Raises:
-        CorruptError: there is no sound header.
+        CorruptError: no such header.
     """
     errors = []
     for name in (HEADER_NAME, *map(slot_name, range(slots))):
@@ -120,10 +120,10 @@ def image_of_files(path: Path, slots: int, digest: bytes) -> SlotImage:
             continue
         try:
             image = parse_image(mapping.data)
-            # A sound header may be another arena's: whose this one is says the control block.
+            # An intact header may belong to another arena: the control block identifies this one.
             if image.manifest.digest == digest:
                 return image
-            errors.append(f"{name}: its manifest is not the one of the control block")
+            errors.append(f"{name}: its manifest differs from the control block's")
         except (CorruptError, MismatchError) as error:
             errors.append(f"{name}: {error}")
         finally:

@@ -1,4 +1,4 @@
-"""Parity as pure data and arithmetic: who protects what, what a loss leaves, and the codes.
+"""Parity as pure data and arithmetic: groups, stripes, codes, and what is recoverable after a loss.
 
-In: how the slots of all arenas are cut. Out: groups, stripes, blocks, the failures that are survived.
+In: the layout of all arenas' slots. Out: groups, stripes, blocks, the failures that the job survives.
 """

@@ -1,17 +1,17 @@
-"""Parity over byte arrays: XOR, Reed-Solomon and mirror; numpy alone, blocked so that work stays in cache.
+"""Parity over byte arrays: XOR, Reed-Solomon and mirror, in numpy, blocked to stay in cache.
 
 Parity row ``r`` of a stripe is the sum over i of ``coefficient(r, i)`` times data array i, byte by byte in
 GF(2^8) with the polynomial 0x11d and the generator 2. Addition is XOR. The coefficients are an extended Cauchy
 matrix (R. M. Roth and A. Lempel, On MDS codes via Cauchy matrices, IEEE Trans. Inf. Theory 35(6), 1989): a row
 of ones, then rows 1/(y_i + x_r) with y_i = 2^-i and all x_r different from each other and from all y_i. Every
-square submatrix of it is invertible, so any ``m`` lost arrays come back from any ``m`` rows. x_1 = 0 makes the
-second row 2^i, as RAID-6 has it.
+square submatrix is invertible, so any ``m`` rows recover any ``m`` lost arrays. x_1 = 0 makes the second row 2^i,
+as in RAID-6.
 
-Tables of products are slow in numpy, doubling of whole arrays is not (H. P. Anvin, The mathematics of RAID-6). So
-row 1 is summed by Horner's rule, one doubling for each array. Any other row, and the solution of a decode, is
-summed by bits of its coefficients, from the highest: one doubling for each of 8 bits, one XOR for each bit that
-is set (J. Blömer et al., An XOR-based erasure-resilient coding scheme, ICSI TR-95-048, 1995, without its
-transposed layout). numpy releases the GIL in all of it.
+Multiplication tables are slow in numpy; doubling entire arrays is fast (H. P. Anvin, The mathematics of RAID-6). So
+row 1 is summed by Horner's rule, with one doubling per array. Any other row, and the solution of a decode, is
+summed by the bits of its coefficients, highest first: one doubling for each of 8 bits, one XOR for each set bit
+(J. Blömer et al., An XOR-based erasure-resilient coding scheme, ICSI TR-95-048, 1995, without its transposed
+layout). numpy releases the GIL in these operations.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ftckpt.errors import ConfigError, LostError
 from ftckpt.parity.modes import CODES
 
 BLOCK_BYTES = 1 << 20
-"""What XOR works on at a time."""
+"""Bytes per step of XOR."""
 
 MAX_MEMBERS = 256
-"""Data arrays and parity rows of one Reed-Solomon stripe together: elements of the field."""
+"""Maximum of data arrays and parity rows of one Reed-Solomon stripe together: the size of the field."""
 
 _CACHE_BYTES = 1 << 20
-"""What one step of Reed-Solomon touches at a time: all its arrays' blocks stay in a core's own cache."""
+"""Bytes that one step of Reed-Solomon touches, over all arrays: they fit into a core's private cache."""
 _STEP_BYTES = 256 << 10
-"""What a decode solves at a time."""
-# x^8 + x^4 + x^3 + x^2 + 1: the powers of 2 are all elements but 0, which the tables below rely on.
+"""Bytes per step of a decode."""
+# x^8 + x^4 + x^3 + x^2 + 1, a primitive polynomial: every element but 0 is a power of 2, as the tables below need.
 _POLYNOMIAL = 0x11D
 _REMAINDER = np.uint8(_POLYNOMIAL & 0xFF)
 
 
 class MissingArray(Enum):
-    """The type of ``MISSING``: a data array that is to be solved for."""
+    """The type of ``MISSING``, which stands for a data array to solve for."""
 
     MISSING = 0
 
@@ -54,15 +54,15 @@ MISSING: Final = MissingArray.MISSING
 def encode(  # noqa: PLR0917 - the last one is optional
     code: str, data: Sequence[Bytes | None], length: int, row: int, losses: int, out: Bytes | None = None
 ) -> Bytes:
-    """Parity block ``row`` (0 to ``losses`` - 1) of a stripe of ``length`` bytes, in ``out`` or a new array.
+    """Compute parity block ``row`` (0 to ``losses`` - 1) of a stripe of ``length`` bytes, in ``out`` or a new array.
 
-    ``data`` are uint8 arrays in the stripe's order, each of ``length`` bytes at most; what is missing at an
-    end, and None, counts as zeros. ``xor`` and ``mirror`` have the row 0 alone; ``mirror`` has one data array, of
-    which that is a copy.
+    ``data`` are uint8 arrays in the stripe's order, each of ``length`` bytes at most; shorter ones are padded with
+    zeros, and None counts as zeros. ``xor`` and ``mirror`` have only row 0. ``mirror`` has one data array and
+    copies it.
 
     Raises:
-        ConfigError: an unknown code, or one that has no such row for so much data.
-        ValueError: an array of more than ``length`` bytes, or ``out`` of another length.
+        ConfigError: an unknown code, or one without such a row for so many arrays.
+        ValueError: an array longer than ``length``, or ``out`` of another length.
     """
     fold = encoder(code, len(data), row, losses)
     if out is None:
@@ -78,10 +78,10 @@ def encode(  # noqa: PLR0917 - the last one is optional
 
 
 def encoder(code: str, width: int, row: int, losses: int) -> Callable[[Iterable[Bytes | None], Bytes], None]:
-    """What makes parity block ``row`` of ``width`` arrays piece by piece, for those that use each piece in between.
+    """A function that computes parity block ``row`` of ``width`` arrays piece by piece.
 
-    It takes pieces of all arrays, as ``encode`` takes arrays, and the piece of the block that they make, and fills
-    it. Where the row is plain XOR it draws the pieces one by one as it needs them, and each is in cache then.
+    It takes the pieces of all arrays, as ``encode`` takes arrays, and fills the piece of the block. For a plain XOR
+    row it consumes the pieces lazily, one by one: a caller that also hashes each piece finds it in cache.
 
     Raises:
         ConfigError: as ``encode``.
@@ -95,26 +95,26 @@ def encoder(code: str, width: int, row: int, losses: int) -> Callable[[Iterable[
 def decode(
     code: str, data: Sequence[Bytes | MissingArray | None], blocks: Mapping[int, Bytes], length: int, losses: int
 ) -> dict[int, Bytes]:
-    """What ``MISSING`` data arrays hold, by their index, as new arrays of ``length`` bytes each.
+    """Reconstruct the ``MISSING`` data arrays: index → a new array of ``length`` bytes.
 
-    ``data`` as for ``encode``; ``blocks`` are good parity blocks by row, at least as many as arrays are missing.
+    ``data`` as for ``encode``; ``blocks``: verified parity blocks by row, at least as many as arrays are missing.
 
     Raises:
-        LostError: more arrays are missing than ``blocks`` can give back.
-        ConfigError, ValueError: as ``encode``; a parity block of another length than ``length``.
+        LostError: more arrays are missing than there are ``blocks``.
+        ConfigError, ValueError: as ``encode``; also a parity block of another length.
     """
     lost = [index for index, array in enumerate(data) if isinstance(array, MissingArray)]
     known = [None if isinstance(array, MissingArray) else array for array in data]
-    # The lowest rows are the cheapest: row 0 has no factors, row 1 one doubling for each array.
+    # The lowest rows are the cheapest: row 0 has no factors, row 1 has one doubling per array.
     rows = sorted(blocks)[: len(lost)]
     if len(rows) < len(lost):
         raise LostError(
-            f"{len(lost)} of {len(data)} arrays of a stripe are missing, {len(rows)} parity blocks are there"
+            f"{len(lost)} of {len(data)} arrays of a stripe are missing, with only {len(rows)} parity blocks"
         )
     if any(len(blocks[row]) != length for row in rows):
         raise ValueError(f"parity blocks of {[len(blocks[row]) for row in rows]} bytes in a stripe of {length}")
     solved = {index: np.empty(length, np.uint8) for index in lost}
-    # Row 0 is the plain XOR, also of rs: the one lost array is what all others and the block add up to.
+    # Row 0 is plain XOR for every code: the lost array is the XOR of the block and all other arrays.
     if rows == [0]:
         _sum([1] * (len(known) + 1), [*known, blocks[0]], solved[lost[0]])
         return solved
@@ -123,11 +123,11 @@ def decode(
 
 
 def coefficient(row: int, index: int) -> int:
-    """What data array ``index`` is multiplied with in parity row ``row``."""
+    """The factor of data array ``index`` in parity row ``row``."""
     if row == 0:
         return 1
-    # x_r must differ from each other and from all y_i = 2^-i: 0 does, and so do 2, 4, … as long as members and rows
-    # together are 256 at most. Addition is XOR.
+    # All x_r must differ from each other and from all y_i = 2^-i: 0 does, and so do 2, 4, … if members and rows
+    # together are at most 256. Addition is XOR.
     x = 0 if row == 1 else _EXP[row - 1]
     return _reciprocal(_EXP[-index % 255] ^ x)
 
@@ -135,7 +135,7 @@ def coefficient(row: int, index: int) -> int:
 def _row(code: str, row: int, width: int, losses: int) -> list[int]:
     """Coefficients of one parity row of ``width`` data arrays."""
     if code not in CODES:
-        raise ConfigError(f"parity by {code!r}, which is none of {', '.join(CODES)}")
+        raise ConfigError(f"unknown parity code {code!r}; use {', '.join(CODES)}")
     if not 0 <= row < losses or (code != "rs" and losses != 1) or (code == "mirror" and width != 1):
         raise ConfigError(f"--ftckpt-peer-losses: {code} of {width} arrays has no parity block {row} of {losses}")
     if code == "rs" and width + losses > MAX_MEMBERS:
@@ -152,11 +152,11 @@ def _solve(
     blocks: Mapping[int, Bytes],
     solved: Mapping[int, Bytes],
 ) -> None:
-    """Fill ``solved`` (by index) from as many parity ``rows``, whose coefficients are ``matrix``."""
-    # Of the columns that are missing: as small as the number of losses, whatever the width of the stripe.
+    """Fill ``solved`` (by index) from an equal number of parity ``rows`` with the coefficients ``matrix``."""
+    # Only the missing columns: the size is the number of losses, not the width of the stripe.
     inverse = _inverse([[factors[index] for index in solved] for factors in matrix])
     length = len(blocks[rows[0]]) if rows else 0
-    # What the missing arrays alone add up to, step by step: it never leaves the cache.
+    # Per row, the sum over the missing arrays only, one step at a time: it stays in cache.
     remains = np.empty((len(rows), min(length, _STEP_BYTES)), np.uint8)
     for begin in range(0, length, _STEP_BYTES):
         end = min(begin + _STEP_BYTES, length)
@@ -166,8 +166,8 @@ def _solve(
             _sum_row(row, factors, arrays, total)
             _add(total, blocks[row][begin:end])
         parts = [array[begin:end] for array in solved.values()]
-        if rows[0] == 0:  # a row of ones: the last one is what the others leave of it
-            # One row of the inverse less to apply: the last array then costs XORs alone, no doublings.
+        if rows[0] == 0:  # a row of ones: the last array is its sum minus the other missing arrays
+            # The last row of the inverse is not applied: that array costs only XORs, no doublings.
             for factors, part in zip(inverse, parts[:-1], strict=False):
                 _sum(factors, sums, part)
             _sum_plain([sums[0], *parts[:-1]], parts[-1])
@@ -186,11 +186,11 @@ def _sum_row(row: int, factors: Sequence[int], arrays: Sequence[Bytes | None], o
 def _sum(factors: Sequence[int], arrays: Sequence[Bytes | None], out: Bytes) -> None:
     """``out`` = sum of ``factors[i]`` times ``arrays[i]``."""
     terms = [(f, array) for f, array in zip(factors, arrays, strict=True) if f and array is not None]
-    # By bit of the factor, the arrays that have it: the sum over a plane is plain XOR.
+    # For each bit, the arrays whose factor has it: their sum is plain XOR.
     planes = [[array for f, array in terms if f >> bit & 1] for bit in range(8)]
-    # Above the highest bit that any factor has there is nothing to double.
+    # The highest bit that any factor has.
     top = max((bit for bit in range(8) if planes[bit]), default=0)
-    # Plain XOR reads each byte once, so its blocks need not stay in cache; doublings come back to theirs.
+    # Plain XOR reads each byte once, so its blocks need not stay in cache; doublings reread theirs.
     block = BLOCK_BYTES if top == 0 else _block_bytes(len(terms))
     scratch = np.empty(block if top else 0, np.uint8)
     for begin in range(0, len(out), block):
@@ -208,7 +208,7 @@ def _sum_powers(arrays: Sequence[Bytes | None], out: Bytes) -> None:
     scratch = np.empty(block, np.uint8)
     for begin in range(0, len(out), block):
         part = out[begin : begin + block]
-        # ``out`` may be new memory: with no array that reaches this block it must be zeros.
+        # ``out`` may be uninitialized, and arrays may all end before this block.
         part[:] = 0
         started = False
         for array in reversed(arrays):
@@ -220,10 +220,10 @@ def _sum_powers(arrays: Sequence[Bytes | None], out: Bytes) -> None:
 
 
 def _sum_plain(pieces: Iterable[Bytes], out: Bytes) -> None:
-    """``out`` = XOR of pieces, which may be shorter than it."""
+    """``out`` = XOR of pieces, which may be shorter than ``out``."""
     drawn = iter(pieces)
     first, second = next(drawn, out[:0]), next(drawn, out[:0])
-    # The first two in one pass, without clearing or copying before.
+    # One pass over the first two saves clearing or copying ``out`` first.
     both, longer = min(len(first), len(second)), max(first, second, key=len)
     np.bitwise_xor(first[:both], second[:both], out=out[:both])
     out[both : len(longer)] = longer[both:]
@@ -245,18 +245,18 @@ def _add(target: Bytes, source: Bytes) -> None:
 
 
 def _double(array: Bytes, scratch: Bytes) -> None:
-    """``array`` times 2: shifted left, and the polynomial taken off where the highest bit falls out."""
+    """Multiply ``array`` by 2 in place: a left shift, reduced by the polynomial where the highest bit is set."""
     carry = scratch[: len(array)]
-    # The highest bit is the sign of an int8: where it falls out, the rest of the polynomial is taken off.
+    # The highest bit is the sign of an int8.
     np.less(array.view(np.int8), np.int8(0), out=carry.view(np.bool_))
     np.multiply(carry, _REMAINDER, out=carry)
-    # uint8 wraps around: an addition is a shift to the left, and numpy has it vectorised.
+    # uint8 wraps around, so an addition is a left shift, which numpy vectorizes.
     np.add(array, array, out=array)
     np.bitwise_xor(array, carry, out=array)
 
 
 def _block_bytes(width: int) -> int:
-    """A multiple of a page, such that as many blocks, a result and a scratch stay in cache: 16 to 128 KiB."""
+    """Block size, a multiple of a page, 16 to 128 KiB: ``width`` blocks, a result and a scratch fit in cache."""
     return max(16 << 10, min(128 << 10, _CACHE_BYTES // (width + 2) // PAGE_BYTES * PAGE_BYTES))
 
 
@@ -268,7 +268,7 @@ def _powers() -> list[int]:
     return values
 
 
-# The powers of 2 repeat after 255: an exponent counts modulo 255, and -i stands for the inverse of 2^i.
+# The powers of 2 have period 255: exponents are modulo 255, and -i gives the inverse of 2^i.
 _EXP = _powers()
 _LOG = {value: power for power, value in enumerate(_EXP)}
 
@@ -282,7 +282,7 @@ def _reciprocal(a: int) -> int:
 
 
 def _inverse(matrix: list[list[int]]) -> list[list[int]]:
-    """Gauss-Jordan of a square submatrix of ``coefficient``; as all of its own are invertible, no pivot is 0."""
+    """Gauss-Jordan inverse of a square matrix of coefficients. All its submatrices are invertible: no pivot is 0."""
     size = len(matrix)
     rows = [row + [int(i == j) for j in range(size)] for i, row in enumerate(matrix)]
     for column in range(size):

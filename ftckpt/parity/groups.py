@@ -1,7 +1,7 @@
-"""Parity groups: which chunks of which arenas guard each other. Pure data, alike on every rank.
+"""Parity groups: the arenas whose chunks protect each other. Pure data, equal on every rank.
 
-A group's blocks are computed stripe by stripe (``stripes.py``); its mode says who computes them and where
-they lie: ``node`` and ``peer`` in parity files, ``replica`` and ``copy`` in a section of the holder's own slot.
+A group's blocks are computed stripe by stripe (``stripes.py``). Its mode determines who computes them and where they
+are stored: for ``node`` and ``peer`` in parity files, for ``replica`` and ``copy`` in a section of the holder's slot.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ T = TypeVar("T")
 
 
 def spread(members: Sequence[T], domain: Callable[[T], str], most: int = 0, least: int = 2) -> list[list[T]]:
-    """Groups of which no two members share a domain, about equally large.
+    """Partition ``members`` into groups of similar size whose members are all in different domains.
 
-    They have at most ``most`` members (0: any number), but more where a group would else have fewer than
-    ``least``. Where domains are equally large the k-th of each stand together. Groups of one are left only where
-    one domain has more members than all others together.
+    Groups have at most ``most`` members (0: no limit), or more if a group would otherwise have fewer than ``least``.
+    If domains are equally large, the k-th members of each form a group. Groups of one remain only if one domain has
+    more members than all others together.
     """
     sizes = Counter(map(domain, members))
     if not sizes:
         return []
-    # By first appearance, not by hash: all ranks must come to the same groups.
+    # Ordered by first appearance, not by hash: all ranks must compute the same groups.
     order = {name: place for place, name in enumerate(sizes)}
     ordered = sorted(members, key=lambda member: order[domain(member)])
-    # Dealt in turn, members of one domain meet again only after as many groups as there are.
+    # Round-robin over at least as many groups as the largest domain has members: no group gets two of a domain.
     largest = max(sizes.values())
     num = max(largest, -(-len(ordered) // most) if most else 1)
     if len(ordered) // num < least:
-        # ``most`` gives way: a group that does not outnumber its losses protects nothing.
+        # ``least`` overrides ``most``: a group must have more members than it may lose.
         num = max(largest, len(ordered) // least, 1)
     return [ordered[place::num] for place in range(num)]
 
@@ -48,10 +48,10 @@ def spread(members: Sequence[T], domain: Callable[[T], str], most: int = 0, leas
 def apart(
     members: Sequence[T], node_of: Callable[[T], str], rack_of: Callable[[T], str], most: int, least: int = 2
 ) -> list[list[T]]:
-    """As ``spread``: over racks where the members are in two or more, otherwise over nodes.
+    """Partition like ``spread``, over racks if the members are in two or more, otherwise over nodes.
 
-    Who would be alone for want of other racks stands with others of its rack: a lost node is then survived, a lost
-    rack is not.
+    Members that would be alone because other racks are used up are grouped over nodes: such a group survives the
+    loss of a node, not of a rack.
     """
     if len({rack_of(member) for member in members} - {""}) < 2:
         return spread(members, node_of, most, least)
@@ -63,9 +63,9 @@ def apart(
 def replica_partition(
     ranks: Sequence[int], node_of: Callable[[int], str], rack_of: Callable[[int], str], most: int = MOST_MEMBERS
 ) -> list[tuple[int, ...]]:
-    """The groups of one replica set: no two ranks of a group share a node, nor a rack where it can be helped.
+    """Partition a replica set into groups whose ranks are on different nodes, and in different racks if possible.
 
-    Every rank is in exactly one tuple; a tuple of one is a rank whose share is not protected.
+    Every rank is in exactly one tuple. The share of a rank that is alone in its tuple is not protected.
     """
     return [tuple(group) for group in apart(sorted(ranks), node_of, rack_of, most)]
 
@@ -73,22 +73,22 @@ def replica_partition(
 def mirror_nodes(
     nodes: Sequence[str], copies: int, racks: Mapping[str, str] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Of each node the ``copies`` nodes that keep its packages: the next ones in turn, those of other racks first.
+    """Node → the ``copies`` nodes that mirror its packages: the next ones in cyclic order, other racks first.
 
-    Every node keeps about as many as any other where racks are equally large.
+    With racks of equal size the load is about equal.
     """
     of_rack: dict[str, list[int]] = {}
     for place, node in enumerate(nodes):
-        # A node without a label is in no rack with others.
+        # A node without a rack label counts as a rack of its own.
         of_rack.setdefault((racks or {}).get(node, "") or f"/{place}", []).append(place)
     keepers: dict[str, tuple[str, ...]] = {}
     for own in of_rack.values():
-        # How many nodes of other racks stand before each of these: by it the n-th of the others is found.
+        # Number of nodes of other racks before each node of this rack: it maps n to the n-th of the others.
         others_before = [place - index for index, place in enumerate(own)]
         others = len(nodes) - len(own)
         for index, place in enumerate(own):
-            # The next of the others, as many further on as nodes of its rack stand before it: nodes of one rack begin
-            # at different nodes of the others; else all would send their packages to the same ones.
+            # Start at the node's own position in ``nodes``, modulo the others: nodes of one rack start at different
+            # nodes of other racks. A common start would send all packages of the rack to the same nodes.
             far = [(place + turn) % others for turn in range(min(copies, others))]
             near = (own[index + 1 :] + own[:index])[: copies - len(far)]
             places = [*(number + bisect_right(others_before, number) for number in far), *near]
@@ -97,7 +97,7 @@ def mirror_nodes(
 
 
 SLOT_MODES = tuple(mode for mode, traits in TRAITS.items() if traits.in_slots)
-"""Modes whose blocks lie in slots."""
+"""Modes whose blocks are stored in slots."""
 
 _NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -106,8 +106,8 @@ _NAME = re.compile(r"[0-9a-f]{16}")
 class Member:
     """One arena's part in a group: ``lengths`` are the bytes of its chunks ``first``, ``first + 1``, …
 
-    ``arena`` is the name of its directory. ``blocks`` is the chunk of its own slot that is its block 0, where blocks
-    lie in slots; -1: they lie in a parity file.
+    ``arena`` is the name of its directory. ``blocks`` is the chunk of its slot that is its block 0; -1: it has no
+    blocks in its slot.
     """
 
     shard: str
@@ -120,13 +120,13 @@ class Member:
 
 @dataclass(frozen=True)
 class ParityGroup:
-    """Arenas whose chunks one set of parity blocks protects against the loss of any ``losses`` of them.
+    """Arenas whose chunks are protected by common parity blocks against the loss of any ``losses`` arenas.
 
-    ``name``, 16 hex digits, is a digest of all else, or, where blocks lie in slots, what the slots' sections say.
-    No chunk is longer than ``chunk_bytes``. The order of ``members`` is part of the geometry.
+    ``name``, 16 hex digits, is a digest of the other fields, or, if blocks are in slots, the name in the slots'
+    sections. No chunk is longer than ``chunk_bytes``. The order of ``members`` is part of the geometry.
 
     Raises:
-        ValueError: not a group: fewer than two members, a shard twice, losses not below the members, ….
+        ValueError: an impossible group: fewer than two members, a duplicate shard, as many losses as members, ….
     """
 
     name: str
@@ -149,7 +149,7 @@ class ParityGroup:
                 f"{self.losses} losses"
             )
         for member in self.members:
-            # A member without chunks has blocks alone; the stand-in makes sure that chunk_bytes is positive.
+            # A member may have blocks but no chunks; the substitute still checks that chunk_bytes is positive.
             if not all(0 < nbytes <= self.chunk_bytes for nbytes in (member.lengths or (self.chunk_bytes,))):
                 raise ValueError(f"parity group {self.name}: a chunk of {member.shard} is empty or too long")
             if member.first < 0 or member.blocks < -1:
@@ -157,7 +157,7 @@ class ParityGroup:
 
     @classmethod
     def of(cls, mode: str, code: str, losses: int, chunk_bytes: int, members: Sequence[Member]) -> ParityGroup:
-        """A group under the name that follows from its contents."""
+        """Create a group named by the digest of its contents."""
         body = [mode, code, losses, chunk_bytes, [_member_json(member) for member in members]]
         return cls(_digest(body, 16), mode, code, losses, chunk_bytes, tuple(members))
 
@@ -168,17 +168,17 @@ class ParityGroup:
 
     @property
     def in_slots(self) -> bool:
-        """Whether blocks are chunks of the holders' slots."""
+        """Whether blocks are stored as chunks of the holders' slots."""
         return self.traits.in_slots
 
     @property
     def traits(self) -> ModeTraits:
-        """Those of its mode."""
+        """The traits of its mode."""
         return TRAITS[self.mode]
 
     @cached_property
     def chunk_ends(self) -> tuple[int, ...]:
-        """Running sum of the members' numbers of chunks."""
+        """Running sums of the members' chunk counts."""
         ends, end = [], 0
         for member in self.members:
             end += len(member.lengths)
@@ -208,16 +208,16 @@ class ParityGroup:
             group = cls(name, mode, code, int(value["losses"]), int(value["chunk_bytes"]), members)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a parity group: {error}") from None
-        # In slots the name comes from the sections of slots, which know no nodes: it is no digest of the members.
+        # Names of groups in slots come from the slots' sections, which do not contain nodes: they are no such digest.
         if not group.in_slots and group.name != cls.of(mode, code, group.losses, group.chunk_bytes, members).name:
             raise ValueError(f"not a parity group: {name} is not the digest of its contents")
         return group
 
 
 def node_groups(holdings: Iterable[ArenaLayout]) -> list[ParityGroup]:
-    """XOR over all chunks of all arenas of each node that has two or more.
+    """XOR groups over all chunks of the arenas of each node with two arenas or more.
 
-    The arenas of a node are one group, or several of ``MOST_ARENAS`` at most, about equally large.
+    The arenas of a node form one group, or several of similar size with at most ``MOST_ARENAS`` members.
     """
     on: dict[str, list[ArenaLayout]] = {}
     for holding in sorted(holdings, key=lambda h: (h.node, h.shard)):
@@ -233,10 +233,10 @@ def node_groups(holdings: Iterable[ArenaLayout]) -> list[ParityGroup]:
 
 
 def peer_groups(holdings: Iterable[ArenaLayout], modes: Modes) -> list[ParityGroup]:
-    """Groups over nodes, of what no group in slots covers; members of a group are on different nodes.
+    """Groups over nodes, for the chunks that no group with blocks in slots protects.
 
-    Nodes of a group are in different racks where they have labels. Of each node the largest arenas stand together,
-    then the next: a group needs as much parity as its longest member. An arena in no group is not protected.
+    Members are on different nodes, in different racks if nodes have rack labels. The largest arenas of each node are
+    grouped together, then the next: parity is as large as the longest member. Arenas in no group are not protected.
     """
     if not modes.peer:
         return []
@@ -249,7 +249,7 @@ def peer_groups(holdings: Iterable[ArenaLayout], modes: Modes) -> list[ParityGro
     for nodes in apart(list(on), lambda node: node, racks.__getitem__, most, modes.peer_losses + 1):
         for own in spread([holding for node in nodes for holding in on[node]], lambda h: h.node):
             if len(own) > 1 and any(holding.private for holding in own):
-                # Where nodes differ in their number of arenas a group may be smaller than was asked for.
+                # If nodes differ in their number of arenas, a group may be smaller than requested.
                 losses = min(modes.peer_losses, len(own) - 1)
                 code = "xor" if losses == 1 else "rs"
                 members = [Member(h.shard, h.node, h.arena, 0, h.private) for h in own]
@@ -259,34 +259,34 @@ def peer_groups(holdings: Iterable[ArenaLayout], modes: Modes) -> list[ParityGro
 
 
 def slot_group_name(mode: str, shards: Iterable[str], replica_set: Iterable[str]) -> str:
-    """The name of the group in slots of ``shards``, which are members of ``replica_set`` (shards, too).
+    """Name of a group with blocks in slots; ``shards`` are its members, a subset of the shards ``replica_set``.
 
-    Its first half follows from mode and members alone, so that a reader sees whether it knows all members.
-    Every member must have a section of the group, if only one with blocks.
+    The first half is a digest of mode and members, by which a reader checks that it has all members. Every member
+    must have a section of the group, if only one for blocks.
     """
     return _digest([mode, sorted(shards)], 8) + _set_digest(tuple(replica_set))
 
 
-@lru_cache(maxsize=4)  # a large set has many groups, one after another
+@lru_cache(maxsize=4)  # the many groups of a large set are named consecutively
 def _set_digest(replica_set: tuple[str, ...]) -> str:
     return _digest(sorted(replica_set), 8)
 
 
 def slot_group(name: str, mode: str, chunk_bytes: int, members: Iterable[Member]) -> ParityGroup:
-    """The group in slots over ``members``, ordered by shard: XOR for "replica", the next one's copy for "copy"."""
+    """A group with blocks in slots, members ordered by shard: XOR for "replica", a mirror for "copy"."""
     ordered = tuple(sorted(members, key=lambda member: member.shard))
     return ParityGroup(name, mode, "xor" if mode == "replica" else "mirror", 1, chunk_bytes, ordered)
 
 
 def slot_groups(holdings: Iterable[ArenaLayout]) -> list[ParityGroup]:
-    """Groups that the sections of slots name, by name; those that lack a member's holding are left out."""
+    """The groups named in the slots' sections, sorted by name; groups with a missing member are omitted."""
     members_of: dict[str, dict[str, Member]] = {}
     mode_of: dict[str, str] = {}
     chunk_bytes: dict[str, int] = {}
     for holding in holdings:
         for name in dict.fromkeys(section.group for section in holding.sections if section.group):
             own = [section for section in holding.sections if section.group == name]
-            # A member may have blocks and no share of its own, where there is less to share than there are members.
+            # A member may have blocks but no share: there can be fewer shares than members.
             data = next((s for s in own if s.kind == "shared"), HoldingSection("shared", name, "", 0, ()))
             stored = next((s for s in own if s.kind in ("parity", "copy")), None)
             if stored is not None:
@@ -298,13 +298,13 @@ def slot_groups(holdings: Iterable[ArenaLayout]) -> list[ParityGroup]:
     return [
         slot_group(name, mode_of[name], chunk_bytes[name], members.values())
         for name, members in sorted(members_of.items())
-        # The first half of the name is a digest of all members: a group of which one is missing does not have it.
+        # The first half of the name is a digest of all members: it differs if one is missing.
         if name in mode_of and len(members) > 1 and name[:8] == _digest([mode_of[name], sorted(members)], 8)
     ]
 
 
 def mirrors(holdings: Iterable[ArenaLayout], modes: Modes) -> dict[str, tuple[str, ...]]:
-    """Shard → the nodes that keep its package, its own first."""
+    """Shard → the nodes that keep its package, its own node first."""
     arenas = list(holdings)
     racks = {holding.node: holding.rack for holding in arenas}
     others = mirror_nodes(sorted(racks), modes.mirror_copies, racks)

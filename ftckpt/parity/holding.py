@@ -1,4 +1,4 @@
-"""What protection must know of an arena: where it is, and how its slots are cut into sections and chunks."""
+"""The layout of an arena as protection needs it: its place, and the sections and chunks of its slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ftckpt.model.manifest import MAX_CHUNKS
 
 
 class HoldingSection(NamedTuple):
-    """A section of a slot: its chunks begin with ``first`` and have ``lengths`` bytes. See ``Section``."""
+    """A section of a slot: ``lengths`` are the bytes of its chunks ``first``, ``first + 1``, …. See ``Section``."""
 
     kind: str
     group: str
@@ -21,7 +21,7 @@ class HoldingSection(NamedTuple):
 
     def to_json(self) -> list[Any]:
         """A JSON value for ``from_json``."""
-        # As runs: all chunks but the last of a section have one length, and there may be a million of them.
+        # As runs: all chunks of a section but the last have the same length, and there may be a million.
         return [*self[:4], pack_lengths(self.lengths)]
 
     @classmethod
@@ -33,11 +33,11 @@ class HoldingSection(NamedTuple):
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """What protection must know of one arena: where it is and how its slots are cut.
+    """The place of one arena and the layout of its slots.
 
-    ``arena`` is the name of its directory, ``digest`` the manifest's in hex. Chunks of ``sections`` follow each
-    other from 0; ``volatile`` is the chunk behind them and the lengths from there. ``slot_bytes`` is the size
-    of a slot file, ``package_bytes`` the most that a package of the shard takes.
+    ``arena`` is the name of its directory, ``digest`` the manifest's in hex. The chunks of ``sections`` are numbered
+    from 0; ``volatile`` is the number of the first chunk of mutable state and the lengths of these chunks.
+    ``slot_bytes`` is the size of a slot file, ``package_bytes`` the maximum size of the shard's package.
     """
 
     shard: str
@@ -59,7 +59,7 @@ class ArenaLayout:
 
     @property
     def private(self) -> tuple[int, ...]:
-        """Bytes of the chunks that no group in slots covers; they begin with chunk 0."""
+        """Bytes of the chunks that no group with blocks in slots protects; they start with chunk 0."""
         return tuple(n for section in self.sections if section.kind == "private" for n in section.lengths)
 
 
@@ -71,7 +71,7 @@ def pack_lengths(lengths: Iterable[int]) -> list[list[int]]:
 def unpack_lengths(runs: Any) -> tuple[int, ...]:
     """Inverse of ``pack_lengths``; raises ValueError or TypeError for anything else."""
     pairs = [(int(count), int(nbytes)) for count, nbytes in runs]
-    # Before anything is spread out: what another node sends must not ask for an endless tuple.
+    # Checked before the runs are expanded: a message from another node must not make an endless tuple.
     if any(count < 1 for count, _ in pairs) or sum(count for count, _ in pairs) > MAX_CHUNKS:
         raise ValueError("lengths of chunks are not runs of [count, bytes]")
     return tuple(nbytes for count, nbytes in pairs for _ in range(count))

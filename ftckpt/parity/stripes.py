@@ -1,8 +1,8 @@
-"""The geometry of a parity group: which chunks a stripe joins and where its blocks lie. Pure arithmetic.
+"""The geometry of a parity group: the chunks of each stripe and the holders of its blocks. Pure arithmetic.
 
 ``xor`` and ``rs`` with N members and m blocks: the holders of stripe s are members (s + j) mod N for j < m, and every
-other member contributes its next chunk. Each member contributes to N - m of any N stripes in a row.
-``mirror``: each chunk is a stripe of its own, with a block at the member behind its own.
+other member contributes its next chunk. Each member contributes to N - m of any N consecutive stripes.
+``mirror``: each chunk is a stripe of its own, and the next member holds its block.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ftckpt.parity.groups import ParityGroup
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """Chunks and the blocks computed from them.
+    """Chunks and the parity blocks computed from them.
 
-    ``data`` are pairs of member index and chunk, counted from the member's first; chunk -1: the member has none here
-    and counts as zeros. ``blocks[j]``, parity row j, is a pair of the holder's member index and the block's index
-    among those of the holder. ``length`` is that of the longest chunk and of the blocks, in bytes.
+    ``data``: pairs of member index and chunk, counted from the member's first; chunk -1: the member has no chunk left
+    and counts as zeros. ``blocks[j]``, parity row j: the holder's member index and the block's index among the
+    holder's blocks. ``length``: bytes of the longest chunk and of each block.
     """
 
     data: tuple[tuple[int, int], ...]
@@ -29,10 +29,10 @@ class Stripe:
 
 
 def num_stripes(group: ParityGroup) -> int:
-    """How many stripes hold all chunks of all members."""
+    """The number of stripes of all members' chunks."""
     if group.code == "mirror":
         return group.chunk_ends[-1]
-    known: dict[str, int] = vars(group)  # past the frozen dataclass, as cached_property does: each stripe needs it
+    known: dict[str, int] = vars(group)  # cached in the frozen dataclass, as cached_property does it
     if "_num_stripes" not in known:
         sizes = [len(member.lengths) for member in group.members]
         last = [stripe_of(group, index, size - 1) for index, size in enumerate(sizes) if size]
@@ -41,13 +41,13 @@ def num_stripes(group: ParityGroup) -> int:
 
 
 def stripe_of(group: ParityGroup, member: int, chunk: int) -> int:
-    """The stripe of a member's chunk; raises IndexError if the member has no such chunk."""
+    """The stripe index of a member's chunk; raises IndexError if the member has no such chunk."""
     if not 0 <= chunk < len(group.members[member].lengths):
         raise IndexError(f"parity group {group.name}: member {member} has no chunk {chunk}")
     if group.code == "mirror":
         return _begin(group, member) + chunk
     members, losses = len(group.members), group.losses
-    # In each period of ``members`` stripes a member contributes to all but the ``losses`` whose holder it is.
+    # In each period of ``members`` stripes a member contributes to all but the ``losses`` that it is a holder of.
     periods, rest = divmod(chunk, members - losses)
     return periods * members + rest + _own_before(member, rest, members, losses)
 
@@ -65,31 +65,31 @@ def stripes(group: ParityGroup) -> Iterator[Stripe]:
 
 
 def num_blocks(group: ParityGroup, holder: int) -> int:
-    """How many blocks member ``holder`` has."""
+    """The number of blocks of member ``holder``."""
     if group.code == "mirror":
         return len(group.members[holder - 1].lengths)
     return _blocks_before(num_stripes(group), holder, len(group.members), group.losses)
 
 
 def stripe_of_block(group: ParityGroup, holder: int, block: int) -> int:
-    """The stripe of a holder's block; raises IndexError if it has no such block."""
+    """The stripe index of a holder's block; raises IndexError if it has no such block."""
     if not 0 <= block < num_blocks(group, holder):
         raise IndexError(f"parity group {group.name}: member {holder} has no block {block}")
     if group.code == "mirror":
         return _begin(group, holder - 1) + block
     members, losses = len(group.members), group.losses
-    # The stripes of a period whose holder it is, ascending: its blocks are numbered in the order of stripes.
+    # Blocks are numbered in stripe order: sort the stripes of a period that it is a holder of.
     periods, rest = divmod(block, losses)
     return periods * members + sorted((holder - row) % members for row in range(losses))[rest]
 
 
 def block_length(group: ParityGroup, holder: int, block: int) -> int:
-    """Bytes of a holder's block: those of the longest chunk of its stripe; 0 where the stripe has none."""
+    """Bytes of a holder's block, equal to the longest chunk of its stripe; 0 if the stripe has no chunks."""
     return _stripe(group, stripe_of_block(group, holder, block)).length
 
 
 def blocks_bytes(group: ParityGroup, holder: int) -> int:
-    """End of a holder's last block, if block b begins at b * chunk_bytes; 0 where it has none with any bytes."""
+    """End of a holder's last non-empty block if block b starts at b * chunk_bytes; 0 if all are empty."""
     for block in range(num_blocks(group, holder) - 1, -1, -1):
         length = block_length(group, holder, block)
         if length:
@@ -110,17 +110,17 @@ def _stripe(group: ParityGroup, index: int) -> Stripe:
             chunk = index - _blocks_before(index, member, members, losses)
             if chunk < len(lengths):
                 length = max(length, lengths[chunk])
-            # Also without a chunk: coefficients count the places of contributing members, which must not shift.
+            # Appended without a chunk too: coefficients depend on the position among contributing members.
             data.append((member, chunk if chunk < len(lengths) else -1))
     rows = [(index + row) % members for row in range(losses)]
     return Stripe(tuple(data), tuple((h, _blocks_before(index, h, members, losses)) for h in rows), length)
 
 
 def _blocks_before(index: int, member: int, members: int, losses: int) -> int:
-    """Stripes before ``index`` of which ``member`` is a holder."""
+    """The number of stripes before ``index`` that ``member`` is a holder of."""
     periods, rest = divmod(index, members)
-    # In a period it is holder of ``losses`` stripes in a row up to number ``member``; where the first is below 0 the
-    # row goes around: to the front of the period up to ``member``, and to its end.
+    # In a period it is a holder of ``losses`` consecutive stripes up to number ``member``. If the first is below 0
+    # they wrap around: to the start of the period up to ``member``, and to its end.
     first = member - losses + 1
     if first >= 0:
         return periods * losses + min(max(rest - first, 0), losses)
@@ -128,11 +128,11 @@ def _blocks_before(index: int, member: int, members: int, losses: int) -> int:
 
 
 def _own_before(member: int, rest: int, members: int, losses: int) -> int:
-    """Stripes of a period whose holder ``member`` is, before the one with its chunk ``rest`` of that period."""
+    """The number of a period's stripes that ``member`` is a holder of before the stripe with its chunk ``rest``."""
     first = member - losses + 1
     if first < 0:
         return member + 1
-    # Chunks before the row of its stripes come first, those behind it skip the whole row.
+    # Chunks before these consecutive stripes skip none of them, later chunks skip all.
     return losses if rest >= first else 0
 
 

@@ -1,4 +1,4 @@
-"""What can be rebuilt after a loss, and by which repairs: one pure function for forecast and restart alike."""
+"""Recoverability after a loss, and the repairs: one pure function for forecasts and restarts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.stripes import Stripe, num_blocks, stripe, stripe_of, stripe_of_block
 
 BlockId = tuple[str, int, int]
-"""Name of the group, member index of the holder, index of the block among the holder's."""
+"""Group name, member index of the holder, index of the block among the holder's blocks."""
 
 ChunkId = tuple[str, int]
-"""Shard and chunk, counted in the slot."""
+"""Shard and number of the chunk in the slot."""
 
 
 @dataclass(frozen=True)
 class Repair:
-    """One stripe solved: ``lost`` chunks from all its other chunks and the blocks ``use``.
+    """The repair of one stripe: ``lost`` chunks from its other chunks and the blocks ``use``.
 
-    Without ``use`` the ``lost`` ones are blocks in slots, to be computed anew from the stripe's data.
+    If ``use`` is empty, ``lost`` are blocks in slots, to be computed from the stripe's data.
     """
 
     group: ParityGroup
@@ -35,11 +35,11 @@ class Repair:
 def solve(
     groups: Sequence[ParityGroup], lost_chunks: Set[ChunkId], lost_blocks: Container[BlockId]
 ) -> tuple[list[Repair], set[ChunkId]]:
-    """Repairs, in an order in which each needs only what is there or repaired before, and chunks left unsolved.
+    """Return repairs, each of which needs only available or previously repaired chunks, and the unrecoverable chunks.
 
-    ``lost_blocks`` are those in parity files; a block in a slot is lost if and only if its chunk is. Stripes are
-    solved one by one, over all groups, until no other can be: with ``xor`` and ``mirror``, if anything can bring
-    back all lost chunks, this does. Equations of several ``rs`` stripes are not solved jointly.
+    ``lost_blocks`` are blocks in parity files; a block in a slot is lost if and only if its chunk is. Stripes of all
+    groups are solved one by one until none is solvable. For ``xor`` and ``mirror`` this recovers all lost chunks
+    whenever that is possible. Equations of several ``rs`` stripes are not solved jointly.
     """
     return _Solver(groups, set(lost_chunks), lost_blocks).run()
 
@@ -56,26 +56,26 @@ class _Solver:
         self.queue: list[tuple[int, int]] = []
 
     def run(self) -> tuple[list[Repair], set[ChunkId]]:
-        """Take stripes, the cheapest group's first; a repair puts those it touches back in the queue."""
-        # Sorted is a heap already. Pairs of group and stripe: groups stand in the order of their cost.
+        """Process stripes, cheapest group first; each repair queues the stripes that share its chunks."""
+        # A sorted list is a heap. The pairs are group and stripe; groups are in the order of their cost.
         self.queue = sorted({at for chunk in self.lost for at in self._stripes_with(chunk)})
         repairs = []
         while self.queue:
             place, index = heapq.heappop(self.queue)
             repair = self._solved(self.groups[place], index)
-            # Not solvable yet, or nothing to do: the repair of a stripe that shares a chunk with it brings it back.
+            # Not solvable yet, or nothing to do: repairs of stripes that share a chunk with it queue it again.
             if repair is None:
                 continue
             repairs.append(repair)
             self.lost.difference_update(repair.lost)
-            heapq.heappush(self.queue, (place, index))  # its blocks in slots may now be computed
+            heapq.heappush(self.queue, (place, index))  # its blocks in slots may now be computable
             for chunk in repair.lost:
                 for at in self._stripes_with(chunk):
                     heapq.heappush(self.queue, at)
         return repairs, self.lost
 
     def _stripes_with(self, chunk: ChunkId) -> Iterator[tuple[int, int]]:
-        """Stripes that have the chunk as data or as a block, as pairs of group and stripe."""
+        """Pairs of group and stripe that contain the chunk as data or as a block."""
         shard, number = chunk
         for place, index in self.of_shard.get(shard, ()):
             group = self.groups[place]
@@ -92,8 +92,8 @@ class _Solver:
             for member, offset in candidate.data
             if offset >= 0 and (chunk := _data_chunk(group, member, offset)) in self.lost
         )
-        # Blocks that are lost with their slot, ``gone``, can be computed anew once all data of the stripe is there.
-        # Those in files are no chunks of a slot, and are not repaired here.
+        # ``gone``: blocks lost with their slot, which can be computed once all data of the stripe is available.
+        # Blocks in files are not chunks of a slot, and are not repaired.
         good: list[BlockId] = []
         gone: list[ChunkId] = []
         for holder, block in candidate.blocks:
@@ -112,20 +112,20 @@ def _data_chunk(group: ParityGroup, member: int, offset: int) -> ChunkId:
 
 
 def block_chunk(group: ParityGroup, holder: int, block: int) -> ChunkId | None:
-    """The chunk of the holder's slot that is its block; None where blocks lie in parity files."""
+    """The chunk of the holder's slot that is its block; None if blocks are in parity files."""
     member = group.members[holder]
     return (member.shard, member.blocks + block) if group.in_slots and member.blocks >= 0 else None
 
 
 class Forecast:
-    """What can be rebuilt of one job, for many losses.
+    """Recoverability of one job's shards, evaluated for many losses.
 
-    ``packages`` are the nodes that keep the package of a shard, its own among them; volatile state comes from there.
-    A lost arena takes its parity files along, a lost node its arenas and the packages on it. A shard is recoverable
-    if all of its chunks are, and if a package is left to verify them.
+    ``packages``: the nodes that keep the package of a shard, its own node among them; mutable state is restored from
+    packages. A lost arena includes its parity files, a lost node its arenas and the packages on it. A shard is
+    recoverable if all of its chunks are and a package is left to verify them.
 
-    Most cases are decided on whole arenas. Where that is not enough chunks are solved, once for each pattern of
-    groups, numbers of chunks and losses: most of a job's groups look alike.
+    Most cases are decided on entire arenas. The others are solved chunk by chunk, once for each pattern of groups,
+    chunk counts and losses: most groups of a job have the same shape.
     """
 
     def __init__(
@@ -138,45 +138,45 @@ class Forecast:
         for holding in self.holdings.values():
             self.on_node.setdefault(holding.node, []).append(holding.shard)
         self.groups_of: dict[str, list[int]] = {shard: [] for shard in self.holdings}
-        """Places in ``groups`` of those that an arena is a member of."""
+        """Shard → indices in ``groups`` of the groups that its arena is a member of."""
         for place, group in enumerate(self.groups):
             for member in group.members:
                 self.groups_of.setdefault(member.shard, []).append(place)
         self._parts = {shard: self._covers(holding) for shard, holding in self.holdings.items()}
-        # A number for each shape: patterns of losses are compared very often, and shapes are long tuples.
+        # Shapes are numbered: patterns of losses are compared very often, and shapes are long tuples.
         shapes: dict[Any, int] = {}
         self.shape_of = [shapes.setdefault(_group_shape(group), len(shapes)) for group in self.groups]
         self.cut_of = {shard: shapes.setdefault(_cut(own), len(shapes)) for shard, own in self.holdings.items()}
         self._known: dict[Any, bool] = {}
 
     def survived(self, lost_shards: Set[str], lost_nodes: Set[str]) -> bool:
-        """Whether all shards are recoverable if these arenas and all that lies on these nodes are lost."""
+        """Whether all shards are recoverable after the loss of these arenas and nodes."""
         lost = self._lost(lost_shards, lost_nodes)
         return not self._bare(lost, lost_nodes) and self.recovers(lost)
 
     def recovers(self, lost: Sequence[str]) -> bool:
-        """Whether all chunks of these arenas come back, where no package that is needed is lost."""
-        # Cheap and enough in most cases; only what it leaves open is solved chunk by chunk.
+        """Whether all chunks of these lost arenas are recoverable; packages are not considered."""
+        # Cheap and sufficient in most cases; only the remaining sections are solved chunk by chunk.
         left = self._left_by_arenas(lost)
         if not left:
             return True
         pattern = self._pattern(lost)
         if pattern not in self._known:
-            # With fewer lost chunks more can be solved: if that fails, so does the whole. The first ones tell most of
-            # the time. In two periods of the longest group every arrangement of holders occurs.
+            # Fewer lost chunks are easier to solve: if a few fail, all fail. The first chunks decide most cases. Two
+            # periods of the longest group contain every arrangement of holders.
             longest = max((len(self.groups[g].members) for shard in lost for g in self.groups_of[shard]), default=0)
             whole = not self._unsolved(lost, 1, left)
             self._known[pattern] = whole and not any(self._unsolved(lost, few) for few in (2 * longest, None))
         return self._known[pattern]
 
     def unrecoverable(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
-        """As ``survived``: the shards that are not, sorted."""
+        """The unrecoverable shards after the loss of these arenas and nodes, sorted."""
         lost = self._lost(lost_shards, lost_nodes)
         bare = self._bare(lost, lost_nodes)
         return sorted(bare | self._unsolved(lost, None) if self._left_by_arenas(lost) else bare)
 
     def near(self, *, nodes: bool) -> dict[str, set[str]]:
-        """Of each shard, or node, the others that may make its loss worse: those of its groups and packages."""
+        """Shard, or node → the others whose simultaneous loss may matter: those with a common group or package."""
         name = {shard: holding.node if nodes else shard for shard, holding in self.holdings.items()}
         together: dict[str, set[str]] = {of: set() for of in name.values()}
         for group in self.groups:
@@ -192,22 +192,22 @@ class Forecast:
 
     def _lost(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
         on_nodes = {shard for node in lost_nodes for shard in self.on_node.get(node, ())}
-        # In one order, by node: losses of the same shape then give the same pattern.
+        # Sorted by node: losses of the same shape give the same pattern.
         return sorted(on_nodes | (lost_shards & self.holdings.keys()), key=lambda s: (self.holdings[s].node, s))
 
     def _bare(self, lost: Iterable[str], lost_nodes: Set[str]) -> set[str]:
-        """Lost shards without a package: what is rebuilt of them could not be verified."""
-        # Also where nobody has a package: no set of nodes is too small to contain none.
+        """Lost shards without a remaining package, which could not be verified after reconstruction."""
+        # A shard without any package is included: the empty set is a subset of every set.
         return {shard for shard in lost if lost_nodes >= set(self.packages.get(shard, ()))}
 
     def _covers(self, holding: ArenaLayout) -> list[tuple[int, ...]]:
-        """For each section that is not empty the groups that can bring back all of it."""
+        """For each non-empty section, the groups that can reconstruct all of it."""
         parts = []
         for section in holding.sections:
             covers = []
             for place in self.groups_of[holding.shard]:
                 member = self.groups[place].members[self.groups[place].places[holding.shard]]
-                # Groups take whole sections: ``node`` all, ``peer`` the private one, groups in slots one each.
+                # Groups protect entire sections: ``node`` all, ``peer`` the private one, others one each.
                 as_data = member.first <= section.first
                 as_data &= section.first + len(section.lengths) <= member.first + len(member.lengths)
                 if as_data or (self.groups[place].in_slots and member.blocks == section.first):
@@ -217,14 +217,14 @@ class Forecast:
         return parts
 
     def _left_by_arenas(self, lost: Sequence[str]) -> Collection[tuple[str, int]]:
-        """What groups that lack no more members than they can spare do not bring back, one after another: shards with
-        the places of sections among those that are not empty.
+        """Sections that cannot be reconstructed by groups with at most ``losses`` lost members, applied repeatedly.
 
-        That nothing is left suffices, but need not be: a group that lacks more members may solve some of its stripes.
+        Keys are the shard and the section's index among the non-empty ones. An empty result proves recoverability. A
+        non-empty one proves nothing: a group with more lost members may still solve some of its stripes.
         """
         parts = {(shard, part): covers for shard in lost for part, covers in enumerate(self._parts[shard])}
         while parts:
-            # Blocks in files stay lost with their arena; those in slots come back with the slot's chunks.
+            # Blocks in files stay lost with their arena; blocks in slots are recovered with the slot's chunks.
             by_file = Counter(place for shard in lost for place in self.groups_of[shard])
             by_slot = Counter(place for _, place in {(at[0], g) for at, covers in parts.items() for g in covers})
             spare = {
@@ -241,10 +241,9 @@ class Forecast:
     def _unsolved(
         self, lost: Sequence[str], few: int | None, among: Collection[tuple[str, int]] | None = None
     ) -> set[str]:
-        """Shards of which chunks stay unsolved.
+        """Shards with unrecoverable chunks if only the first ``few`` chunks of each section are lost.
 
-        Lost are only the first ``few`` chunks of each section, None: all, and only of the sections ``among``, which
-        ``_left_by_arenas`` names.
+        None: all chunks. ``among`` limits the loss to these sections, in the format of ``_left_by_arenas``.
         """
         places = {place for shard in lost for place in self.groups_of[shard]}
         chunks = {
@@ -259,7 +258,7 @@ class Forecast:
         return {shard for shard, _ in unsolved}
 
     def _pattern(self, lost: Sequence[str]) -> Any:
-        """Equal for losses that only differ in names and in bytes."""
+        """A key that is equal for losses that differ only in names and in bytes."""
         places = dict.fromkeys(place for shard in lost for place in self.groups_of[shard])
         members = [tuple(self.groups[place].places.get(shard, -1) for shard in lost) for place in places]
         return (
@@ -270,10 +269,11 @@ class Forecast:
 
 
 class LossUnits:
-    """Of what is lost together, single arenas or all arenas of a node, whether one and whether two are survived.
+    """Whether the job survives the loss of one or of two units; a unit is an arena, or all arenas of a node.
 
-    As ``Forecast.survived``, decided once for all that look alike: that have arenas cut alike in the same places of
-    groups of one shape, of which two share the same ones. In a job of thousands of nodes few do not.
+    Same result as ``Forecast.survived``, computed once per kind of unit or pair. Units of a kind have arenas of the
+    same layout at the same positions of groups of the same shape; pairs of a kind also share the same of these
+    groups. A job of thousands of nodes has few kinds.
     """
 
     def __init__(self, forecast: Forecast, *, nodes: bool) -> None:
@@ -281,7 +281,7 @@ class LossUnits:
         self._nodes = nodes
         arenas = {shard: [shard] for shard in forecast.holdings}
         self._shards = {node: sorted(own) for node, own in forecast.on_node.items()} if nodes else arenas
-        # Of each unit its groups, each with its place among them: what two share is known by these.
+        # Unit → its groups, numbered within the unit: two units' shared groups are identified by these numbers.
         self._groups = {
             unit: {group: at for at, group in enumerate(dict.fromkeys(g for s in own for g in forecast.groups_of[s]))}
             for unit, own in self._shards.items()
@@ -293,11 +293,11 @@ class LossUnits:
 
     @property
     def names(self) -> list[str]:
-        """Of all units, sorted."""
+        """The names of all units, sorted."""
         return sorted(self._shards)
 
     def survived(self, one: str, two: str = "") -> bool:
-        """Whether the loss of a unit is, or that of both."""
+        """Whether the job survives the loss of unit ``one``, or of both units."""
         bare = (*self._bare.get(one, ()), *self._bare.get(two, ())) if self._bare else ()
         if any(nodes <= {one, two} for nodes in bare):
             return False
@@ -323,10 +323,10 @@ class LossUnits:
         return arenas, tuple(forecast.shape_of[place] for place in places)
 
     def _alone_with_packages(self) -> dict[str, list[set[str]]]:
-        """Of units with arenas whose packages all lie on one or two nodes, or on none, those nodes."""
+        """Unit → the nodes with packages of its arenas, for arenas with packages on at most two nodes."""
         packages, found = self._forecast.packages, {}
         for unit, shards in self._shards.items():
-            # An arena that is lost alone leaves the packages, on its own node too.
+            # The loss of a single arena leaves all packages, also on its own node.
             keepers = (set(packages.get(shard, ())) for shard in shards)
             if few := [nodes for nodes in keepers if not nodes or (self._nodes and len(nodes) <= 2)]:
                 found[unit] = few
@@ -334,7 +334,7 @@ class LossUnits:
 
 
 class _BlocksOf(Container[BlockId]):
-    """All blocks that lie in parity files of the lost arenas."""
+    """The set of all blocks in parity files of the lost arenas."""
 
     def __init__(self, groups: Iterable[ParityGroup], lost: Iterable[str]) -> None:
         gone = set(lost)

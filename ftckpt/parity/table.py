@@ -1,4 +1,4 @@
-"""Which failures a job survives in its layout, and what that costs: memory of each node, network per snapshot."""
+"""The failures that a job survives in its layout, and the cost: memory per node, network traffic per snapshot."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import Forecast, LossUnits
 
 MAX_SETS = 3
-"""Most snapshots of which a node keeps packages: one protected, one older, and the one to be protected."""
+"""Maximum of snapshots of which a node keeps packages: the protected one, an older one, and the target."""
 FileBytes = Callable[[ParityGroup, int], int]
-"""Bytes of the parity file of one member of a group: ``ftckpt.memory.parity_file.parity_bytes``."""
+"""Returns the size of one member's parity file: ``ftckpt.memory.parity_file.parity_bytes``."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A kind of loss: in how many cases it can happen, how many are survived, and one that is not (or nothing)."""
+    """A kind of loss: the number of cases, how many of them are survived, and an example that is not (or empty)."""
 
     lost: str
     cases: int
@@ -31,7 +31,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one node: slots (``in_slots`` of them are parity and copies), parity files, packages."""
+    """Memory of one node in bytes: slots (``in_slots`` of them for parity and copies), parity files, packages."""
 
     slots: int
     in_slots: int
@@ -45,19 +45,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class ProtectionTable:
-    """The failure table and the cost of protection. ``network`` are bytes that each node receives per snapshot."""
+    """The failures and the cost of protection. ``network``: bytes that each node receives per protected snapshot."""
 
     failures: tuple[Failure, ...]
     memory: Mapping[str, Memory]
     network: Mapping[str, int]
 
     def smp_bytes(self, node: str) -> int:
-        """What the SMP of a node needs beside the arenas, in bytes: parity files and packages."""
+        """Bytes that the SMP of a node needs in addition to the slots: parity files and packages."""
         return self.memory[node].parity + self.memory[node].packages
 
     @property
     def fullest(self) -> Memory:
-        """The memory of the node that needs most."""
+        """The memory of the node that needs the most."""
         return max(self.memory.values(), key=lambda memory: memory.sum)
 
     def lines(self) -> list[str]:
@@ -79,7 +79,7 @@ class ProtectionTable:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """The table as JSON: every failure, the memory of the fullest node, bytes of network."""
+        """A JSON value: every failure, the memory of the fullest node, network bytes of a node and of the job."""
         return {
             "failures": [asdict(failure) for failure in self.failures],
             "memory_per_node": {**asdict(self.fullest), "sum": self.fullest.sum},
@@ -94,7 +94,7 @@ def memory_table(
     slots: int,
     parity_bytes: FileBytes,
 ) -> dict[str, Memory]:
-    """Node → its memory; arguments as for ``protection_table``."""
+    """Node → its memory; arguments as in ``protection_table``."""
     parity = _parity(groups, parity_bytes)
     on_node: dict[str, list[ArenaLayout]] = {}
     packages: dict[str, int] = {}
@@ -120,10 +120,10 @@ def protection_table(
     slots: int,
     parity_bytes: FileBytes,
 ) -> ProtectionTable:
-    """What this job survives and what that costs.
+    """The failures that this job survives, and the cost.
 
-    ``mirrors`` are the nodes that keep the package of each shard, its own first; ``slots`` those of an arena;
-    ``parity_bytes`` gives the size of a parity file.
+    ``mirrors``: the nodes that keep the package of each shard, its own node first; ``slots``: number per arena;
+    ``parity_bytes``: returns the size of a parity file.
 
     Raises:
         ValueError: no holdings.
@@ -140,19 +140,19 @@ def protection_table(
 def failure_table(
     holdings: Sequence[ArenaLayout], groups: Sequence[ParityGroup], mirrors: Mapping[str, Sequence[str]]
 ) -> tuple[Failure, ...]:
-    """Every case of every failure, decided once for all that look alike; pairs without a common group or package by
-    their parts."""
+    """Evaluate every case of every failure, once per kind. Pairs without a common group or package are survived if
+    both losses are."""
     forecast = Forecast(groups, mirrors, holdings)
     nodes = len(forecast.on_node)
     rows = [
         *_one_and_two("one rank's arena", "any two arenas", forecast, nodes=False),
-        Failure("the SMP of a node", nodes, nodes),  # all that it made lies in files
+        Failure("the SMP of a node", nodes, nodes),  # its results are in files that outlive it
         *_one_and_two("one node", "any two nodes", forecast, nodes=True),
     ]
     racks: dict[str, list[str]] = {}
     for node, shards_there in sorted(forecast.on_node.items()):
         racks.setdefault(forecast.holdings[shards_there[0]].rack, []).append(node)
-    # Nodes without a label: nobody knows which of them fail together.
+    # Nodes without a rack label: it is unknown which of them fail together.
     racks.pop("", None)
     if racks:
         failed = [rack for rack, lost in racks.items() if not forecast.survived(frozenset(), frozenset(lost))]
@@ -168,7 +168,7 @@ def _one_and_two(one: str, two: str, forecast: Forecast, *, nodes: bool) -> list
     bad_pairs = [(a, b) for a in good for b in near[a] if a < b and b not in failed and not units.survived(a, b)]
     rows = [Failure(one, len(names), len(good), tuple(sorted(failed)[:1]))]
     if len(names) > 1:
-        # Two that do not touch each other are survived if each of them is.
+        # A pair without a common group or package is survived if each of its losses is.
         pairs = len(good) * (len(good) - 1) // 2 - len(bad_pairs)
         example: tuple[str, ...] = min(bad_pairs, default=())
         if failed and not bad_pairs:
@@ -179,7 +179,7 @@ def _one_and_two(one: str, two: str, forecast: Forecast, *, nodes: bool) -> list
 
 
 def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str, int]:
-    """Node → bytes of one parity file of each of its arenas and modes."""
+    """Node → total bytes of one parity file for each of its arenas and modes."""
     known: dict[Any, list[int]] = {}
     total: dict[str, int] = {}
     for group in groups:
@@ -187,8 +187,8 @@ def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str,
             continue
         names = sum(
             len(m.shard) + len(m.node) + len(m.arena) for m in group.members
-        )  # they are in the files' headers
-        # Sizes follow from this: of thousands of groups of a large job few differ.
+        )  # part of the files' headers
+        # The sizes depend only on this key, and thousands of groups of a large job have few different ones.
         key = (_shape(group), names)
         if key not in known:
             known[key] = [parity_bytes(group, holder) for holder in range(len(group.members))]
@@ -200,10 +200,10 @@ def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str,
 def network_table(
     holdings: Sequence[ArenaLayout], groups: Iterable[ParityGroup], mirrors: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
-    """Node → bytes that it pulls from others per protected snapshot: chunks of its peers, packages."""
+    """Node → bytes that it receives per protected snapshot: chunks of its peers, packages."""
     received = {holding.node: 0 for holding in holdings}
     for holding in holdings:
-        # The first is its own node.
+        # The first mirror is the shard's own node.
         for node in mirrors.get(holding.shard, ())[1:]:
             received[node] = received.get(node, 0) + holding.package_bytes
     known: dict[Any, list[int]] = {}
@@ -219,12 +219,12 @@ def network_table(
 
 
 def _pulled(group: ParityGroup) -> list[int]:
-    """Bytes of chunks that each member reads of others to make its blocks."""
+    """Bytes of other members' chunks that each member reads to compute its blocks."""
     pulled = [0] * len(group.members)
     for stripe in stripes(group):
         nbytes = sum(group.members[member].lengths[chunk] for member, chunk in stripe.data if chunk >= 0)
         for holder, _ in stripe.blocks:
-            # None of them is on the holder's node, as members of a group of nodes never share one.
+            # All of them are remote: members of a peer group are on different nodes.
             pulled[holder] += nbytes
     return pulled
 

@@ -111,7 +111,7 @@ def test_a_page_that_cannot_be_shared_is_said_and_training_goes_on(
     jobs.outcomes(2, jobs.Run([], 4, {**settings, "protect": "node"}, guarded=False))
     errors = {event["rank"]: event["error"] for event in jobs.events(settings, "smp_error")}
     assert sorted(errors) == [0, 1], "a rank is silent"
-    assert all(str(node / PULSE_NAME) in error and "no signs of life" in error for error in errors.values())
+    assert all(str(node / PULSE_NAME) in error and "not shared" in error for error in errors.values())
     assert {event["iteration"] for event in jobs.events(settings, "snapshot")} == {1, 2, 3, 4}
 
 

@@ -354,7 +354,7 @@ def check_restart(plan: Plan, memory: Any) -> bool:
     [
         ({"protect": "peer"}, "aaa", "protect: peer needs two nodes or more"),
         ({"protect": "node"}, "abc", "protect: node needs two ranks or more on a node"),
-        ({"protect": "peer", "peer_group": 1}, "abc", "--ftckpt-peer-group: a group of 1 cannot guard anything"),
+        ({"protect": "peer", "peer_group": 1}, "abc", "--ftckpt-peer-group: a group of 1 cannot protect anything"),
         ({"protect": "peer", "peer_losses": 3}, "abc", "--ftckpt-peer-losses: 3 lost of a group of 3"),
         ({"secret_file": "/nowhere/secret"}, "aaa", "--ftckpt-secret-file: /nowhere/secret cannot be read"),
         ({"smp_listen": "192.0.2.1"}, "aaa", "--ftckpt-smp-listen: '192.0.2.1' cannot be listened at here"),

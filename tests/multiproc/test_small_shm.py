@@ -61,6 +61,6 @@ def train(size_mib: int, tmp_path: Path) -> Any:
 def test_snapshots_leave_loader_workers_a_quarter(tmp_path: Path) -> None:
     """Slots and a package take 44 MiB: more than three quarters of 48 MiB, and less than those of 64 MiB."""
     refused = train(48, tmp_path)
-    assert "file system /dev/shm, beside 12.0 MiB for other programs" in refused, refused
+    assert "file system /dev/shm, plus 12.0 MiB reserved for other programs" in refused, refused
     trained = train(64, tmp_path)
     assert trained["snapshots"] > 0 and trained["free"] >= 16 << 20

@@ -98,7 +98,7 @@ def test_shared_memory_is_not_taken_to_the_last(shared: Host) -> None:
 def test_memory_of_the_host_and_of_a_cgroup_is_not_taken_to_the_last(shared: Host) -> None:
     shared.statvfs.f_blocks = 0
     shared.check(11 * GIB - (64 << 20))
-    assert "MemAvailable, beside 1.1 GiB" in shared.refusal(11 * GIB - (64 << 20) + 1)
+    assert "MemAvailable, plus 1.1 GiB" in shared.refusal(11 * GIB - (64 << 20) + 1)
     shared.cgroup("0::/job", "job", 8 * GIB, 6 * GIB)
     shared.check((2 << 30) - (192 << 20))
     assert not lacks(shared.refusal((2 << 30) - (192 << 20) + 1), "/job", "8.0 GiB", "192.0 MiB")
