@@ -191,8 +191,8 @@ class _Slot:
         # The seal's sequence number distinguishes two snapshots of the same iteration.
         if self.seal_id is None or self.arena.control.record(self.index).seal_id != self.seal_id:
             raise ConvertError(
-                f"{self.where}: the job moved on while iteration {self.snapshot.iteration} was read and overwrote it; "
-                "retry, stop the job first, or save from inside it with Checkpointer.save_universal"
+                f"{self.where}: the job moved on while iteration {self.snapshot.iteration} was read: start again, "
+                "stop the job first, or save from inside it with Checkpointer.save_universal"
             )
 
 

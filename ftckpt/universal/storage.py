@@ -162,7 +162,7 @@ class Destination:
             # A rename would silently replace an empty directory.
             if os.path.lexists(self.path):
                 raise ConvertError(
-                    f"{self.path}: another process created it meanwhile; remove it; {self.partial} is complete"
+                    f"{self.path}: another process created it meanwhile; the files written are in {self.partial}"
                 )
             # The lock is on the open file and outlives its name, which is no part of a checkpoint.
             (self.partial / _LOCK_NAME).unlink(missing_ok=True)
@@ -233,7 +233,7 @@ class Journal:
         return set(names) <= {line.get("file") for line in lines[1:] if _unchanged(path, line)}
 
     def begin(self) -> set[str]:
-        """The names of finished, unchanged files; starts a journal if there is none. Call ``destination.begin`` first.
+        """Start the journal, or return the finished, unchanged files of an existing one; after ``destination.begin``.
 
         Raises:
             ConvertError: the partial destination belongs to another conversion.

@@ -227,7 +227,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "directory for a file": (folder, r"tensors-00001"),
     "missing manifest": (lambda p: (p / MANIFEST_NAME).unlink(), r"manifest\.json: is missing"),
     "missing objects": (lambda p: (p / OBJECTS_NAME).unlink(), r"objects\.ftobj"),
-    "flipped objects": (lambda p: flip(p / OBJECTS_NAME, 30), r"objects\.ftobj: damaged"),
+    "flipped objects": (lambda p: flip(p / OBJECTS_NAME, 30), r"objects\.ftobj: corrupt"),
     "half a manifest": (lambda p: os.truncate(p / MANIFEST_NAME, 400), r"manifest\.json"),
     "edited manifest": (edit_text, r"checksum"),
     "other version": (rewritten(lambda d: d.update(version=2)), r"version 2, this ftckpt reads 1"),
