@@ -33,8 +33,8 @@ class Pattern:
 
     @classmethod
     def glob(cls, text: str) -> Pattern:
-        """A glob: ``*`` matches one part of a dotted name, ``**`` anything; ``{layer}`` captures a number, ``{what:*}``
-        and ``{what:**}`` a text.
+        """A glob: ``*`` matches one part of a dotted name, ``**`` anything. ``{layer}`` captures a number,
+        ``{what:*}`` and ``{what:**}`` capture a text.
 
         Raises:
             SpecError: two captures have one name.

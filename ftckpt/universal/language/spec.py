@@ -246,7 +246,7 @@ Matches = Mapping[str, tuple[Rule, Pattern, Mapping[str, Value]]]
 
 @dataclass(frozen=True)
 class Variable:
-    """A number: the first of the checkpoint's arguments ``sources`` that exists, else ``default``."""
+    """A number: the first of the checkpoint's arguments ``sources`` that is an integer, else ``default``."""
 
     sources: tuple[str, ...]
     default: str | int | None = None
