@@ -106,7 +106,7 @@ _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_s
 _VERSION = "0.19.8"
 """The DeepSpeed version whose format is written."""
 _GROUPS = 64
-"""Parameter groups in the file: DeepSpeed loads each into the job's group of its number; empty ones change nothing."""
+"""Parameter groups in the file: DeepSpeed loads at most as many as it has, and empty ones change nothing."""
 _FILE_BYTES = 4096
 
 

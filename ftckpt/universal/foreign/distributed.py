@@ -166,7 +166,7 @@ class _DataUnpickler(pickle._Unpickler):
             return _TYPES[full_name]
         if full_name in _STAND_INS or full_name.startswith(_DATA):
             return pickles.stand_in(full_name)
-        raise ConvertError(f"holds {full_name}, which is not loaded from files, as it could run code")
+        raise ConvertError(f"holds {full_name}, which is not loaded, as it could run code")
 
 
 def read_data(data: bytes, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Reads and writes pickled files of other programs' checkpoints without running code from them.
 
-``torch.load(weights_only=True)`` reads them: it creates only allowlisted types. Data classes of Megatron and DeepSpeed
-become a ``StandIn``, so that neither has to be installed.
+``torch.load(weights_only=True)`` reads them and creates only allowlisted types. Data classes of Megatron and
+DeepSpeed become a ``StandIn``, so that neither has to be installed.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def _explain(name: str, error: Exception) -> str:
     if refused:
         what = next(group for group in refused.groups() if group)
         return (
-            f"{name} holds {what}, which is not loaded from files, as it could run code; load the checkpoint with the "
-            "program that wrote it and save it again without that object"
+            f"{name} holds {what}, which is not loaded, as it could run code; load the checkpoint with the program "
+            "that wrote it and save it again without that object"
         )
     if "central directory" in text or isinstance(error, EOFError):
         return f"{name} is truncated or was not written by torch.save"
