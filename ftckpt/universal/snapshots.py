@@ -103,7 +103,7 @@ class SnapshotReader(Reader):
         path = self._path / entry.file
         data = map_file(path)
         if path.parent != self._path or len(data) != entry.nbytes:
-            raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} says {entry.nbytes}")
+            raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} lists {entry.nbytes}")
         try:
             return _File(
                 path, data, ShardFile(str(path), shard, entry, lambda begin, n: data[begin : begin + n].data)

@@ -154,7 +154,7 @@ class UniversalManifest:
             raise ConvertError(f"{where}: is no manifest of a universal checkpoint: {str(error)[:200]}") from None
         for key, tensor in manifest.tensors.items():
             if tensor.file not in manifest.files:
-                raise ConvertError(f"{where}: {key} lies in {tensor.file}, which is not among the files")
+                raise ConvertError(f"{where}: {key} is in {tensor.file}, which is not among the files")
         if not manifest.files.get(OBJECTS_NAME, FileEntry(0)).checksum:
             raise ConvertError(f"{where}: {OBJECTS_NAME}, with its checksum, is not among the files")
 
@@ -229,7 +229,7 @@ class UniversalReader(Reader):
     def _open(self, name: str, nbytes: int) -> Bytes:
         data = map_file(self._path / name)
         if len(data) != nbytes:
-            raise ConvertError(f"{self._path / name}: has {len(data)} bytes, {MANIFEST_NAME} says {nbytes}")
+            raise ConvertError(f"{self._path / name}: has {len(data)} bytes, {MANIFEST_NAME} lists {nbytes}")
         return data
 
     def _header(self, name: str) -> dict[str, HeaderEntry]:
@@ -243,10 +243,10 @@ class UniversalReader(Reader):
         listed = self.manifest.tensors[key]
         entry = headers.get(listed.file, {}).get(key)
         if entry is None:
-            raise ConvertError(f"{self._path / listed.file}: {key}, which {MANIFEST_NAME} says is there, is not")
+            raise ConvertError(f"{self._path / listed.file}: {key}, which {MANIFEST_NAME} lists, is missing")
         if (entry.dtype, entry.shape) != (listed.dtype, listed.shape):
             there, right = (f"{each.dtype} {list(each.shape)}" for each in (entry, listed))
-            raise ConvertError(f"{self._path / listed.file}: {key} is {there}, {MANIFEST_NAME} says {right}")
+            raise ConvertError(f"{self._path / listed.file}: {key} is {there}, {MANIFEST_NAME} lists {right}")
         return entry
 
     def _objects(self) -> Mapping[str, object]:

@@ -233,11 +233,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "other version": (rewritten(lambda d: d.update(version=2)), r"version 2, this ftckpt reads 1"),
     "other format": (rewritten(lambda d: d.update(format="x")), r"no manifest"),
     "file elsewhere": (rewritten(lambda d: d["files"].update({"../x": {"bytes": 1}})), r"x' is no name of a"),
-    "tensor elsewhere": (rewritten(lambda d: d["tensors"]["weight/embed"].update(file="y")), r"embed lies in y"),
+    "tensor elsewhere": (rewritten(lambda d: d["tensors"]["weight/embed"].update(file="y")), r"embed is in y"),
     "other shape": (rewritten(lambda d: d["tensors"]["weight/embed"].update(shape=[6, 10])), r"weight/embed is BF16"),
     "unlisted tensor": (rewritten(lambda d: d["tensors"].pop("weight/embed")), r"weight/embed is not in manifest"),
     "unknown tensor": (
-        rewritten(lambda d: d["tensors"].update(z=d["tensors"]["weight/embed"])), r"z, which manifest.json says",
+        rewritten(lambda d: d["tensors"].update(z=d["tensors"]["weight/embed"])), r"z, which manifest.json lists",
     ),
     "odd type": (rewritten(lambda d: d["tensors"]["weight/embed"].update(dtype="F7")), r"F7"),
     "odd checksum": (rewritten(lambda d: d["tensors"]["weight/embed"].update(checksum="0")), r"hex digits"),

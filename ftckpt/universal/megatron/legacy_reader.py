@@ -118,7 +118,7 @@ def _deal(
         if len(groups) == 1:
             fitting = [0]
         if len(fitting) != 1:
-            raise ConvertError(f"{file}: {each.name} could belong to several of {len(groups)} groups; {_REMEDY}")
+            raise ConvertError(f"{file}: {each.name} fits none or several of {len(groups)} groups; {_REMEDY}")
         dealt[fitting[0]].append(each)
     for group, mine in zip(groups, dealt, strict=True):
         if len(group["params"]) != len(mine):
