@@ -50,7 +50,7 @@ _NAMES: dict[str, type] = {
 
 
 def restored(value: Any) -> Any:
-    """``value`` with such objects, which ``save`` can write, in place of the mappings that ``pickles.plain`` made."""
+    """Rebuilds in ``value`` the objects of these classes that ``pickles.plain`` turned into mappings."""
     if isinstance(value, Mapping):
         known = _NAMES.get(str(value.get("class", "")))
         if known is None:

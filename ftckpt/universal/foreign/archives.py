@@ -62,7 +62,7 @@ _FIELD = "_ftckpt_record"
 _DATA = "data/"
 _NAME_LENGTHS = struct.Struct("<HH")
 _LENGTHS_AT, _HEADER_BYTES = 26, 30
-"""Of an entry's local header: offset of the lengths of name and extra field, and its size without these."""
+"""In an entry's local header: offset of the lengths of name and extra field, and size without these two."""
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def _pack(tensors: Sequence[Tensor], max_file_bytes: int) -> list[list[Rows]]:
 
 
 def _strips(part: Rows) -> Iterator[tuple[int, int]]:
-    """As ``strips``, but with an empty strip of an empty tensor, which Megatron requires."""
+    """The strips of ``part``; an empty tensor has an empty one, which Megatron requires."""
     if part.nbytes == 0:
         yield part.first, part.last
     yield from strips(part, BLOB_BYTES)
