@@ -99,7 +99,7 @@ _FORMATS = {
         "Hugging Face weights in safetensors", safetensors.recognises, lambda paths, options: WeightsReader(paths[0])
     ),
 }
-"""Formats by origin. The first that recognizes a path reads it: a universal checkpoint holds safetensors files too."""
+"""Formats by origin. The first that recognizes a path reads it: a universal checkpoint has safetensors files too."""
 
 
 def _megatron_dist_writer(path: Path, max_file_bytes: int) -> Writer:
