@@ -1,5 +1,5 @@
-"""The universal format, which any layout can load, and what converts other checkpoints from and to it.
+"""The universal format, which any layout can load, and converters between it and other checkpoints.
 
-In: a checkpoint, of which a reader gives a catalog of fragments; or what a job left in memory. Consolidated: each
-tensor whole, row by row as it is asked for. Out: the files of a writer, in a directory that is whole or not there.
+A reader opens a checkpoint, or a job's snapshots in memory, as a catalog of fragments. ``Consolidator`` assembles
+logical tensors from them, row by row on request. A writer writes the files of a directory that is complete or absent.
 """

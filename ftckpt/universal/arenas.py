@@ -1,8 +1,8 @@
-"""Snapshots as checkpoints: what of their shards is part of the logical model, and a reader of arenas.
+"""Snapshots as checkpoints: the fragments of their shards that belong to the logical model, and a reader of arenas.
 
-Arenas are those of a job that has ended or still runs, or copies of its directories. Nothing is written there, so
-that a live job may overwrite what is being read: the record of a slot is looked at before and after, and a snapshot
-that was given up is an error, never mixed with the next one.
+Arenas belong to a running or finished job, or are copies of its directories. The reader writes nothing to them and
+takes no lock, so a live job may overwrite a slot while it is read. The slot's record is therefore compared before and
+after each read: an overwritten snapshot is an error, and never mixed with the next one.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from ftckpt.universal.consolidation import MASTER, WEIGHT, master_of
 from ftckpt.universal.storage import CheckedOnce
 
 LOCAL = "local"
-"""Role of tensors that belong to one rank and mean nothing in another layout."""
+"""Role of tensors that belong to one rank and have no meaning in another layout."""
 _DUPLICATES = ("copy", "parity")
-"""Kinds of sections that hold, or protect, what other shards hold."""
+"""Kinds of sections that copy or protect data of other shards."""
 
 
 @dataclass(frozen=True)
 class ShardFragment:
-    """Fragment ``index`` of the manifest of ``shard``; ``fragment`` has its key without the name of the shard."""
+    """Fragment ``index`` in the manifest of ``shard``; the key of ``fragment`` omits the shard's name."""
 
     shard: str
     index: int
@@ -53,14 +53,15 @@ class ShardFragment:
 
 
 def logical_fragments(manifests: Iterable[Manifest], roles: Collection[str] | None = None) -> list[ShardFragment]:
-    """All of the logical model that shards hold, in the order of shards, replicas' own copies included.
+    """All fragments of the logical model, in the order of shards; each replica's own copy is included.
 
-    ``roles``: only keys of these; None: all but ``local``. Copies of other shards' sections and parity are left out.
+    ``roles``: only keys of these roles; None: all but ``local``. Copies of other shards' sections and parity are
+    left out.
     """
     entries = []
     for manifest in manifests:
         for index, fragment in _own(manifest):
-            # What replicas hold each for itself has the shard's name behind its key; here it is one tensor again.
+            # A fragment private to a replica has the shard's name as suffix of its key; here it is one tensor again.
             key = fragment.key.removesuffix(private_key("", manifest.shard))
             role = key.partition("/")[0]
             if role != LOCAL and (roles is None or role in roles):
@@ -69,23 +70,23 @@ def logical_fragments(manifests: Iterable[Manifest], roles: Collection[str] | No
 
 
 def without_doubles(entries: Sequence[ShardFragment], content: Callable[[ShardFragment], int]) -> list[ShardFragment]:
-    """One of all entries that hold the same fragment, the first; ``content`` gives a hash of the bytes of one.
+    """The first entry of each fragment; ``content`` returns a hash of an entry's bytes.
 
     Raises:
-        ConvertError: two of them hold different bytes; names the tensor and the shards.
+        ConvertError: two entries of a fragment hold different bytes; names the tensor and the shards.
     """
     by_fragment: dict[Fragment, list[ShardFragment]] = {}
     for entry in entries:
         by_fragment.setdefault(entry.fragment, []).append(entry)
     doubles = [entry for same in by_fragment.values() if len(same) > 1 for entry in same]
-    # As they lie: a chunk that was read, or unpacked, is at hand for all that it has of them.
+    # In storage order: a chunk is read, and decompressed, once for all the entries in it.
     doubles.sort(key=lambda entry: (entry.shard, entry.index))
     differing = disagreement((entry.fragment, entry.shard, content(entry)) for entry in doubles)
     if differing is not None:
         fragment, one, other = differing
         raise ConvertError(
-            f"{fragment.key} differs between {one} and {other}: it belongs to ranks, not to the model; leave its "
-            "role out with --roles, or make it the same on all of them"
+            f"{fragment.key} differs between {one} and {other}: it is state of a rank, not of the model; exclude its "
+            "role with --roles, or make it the same on all ranks"
         )
     return [same[0] for same in by_fragment.values()]
 
@@ -97,10 +98,10 @@ def snapshot_catalog(
     objects: Mapping[str, object],
     precision: str = "",
 ) -> Catalog:
-    """The catalog of a snapshot whose shards have these ``manifests``, with ``entries`` of them, each element once.
+    """The catalog of a snapshot of shards with these ``manifests``; ``entries`` hold each element once.
 
-    Weights that are not stored are casts of their masters, of the type that the manifests say; ``precision`` is the
-    type where they do not say it or say several. Where none is known nothing is derived.
+    Weights that are not stored are derived: casts of their masters to ``precision`` or, if that is empty, to the type
+    that the manifests give. If they give none or several, nothing is derived.
     """
     fragments = tuple(entry.fragment for entry in entries)
     keys = {fragment.key for fragment in fragments}
@@ -128,13 +129,13 @@ def read_catalog(
     read: Callable[[ShardFragment], Bytes],
     load: Callable[[str], object],
 ) -> tuple[Catalog, list[ShardFragment]]:
-    """The catalog of a snapshot with keys of ``roles`` (None: all), and what each of its fragments is.
+    """The catalog of a snapshot with keys of ``roles`` (None: all), and the shard fragment of each of its fragments.
 
     Args:
-        read: the bytes of a fragment.
-        load: the objects of a shard.
+        read: returns the bytes of a fragment.
+        load: returns the objects of a shard.
     """
-    # Weights may have been left out as casts of their masters: these are needed to make them.
+    # Weights that are not stored are cast from their masters.
     wanted = {*roles, "master"} if roles is not None and "weight" in roles else roles
     entries = without_doubles(
         logical_fragments(manifests, wanted), lambda entry: xxhash.xxh3_64_intdigest(read(entry).data)
@@ -142,19 +143,19 @@ def read_catalog(
     objects = objects_by_shard(first_of_each_stage([manifest.shard for manifest in manifests]), load)
     catalog = snapshot_catalog(iteration, manifests, entries, objects)
     if roles is not None and "weight" not in roles:
-        # What derives from masters that are read for themselves is no part of what was asked for.
+        # Weights that derive from requested masters were not requested.
         catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
     return catalog, entries
 
 
 def objects_by_shard(shards: Iterable[str], load: Callable[[str], object]) -> Mapping[str, object]:
-    """The catalog's objects: what the ranks of ``shards`` saved."""
+    """The catalog's objects: those that the ranks of ``shards`` saved."""
     return {"shards": {shard: load(shard) for shard in shards}}
 
 
 def _own(manifest: Manifest) -> Iterator[tuple[int, Fragment]]:
     kinds = [section.kind for section in manifest.sections for _ in range(section.fragments)]
-    # Sections divide the stepped fragments alone, or there are none at all: what they do not name is private.
+    # Sections cover only optimizer-updated fragments, or there are none at all: all other fragments are private.
     kinds += ["private"] * (len(manifest.fragments) - len(kinds))
     for index, (kind, fragment) in enumerate(zip(kinds, manifest.fragments, strict=True)):
         if kind not in _DUPLICATES:
@@ -163,12 +164,12 @@ def _own(manifest: Manifest) -> Iterator[tuple[int, Fragment]]:
 
 log = logging.getLogger("ftckpt")
 
-_NO_PARITY = "ftckpt convert does not rebuild from parity: restart the job for that, or name an older --iteration"
+_NO_PARITY = "ftckpt convert does not reconstruct from parity: restart the job for that, or give an older --iteration"
 
 
 @dataclass
 class _Slot:
-    """A sealed slot; ``seal_id`` names what was in it when it was chosen."""
+    """A sealed slot; ``seal_id`` identifies its content when it was chosen."""
 
     arena: Arena
     index: int
@@ -186,29 +187,29 @@ class _Slot:
         return f"{self.arena.path}, slot {self.index}"
 
     def check(self) -> None:
-        """Raise ConvertError unless the slot still holds what it held when it was chosen."""
-        # The seal's sequence tells the same iteration, written anew, from the one before it.
+        """Raise ConvertError if the slot was rewritten since it was chosen."""
+        # The seal's sequence number distinguishes two snapshots of the same iteration.
         if self.seal_id is None or self.arena.control.record(self.index).seal_id != self.seal_id:
             raise ConvertError(
                 f"{self.where}: the job moved on while iteration {self.snapshot.iteration} was read: start again, "
-                "end the job first, or save from inside it with Checkpointer.save_universal"
+                "stop the job first, or save from inside it with Checkpointer.save_universal"
             )
 
 
 def recognises(path: Path) -> bool:
-    """Whether there are arenas in ``path``: a job's directory, a node's, one arena, or a copy."""
+    """Whether ``path`` holds arenas: the directory of a job, of a node or of one arena, or a copy of one."""
     return bool(_arena_paths(path))
 
 
 class ArenaReader(Reader):
-    """The newest snapshot, or that of ``iteration``, that all shards of its layout have in ``paths``.
+    """Reads the newest snapshot, or that of ``iteration``, of which ``paths`` hold all shards.
 
-    ``paths`` are directories of nodes or of whole jobs, or copies of them, which together hold every shard.
-    ``roles`` are those to be read, None means all; weights bring the masters that they are casts of.
+    ``paths`` are directories of nodes or jobs, or copies of them, which together hold every shard. ``roles``: the
+    roles to read, None for all; with weights, the masters that they derive from are read too.
 
     Raises:
-        ConvertError: no snapshot is whole, a shard is missing or damaged, arenas disagree on the layout, or the ranks
-            do not agree on a tensor that is to be one.
+        ConvertError: no snapshot is complete, a shard is missing or corrupt, arenas disagree on the layout, or ranks
+            hold different bytes of one tensor.
     """
 
     def __init__(
@@ -224,22 +225,22 @@ class ArenaReader(Reader):
                 snapshot.iteration, manifests, roles, self._read, self._load_objects
             )
             self.confirm()
-        except BaseException:  # nobody else would unmap what was opened
+        except BaseException:  # the caller has no reader to close
             self.close()
             raise
 
     def read(self, index: int) -> Bytes:
-        """Chunks are compared with their checksums before anything of them is given out."""
+        """Verifies the checksums of the fragment's chunks first."""
         return self._read(self._entries[index])
 
     def confirm(self) -> None:
-        """Of all that was ever read."""
+        """Checks every slot that was read."""
         for slot in self._slots.values():
             if slot.touched:
                 slot.check()
 
     def fingerprint(self) -> str:
-        """The lineage, and what was written into each slot when."""
+        """The snapshot and the sequence numbers of the slots' seals."""
         ids = [slot.seal_id for slot in self._slots.values() if slot.seal_id is not None]
         return ",".join(sorted({f"{snapshot}:{sequence}" for snapshot, sequence in ids}))
 
@@ -249,35 +250,35 @@ class ArenaReader(Reader):
         self._arenas = {}
 
     def _choose(self, paths: Sequence[Path], iteration: int | None) -> dict[str, _Slot]:
-        """By shard the slots of the snapshot to read, in the order of shards."""
+        """The slots of the snapshot to read, by shard, in the order of shards."""
         reports = self._open(paths)
         named = ", ".join(map(str, paths))
         if not self._arenas:
             problems = listed([text for report in reports for text in report.problems])
             raise ConvertError(f"{named}: no arena can be read{': ' if problems else ''}{problems}")
         try:
-            # The same choice as that of a restart, but for parity: nothing is rebuilt outside of a job.
+            # A restart decides the same, except for parity: only a job reconstructs.
             decision = newest_whole(reports, iteration=iteration)
         except LostError as error:
             which = "" if iteration is None else f" of iteration {iteration}"
-            raise ConvertError(f"{named}: no snapshot{which} is whole: {error}; {_NO_PARITY}") from None
+            raise ConvertError(f"{named}: no snapshot{which} is complete: {error}; {_NO_PARITY}") from None
         except MismatchError as error:
             raise ConvertError(f"{named}: {error}") from None
         slots = {}
         for shard, at in decision.sources.items():
             arena = self._arenas[Path(at.node) / at.arena]
             seal_id = arena.control.record(at.slot).seal_id
-            # A live job may have moved on since the report: then there is nothing to hold on to.
+            # A live job may have rewritten the slot since the report: without a seal ID ``check`` fails.
             is_chosen = seal_id is not None and seal_id[0] == decision.snapshot
             slots[shard] = _Slot(arena, at.slot, seal_id if is_chosen else None, decision.snapshot)
             slots[shard].check()
         return slots
 
     def _open(self, paths: Sequence[Path]) -> list[ArenaReport]:
-        """Open every arena, and report on all; its directory stands for the node of each."""
+        """Opens and reports on every arena; its parent directory identifies its node."""
         reports = []
         for path in dict.fromkeys(arena for given in paths for arena in _arena_paths(given)):
-            # Copies of several nodes' directories may have the same names inside: the path keeps them apart.
+            # Copies of several nodes' directories may share names: only the full path is unique.
             node, name = str(path.parent), path.name
             try:
                 self._arenas[path] = arena = Arena.open(path)
@@ -289,11 +290,11 @@ class ArenaReader(Reader):
     def _check_headers(self) -> None:
         for slot in self._slots.values():
             if not slot.arena.header_good(slot.index):
-                raise ConvertError(f"{slot.where}: the header is damaged; {_NO_PARITY}")
+                raise ConvertError(f"{slot.where}: the header is corrupt; {_NO_PARITY}")
         unchecked = [shard for shard, slot in self._slots.items() if slot.arena.unchecked(slot.index)]
         if unchecked:
             log.warning(
-                "ftckpt: no checksums were taken yet of %s: what is read cannot be checked", listed(unchecked)
+                "ftckpt: %s: not verified: the SMP has not computed checksums of the slots yet", listed(unchecked)
             )
 
     def _read(self, entry: ShardFragment) -> Bytes:
@@ -303,7 +304,7 @@ class ArenaReader(Reader):
         end = begin + entry.fragment.nbytes
         slot.check()
         self._verify(slot, begin, end, entry.fragment.key)
-        # Again: what was verified may have been overwritten since.
+        # Again: the job may have overwritten the slot during verification.
         slot.check()
         data: Bytes = np.frombuffer(slot.arena.slot(slot.index), np.uint8)[begin:end]
         return data
@@ -313,8 +314,7 @@ class ArenaReader(Reader):
         if hashes is None:
             return
         chunks = slot.image.chunks
-        # Chunks lie in the order of their begins: the one in which ``begin`` lies is the last that begins at or
-        # before it.
+        # Chunks are sorted: the one that contains ``begin`` is the last that starts at or before it.
         first = bisect_right(chunks, begin, key=lambda span: span.begin) - 1
         for chunk in range(first, len(chunks) if begin < end else 0):
             if chunks[chunk].begin >= end:
@@ -323,8 +323,8 @@ class ArenaReader(Reader):
 
     def _compare(self, slot: _Slot, chunk: int, expected: int, key: str) -> None:
         if slot.arena.hash_chunk(slot.index, chunk) != expected:
-            slot.check()  # it was written over: not damage
-            raise ConvertError(f"{slot.where}: chunk {chunk}, which holds {key}, is damaged; {_NO_PARITY}")
+            slot.check()  # an overwritten chunk is not a corrupt one
+            raise ConvertError(f"{slot.where}: chunk {chunk}, which holds {key}, is corrupt; {_NO_PARITY}")
 
     def _load_objects(self, shard: str) -> Any:
         slot = self._slots[shard]
@@ -333,14 +333,14 @@ class ArenaReader(Reader):
             encoded = bytes(slot.arena.read_objects(slot.index))
             slot.check()
             if xxhash.xxh3_64_intdigest(encoded) != slot.arena.control.record(slot.index).objects_hash:
-                raise ConvertError(f"{slot.where}: the objects of {shard} are damaged; {_NO_PARITY}")
+                raise ConvertError(f"{slot.where}: the objects of {shard} are corrupt; {_NO_PARITY}")
             return objects.decode(encoded)
         except ArenaError as error:
             raise ConvertError(f"{slot.where}: the objects of {shard} cannot be read: {error}") from None
 
 
 def _arena_paths(path: Path) -> list[Path]:
-    """Arenas in a directory: itself, those of a node, or those of all nodes of a job."""
+    """The arenas of a directory: itself, those of a node, or those of all nodes of a job."""
     if _is_arena(path):
         return [path]
     try:

@@ -1,7 +1,7 @@
-"""What every reader of checkpoints gives and every writer takes: catalogs of fragments, tensors, units.
+"""The interface between readers and writers of checkpoints: catalogs of fragments, tensors, units.
 
 Keys are ``ROLE/LOGICAL``: ``weight/``, ``master/``, one per optimizer state (``exp_avg/``, ``exp_avg_sq/``),
-``step/``, ``buffer/``. What belongs to one rank and means nothing in another layout is in no catalog.
+``step/``, ``buffer/``. State of one rank that has no meaning in another layout is in no catalog.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ WEIGHTS_ALONE = frozenset({"weight", "buffer"})
 
 @dataclass(frozen=True)
 class Catalog:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
-    ``origin`` is ``ftckpt`` (arenas), ``universal``, ``deepspeed``, ``deepspeed-universal``, ``megatron-dist`` or
-    ``megatron-legacy``. ``layout`` is empty where it is not known. ``fragments`` stand in the order of
-    ``Reader.read``'s index; two may hold the same elements, which must then be equal bit for bit, or are to be
-    averaged where the key is in ``average``. ``objects`` is all that is no tensor, encodable by
-    ``ftckpt.model.objects``. Of keys in ``padded`` the first dimension depends on the layout: rows at its end may be
-    missing in another one.
+    ``origin``: ``ftckpt`` (snapshots), ``universal``, ``deepspeed``, ``deepspeed-universal``, ``megatron-dist``,
+    ``megatron-legacy`` or ``safetensors``. ``layout``: empty if unknown. ``fragments``: in the order of
+    ``Reader.read``'s index. Two may hold the same elements: these must be bit-equal, or are averaged if the key is in
+    ``average``. ``objects``: everything but tensors, encodable by ``ftckpt.model.objects``. ``padded``: keys whose
+    first dimension depends on the layout; another layout may lack rows at its end.
 
-    ``derived`` names weights that are not stored: ``weight/X`` of the dtype given (``BF16``) is ``master/X``, cast
-    with rounding to nearest even. They have no fragments.
+    ``derived``: weights without fragments: ``weight/X`` of the given dtype (``BF16``) is ``master/X``, rounded to
+    nearest even.
     """
 
     origin: str
@@ -51,28 +50,28 @@ class Catalog:
 
 
 class Reader(Protocol):
-    """An open checkpoint; several threads may read at once."""
+    """An open checkpoint. Any thread may call any method but ``close``, which comes last."""
 
     catalog: Catalog
 
     def read(self, index: int) -> Bytes:
-        """The bytes of ``catalog.fragments[index]``, mapped where possible, read-only, valid until ``close``.
+        """The bytes of ``catalog.fragments[index]``: read-only, mapped if possible, valid until ``close``.
 
         Raises:
-            ConvertError: they cannot be read, or are not what was written; the text names file and tensor.
+            ConvertError: they cannot be read or are corrupt; the text names file and tensor.
         """
         ...
 
     def read_part(self, index: int, begin: int, end: int) -> Bytes:
-        """Bytes ``begin`` to ``end`` (exclusive) of what ``read`` gives, where the rest may cost something."""
+        """``read(index)[begin:end]``, possibly cheaper."""
         return self.read(index)[begin:end]
 
     def where(self, index: int) -> object:
-        """What an error names a fragment by: the file it lies in, where there is one."""
+        """The name of a fragment in errors: its file, if it has one."""
         return self.catalog.fragments[index].name
 
     def confirm(self) -> None:
-        """Call after bytes that ``read`` gave were copied, before they count: a live job may have written over them.
+        """Call after bytes from ``read`` were copied, before the copy counts: a live job may have overwritten them.
 
         Raises:
             ConvertError: it has.
@@ -80,20 +79,17 @@ class Reader(Protocol):
         return
 
     def fingerprint(self) -> str:
-        """Which bytes these are, beside what the catalog says: another text where files were replaced since.
-
-        Of a checkpoint that has none it is empty.
-        """
+        """A text that changes when the checkpoint's files are replaced; empty if there is none."""
         return ""
 
     def close(self) -> None:
-        """Give up all files; nothing that ``read`` gave may be used from here on."""
+        """Release all files, and with them all bytes that ``read`` returned."""
         ...
 
 
 @dataclass(frozen=True, order=True)
 class Tensor:
-    """A consolidated logical tensor; one without dimensions has one row."""
+    """A consolidated logical tensor; a scalar has one row."""
 
     key: str
     dtype: str
@@ -101,7 +97,7 @@ class Tensor:
 
     @classmethod
     def of(cls, fragment: Fragment) -> Tensor:
-        """The tensor that a fragment is a part of."""
+        """The tensor that a fragment belongs to."""
         return cls(fragment.key, fragment.dtype, fragment.global_shape)
 
     @property
@@ -143,7 +139,7 @@ class Rows:
 
     @property
     def fragment(self) -> Fragment:
-        """The same elements, as something to be read."""
+        """The fragment of these rows."""
         key, dtype, shape = self.tensor.key, self.tensor.dtype, self.tensor.shape
         if not shape:
             return Fragment.whole(key, dtype, (), Box((), ()))
@@ -154,7 +150,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Unit:
-    """One output file, by its path below the destination, what goes into it, and its size in bytes, estimated."""
+    """An output file: its path below the destination, its content, and its estimated size in bytes."""
 
     name: str
     parts: tuple[Rows, ...]
@@ -162,64 +158,65 @@ class Unit:
 
     @property
     def row_bytes(self) -> int:
-        """Of the largest row: the least that a writer can ask for at a time."""
+        """Bytes of the largest row, the minimum of a request."""
         return max((part.tensor.row_bytes for part in self.parts), default=0)
 
 
 Get = Callable[[Tensor, int, int], Bytes]
-"""``get(tensor, first, last)``: the bytes of these rows. Whoever wants little memory asks for few rows at a time."""
+"""``get(tensor, first, last)``: the bytes of these rows. Fewer rows per call take less memory."""
 
 
 class Writer(Protocol):
-    """Where consolidated tensors go: into ``destination``, which ``finish`` gives its name, and nothing before.
+    """Writes consolidated tensors into ``destination``, which gets its final name in ``finish``.
 
-    Whoever drives the writer begins the destination, and releases it after an error.
+    The caller calls ``plan``, ``destination.begin``, ``write`` for each unit, ``finish``, and ``destination.release``
+    in any case.
     """
 
     destination: Destination
 
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
-        """All files to write, the same for the same arguments.
+        """All files to write; deterministic.
 
         Raises:
-            ConvertError: something that this format must have is missing, or something cannot be written in it.
+            ConvertError: the source lacks something that the format requires, or holds something it cannot represent.
         """
         ...
 
     def memory(self, unit: Unit) -> int:
-        """Bytes that ``write`` takes at most."""
+        """Maximum memory of ``write`` in bytes."""
         ...
 
     def write(self, unit: Unit, get: Get) -> None:
-        """Write one file: temporary name, fsync, rename. Several threads may write different units at once.
+        """Write one file: temporary name, fsync, rename. Any thread may call it, each with another unit.
 
         Raises:
-            ConvertError: no room, or no permission; nothing of this name is left.
+            ConvertError: no space or no permission; the file does not exist then.
         """
         ...
 
     def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
-        """Manifests and markers, once every unit is written; then the destination has its name."""
+        """Write manifests and markers, after every unit, and commit the destination."""
         ...
 
 
 def dtype_name(tensor: torch.Tensor, where: object) -> str:
     """The safetensors name of a tensor's type. Raises ConvertError that names ``where``."""
     if tensor.dtype not in DTYPE_NAMES:
-        raise ConvertError(f"{where}: a tensor has type {tensor.dtype}, which is not known")
+        raise ConvertError(f"{where}: a tensor has the unsupported type {tensor.dtype}")
     return DTYPE_NAMES[tensor.dtype]
 
 
 def whole_fragment(key: str, dtype: str, shape: Shape) -> Fragment:
-    """All elements of a tensor that lies in one piece."""
+    """The fragment of all elements of a tensor."""
     return Rows.whole(Tensor(key, dtype, shape)).fragment
 
 
 def tensors_of(fragments: Iterable[Fragment], where: Callable[[int], object]) -> tuple[Tensor, ...]:
-    """The tensors that fragments are parts of, in the order in which they first appear.
+    """The tensors that fragments belong to, in order of first appearance; ``where`` names a fragment by its index.
 
     Raises:
-        ConvertError: two fragments of one tensor differ in type or shape; ``where`` names a fragment by its index.
+        ConvertError: two fragments of one tensor differ in type or shape.
     """
     first: dict[str, tuple[Tensor, int]] = {}
     for index, fragment in enumerate(fragments):
@@ -228,7 +225,7 @@ def tensors_of(fragments: Iterable[Fragment], where: Callable[[int], object]) ->
         if known != tensor:
             one, other = (f"{each.dtype} {list(each.shape)}" for each in (known, tensor))
             raise ConvertError(
-                f"{fragment.key}: ranks that hold parts of it disagree what it is: {one} and {other} "
+                f"{fragment.key}: parts of ranks disagree on type or shape: {one} and {other} "
                 f"({where(known_index)}, {where(index)})"
             )
     return tuple(tensor for tensor, _ in first.values())

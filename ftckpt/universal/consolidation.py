@@ -1,6 +1,6 @@
-"""Consolidated tensors out of the fragments of a checkpoint: rows are filled when a writer asks for them.
+"""Consolidates the fragments of a checkpoint into logical tensors, row by row as a writer requests them.
 
-Weights that a checkpoint leaves out because they are casts of its masters are made again here, bit for bit.
+Weights that a checkpoint omits because they are casts of its masters are derived, bit-exact.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FLOATS = {name: TORCH_DTYPES[name] for name in ("BF16", "F16", "F32", "F64")}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _MOST_NAMED = 5
 _AVERAGED_BYTES = 1 << 20
-"""Of a tensor that is averaged, at a time: sums have 64 bits an element, whatever the tensor has."""
+"""Bytes of a tensor that are averaged at a time: sums take 64 bits an element, whatever its type."""
 
 
 class Consolidator:
-    """The tensors of a checkpoint, and their rows.
+    """The logical tensors of a checkpoint. Any thread may call ``get``.
 
     Raises:
-        ConvertError: fragments of one tensor differ in type or shape, or do not make up all of it.
+        ConvertError: fragments of one tensor differ in type or shape, or some of its elements are missing.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -46,16 +46,15 @@ class Consolidator:
         nbytes: dict[str, int] = {}
         for fragment in fragments:
             nbytes[fragment.key] = nbytes.get(fragment.key, 0) + fragment.nbytes
-        # More bytes than the tensor has: some elements are there twice, and have to be compared.
+        # More bytes than the tensor has: some elements occur twice and must be compared.
         self._doubled = frozenset(tensor.key for tensor in self.tensors if nbytes[tensor.key] > tensor.nbytes)
         self._check_complete()
 
     def get(self, tensor: Tensor, first: int, last: int) -> Bytes:
-        """The bytes of rows ``first`` to ``last``: a view of the source, not to be written to, where they lie in one
-        piece, else fresh memory.
+        """The bytes of rows ``first`` to ``last``: a read-only view of the source if contiguous there, else a copy.
 
         Raises:
-            ConvertError: two fragments differ where they hold the same elements, or the source cannot be read.
+            ConvertError: two fragments hold different bytes of the same elements, or the source cannot be read.
         """
         need = Rows(tensor, first, last).fragment
         if tensor.key in self._average:
@@ -66,7 +65,7 @@ class Consolidator:
         for index, copies in self._touching(need):
             low, high = _extent(copies)
             data = self._reader.read_part(index, low * need.item_bytes, high * need.item_bytes)
-            if len(copies) == 1 and copies[0][2:] == ((need.numel,), (1,), (1,)):  # nothing to put together
+            if len(copies) == 1 and copies[0][2:] == ((need.numel,), (1,), (1,)):  # contiguous in one fragment
                 return data
             rows = np.empty(need.nbytes, np.uint8) if rows is None else rows
             moved = [copy._replace(source=copy.source - low) for copy in copies]
@@ -77,18 +76,18 @@ class Consolidator:
         lacking = []
         for tensor in self.tensors:
             try:
-                # Only whether a plan exists: what is missing must show before the first file is written.
+                # Only to fail before the first file is written.
                 plan(self._index, [Rows.whole(tensor).fragment], lambda source: 0)
             except LostError:
                 lacking.append(tensor.key)
         if lacking:
             raise ConvertError(
-                f"the source does not hold all elements of {listed(lacking, _MOST_NAMED)}: "
-                "files of some ranks are missing"
+                f"the source lacks elements of {listed(lacking, _MOST_NAMED)}: files of some ranks are missing; "
+                "give all of them"
             )
 
     def _touching(self, need: Fragment) -> Iterator[tuple[int, Sequence[StridedCopy]]]:
-        """Every fragment that holds elements of ``need``, by its index, and which they are."""
+        """The index of every fragment that holds elements of ``need``, and the copies of these."""
         for alike in self._index.usable(need, padded=False):
             for have in alike.touching(need):
                 copies = overlap(have.fragment, need)
@@ -96,9 +95,9 @@ class Consolidator:
                     yield have.source, copies
 
     def _compared(self, need: Fragment) -> Bytes:
-        """Rows of a tensor of which there are copies: all that the source has of them has to be the same."""
+        """Rows of a tensor with duplicates, which must all be equal."""
         rows: Bytes = np.empty(need.nbytes, np.uint8)
-        # Filled once from one copy, then compared with every one, this among them: no element is left uncompared.
+        # Filled once, then compared with every fragment, those read included: no element is left uncompared.
         reads = plan(self._index, [need], lambda source: 0)
         for read in reads:
             copy_strided(read.copies, self._reader.read(read.offer.source), rows, need.item_bytes)
@@ -124,7 +123,7 @@ class Consolidator:
         return rows
 
     def _mean(self, need: Fragment) -> Bytes:
-        # Counted by element: the boxes of the copies need not be the same.
+        # Counted by element: the boxes of the copies may differ.
         total, count = np.zeros(need.numel), np.zeros(need.numel)
         for index, copies in self._touching(need):
             items = _items(self._reader.read(index), need.item_bytes)
@@ -141,13 +140,13 @@ def with_derived(catalog: Catalog, tensors: Sequence[Tensor]) -> list[Tensor]:
     """``tensors`` and the weights that the catalog derives from masters among them.
 
     Raises:
-        ConvertError: a type that nothing can be cast to.
+        ConvertError: the type of a derived weight is not a floating type.
     """
     stored = {tensor.key: tensor for tensor in tensors}
     every = list(tensors)
     for key, dtype in sorted(catalog.derived.items()):
         if dtype not in _FLOATS:
-            raise ConvertError(f"{key}: cannot be made from its master as {dtype}; known are {', '.join(_FLOATS)}")
+            raise ConvertError(f"{key}: cannot be cast from its master to {dtype}; known are {', '.join(_FLOATS)}")
         master = stored.get(master_of(key))
         if master is not None and key not in stored:
             every.append(Tensor(key, dtype, master.shape))
@@ -155,7 +154,7 @@ def with_derived(catalog: Catalog, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def deriving(catalog: Catalog, tensors: Sequence[Tensor], get: Get) -> Get:
-    """``get`` that gives weights which the catalog derives, too, from rows of their masters among ``tensors``."""
+    """``get`` extended to derived weights: it casts rows of their masters among ``tensors``."""
     stored = {tensor.key: tensor for tensor in tensors}
 
     def get_or_cast(tensor: Tensor, first: int, last: int) -> Bytes:
@@ -168,40 +167,39 @@ def deriving(catalog: Catalog, tensors: Sequence[Tensor], get: Get) -> Get:
 
 
 def refuse_remainders(tensors: Iterable[Tensor]) -> None:
-    """Raises ConvertError where a weight would pass for the master, of which it has half of the bits."""
+    """Raises ConvertError if masters are stored as 16-bit remainders, which are incomplete without the weight."""
     for tensor in tensors:
         if tensor.role == "master_param" and tensor.dtype == "I16":
             raise ConvertError(
-                f"{tensor.key}: the optimizer (--use-precision-aware-optimizer) keeps 16 bits of the master, and the "
-                "bf16 weight has the others, which are not joined yet; convert the weights alone with --roles "
-                "weight,buffer"
+                f"{tensor.key}: not supported: the optimizer (--use-precision-aware-optimizer) stores 16 bits of the "
+                "master, and the bf16 weight has the other 16; convert the weights alone with --roles weight,buffer"
             )
 
 
 def lacking_weight(tensors: Iterable[Tensor]) -> str | None:
-    """The name of a parameter that has a master and no weight, if there is one."""
+    """The name of a parameter with a master and no weight, if there is one."""
     keys = {tensor.key for tensor in tensors}
     names = (key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
     return next((name for name in names if WEIGHT + name not in keys), None)
 
 
 def cast(data: Bytes, from_dtype: str, to_dtype: str) -> Bytes:
-    """Elements of one floating type as another, rounded as an optimizer rounds what it writes to weights."""
+    """Casts elements between floating types, rounding as optimizers do when they update weights."""
     if from_dtype == to_dtype:
         return data
-    # torch has no read-only tensors, and warns of one over memory that cannot be written.
+    # torch warns of tensors over read-only memory.
     source = torch.from_numpy(data if data.flags.writeable else data.copy()).view(_FLOATS[from_dtype])
     result: Bytes = cast_master(source, torch.empty(len(source), dtype=_FLOATS[to_dtype])).view(torch.uint8).numpy()
     return result
 
 
 def master_of(key: str) -> str:
-    """The master that a weight is the cast of."""
+    """The key of a weight's master."""
     return MASTER + key.removeprefix(WEIGHT)
 
 
 def _extent(copies: Sequence[StridedCopy]) -> tuple[int, int]:
-    """The first element of the source that ``copies`` take, and the one behind the last."""
+    """The range of source elements that ``copies`` read: first, and last (exclusive)."""
     ends = (
         copy.source + sum((n - 1) * stride for n, stride in zip(copy.shape, copy.source_strides, strict=True)) + 1
         for copy in copies
@@ -210,7 +208,7 @@ def _extent(copies: Sequence[StridedCopy]) -> tuple[int, int]:
 
 
 def copy_strided(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> None:
-    """Perform copies of elements of ``item_bytes`` between two flat memories."""
+    """Perform ``copies`` of elements of ``item_bytes`` between two flat buffers."""
     from_items, to_items = _items(source, item_bytes), _items(dest, item_bytes)
     for copy in copies:
         from_view = _view(from_items, copy.source, copy.shape, copy.source_strides)
@@ -218,7 +216,7 @@ def copy_strided(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item
 
 
 def _same_copies(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> bool:
-    """Whether ``copies`` would change nothing."""
+    """Whether source and destination of ``copies`` are equal."""
     one, other = _items(source, item_bytes), _items(dest, item_bytes)
     return all(
         np.array_equal(
@@ -230,11 +228,11 @@ def _same_copies(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item
 
 
 def take(data: Bytes, shape: Sequence[int], box: Box, start: int, stop: int) -> Bytes:
-    """The elements of ``box`` among those ``start`` to ``stop`` of a tensor of ``shape``, flattened: ``data`` are the
-    bytes of these. A view of ``data`` where they lie in one piece."""
+    """The elements of ``box`` in ``data``, which holds elements ``start`` to ``stop`` of a flattened tensor of
+    ``shape``; a view of ``data`` if they are contiguous."""
     if start >= stop:
         return data[:0]
-    # Only the size of an element matters here: any type of that size will do.
+    # Only the size of an element matters: any type of that size will do.
     item_bytes = len(data) // (stop - start)
     dtype = next(dtype for dtype, nbytes in DTYPE_BYTES.items() if nbytes == item_bytes)
     have = Fragment("", dtype, tuple(shape), Box((0,) * len(shape), tuple(shape)), start, stop)
@@ -242,7 +240,7 @@ def take(data: Bytes, shape: Sequence[int], box: Box, start: int, stop: int) -> 
     numel = sum(copy.numel for copy in copies)
     if len(copies) == 1 and copies[0].source_strides == (1,):
         return data[copies[0].source * item_bytes : (copies[0].source + numel) * item_bytes]
-    first = min((copy.dest for copy in copies), default=0)  # in the order of the box they are one range
+    first = min((copy.dest for copy in copies), default=0)  # in the box they are one range
     taken: Bytes = np.empty(numel * item_bytes, np.uint8)
     moved = [copy._replace(dest=copy.dest - first) for copy in copies]
     copy_strided(moved, data, taken, item_bytes)

@@ -1,4 +1,7 @@
-"""From a checkpoint in one format to one in another: files in parallel, in bounded memory, resumable after a kill."""
+"""Converts a checkpoint to another format: files in parallel, in bounded memory, resumable after a kill.
+
+``convert`` does it; ``prepare`` and ``run`` are its two halves, for callers that show the plan first.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,16 @@ from ftckpt.universal.storage import Journal, explained
 
 MAX_MEMORY_BYTES = 4 << 30
 _SPARE_BYTES = 64 << 20
-"""Room on the disk for manifests and objects."""
+"""Disk space reserved for manifests and objects."""
 
 OnBytes = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class Options:
-    """``workers`` files are written at once, in at most ``max_memory`` bytes together; what is mapped from files and
-    can be dropped at any time does not count. ``roles``: tensors of these alone, None: all. ``identity``: names and
-    values that decide what is written, beside the source's own catalog; a conversion goes on only where they are the
-    same."""
+    """``workers``: threads, each of which writes a file. ``max_memory``: limit in bytes for all of them together;
+    memory mapped from files does not count. ``roles``: roles to convert, None: all. ``identity``: names and values
+    that, besides the source's catalog, determine the output; a conversion resumes only if they are equal."""
 
     workers: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
     max_memory: int = MAX_MEMORY_BYTES
@@ -44,7 +46,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did; ``resumed`` files were there from before."""
+    """Result of a conversion; an earlier attempt had written ``resumed`` of the ``files``."""
 
     tensors: int
     files: int
@@ -55,8 +57,8 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What would be done: ``units`` are the files, ``get`` gives them rows, also of weights that are casts of their
-    masters. ``left_out`` are keys of the source that the destination's format has no place for."""
+    """Plan of a conversion: ``units`` are the files to write, ``get`` returns rows, also of derived weights.
+    ``left_out``: keys of the source that the destination's format cannot hold."""
 
     reader: Reader
     writer: Writer
@@ -68,31 +70,30 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, estimated."""
+        """Estimated bytes of all files."""
         return sum(unit.nbytes for unit in self.units)
 
     def memory(self) -> int:
-        """The most bytes that one worker needs, estimated."""
+        """Estimated maximum memory of one worker in bytes."""
         return max(map(self.writer.memory, self.units), default=0)
 
 
 def convert(
     reader: Reader, writer: Writer, options: Options, on_bytes: OnBytes = lambda nbytes: None
 ) -> ConversionReport:
-    """Write all that ``reader`` has with ``writer``; ``on_bytes`` is called with progress, by one thread at a time.
+    """Write everything that ``reader`` has with ``writer``; one thread at a time calls ``on_bytes`` with progress.
 
-    Broken off, by an error or a kill, it leaves the partial destination and its journal, with which the same call
-    goes on.
+    After an error or a kill the partial destination and its journal remain, from which the same call resumes.
 
     Raises:
-        ConvertError: the source is not whole or disagrees with itself, the destination exists or cannot be written,
-            or the partial one was begun with something else; the text names the tensor or the file.
+        ConvertError: the source is incomplete or inconsistent, the destination exists or cannot be written, or
+            another conversion started the partial one; the text names the tensor or the file.
     """
     return run(prepare(reader, writer, options), options, on_bytes)
 
 
 def prepare(reader: Reader, writer: Writer, options: Options) -> Conversion:
-    """Decide everything and write nothing. Raises ConvertError, see ``convert``."""
+    """Plan a conversion without writing anything. Raises ConvertError, see ``convert``."""
     consolidator = Consolidator(reader)
     get = deriving(reader.catalog, consolidator.tensors, consolidator.get)
     catalog, tensors = _selected(reader.catalog, consolidator.tensors, options.roles)
@@ -105,30 +106,30 @@ def prepare(reader: Reader, writer: Writer, options: Options) -> Conversion:
 
 
 def run(conversion: Conversion, options: Options, on_bytes: OnBytes = lambda nbytes: None) -> ConversionReport:
-    """Do it. Raises ConvertError, see ``convert``."""
+    """Execute a planned conversion. Raises ConvertError, see ``convert``."""
     began = time.monotonic()
     writer, destination = conversion.writer, conversion.writer.destination
     journal = Journal(destination, _identity(conversion, options))
     report = partial(ConversionReport, len(conversion.tensors), len(conversion.units))
-    # Killed after the rename and before the journal was gone: there is nothing left to do but that.
+    # An earlier attempt was killed between the rename and the removal of the journal.
     if journal.already_done(unit.name for unit in conversion.units):
         journal.end()
         return report(len(conversion.units), 0, time.monotonic() - began)
     _check_memory(conversion, options)
     try:
-        # The lock first: the journal is read and written by whoever has it.
+        # Takes the lock, which the journal requires.
         destination.begin()
         done = journal.begin()
         left = [unit for unit in conversion.units if unit.name not in done]
         nbytes = sum(unit.nbytes for unit in left)
-        # Only what is left to write: an attempt that goes on has the rest on the disk already.
+        # Only for the remaining files: the others are on the disk already.
         _check_space(destination.partial, nbytes)
         on_bytes(conversion.nbytes - nbytes)
         _write_all(conversion, left, options, journal, on_bytes)
         writer.finish(conversion.catalog, conversion.units)
     finally:
         destination.release()
-    # After the rename: a kill in between leaves a journal, by which ``already_done`` knows the destination.
+    # After the rename: if a kill comes in between, ``already_done`` recognizes the destination by the journal.
     journal.end()
     return report(len(done), nbytes, time.monotonic() - began)
 
@@ -136,19 +137,19 @@ def run(conversion: Conversion, options: Options, on_bytes: OnBytes = lambda nby
 def _selected(
     catalog: Catalog, stored: Sequence[Tensor], roles: frozenset[str] | None
 ) -> tuple[Catalog, Sequence[Tensor]]:
-    """The tensors of some roles. Weights that derive from masters that are not wanted are tensors like others."""
+    """Selects the tensors of ``roles``. Weights whose masters are not selected are written, not derived."""
     if roles is None:
         return catalog, stored
     every = with_derived(catalog, stored)
     known = {tensor.role for tensor in every}
-    # Whoever wants the weights alone names buffers, too, and need not know whether a model has any.
+    # ``weight,buffer`` must work for models without buffers too.
     tolerated = {"buffer"} if "weight" in roles else set()
     if not roles - tolerated <= known:
         unknown = ", ".join(sorted(roles - known))
         raise ConvertError(f"--roles: the source has no {unknown}; it has {', '.join(sorted(known)) or 'others'}")
     wanted = [tensor for tensor in every if tensor.role in roles]
     narrowed = replace(catalog, padded=catalog.padded & {tensor.key for tensor in wanted})
-    # Masters are there too: what is not stored of the weights writers derive from them.
+    # The masters are selected too: writers derive the weights that are not stored.
     if {"weight", "master"} <= roles:
         return narrowed, [tensor for tensor in stored if tensor.role in roles]
     return replace(narrowed, derived={}), wanted
@@ -158,7 +159,7 @@ def _identity(conversion: Conversion, options: Options) -> dict[str, str]:
     catalog = conversion.catalog
     digest = xxhash.xxh3_128()
     for fragment in catalog.fragments:
-        # Order counts: ``read`` takes an index into the fragments.
+        # Order matters: ``read`` takes an index into the fragments.
         digest.update(repr(fragment.to_json()).encode())
     digest.update(repr((sorted(catalog.padded), sorted(catalog.average), sorted(catalog.derived.items()))).encode())
     digest.update(objects.encode(dict(catalog.objects)))
@@ -179,8 +180,8 @@ def _check_memory(conversion: Conversion, options: Options) -> None:
         if needed > options.max_memory:
             largest = max(unit.parts, key=lambda part: part.nbytes).tensor.key if unit.parts else unit.name
             raise ConvertError(
-                f"{unit.name}, for {largest}, takes {needed} bytes of memory, more than the {options.max_memory} of "
-                f"--max-memory: raise it"
+                f"{unit.name}, for {largest}, needs {needed} bytes of memory, --max-memory allows "
+                f"{options.max_memory}: raise --max-memory"
             )
 
 
@@ -190,16 +191,16 @@ def _check_space(directory: Path, nbytes: int) -> None:
     if free < nbytes + _SPARE_BYTES:
         raise ConvertError(
             f"{directory}: no room: {nbytes + _SPARE_BYTES} bytes are needed, {free} are free; free some, then start "
-            "the same command again; what is finished stays"
+            "the same command again, which keeps finished files"
         )
 
 
 class _Cancel(Exception):
-    """Another worker failed, or the user ended it."""
+    """Raised in a worker after another one failed or the user interrupted the conversion."""
 
 
 class _MemoryBudget:
-    """``nbytes`` that several threads divide among them."""
+    """``nbytes`` of memory that several threads share."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
@@ -207,9 +208,9 @@ class _MemoryBudget:
 
     @contextmanager
     def taken(self, nbytes: int) -> Iterator[None]:
-        """Wait until ``nbytes``, no more than there are in all, are left, and have them inside.
+        """Wait for ``nbytes``, at most the whole budget, and reserve them inside.
 
-        Whoever has some waits for nobody, so that this ends.
+        A thread that holds some never waits for more: no deadlock.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._left >= nbytes)
@@ -219,12 +220,12 @@ class _MemoryBudget:
         finally:
             with self._changed:
                 self._left += nbytes
-                # All of them: one that wants little can go on where the longest waiting cannot.
+                # Not one thread: a small request may fit where the longest waiting one does not.
                 self._changed.notify_all()
 
 
 def one_at_a_time(on_bytes: OnBytes) -> OnBytes:
-    """``on_bytes`` for threads that report at the same time."""
+    """``on_bytes`` behind a lock, for concurrent threads."""
     guard = threading.Lock()
 
     def report(nbytes: int) -> None:
@@ -247,18 +248,18 @@ def _write_all(
             if stop.is_set():
                 raise _Cancel
             data = conversion.get(tensor, first, last)
-            # A unit's bytes are an estimate, and some writers ask twice: never more than its own are reported.
+            # A unit's size is an estimate, and some writers read twice: progress never exceeds it.
             reported = min(len(data), left)
             left -= reported
             report(reported)
             return data
 
         with memory.taken(conversion.writer.memory(unit)):
-            # Again: another worker may have failed while this one waited for memory.
+            # Another worker may have failed during the wait for memory.
             if stop.is_set():
                 raise _Cancel
             conversion.writer.write(unit, get)
-        # Before the file counts: what a live job has written over meanwhile may be in it.
+        # Before the journal has the file: a live job may have overwritten what is in it.
         conversion.reader.confirm()
         journal.add(unit.name)
         report(left)
@@ -268,15 +269,15 @@ def _write_all(
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
-            # Before the pool is waited for: a worker in the middle of a file sees it at its next rows.
+            # Before the wait for the pool: a worker in the middle of a file stops at its next rows.
             stop.set()
             pool.shutdown(cancel_futures=True)
     _raise_cause(futures)
 
 
 def _raise_cause(futures: Sequence[Future[None]]) -> None:
-    """Raise what made the first worker fail, if one did."""
+    """Raise the error of a worker, if one failed."""
     errors = [error for future in futures if not future.cancelled() and (error := future.exception()) is not None]
-    # The first error is the cause; those that it cancelled have nothing to add.
+    # Errors come before cancellations, which they caused.
     for error in sorted(errors, key=lambda error: isinstance(error, _Cancel)):
         raise error

@@ -1,4 +1,4 @@
-"""Which reader is for which checkpoint, and which writer for which name of a format."""
+"""The registry of formats: opens the reader that recognizes a path, and the writer of a format's name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What a user says about the source."""
+    """The user's options for the source."""
 
     spec: Spec | None = None
     iteration: int | None = None
@@ -39,10 +39,10 @@ class ReadOptions:
 
 
 class _Format(NamedTuple):
-    """Whether a path is of a format, and how it is opened.
+    """A format that can be read.
 
-    ``title``: what it is, for people. ``takes``: the options that mean something for it. ``newest``: of several in a
-    directory the one that is read.
+    ``title``: its name in messages. ``recognises``: whether a path has this format. ``takes``: the options it
+    supports. ``newest``: the checkpoint that is read in a directory of several.
     """
 
     title: str
@@ -99,11 +99,11 @@ _FORMATS = {
         "Hugging Face weights in safetensors", safetensors.recognises, lambda paths, options: WeightsReader(paths[0])
     ),
 }
-"""By origin; the first that recognises a path reads it: a universal checkpoint holds safetensors files, too."""
+"""Formats by origin. The first that recognizes a path reads it: a universal checkpoint has safetensors files too."""
 
 
 def _megatron_dist_writer(path: Path, max_file_bytes: int) -> Writer:
-    # Here: torch's own checkpoints take about as long to import as torch, and no other format needs them.
+    # Imported on use: torch.distributed.checkpoint takes about as long to import as torch, and only this needs it.
     from ftckpt.universal.megatron.dist_writer import MegatronDistWriter
 
     return MegatronDistWriter(path, max_file_bytes)
@@ -117,9 +117,9 @@ _WRITERS: dict[str, Callable[[Path, int], Writer]] = {
 }
 
 _NUMBER = re.compile(r"\d+$")
-"""In the name of a checkpoint's directory."""
+"""The iteration in the name of a checkpoint's directory."""
 _SHOWN_BY = {"ftckpt": "'ftckpt inspect'", "ftckpt-snapshot": "'ftckpt list' and 'ftckpt verify'"}
-"""What shows snapshots."""
+"""The commands that show snapshots."""
 
 _DAMAGES = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, RuntimeError, TypeError, ValueError,
@@ -127,10 +127,12 @@ _DAMAGES = (
 
 
 def open_reader(paths: Sequence[Path], options: ReadOptions) -> Reader:
-    """The checkpoint in ``paths``; several are directories of the nodes of one job.
+    """Opens the checkpoint in ``paths``; several paths are directories of the nodes of one job.
+
+    The caller closes the reader.
 
     Raises:
-        ConvertError: none of the known formats, or an option means nothing for it.
+        ConvertError: the format is unknown, does not support an option, or the checkpoint cannot be read.
     """
     for path in paths:
         if not path.exists():
@@ -138,44 +140,44 @@ def open_reader(paths: Sequence[Path], options: ReadOptions) -> Reader:
                 f"{path}: does not exist; a source is the directory of a checkpoint ({', '.join(_FORMATS)}); for "
                 "snapshots in memory it is ARENA/ftckpt-JOB/NODE, of each node"
             )
-        # The name may be a link, or that of a tag's directory inside something unfinished.
+        # The path may be a link to a partial destination, or a tag's directory inside one.
         resolved = path.resolve()
         if any(name.endswith(PARTIAL) for name in (path.name, resolved.name, resolved.parent.name)):
-            raise ConvertError(f"{path}: was never completed; finish what writes it, or remove it")
+            raise ConvertError(f"{path}: was never completed; repeat the command that writes it, or remove it")
     paths = [_located(path) for path in paths]
     names = [format_of(path) for path in paths]
     if len(paths) > 1 and set(names) != {"ftckpt"}:
-        raise ConvertError(f"{', '.join(map(str, paths))}: only directories of nodes with arenas can be several")
+        raise ConvertError(f"{', '.join(map(str, paths))}: several sources have to be directories of arenas")
     opener = _FORMATS[names[0]]
     for name, option in (("spec", "--spec"), ("iteration", "--iteration")):
         if getattr(options, name) is not None and name not in opener.takes:
-            raise ConvertError(f"{option}: means nothing for {paths[0]}, which is {names[0]}")
+            raise ConvertError(f"{option}: not supported for {paths[0]}, which is {names[0]}")
     try:
         return opener.open(paths, options)
-    except _DAMAGES as error:  # files of others can hold anything: whatever a reader trips over is damage
+    except _DAMAGES as error:  # a corrupt file of another program can raise any of these in a reader
         text = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ConvertError(f"{paths[0]}: is damaged, or is not what a {names[0]} checkpoint is: {text}") from error
+        raise ConvertError(f"{paths[0]}: is corrupt, or not a valid {names[0]} checkpoint: {text}") from error
 
 
 def format_of(path: Path) -> str:
-    """The name of a checkpoint's format. Raises ConvertError where it is none that is known."""
+    """The name of a checkpoint's format. Raises ConvertError if it is unknown."""
     for name, opener in _FORMATS.items():
         if opener.recognises(path):
             return name
-    raise ConvertError(f"{path}: is no checkpoint that is known here; known are {', '.join(_FORMATS)}")
+    raise ConvertError(f"{path}: not a checkpoint of a known format; known are {', '.join(_FORMATS)}")
 
 
 def _located(path: Path) -> Path:
-    """What is read of a directory that the user has named: its snapshots, where those lie beside what others load."""
+    """The path to read for a path that the user named: its snapshots, if exports are stored next to them."""
     found = locate(str(path))
     return path if found.iteration is not None else Path(found.where)
 
 
 def description(path: Path) -> str:
-    """What lies at ``path`` in place of what a command looks for there, and who shows or reads it, for people; empty
-    where it is nothing that is known."""
+    """A message's part for commands that find another kind of checkpoint at ``path``: its kind, and the command for
+    it; empty if it is unknown."""
     if path.name.endswith(PARTIAL):
-        return "is a conversion that was never completed: the same 'ftckpt convert' goes on with it"
+        return "is an unfinished conversion: repeat its 'ftckpt convert' to resume it"
     try:
         name = format_of(path)
         newest = _FORMATS[name].newest(path).name
@@ -186,11 +188,11 @@ def description(path: Path) -> str:
         return f"has {title}: {_SHOWN_BY[name]} show them"
     if number := _NUMBER.search(newest):
         title += f" of iteration {int(number[0])}"
-    return f"has {title}, not snapshots of ftckpt's: 'ftckpt convert' reads it"
+    return f"has {title}, not ftckpt snapshots: 'ftckpt convert' reads it"
 
 
 def open_writer(path: Path, to: str, max_file_bytes: int = MAX_FILE_BYTES) -> Writer:
-    """A writer of format ``to`` at ``path``. Raises ConvertError for a name that is not known."""
+    """A writer of format ``to`` at ``path``. Raises ConvertError for an unknown format."""
     if to not in _WRITERS:
-        raise ConvertError(f"--to: {to!r} is not known; known are {', '.join(_WRITERS)}")
+        raise ConvertError(f"--to: unknown format {to!r}; known are {', '.join(_WRITERS)}")
     return _WRITERS[to](path, max_file_bytes)

@@ -1,6 +1,6 @@
-"""Safetensors files: which tensor goes into which, their headers, how they are written; and weights alone in them.
+"""Safetensors files: packing, headers and streamed writing; and a reader and a writer of weights alone.
 
-Weights alone have the model's own names, as many programs read and write them.
+Weights alone have the model's own names, as other programs expect.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ftckpt.universal.storage import Destination, explained, fingerprint_of, map
 
 SUFFIX = ".safetensors"
 CHECKSUMS = "xxh3-64"
-"""Under this name the metadata of a file have the checksums of its tensors."""
+"""The key of a file's metadata that holds the checksums of its tensors."""
 MAX_FILE_BYTES = 4 << 30
-"""Default bound on a file; one tensor that is larger has a file of its own."""
+"""Default limit of a file; a larger tensor has a file of its own."""
 STRIP_BYTES = 16 << 20
-"""Rows are asked for in strips of at most this, or one by one where a row is larger."""
+"""Maximum of a strip of rows that is requested at a time, unless one row is larger."""
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library refuses longer ones."""
+"""Limit of the safetensors library."""
 
 _STRIPS = 3
-"""A strip of rows, a cast of it, and what the reader needs to put it together."""
+"""Copies of a strip in memory: the rows, a cast of them, and the reader's source of them."""
 _ROLES = ("weight", "buffer", "master", "step")
-# As the safetensors library does: blanks behind the header, so that data begins on a multiple of 8 bytes.
+# As in the safetensors library: spaces pad the header, so that data starts on a multiple of 8 bytes.
 _ALIGN = 8
 
 
 def by_role(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Weights first, then buffers, masters, steps and the optimizer's states, each by name.
+    """Tensors sorted: weights, buffers, masters, steps, then optimizer state, each by name.
 
     Raises:
         ConvertError: a key occurs twice.
@@ -51,19 +51,19 @@ def by_role(tensors: Iterable[Tensor]) -> list[Tensor]:
     ordered = sorted(tensors, key=order)
     for one, other in pairwise(ordered):
         if one.key == other.key:
-            raise ConvertError(f"{one.key}: there are two tensors of this name")
+            raise ConvertError(f"{one.key}: the source has two tensors of this name")
     return ordered
 
 
 def pack(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
-    """Tensors in the order given, cut into files of at most ``max_bytes``; a larger tensor has a file of its own.
+    """Packs tensors, in the order given, into files of at most ``max_bytes``; a larger tensor has its own file.
 
-    Inside a file types of more bytes come first, so that every tensor begins on a multiple of its item size.
+    Inside a file larger element sizes come first, so that every tensor starts on a multiple of its element size.
     """
     files: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
-        # Only the file begun last is filled: keys that follow each other stay together.
+        # Only the last file is filled: successive keys stay together.
         if not files or tensor.nbytes > room:
             files.append([])
             room = max_bytes
@@ -73,7 +73,7 @@ def pack(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
 
 
 def units_of(stem: str, tensors: Iterable[Tensor], max_file_bytes: int) -> list[Unit]:
-    """``STEM-00001-of-00007.safetensors`` and so on, of at most ``max_file_bytes`` each where that can be."""
+    """Files ``STEM-00001-of-00007.safetensors`` and so on, see ``pack``."""
     packed = pack(by_role(tensors), max_file_bytes)
     return [
         Unit(
@@ -86,7 +86,7 @@ def units_of(stem: str, tensors: Iterable[Tensor], max_file_bytes: int) -> list[
 
 
 def strips(rows: Rows, nbytes: int = STRIP_BYTES) -> Iterator[tuple[int, int]]:
-    """First and last row of strips of at most ``nbytes`` that make up ``rows``; one row at least each."""
+    """First and last row (exclusive) of successive strips of ``rows``, of at most ``nbytes`` and at least one row."""
     if rows.nbytes == 0:
         return
     step = max(1, nbytes // rows.tensor.row_bytes)
@@ -95,15 +95,15 @@ def strips(rows: Rows, nbytes: int = STRIP_BYTES) -> Iterator[tuple[int, int]]:
 
 
 def strip_memory(unit: Unit, strip_bytes: int = STRIP_BYTES) -> int:
-    """Bytes that writing ``unit`` strip by strip takes at most."""
+    """Maximum memory of writing ``unit`` strip by strip, in bytes."""
     return min(_STRIPS * max(strip_bytes, unit.row_bytes), _STRIPS * unit.nbytes)
 
 
 def header(names: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a safetensors file that holds ``names`` one behind the other, in this order.
+    """The header of a safetensors file with tensors ``names`` in this order.
 
     Raises:
-        ConvertError: it would be longer than the safetensors library reads.
+        ConvertError: it exceeds the safetensors library's limit.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -114,12 +114,12 @@ def header(names: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     text += b" " * (-len(text) % _ALIGN)
     if len(text) > MAX_HEADER_BYTES:
         raise ConvertError(f"{len(names)} tensors need a header of {len(text)} bytes; lower --max-file")
-    # The format's own: length of the header (8 bytes, little endian), header, data without gaps.
+    # The file format: length of the header (8 bytes, little endian), header, data without gaps.
     return len(text).to_bytes(8, "little") + text
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor of a safetensors file; ``begin`` and ``end`` count from the file's first byte."""
+    """A tensor in a safetensors file; ``begin`` and ``end`` are offsets in the file."""
 
     dtype: str
     shape: Shape
@@ -128,10 +128,10 @@ class HeaderEntry(NamedTuple):
 
 
 def parse_header(data: Bytes, where: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """The entries by name, and the metadata, of the file ``where``, of which ``data`` are all bytes.
+    """The entries by name, and the metadata, of a safetensors file; ``data`` is all of it, ``where`` names it.
 
     Raises:
-        ConvertError: not a safetensors file, truncated, or one with holes, overlaps or wrong sizes.
+        ConvertError: not a safetensors file, truncated, or with gaps, overlaps or wrong sizes.
     """
     try:
         length = int.from_bytes(data[:8].tobytes(), "little")
@@ -141,17 +141,17 @@ def parse_header(data: Bytes, where: str) -> tuple[dict[str, HeaderEntry], dict[
         metadata = dict(table.pop("__metadata__", {}))
         entries: dict[str, HeaderEntry] = {}
         base, at = 8 + length, 0
-        # In the order of the bytes: a hole or an overlap is a begin that is not the end before it.
+        # In file order: each tensor has to start at the end of the one before.
         for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
             shape, (begin, end) = tuple(map(int, entry["shape"])), entry["data_offsets"]
             nbytes = Tensor(name, entry["dtype"], shape).nbytes
             if begin != at or end - begin != nbytes or min(shape, default=0) < 0:
-                raise ValueError(f"{name} has bytes {begin} to {end}, {at} to {at + nbytes} are right")
+                raise ValueError(f"{name} has bytes {begin} to {end}, should have {at} to {at + nbytes}")
             entries[name], at = HeaderEntry(entry["dtype"], shape, base + begin, base + end), end
         if base + at != len(data):
-            raise ValueError(f"{len(data)} bytes, its header announces {base + at}")
+            raise ValueError(f"{len(data)} bytes, the header describes {base + at}")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ConvertError(f"{where}: not a whole safetensors file: {str(error)[:200]}") from None
+        raise ConvertError(f"{where}: not a valid safetensors file: {str(error)[:200]}") from None
     return entries, metadata
 
 
@@ -161,9 +161,9 @@ def checksum(data: Bytes) -> str:
 
 
 class TensorFile:
-    """A safetensors file that is written from its first tensor to its last.
+    """Writes a safetensors file from its first tensor to its last: ``put`` in file order, then ``end``.
 
-    With ``checksums`` its metadata holds, under ``xxh3-64``, the JSON of a mapping from name to checksum.
+    With ``checksums`` the metadata has the key ``xxh3-64``: JSON that maps each name to its checksum.
     """
 
     def __init__(
@@ -172,16 +172,16 @@ class TensorFile:
         self._file = file
         self._names = names
         self._metadata = metadata
-        # Reversed: the tensor whose turn it is stands last, where a list is cheap to cut.
+        # Reversed: the next tensor is last, where a list pops cheaply.
         self._left = [(name, tensor.nbytes) for name, tensor in reversed(list(names.items()))]
         self._hash = xxhash.xxh3_64()
-        # All of their final length, so that the header keeps its own when ``end`` writes it again.
+        # Placeholders of the final length: ``end`` overwrites the header in place.
         self._hashes = dict.fromkeys(names, "0" * 16) if checksums else {}
         file.write(self._header())
         self._skip_empty()
 
     def put(self, data: Bytes) -> None:
-        """The next bytes of the tensor whose turn it is; they never go beyond its end."""
+        """Append bytes of the current tensor, not beyond its end."""
         name, left = self._left[-1]
         if len(data) > left:
             raise ValueError(f"{len(data)} bytes for {name}, which lacks {left}")
@@ -192,11 +192,11 @@ class TensorFile:
 
     @property
     def complete(self) -> bool:
-        """Whether every tensor is there."""
+        """Whether every tensor is written."""
         return not self._left
 
     def end(self) -> None:
-        """All tensors are there: complete the header. The caller closes the file."""
+        """Write the header's checksums, after the last tensor. The caller closes the file."""
         if self._left:
             raise ValueError(f"{self._left[-1][0]} lacks {self._left[-1][1]} bytes")
         if self._hashes:
@@ -204,7 +204,7 @@ class TensorFile:
             self._file.write(self._header())
 
     def _skip_empty(self) -> None:
-        # A loop: tensors without elements are complete before any byte comes.
+        # A loop: the next tensors may be empty.
         while self._left and self._left[-1][1] == 0:
             name, _ = self._left.pop()
             if self._hashes:
@@ -217,7 +217,7 @@ class TensorFile:
 
 
 def write_unit(file: TensorFile, unit: Unit, get: Get) -> None:
-    """All rows of ``unit``, in the order of its parts."""
+    """Write all rows of ``unit``, in the order of its parts, and end the file."""
     for part in unit.parts:
         for first, last in strips(part):
             file.put(get(part.tensor, first, last))
@@ -228,15 +228,15 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def recognises(path: Path) -> bool:
-    """Whether ``path`` is a directory of such files."""
+    """Whether ``path`` is a directory of weights in safetensors files."""
     return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 class WeightsReader(Reader):
-    """The weights in the directory ``path``, each as ``weight/NAME``; buffers cannot be told from them.
+    """Reads the tensors in the directory ``path``, each as ``weight/NAME``: the files do not mark buffers.
 
     Raises:
-        ConvertError: a file that the index names is missing or damaged, or does not hold what the index says.
+        ConvertError: a file that the index names is missing or corrupt, or contradicts the index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -255,7 +255,7 @@ class WeightsReader(Reader):
                 self._places.append((file, entry))
         if index is not None and index != file_of:
             wrong = min(name for name in index.keys() | file_of.keys() if index.get(name) != file_of.get(name))
-            raise ConvertError(f"{path / INDEX}: does not agree with the files about weight/{wrong}")
+            raise ConvertError(f"{path / INDEX}: contradicts the files about weight/{wrong}")
         self.catalog = Catalog("safetensors", 0, {}, tuple(fragments), {})
 
     def read(self, index: int) -> Bytes:
@@ -274,16 +274,16 @@ def _index(path: Path) -> dict[str, str]:
     try:
         with explained(where):
             names: Mapping[str, str] = json.loads(where.read_text())["weight_map"]
-        # The bare name: an index may not lead outside of its directory.
+        # The bare name: an index must not lead outside its directory.
         return {str(name): str(Path(file).name) for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{where}: is no index of safetensors files: {error}") from None
+        raise ConvertError(f"{where}: not a valid index of safetensors files: {error}") from None
 
 
 class WeightsWriter(Writer):
-    """Weights and buffers alone, as a directory ``path`` of safetensors files.
+    """Writes weights and buffers alone into a directory ``path`` of safetensors files.
 
-    One file is named ``model.safetensors``, several have a ``model.safetensors.index.json`` beside them.
+    A single file is named ``model.safetensors``; several come with a ``model.safetensors.index.json``.
     """
 
     def __init__(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
@@ -296,11 +296,11 @@ class WeightsWriter(Writer):
         lacking = lacking_weight(stored)
         if lacking or not wanted:
             what = lacking or "any tensor"
-            raise ConvertError(f"the source has no weights of {what}, and does not say which type they are cast to")
+            raise ConvertError(f"the source has no weights of {what}, and no type to cast masters to")
         if len({tensor.name for tensor in wanted}) != len(wanted):
-            raise ConvertError("a buffer has the name of a weight: both cannot be written under it")
+            raise ConvertError("a buffer has the name of a weight: the format cannot hold both")
         units = units_of("model", wanted, self._max_file_bytes)
-        # transformers looks for this name where there is no index.
+        # transformers requires this name if there is no index.
         return [replace(units[0], name=SINGLE)] if len(units) == 1 else units
 
     def memory(self, unit: Unit) -> int:
@@ -320,6 +320,6 @@ class WeightsWriter(Writer):
             }
             with self.destination.file(INDEX) as file:
                 file.write((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-        for unit in units:  # those of an earlier attempt may have been damaged since
+        for unit in units:  # a file of an earlier attempt may be corrupt
             parse_header(map_file(self.destination.partial / unit.name), unit.name)
         self.destination.commit()

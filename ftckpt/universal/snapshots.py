@@ -1,4 +1,4 @@
-"""Snapshots on storage as checkpoints: what a job has persisted, in the layout that it had."""
+"""A reader of snapshots on storage, in the layout of the job that persisted them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from ftckpt.universal.storage import CheckedOnce, explained, map_file
 log = logging.getLogger("ftckpt")
 
 _UNPACKED = 16
-"""Chunks that stay unpacked: strips that workers read one behind the other share the chunk in which they meet."""
+"""Decompressed chunks to cache: successive strips of a worker share the chunk at their border."""
 
 
 def recognises(path: Path) -> bool:
-    """Whether ``path`` is a snapshot on storage, or a directory of those."""
+    """Whether ``path`` is a snapshot on storage, or a directory of several."""
     return any(is_manifest(folder / MANIFEST_NAME) for folder in (path, *_folders(path).values()))
 
 
 @dataclass
 class _File:
-    """One shard's file, mapped, and which of its chunks were compared with their checksums."""
+    """A shard's mapped file, and its verified chunks."""
 
     path: Path
     data: Bytes
@@ -51,12 +51,12 @@ class _File:
 
 
 class SnapshotReader(Reader):
-    """The snapshot at ``path``, or of a directory of several the newest that is not void, or that of ``iteration``.
+    """Reads the snapshot at ``path``; of a directory of several that of ``iteration``, or the newest valid one.
 
-    Every chunk is compared with its checksum when something of it is first read.
+    Each chunk is verified when it is first read.
 
     Raises:
-        ConvertError: there is none, or one that is damaged, not complete, or of another version.
+        ConvertError: there is no such snapshot, or it is corrupt, incomplete, or of another version.
     """
 
     def __init__(self, path: Path, iteration: int | None = None, roles: Collection[str] | None = None) -> None:
@@ -68,8 +68,8 @@ class SnapshotReader(Reader):
             self.stored = StoredSnapshot.decode(self._manifest, str(where))
         except StorageError as error:
             raise ConvertError(str(error)) from None
-        if self.stored.snapshot in _voided(path.parent):  # who has named it may want it all the same
-            log.warning("ftckpt: %s is about to be removed", path)
+        if self.stored.snapshot in _voided(path.parent):  # the user named it: read it all the same
+            log.warning("ftckpt: %s was invalidated and is about to be removed", path)
         self._files = {shard: self._open(shard, entry) for shard, entry in self.stored.shards.items()}
         self._unpacked = lru_cache(_UNPACKED)(self._chunk)
         self.catalog, self._entries = read_catalog(
@@ -92,7 +92,7 @@ class SnapshotReader(Reader):
         return self._entries[index].shard
 
     def fingerprint(self) -> str:
-        """Of the manifest, which has the checksums of all chunks."""
+        """The checksum of the manifest, which has those of all chunks."""
         return xxhash.xxh3_64_hexdigest(self._manifest)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class SnapshotReader(Reader):
         path = self._path / entry.file
         data = map_file(path)
         if path.parent != self._path or len(data) != entry.nbytes:
-            raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} says {entry.nbytes}")
+            raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} lists {entry.nbytes}")
         try:
             return _File(
                 path, data, ShardFile(str(path), shard, entry, lambda begin, n: data[begin : begin + n].data)
@@ -125,7 +125,7 @@ class SnapshotReader(Reader):
                 data, at = np.frombuffer(self._unpacked(entry.shard, chunk), np.uint8), image.chunks[chunk].begin
                 parts.append(data[max(0, wanted.begin - at) : wanted.end - at])
         except StorageError as error:
-            raise ConvertError(f"{error}: {entry.fragment.key} is damaged") from None
+            raise ConvertError(f"{error}: {entry.fragment.key} is corrupt") from None
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
 
     def _chunk(self, shard: str, number: int) -> memoryview:
@@ -142,7 +142,7 @@ class SnapshotReader(Reader):
 
 
 def _touched(chunks: Sequence[Span], wanted: Span) -> range:
-    """The chunks that have some of ``wanted``."""
+    """The chunks that overlap ``wanted``."""
     if not wanted.nbytes:
         return range(0)
     first = bisect_right(chunks, wanted.begin, key=lambda span: span.begin) - 1
@@ -150,7 +150,7 @@ def _touched(chunks: Sequence[Span], wanted: Span) -> range:
 
 
 def _folders(path: Path) -> dict[int, Path]:
-    """Snapshots in a directory, by iteration."""
+    """The snapshots in a directory, by iteration."""
     found = {iteration_of(manifest.parent.name): manifest.parent for manifest in path.glob(f"iter_*/{MANIFEST_NAME}")}
     return {iteration: folder for iteration, folder in found.items() if iteration is not None}
 
@@ -160,15 +160,15 @@ def _newest(path: Path, newest_first: Sequence[Path]) -> Path:
     chosen = next((folder for folder in newest_first if _counts(folder, void, head)), None)
     if chosen is None:
         raise ConvertError(
-            f"{path}: all snapshots there are of abandoned branches, or about to be removed; --iteration takes one"
+            f"{path}: all its snapshots are rolled back or invalidated; --iteration reads one of them anyway"
         )
     if chosen != newest_first[0]:
-        log.warning("ftckpt: %s is taken: newer ones are of abandoned branches, or about to be removed", chosen)
+        log.warning("ftckpt: reading %s: newer snapshots are rolled back or invalidated", chosen)
     return chosen
 
 
 def _counts(folder: Path, void: Collection[SnapshotId], head: Lineage) -> bool:
-    """Whether a restart would take it; True, too, for one that cannot be read: who is to read it says why."""
+    """Whether a restart may use the snapshot; also True if it is unreadable: reading it raises the error."""
     where = folder / MANIFEST_NAME
     try:
         stored = StoredSnapshot.decode(where.read_bytes(), str(where))
@@ -184,7 +184,7 @@ def _head(path: Path) -> Lineage:
 
 
 def _voided(path: Path) -> set[SnapshotId]:
-    # Not as a storage: that wants to be written.
+    # Not through a storage backend: those need write permission.
     with explained(path):
         return void_of(mark.name for mark in (path / VOID).glob("*"))
 
@@ -193,7 +193,7 @@ def _choose(path: Path, iteration: int | None) -> Path:
     folders = _folders(path)
     if not folders:
         if iteration is not None and path.name != folder_of(iteration):
-            raise ConvertError(f"--iteration {iteration}: {path} is one snapshot, and not that one")
+            raise ConvertError(f"--iteration {iteration}: {path} is a snapshot of another iteration")
         return path
     if iteration is None:
         return _newest(path, [folders[number] for number in sorted(folders, reverse=True)])

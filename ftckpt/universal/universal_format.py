@@ -1,4 +1,4 @@
-"""The universal format: its manifest, its reader and its writer. Byte maps and rules: ``FORMAT.md``."""
+"""The manifest, reader and writer of the universal format, which ``FORMAT.md`` specifies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ftckpt.universal.storage import PARTIAL, CheckedOnce, Destination, explaine
 
 FORMAT = "ftckpt-universal"
 VERSION = 1
-"""Raised whenever a reader of the previous version would misread a checkpoint."""
+"""Incremented when a reader of the previous version would misread a checkpoint."""
 
 MANIFEST_NAME = "manifest.json"
 OBJECTS_NAME = "objects.ftobj"
@@ -45,10 +45,10 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A consolidated tensor: in which file it lies, and xxh3-64 of its bytes as 16 hex digits.
+    """A consolidated tensor: its type, shape and file, and xxh3-64 of its bytes as 16 hex digits.
 
     Raises:
-        ValueError: it cannot be one.
+        ValueError: unknown type, negative dimension, or malformed checksum.
     """
 
     dtype: str
@@ -64,12 +64,12 @@ class TensorEntry:
         if self.dtype not in DTYPE_BYTES or min(self.shape, default=0) < 0:
             raise ValueError(f"type {self.dtype!r} of shape {self.shape}")
         if not _HASH.fullmatch(self.checksum):
-            raise ValueError(f"{self.checksum!r} is no checksum of 16 hex digits")
+            raise ValueError(f"{self.checksum!r} is not a checksum of 16 hex digits")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file beside the manifest, its exact size in bytes, and, of the objects, xxh3-64 of all of it."""
+    """The size in bytes of a file listed in the manifest and, for the objects, xxh3-64 of the file."""
 
     nbytes: int
     checksum: str = ""
@@ -77,15 +77,15 @@ class FileEntry:
     @classmethod
     def from_json(cls, name: str, entry: Mapping[str, Any]) -> FileEntry:
         """Inverse of ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
-        # A name is taken for what lies beside the manifest: none may lead elsewhere.
+        # Only plain names: no path may lead outside the checkpoint.
         if not _FILE.fullmatch(name) or name == MANIFEST_NAME:
-            raise ValueError(f"{name!r} is no name of a file of it")
+            raise ValueError(f"{name!r} is no name of a file of a checkpoint")
         nbytes = int(entry["bytes"])
         if nbytes < 0:
             raise ValueError(f"{name}: {nbytes} bytes")
         checksum = entry.get("checksum", "")
         if checksum and not _HASH.fullmatch(checksum):
-            raise ValueError(f"{name}: {checksum!r} is no checksum of 16 hex digits")
+            raise ValueError(f"{name}: {checksum!r} is not a checksum of 16 hex digits")
         return cls(nbytes, checksum)
 
     def to_json(self) -> dict[str, Any]:
@@ -94,10 +94,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class UniversalManifest:
-    """All that a reader must know; fields as in ``ftckpt.universal.catalog.Catalog``.
+    """The content of ``manifest.json``; fields as in ``ftckpt.universal.catalog.Catalog``.
 
-    ``layout`` and ``origin`` tell where the checkpoint came from: nothing of it depends on them. ``files`` are
-    all files but the manifest.
+    ``layout`` and ``origin`` describe the source and are informative. ``files`` are all files but the manifest.
     """
 
     iteration: int
@@ -109,7 +108,7 @@ class UniversalManifest:
     derived: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """JSON for people: two blanks of indentation, ending in a line feed. Equal manifests give equal bytes."""
+        """The manifest as indented JSON that ends in a line feed. Equal manifests give equal bytes."""
         value: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -122,7 +121,7 @@ class UniversalManifest:
             "files": {name: file.to_json() for name, file in sorted(self.files.items())},
             "tensors": {key: codec.to_json(entry) for key, entry in sorted(self.tensors.items())},
         }
-        # Of the values, not of the text: indentation may change, a value may not.
+        # Of the values, not of the text: reformatting is harmless.
         value["checksum"] = _checksum(value)
         return (json.dumps(value, indent=2) + "\n").encode()
 
@@ -131,7 +130,7 @@ class UniversalManifest:
         """Inverse of ``encode``; ``where`` names the file in errors.
 
         Raises:
-            ConvertError: not such a manifest, damaged, of another version, or one that contradicts itself.
+            ConvertError: not a manifest of a universal checkpoint, corrupt, of another version, or inconsistent.
         """
         try:
             value: dict[str, Any] = json.loads(data)
@@ -141,7 +140,7 @@ class UniversalManifest:
                 raise ConvertError(f"{where}: format version {value['version']!r}, this ftckpt reads {VERSION}")
             checksum = value.pop("checksum")
             if checksum != _checksum(value):
-                raise ConvertError(f"{where}: damaged or edited: its checksum does not match")
+                raise ConvertError(f"{where}: corrupt or edited: its checksum does not match")
             manifest = cls(
                 iteration=int(value["iteration"]),
                 origin=str(value["origin"]),
@@ -155,7 +154,7 @@ class UniversalManifest:
             raise ConvertError(f"{where}: is no manifest of a universal checkpoint: {str(error)[:200]}") from None
         for key, tensor in manifest.tensors.items():
             if tensor.file not in manifest.files:
-                raise ConvertError(f"{where}: {key} lies in {tensor.file}, which is not among the files")
+                raise ConvertError(f"{where}: {key} is in {tensor.file}, which is not among the files")
         if not manifest.files.get(OBJECTS_NAME, FileEntry(0)).checksum:
             raise ConvertError(f"{where}: {OBJECTS_NAME}, with its checksum, is not among the files")
 
@@ -163,28 +162,27 @@ class UniversalManifest:
 
 
 def _checksum(value: Mapping[str, Any]) -> str:
-    """Of the JSON without the checksum: sorted keys, no blanks, ASCII."""
+    """The checksum of the manifest's JSON without ``checksum``: sorted keys, no whitespace, ASCII."""
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
 def recognises(path: Path) -> bool:
-    """Whether ``path`` is, or was to become, a universal checkpoint."""
+    """Whether ``path`` is a universal checkpoint, complete or partial."""
     try:
         with open(path / MANIFEST_NAME, "rb") as file:
-            return f'"{FORMAT}"'.encode() in file.read(256)  # the first key; the rest may be many megabytes
+            return f'"{FORMAT}"'.encode() in file.read(256)  # the first key; a manifest may have many megabytes
     except OSError:
         return False
 
 
 class UniversalReader(Reader):
-    """The checkpoint in the directory ``path``; every tensor's checksum is compared when it is first read.
+    """Reads the checkpoint in the directory ``path``; each tensor is verified when it is first read.
 
-    ``manifest`` says where it came from and what lies in which file; the catalog has one fragment per tensor, all of
-    it.
+    The catalog has one fragment per tensor, all of it.
 
     Raises:
-        ConvertError: not complete, another format version, a file that is missing or of another size, or a header
-            that is not what the manifest says.
+        ConvertError: incomplete, of another format version, or a file is missing, has another size, or contradicts
+            the manifest.
     """
 
     def __init__(self, path: Path) -> None:
@@ -219,10 +217,10 @@ class UniversalReader(Reader):
         entry = self.manifest.tensors[key]
         if checksum(data) != entry.checksum:
             where = f"{self._path / entry.file}: {key}"
-            raise ConvertError(f"{where} is damaged: its bytes do not match their checksum")
+            raise ConvertError(f"{where} is corrupt: its bytes do not match their checksum")
 
     def fingerprint(self) -> str:
-        """Of the manifest, which has the checksums of all tensors."""
+        """The checksum of the manifest, which has those of all tensors."""
         return checksum(map_file(self._path / MANIFEST_NAME))
 
     def close(self) -> None:
@@ -231,7 +229,7 @@ class UniversalReader(Reader):
     def _open(self, name: str, nbytes: int) -> Bytes:
         data = map_file(self._path / name)
         if len(data) != nbytes:
-            raise ConvertError(f"{self._path / name}: has {len(data)} bytes, {MANIFEST_NAME} says {nbytes}")
+            raise ConvertError(f"{self._path / name}: has {len(data)} bytes, {MANIFEST_NAME} lists {nbytes}")
         return data
 
     def _header(self, name: str) -> dict[str, HeaderEntry]:
@@ -245,16 +243,16 @@ class UniversalReader(Reader):
         listed = self.manifest.tensors[key]
         entry = headers.get(listed.file, {}).get(key)
         if entry is None:
-            raise ConvertError(f"{self._path / listed.file}: {key}, which {MANIFEST_NAME} says is there, is not")
+            raise ConvertError(f"{self._path / listed.file}: {key}, which {MANIFEST_NAME} lists, is missing")
         if (entry.dtype, entry.shape) != (listed.dtype, listed.shape):
             there, right = (f"{each.dtype} {list(each.shape)}" for each in (entry, listed))
-            raise ConvertError(f"{self._path / listed.file}: {key} is {there}, {MANIFEST_NAME} says {right}")
+            raise ConvertError(f"{self._path / listed.file}: {key} is {there}, {MANIFEST_NAME} lists {right}")
         return entry
 
     def _objects(self) -> Mapping[str, object]:
         data, where = self._data[OBJECTS_NAME], self._path / OBJECTS_NAME
         if checksum(data) != self.manifest.files[OBJECTS_NAME].checksum:
-            raise ConvertError(f"{where}: damaged: its bytes do not match their checksum")
+            raise ConvertError(f"{where}: corrupt: its bytes do not match their checksum")
         try:
             value = objects.decode(data.data)
         except CorruptError as error:
@@ -267,17 +265,17 @@ class UniversalReader(Reader):
 def _read_manifest(path: Path) -> UniversalManifest:
     where = path / MANIFEST_NAME
     if path.name.endswith(PARTIAL):
-        raise ConvertError(f"{path}: was never completed; finish what writes it, or remove it")
+        raise ConvertError(f"{path}: was never completed; repeat the command that writes it, or remove it")
     if path.is_dir() and not where.exists():
-        raise ConvertError(f"{where}: is missing: {path} is no universal checkpoint, or not all of one")
+        raise ConvertError(f"{where}: is missing: {path} is not a universal checkpoint, or incomplete")
     with explained(where):
         return UniversalManifest.decode(where.read_bytes(), str(where))
 
 
 class UniversalWriter(Writer):
-    """A universal checkpoint at ``path``, with every weight in it: those that the source derives are cast.
+    """Writes a universal checkpoint at ``path``. Derived weights of the source are cast and stored.
 
-    ``weights=False`` leaves out the latter; the manifest says then what they derive from.
+    ``weights=False``: they are not stored but listed as derived in the manifest.
     """
 
     def __init__(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, weights: bool = True) -> None:
@@ -298,7 +296,7 @@ class UniversalWriter(Writer):
 
     @staticmethod
     def begin_file(unit: Unit, file: BinaryIO) -> TensorFile:
-        """Begin the file of a unit; tensors follow in the order of its parts."""
+        """Start the file of a unit; its tensors follow in the order of its parts."""
         names = {part.tensor.key: part.tensor for part in unit.parts}
         return TensorFile(file, names, {"format": FORMAT, "version": str(VERSION)}, checksums=True)
 
@@ -315,25 +313,25 @@ class UniversalWriter(Writer):
         with self.destination.file(OBJECTS_NAME) as file:
             file.write(encoded)
         files[OBJECTS_NAME] = FileEntry(len(encoded), xxhash.xxh3_64_hexdigest(encoded))
-        # What was cast and written is a tensor like others, and not derived any more.
+        # A stored cast is an ordinary tensor.
         derived = {key: dtype for key, dtype in catalog.derived.items() if key not in tensors}
         manifest = UniversalManifest(
             catalog.iteration, catalog.origin, catalog.layout, tensors, files, catalog.padded & set(tensors), derived
         )
-        # Last of all files: where it is missing, nobody takes the directory for a checkpoint.
+        # Last of all files: a directory without it is no checkpoint.
         with self.destination.file(MANIFEST_NAME) as file:
             file.write(manifest.encode())
         self.destination.commit()
 
 
 def _entries_of(path: Path, unit: Unit) -> tuple[dict[str, TensorEntry], FileEntry]:
-    """What a finished file says of itself, compared with what it was to be: it may be of an earlier attempt."""
+    """The manifest's entries for a finished file; the file may be of an earlier attempt, so its header is checked."""
     data = map_file(path)
     entries, metadata = parse_header(data, str(path))
-    # Of the file, which knows them since it was written: nothing is read a second time.
+    # From the file's metadata: the tensors are not read again.
     hashes = json.loads(metadata.get(CHECKSUMS, "{}"))
     right = {part.tensor.key: (part.tensor.dtype, part.tensor.shape) for part in unit.parts}
     if {key: entry[:2] for key, entry in entries.items()} != right or set(hashes) != set(right):
-        raise ConvertError(f"{path}: does not hold what it was planned to hold; remove it and start again")
+        raise ConvertError(f"{path}: does not hold the planned tensors; remove it and start again")
     tensors = {key: TensorEntry(dtype, shape, path.name, hashes[key]) for key, (dtype, shape) in right.items()}
     return tensors, FileEntry(len(data))

@@ -1,8 +1,8 @@
-"""Whether what was written is what was read: every tensor's bytes, and all that is no tensor, from both ends.
+"""Verifies a conversion: compares every tensor's bytes, and the objects, of source and destination.
 
-A universal checkpoint holds all objects as they were: schedulers, hyperparameters, counters, arguments. Other formats
-have a place for what their programs know: compared is what both sides have, and between checkpoints of one program
-that nothing of it is missing and nothing was added, but for what belongs to a layout.
+A universal checkpoint holds all objects unchanged: schedulers, hyperparameters, counters, arguments. Other formats
+hold those that their program knows, so only objects that both sides have are compared. Between checkpoints of one
+program none may be missing or added, except those that belong to a layout.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _OF_LAYOUT = {
         {"global_steps", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "shared_params"}
     ),
 }
-"""What writers replace: compared as tensors, or of one layout."""
+"""Objects that writers replace: they are compared as tensors, or belong to a layout."""
 _DEFAULTS = {
     "megatron": frozenset({"checkpoint_version", "args.no_save_rng"}),
     "deepspeed": frozenset({"skipped_steps", "ds_version", "ds_config", _SCHEDULER}),
 }
-"""What writers add where the source has none."""
+"""Objects that writers add if the source has none."""
 
 
 def verify(
     conversion: Conversion, written: Reader, workers: int, on_bytes: Callable[[int], object] = lambda nbytes: None
 ) -> int:
-    """Compare the checksum of every tensor that the conversion has written, read again from its source, with that of
-    the same tensor in ``written``, and what is no tensor with what is no tensor there; and see that nothing else is
-    there. Returns the number of tensors.
+    """Read source and destination again, compare all tensors and objects, and return the number of tensors.
+
+    ``written``: a reader of the destination. One thread at a time calls ``on_bytes`` with progress.
 
     Raises:
-        ConvertError: names the tensors and objects that differ, are missing or are too many.
+        ConvertError: names the tensors and objects that differ, are missing or are extra.
     """
     expected = {part.tensor.key: part.tensor for unit in conversion.units for part in unit.parts}
     consolidator = Consolidator(written)
-    weights_alone = written.catalog.origin == "safetensors"  # there a buffer is a weight like others
+    weights_alone = written.catalog.origin == "safetensors"  # which reads buffers as weights
     there = {tensor.key: tensor for tensor in consolidator.tensors}
     pairs = [
         (tensor, there.pop(f"weight/{tensor.name}" if weights_alone else key, None))
@@ -62,7 +62,7 @@ def verify(
     problems += [f"{key} is there, though the source has none" for key in there]
     right, iteration = conversion.catalog.iteration, written.catalog.iteration
     if right != iteration and not weights_alone:
-        problems.append(f"it is of iteration {iteration}, it was {right}")
+        problems.append(f"it is of iteration {iteration}, the source of {right}")
     problems += differing(conversion.catalog, written.catalog)
     report = one_at_a_time(on_bytes)
 
@@ -74,18 +74,18 @@ def verify(
 
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="ftckpt-verify") as pool:
         problems += filter(None, pool.map(compared, pairs))
-    # A live job that has written over the source meanwhile is no damage of the destination: this error says so.
+    # First: if a live job has overwritten the source, the destination is not at fault.
     conversion.reader.confirm()
     if problems:
-        raise ConvertError(f"the destination is not what the source is: {listed(problems, _MOST_NAMED)}")
+        raise ConvertError(f"the destination differs from the source: {listed(problems, _MOST_NAMED)}")
     return len(pairs)
 
 
 def _difference(one: Tensor, get: Get, other: Tensor, get_other: Get) -> str:
-    """What is not the same in both tensors, "" where nothing is."""
+    """A message if the two tensors differ, else ""."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return f"{one.key} is {other.dtype} {list(other.shape)}, it was {one.dtype} {list(one.shape)}"
-    # Strip by strip from both ends: neither tensor is in memory as a whole.
+    # Strip by strip: neither tensor is in memory completely.
     return "" if _checksum(one, get) == _checksum(other, get_other) else f"{one.key} has other bytes"
 
 
@@ -97,12 +97,12 @@ def _checksum(tensor: Tensor, get: Get) -> str:
 
 
 def differing(source: Catalog, written: Catalog) -> list[str]:
-    """What is not the same in both, in words; none where a format has no place for anything but weights."""
+    """Messages about objects that differ; none for a format that holds weights alone."""
     if written.origin == "safetensors":
         return []
     if written.origin == "universal":
         problems = list(_between(dict(source.objects), dict(written.objects), "objects"))
-        # Equal item by item: what can still differ is the order of keys and the types of numbers.
+        # Equal items leave two differences: the order of keys and the types of mappings.
         same = problems or objects.encode(dict(source.objects)) == objects.encode(dict(written.objects))
         return problems if same else ["objects are in another order or of other types"]
     kind, right = _settings(source)
@@ -154,7 +154,7 @@ def _shown(value: Any) -> str:
 
 
 def _settings(catalog: Catalog) -> tuple[str, dict[str, Any]]:
-    """Whose checkpoint it is, and its settings, by names that do not depend on that."""
+    """The program that wrote the checkpoint, and its settings under names common to all programs."""
     for kind, read in (("megatron", _of_megatron), ("deepspeed", _of_deepspeed), ("shards", _of_shards)):
         if isinstance(catalog.objects.get(kind), Mapping):
             settings = read(catalog.objects)
@@ -186,7 +186,7 @@ def _of_deepspeed(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_shards(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a snapshot: what the first rank has."""
+    """The settings of a snapshot's first rank."""
     shards = shards_of(objects)
     first: Mapping[str, Any] = next(iter(shards), {})
     schedulers = (shard["scheduler"] for shard in shards if isinstance(shard.get("scheduler"), Mapping))
@@ -199,7 +199,7 @@ def _of_shards(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hyperparameters(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Groups by what Megatron finds them by; their steps are tensors of their own."""
+    """Parameter groups by Megatron's identity of a group, without steps, which are tensors; and the loss scaler."""
     hyper = hyperparameters(objects)
     groups = {
         str(list(identity_of(group))): {key: value for key, value in group.items() if key != "step"}

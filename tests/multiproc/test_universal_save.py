@@ -244,7 +244,7 @@ def test_of_a_job_that_runs_only_one_snapshot_is_read(tmp_path: Path) -> None:
                 read_live(tmp_path / "arena" / "ftckpt-save")
                 whole += 1
             except ConvertError as error:
-                known = [text for text in ("moved on", "is whole", "no arena") if text in str(error)]
+                known = [text for text in ("moved on", "is complete", "no arena") if text in str(error)]
                 assert known, error
                 refused.add(known[0])
         (tmp_path / "stop").touch()

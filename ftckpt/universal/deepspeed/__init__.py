@@ -1,1 +1,1 @@
-"""Checkpoints of DeepSpeed, read and written without it."""
+"""Readers and writers of DeepSpeed checkpoints that do not need DeepSpeed."""

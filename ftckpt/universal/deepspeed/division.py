@@ -1,8 +1,8 @@
-"""Where tensor-parallel ranks' parts of a parameter lie, as ``universal_checkpoint_info`` says it.
+"""The tensor-parallel sharding of parameters, as ``universal_checkpoint_info`` describes it.
 
-A model that wants DeepSpeed's universal checkpoints puts lists of regular expressions into its checkpoints: what is
-replicated, averaged, divided along its second dimension, made of sub-parameters, padded. What none of them matches is
-divided along its first dimension.
+A model that supports DeepSpeed's universal checkpoints stores lists of regular expressions in its checkpoints: which
+parameters are replicated, averaged, sharded along their second dimension, made of sub-parameters, or padded. All
+others are sharded along their first dimension.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Info = Mapping[str, Any]
 
 
 def whole(name: str, shape: Shape, padded: bool = False) -> Placement:
-    """A parameter that every rank has all of."""
+    """The placement of a parameter that each rank holds completely."""
     box = Box((0,) * len(shape), shape)
     return Placement(name, shape, (BoxMap(box, box),), False, padded)
 
 
 def place_by_info(info: Info, name: str, shapes: Sequence[Shape]) -> list[Placement]:
-    """Where the part of each tensor-parallel rank lies; ``shapes`` are those of their parts.
+    """The placement of each tensor-parallel rank's part; ``shapes`` are the shapes of the parts.
 
     Raises:
-        ConvertError: shapes do not fit what ``info`` says, or it says that nobody can tell.
+        ConvertError: the shapes contradict ``info``, or it lists the parameter as unsupported.
     """
     for pattern, reason in dict(info.get(_REFUSED) or {}).items():
         if re.match(pattern, name):
-            raise ConvertError(f"{name}: the checkpoint says that its parts cannot be put together: {reason}")
+            raise ConvertError(f"{name}: the checkpoint marks its sharding as unsupported: {reason}")
     if len(shapes) == 1 or is_in(info, REPLICATED, name) or is_in(info, AVERAGED, name):
         if len(set(shapes)) > 1:
-            raise ConvertError(f"{name}: is said to be the same on all ranks; their shapes are {list(shapes)}")
+            raise ConvertError(f"{name}: is listed as replicated, but shapes differ on ranks: {list(shapes)}")
         placed = whole(name, shapes[0])
         placements = [Placement(name, placed.shape, placed.boxes, is_in(info, AVERAGED, name), False)] * len(shapes)
     else:
@@ -58,13 +58,13 @@ def place_by_info(info: Info, name: str, shapes: Sequence[Shape]) -> list[Placem
 
 
 def is_in(info: Info, field: str, name: str) -> bool:
-    """Whether one of the patterns of ``field`` matches the beginning of ``name``, which is how DeepSpeed matches."""
+    """Whether a pattern of ``field`` matches the start of ``name``, as in DeepSpeed."""
     return any(re.match(pattern, name) for pattern in info.get(field) or ())
 
 
 def sub_parameters(info: Info, name: str) -> tuple[str, Any] | None:
-    """Pattern and entry of the sub-parameters of ``name``: an object or a mapping with ``shape`` and
-    ``partition_dim``."""
+    """The pattern and entry for the sub-parameters of ``name``, None without any. The entry, an object or a mapping,
+    has ``shape`` and ``partition_dim``."""
     for entry in info.get(SUB_PARAMETERS) or ():
         for pattern in field(entry, "patterns"):
             if re.match(pattern, name):
@@ -73,14 +73,14 @@ def sub_parameters(info: Info, name: str) -> tuple[str, Any] | None:
 
 
 def field(entry: Any, name: str) -> Any:
-    """A field of something that older versions wrote as an object and newer ones as a mapping."""
+    """A field of an entry that older versions wrote as an object and newer ones as a mapping."""
     return entry[name] if isinstance(entry, Mapping) else getattr(entry, name)
 
 
 def _division(info: Info, name: str, shapes: Sequence[Shape]) -> tuple[int, list[list[int]]]:
-    """The divided dimension, and for each sub-parameter what each rank has of it there."""
+    """The sharded dimension, and each rank's size of each sub-parameter in it."""
     if is_in(info, HALVES, name):
-        # Two halves one behind the other, as gate and up of a gated layer: ranks divide each by itself.
+        # Two successive halves, as gate and up of a gated layer, each sharded on its own.
         return 0, [[shape[0] // 2 for shape in shapes]] * 2
     patterned = sub_parameters(info, name)
     if patterned is None:
@@ -96,14 +96,13 @@ def _division(info: Info, name: str, shapes: Sequence[Shape]) -> tuple[int, list
     total = sum(shape[dim] for shape in shapes)
     recorded = (info.get(WIDTHS) or {}).get(pattern)
     if recorded is None:
-        # Before version 0.4 of DeepSpeed's universal checkpoints a number there counted equal parts; newer ones list
-        # sizes.
+        # Before version 0.4 of DeepSpeed's universal checkpoints: the number of equal parts; later: their sizes.
         parts = list(stated) if isinstance(stated, (tuple, list)) else [total // max(1, int(stated))] * int(stated)
-        # What records no widths was divided evenly.
+        # Without recorded widths: sharded evenly.
         recorded = [[size // len(shapes)] * len(shapes) for size in parts]
     widths = [[int(size) for size in part] for part in recorded]
     described = sum(map(sum, widths))
-    if described and total % described == 0 and total != described:  # counted in rows of a view, not of the tensor
+    if described and total % described == 0 and total != described:  # in rows of a view, not of the tensor
         widths = [[size * (total // described) for size in part] for part in widths]
     return dim, widths
 
@@ -115,11 +114,11 @@ def _divided(name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequ
     for rank, local in enumerate(shapes):
         if any(len(part) != len(shapes) for part in widths) or sum(part[rank] for part in widths) != local[dim]:
             raise ConvertError(
-                f"{name}: rank {rank} holds {local[dim]} entries of dimension {dim}; the checkpoint says "
+                f"{name}: rank {rank} holds {local[dim]} entries of dimension {dim}; the checkpoint lists "
                 f"{[part[rank] for part in widths if rank < len(part)]}"
             )
         if local[:dim] + local[dim + 1 :] != shape[:dim] + shape[dim + 1 :]:
-            raise ConvertError(f"{name}: shapes of tensor-parallel ranks do not fit together: {list(shapes)}")
+            raise ConvertError(f"{name}: shapes of tensor-parallel ranks are inconsistent: {list(shapes)}")
         boxes = []
         firsts = accumulate((part[rank] for part in widths), initial=0)
         for part, begin, first in zip(widths, accumulate(wholes, initial=0), firsts, strict=False):
@@ -136,7 +135,7 @@ def _at(shape: Shape, dim: int, offset: int) -> Shape:
 
 
 def _without_padding(info: Info, name: str, placements: list[Placement]) -> list[Placement]:
-    """Rows that fill up a vocabulary are left out, as the number of them depends on the layout."""
+    """Removes the rows that pad a vocabulary: their number depends on the layout."""
     if not is_in(info, VOCABULARY, name):
         return placements
     rows, shape = info.get(_VOCABULARY_SIZE), placements[0].shape
@@ -151,7 +150,7 @@ def _without_padding(info: Info, name: str, placements: list[Placement]) -> list
 def _cut(box_map: BoxMap, rows: int) -> BoxMap:
     rows_left = max(0, min(box_map.box.shape[0], rows - box_map.box.offset[0]))
     size = (rows_left, *box_map.box.shape[1:])
-    # A part that is all padding has no elements, and must not lie outside the tensor all the same.
+    # A part that is all padding has no elements; its offset must still be inside the tensor.
     offset = box_map.box.offset if math.prod(size) else (0,) * len(size)
     return BoxMap(Box(box_map.local.offset, size), Box(offset, size))
 
@@ -161,8 +160,10 @@ _SUBPARAM_CLASS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 
 
 class Division:
-    """What to write beside each parameter. A source of DeepSpeed says it; of others, the boxes of their fragments
-    tell in which dimension ranks divide a parameter."""
+    """The sharding fields that DeepSpeed needs in the files of each parameter.
+
+    A DeepSpeed source provides them. Of other sources the fragments' boxes show the sharded dimension.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         settings = catalog.objects.get("deepspeed")
@@ -175,7 +176,7 @@ class Division:
         self.steps_are_numbers = any("step" in group for group in groups)
 
     def of(self, name: str) -> dict[str, Any]:
-        """Fields for the files of one parameter."""
+        """The fields for the files of a parameter."""
         if name in self._parameters:
             return dict(self._parameters[name])
         fields: dict[str, Any] = {}
@@ -189,7 +190,7 @@ class Division:
         elif self._info:
             fields = {_CAT_DIM: 1 if is_in(self._info, ROWS, name) else 0}
         else:
-            # Of one rank alone nothing tells; dimension 0 is what DeepSpeed takes where nothing is said.
+            # With a single rank the dimension is unknown; 0 is DeepSpeed's default.
             fields = {_CAT_DIM: self._dims.get(name, 0)}
         if name in self._padded or is_in(self._info, VOCABULARY, name):
             fields[_VOCABULARY] = True
@@ -202,7 +203,7 @@ def _fields(entry: Any) -> dict[str, Any]:
 
 
 def _divided_dims(catalog: Catalog) -> dict[str, int]:
-    """Name → the first dimension in which a box of it is not all of it."""
+    """Name → the first dimension in which a box is smaller than the parameter."""
     dims: dict[str, int] = {}
     for fragment in catalog.fragments:
         role, _, name = fragment.key.partition("/")

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: which there are, which should be, and what they hold."""
+"""The files of a DeepSpeed checkpoint: finding, checking for completeness, and loading them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECTIONS = (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16"))
 
 
 def precision(config: Any) -> str:
-    """The type of the weights that a DeepSpeed configuration trains with."""
+    """The type of weights under a DeepSpeed configuration."""
     for name, dtype in _SECTIONS:
         section = config.get(name) if isinstance(config, Mapping) else None
         if isinstance(section, Mapping) and section.get("enabled"):
@@ -27,16 +27,16 @@ def precision(config: Any) -> str:
 
 
 def iteration_of(steps: Any, path: Path) -> int:
-    """``global_steps`` as the engine counts them. Raises ConvertError, which names ``path``, for anything else."""
+    """Checks that ``global_steps`` in ``path`` is a number of iterations, and returns it. Raises ConvertError."""
     if type(steps) is not int or steps < 0:
         raise ConvertError(f"{path}: global_steps is {steps!r}, not a number of iterations")
     return steps
 
 
 def objects_of(state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters, schedulers, the configuration and users' state under ``state``, hyperparameters and the loss scale
-    under ``optimizer``."""
-    # ZeRO 1 and 2 keep the inner optimizer's state under the first name, ZeRO 3 under the second.
+    """The catalog's objects: ``state`` has counters, schedulers, the configuration and users' state, ``optimizer``
+    has hyperparameters and the loss scale."""
+    # The inner optimizer's state has the first name under ZeRO 1 and 2, the second under ZeRO 3.
     inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     groups = (
         optimizer.get("param_groups") or (inner.get("param_groups") if isinstance(inner, Mapping) else None) or []
@@ -56,7 +56,7 @@ def objects_of(state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[s
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 _MOST_NAMED = 6
-# The names that DeepSpeed 0.19.8 gives; only the optimizer files of its BF16_Optimizer begin with ``bf16_``.
+# File names of DeepSpeed 0.19.8; only optimizer files of its BF16_Optimizer start with ``bf16_``.
 _KINDS = {
     "zero": re.compile(r"(?P<prefix>(?:bf16_|fp16_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
     "model": re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt"),
@@ -70,7 +70,7 @@ _KNOWN = {"deepspeed.checkpoint.universal_checkpoint.SubparamShape"}
 
 @dataclass(frozen=True, order=True)
 class FileNumbers:
-    """Of a file: ``mp`` counts tensor-parallel ranks inside stages, ``dp`` replicas or experts, ``layer`` layers."""
+    """Numbers in a file's name: ``mp`` (tensor-parallel ranks within stages), ``dp`` (replicas or experts), layer."""
 
     layer: int
     mp: int
@@ -79,11 +79,11 @@ class FileNumbers:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one checkpoint, by kind; ``pp``, ``tp`` and ``dp`` are the sizes of the job that wrote it.
+    """The files of a checkpoint, by kind; ``pp``, ``tp`` and ``dp`` are the sizes of the job that wrote it.
 
-    ``zero``: optimizer partitions; ``model``: one per pipeline stage and tensor-parallel rank; ``partition``: the
-    same of ZeRO 3, one per rank; ``layer``: layers of a PipelineModule; ``expert``: weights of one expert;
-    ``experts``: optimizers of a job with experts and without ZeRO.
+    ``zero``: optimizer partitions; ``model``: engine state, one per pipeline stage and tensor-parallel rank;
+    ``partition``: the same under ZeRO 3, one per rank; ``layer``: layers of a PipelineModule; ``expert``: weights of
+    an expert; ``experts``: optimizers of a job with experts and without ZeRO.
     """
 
     path: Path
@@ -94,7 +94,7 @@ class Files:
     loaded: dict[Path, Any] = field(default_factory=dict)
 
     def of(self, kind: str) -> list[tuple[FileNumbers, Path]]:
-        """Files of one kind, in their order."""
+        """The files of a kind, sorted."""
         return sorted(self.kinds.get(kind, {}).items())
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Files:
         return content
 
     def models(self) -> list[tuple[FileNumbers, Path]]:
-        """The files with the state of the engine, those of ZeRO 3 or all others."""
+        """The files with the engine's state."""
         return self.of("model") or self.of("partition")
 
     def stage(self, place: FileNumbers) -> tuple[int, int]:
@@ -115,12 +115,12 @@ class Files:
 
 
 def load_value(path: Path) -> Any:
-    """Whatever a file of DeepSpeed holds, its tensors mapped. Raises ConvertError."""
+    """The value of a DeepSpeed file, its tensors mapped. Raises ConvertError."""
     return pickles.load(path, {name: pickles.stand_in(name) for name in _KNOWN})
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
-    """A file whose value must be a mapping. Raises ConvertError."""
+    """The mapping in a DeepSpeed file, its tensors mapped. Raises ConvertError, also for another value."""
     value = load_value(path)
     if not isinstance(value, dict):
         raise ConvertError(
@@ -130,10 +130,10 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 
 def tag_directory(path: Path, marker: str) -> Path:
-    """The directory of the newest checkpoint: the one that ``path / marker`` names, or ``path`` itself.
+    """The directory of the newest checkpoint: the one that ``path / marker`` names; without a marker ``path`` itself.
 
     Raises:
-        ConvertError: the marker names a directory that is not there.
+        ConvertError: the marker is unreadable or names no directory in ``path``.
     """
     try:
         tag = (path / marker).read_text().strip()
@@ -142,7 +142,7 @@ def tag_directory(path: Path, marker: str) -> Path:
     except (OSError, UnicodeDecodeError) as error:
         raise ConvertError(f"{path / marker} cannot be read: {error}") from None
     if not tag or "/" in tag or not (path / tag).is_dir():
-        raise ConvertError(f"{path / marker} names {tag!r}, which is no directory there; name the one to read")
+        raise ConvertError(f"{path / marker} names {tag!r}, which is no directory next to it; give the one to read")
     return path / tag
 
 
@@ -150,7 +150,7 @@ def recognises(path: Path) -> bool:
     """Whether ``path`` holds a checkpoint that ``save_checkpoint`` of an engine wrote."""
     try:
         directory = tag_directory(path, LATEST)
-        if (directory / "zero").is_dir():  # a universal one, which has model states, too
+        if (directory / "zero").is_dir():  # a universal checkpoint, which has model states too
             return False
         return any(_kind(entry.name) in ("model", "partition") for entry in directory.iterdir())
     except (OSError, ConvertError):
@@ -158,10 +158,10 @@ def recognises(path: Path) -> bool:
 
 
 def find_files(path: Path) -> Files:
-    """The files below ``path``, a directory of one checkpoint or one with the file ``latest``.
+    """The files in ``path``, the directory of a checkpoint or of several with a file ``latest``.
 
     Raises:
-        ConvertError: files are missing (their names), there are none, or they are of two runs.
+        ConvertError: files are missing, which the text names, or belong to different runs.
     """
     path = tag_directory(path, LATEST)
     kinds: dict[str, dict[FileNumbers, Path]] = {}
@@ -193,7 +193,7 @@ def _with_sizes(files: Files) -> Files:
     if not models:
         raise ConvertError(f"{files.path} holds no mp_rank_…_model_states.pt: it is no checkpoint of DeepSpeed")
     first = files.load(models[0][1])
-    # Older versions do not say the sizes: then the numbers in the names of files do.
+    # Older versions do not store the sizes: the numbers in file names give them.
     degrees = first.get("checkpoint_parallel_dimensions") or {}
     ranks = max(place.mp for place, _ in models) + 1
     layer_ranks = max((place.mp for place, _ in files.of("layer")), default=-1) + 1
@@ -206,7 +206,7 @@ def _with_sizes(files: Files) -> Files:
 
 
 def _check_complete(files: Files, prefix: str) -> None:
-    """Name the ranks whose files are missing."""
+    """Raises ConvertError that names missing and extra files."""
     ranks = range(files.pp * files.tp)
     if files.of("model"):
         _check_there(files, "model", (f"mp_rank_{mp:02d}_model_states.pt" for mp in ranks))
@@ -238,7 +238,7 @@ def _check_there(files: Files, kind: str, names: Iterable[str]) -> None:
     if more:
         raise ConvertError(
             f"{files.path / more[0]} is of a rank that pp {files.pp}, tp {files.tp}, dp {files.dp} does not have: it "
-            "was left there by another run; remove it"
+            "is of another run; remove it"
         )
 
 

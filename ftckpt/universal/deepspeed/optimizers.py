@@ -1,7 +1,7 @@
-"""Partitions of ZeRO's optimizers: which elements of which parameter each rank's flat tensors hold.
+"""The partitions of ZeRO's optimizers: maps each rank's flat tensors to elements of parameters.
 
-ZeRO 1 and 2 lay the parameters of a group end to end and cut that into equal partitions; ZeRO 3 cuts every parameter.
-The order of parameters is that of ``param_shapes``, which is right where gradients are dealt round robin, too.
+ZeRO 1 and 2 concatenate the parameters of a group and cut the result into equal partitions; ZeRO 3 cuts each
+parameter. The order of parameters is that of ``param_shapes``, also under ``round_robin_gradients``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ftckpt.universal.foreign import archives
 
 Shapes = Mapping[str, Shape]
 Values = Mapping[str, tuple[torch.Tensor, bool]]
-"""Role → flat values, and whether they are one number for all that the optimizer has under one tensor."""
+"""Role → flat values, and whether they are one number for the complete flat tensor."""
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Elements ``first`` and on of one tensor-parallel rank's part of a parameter, flattened, in one file.
+    """Elements in a file, from ``first`` on, of a tensor-parallel rank's flattened part of a parameter.
 
-    ``shape`` is that of the part; a number that belongs to the whole parameter has ``is_number`` and one element.
+    ``shape``: the shape of the part. ``is_number``: a single number for the complete parameter, such as a step.
     """
 
     role: str
@@ -46,7 +46,7 @@ class ParameterSlice:
 
 
 class _Part(NamedTuple):
-    """Elements ``first`` and on of a parameter lie at ``low`` to ``high`` of a rank's flat tensors."""
+    """Elements of a parameter, from ``first`` on, at positions ``low`` to ``high`` of a rank's flat tensors."""
 
     first: int
     low: int
@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 def parameter_shapes(files: Files) -> dict[int, list[Shapes]]:
-    """By ``mp``: of each group of parameters their names and shapes, in order; none where ZeRO was not used."""
+    """The names and shapes of parameters, in order, by ``mp`` and parameter group; empty without ZeRO."""
     shapes_of: dict[int, list[Shapes]] = {}
     for numbers, path in files.models():
         stated = files.load(path).get("param_shapes")
@@ -67,10 +67,10 @@ def parameter_shapes(files: Files) -> dict[int, list[Shapes]]:
 
 
 def read_partitions(files: Files) -> Iterator[ParameterSlice]:
-    """Masters and optimizer state, all of it.
+    """All masters and optimizer state in ZeRO's files.
 
     Raises:
-        ConvertError: a file holds less than its rank must have, or contradicts the others; the text names it.
+        ConvertError: a file is incomplete or contradicts others; the text names it.
     """
     shapes = parameter_shapes(files)
     for mp in range(files.pp * files.tp):
@@ -81,7 +81,7 @@ def read_partitions(files: Files) -> Iterator[ParameterSlice]:
                 f"{files.path}: mp_rank {mp} has optimizer partitions, but no param_shapes to cut them by"
             )
         states = [(path, _state(path, value)) for path, value in ranks]
-        # The name tells: ZeRO 1 and 2 call their masters ``single_partition_of_fp32_groups``.
+        # The name of masters under ZeRO 3; under ZeRO 1 and 2 it is ``single_partition_of_fp32_groups``.
         read = _read_stage3 if "fp32_flat_groups" in states[0][1] else _read_stage12
         for part in read(files, shapes[mp], states):
             yield replace(part, stage=stage, tp=tp)
@@ -92,7 +92,7 @@ def _state(path: Path, value: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ConvertError(f"{path}: has no optimizer_state_dict")
     if state.get("ds_zero_partition_groups") is not None:
-        raise ConvertError(f"{path}: was written with AutoEP, whose experts this program does not know")
+        raise ConvertError(f"{path}: was written with AutoEP, which is not supported")
     return state
 
 
@@ -102,13 +102,13 @@ def _read_stage3(
     for rank, (path, state) in enumerate(states):
         flats, inner = state["fp32_flat_groups"], state.get("optimizer_state_dict") or {}
         if len(flats) != len(groups):
-            raise ConvertError(f"{path}: has {len(flats)} groups of parameters; the model's files say {len(groups)}")
+            raise ConvertError(f"{path}: has {len(flats)} parameter groups; the model's files have {len(groups)}")
         for group, (shapes, flat) in enumerate(zip(groups, flats, strict=True)):
             values = _state_of(path, group, flat, _of_group(inner, group), 0)
             begin = 0
             for name, shape in shapes.items():
                 numel = math.prod(shape)
-                # Each parameter begins anew and is padded to equal partitions: the last ranks may have nothing of it.
+                # Each parameter is padded to equal partitions: the last ranks may hold none of it.
                 size = -(-numel // len(states))
                 first = rank * size
                 length = max(0, min(size, numel - first))
@@ -122,7 +122,7 @@ def _read_stage12(
     first_path, first_state = states[0]
     for group, shapes in enumerate(groups):
         flats = [_masters(path, state, group, len(groups)) for path, state in states]
-        # Masters are stored without the padding of the last partition: the others have the full size.
+        # Masters are stored without the last partition's padding: only the others have the full size.
         size = max(flat.numel() for flat in flats)
         count = _partition_count(first_state, group, len(states))
         paddings = _listed(first_state.get("param_alignment_paddings"), group) or [0] * len(shapes)
@@ -130,12 +130,12 @@ def _read_stage12(
         if size * count < total:
             raise ConvertError(
                 f"{first_path} and the files of other ranks hold {size * count} elements of group {group}, whose "
-                f"parameters have {total}: they are of different runs"
+                f"parameters have {total}: the files are of different runs"
             )
         experts = _ExpertRanks.of(files, shapes, count, len(states))
         for dp, (path, state) in enumerate(states):
             begin = experts.partition(dp) * size
-            # The last partition is padded; masters are stored without that, their optimizer state with it or without.
+            # Masters are stored without the last partition's padding, optimizer state with or without it.
             end = _listed(state.get("group_paddings"), group) or 0
             values = _state_of(path, group, flats[dp], _of_group(state.get("base_optimizer_state") or {}, group), end)
             slices = _listed(state.get("param_slice_mappings"), group)
@@ -152,7 +152,7 @@ def _read_stage12(
 
 @dataclass(frozen=True)
 class _ExpertRanks:
-    """Which experts and which partition of a group a rank has; without experts each rank has the next partition."""
+    """The experts of each rank, and its partition of a group; without experts there is one partition per rank."""
 
     ep: int
     dp: int
@@ -168,7 +168,7 @@ class _ExpertRanks:
             if match:
                 local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
         if dp % count:
-            raise ConvertError(f"{files.path}: {dp} ranks cannot share partitions of {count}")
+            raise ConvertError(f"{files.path}: {dp} ranks are no multiple of a group's {count} partitions")
         if count != dp and not local:
             raise ConvertError(f"{files.path}: a group has {count} partitions on {dp} ranks and no experts")
         config = files.load(files.models()[0][1]).get("ds_config") or {}
@@ -177,11 +177,11 @@ class _ExpertRanks:
         return cls(dp // count, dp, data_first, local, bool(zero.get("round_robin_gradients")))
 
     def partition(self, dp: int) -> int:
-        # Ranks of one expert are neighbours where data parallelism comes first, else every ``ep``-th rank.
+        # Ranks with the same experts are neighbours if data parallelism comes first, else every ``ep``-th rank.
         return dp % (self.dp // self.ep) if self.data_first else dp // self.ep
 
     def name(self, name: str, dp: int) -> str:
-        """Experts are numbered from 0 on each rank."""
+        """The name with the expert's global number; on each rank experts are numbered from 0."""
         match = _EXPERT.fullmatch(name)
         if not match or self.ep == 1:
             return name
@@ -192,7 +192,7 @@ class _ExpertRanks:
 def _masters(path: Path, state: Mapping[str, Any], group: int, groups: int) -> torch.Tensor:
     flats = state.get("single_partition_of_fp32_groups")
     if not isinstance(flats, (list, tuple)) or len(flats) != groups or not isinstance(flats[group], torch.Tensor):
-        raise ConvertError(f"{path}: does not hold single_partition_of_fp32_groups of {groups} groups of parameters")
+        raise ConvertError(f"{path}: does not hold single_partition_of_fp32_groups of {groups} parameter groups")
     return archives.flat(flats[group], f"masters of group {group}")
 
 
@@ -207,7 +207,7 @@ def _listed(value: Any, group: int) -> Any:
 
 
 def _of_group(inner: Any, group: int) -> Mapping[str, Any]:
-    """The inner optimizer's state of a group, which it keeps under one flat tensor."""
+    """The inner optimizer's state of a group's flat tensor."""
     if isinstance(inner, (list, tuple)):
         return inner[group] if group < len(inner) else {}
     states = inner.get("state", {})
@@ -224,13 +224,13 @@ def _state_of(path: Path, group: int, flat: torch.Tensor, state: Mapping[str, An
 
 
 def state_values(what: str, value: Any, sizes: Sequence[int]) -> tuple[torch.Tensor, bool]:
-    """An optimizer's state as a flat tensor, and whether it is one number.
+    """An optimizer's state as a flat tensor, and whether it is a single number; ``what`` names it in errors.
 
     Raises:
         ConvertError: neither a number nor a tensor of one of ``sizes`` elements.
     """
     if type(value) in (int, float, bool):
-        # torch's own optimizers keep a step as float32.
+        # The type of a step in torch's own optimizers.
         return torch.tensor([value], dtype=torch.float32), True
     if not isinstance(value, torch.Tensor) or (value.dim() and value.numel() not in sizes):
         kind = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else with_article(type(value).__name__)
@@ -244,13 +244,13 @@ def _cut(path: Path, name: str, shape: Shape, part: _Part, values_of: Values) ->
         return
     for role, (values, is_number) in values_of.items():
         if not is_number and high > values.numel():
-            raise ConvertError(f"{path}: {role} has {values.numel()} elements; {name} should lie at {low} to {high}")
+            raise ConvertError(f"{path}: {role} has {values.numel()} elements; {name} needs those {low} to {high}")
         elements = values if is_number else values[low:high]
         yield ParameterSlice(role, name, 0, 0, shape, 0 if is_number else first, elements, path, is_number)
 
 
 def _check_slice(path: Path, name: str, slices: Any, start: int, numel: int) -> None:
-    """DeepSpeed says itself where a rank's part of a parameter lies: two that disagree are an error."""
+    """Raises ConvertError if DeepSpeed's record of a rank's part of a parameter contradicts the computed one."""
     if not isinstance(slices, Mapping) or not slices:
         return
     address = slices.get(name)
@@ -258,15 +258,15 @@ def _check_slice(path: Path, name: str, slices: Any, start: int, numel: int) -> 
     if stated not in ((start, numel), (None, None)):
         raise ConvertError(
             f"{path}: {name} should be {numel} elements at {start} by the shapes of parameters; the file's own "
-            f"param_slice_mappings say {stated}"
+            f"param_slice_mappings have {stated}"
         )
 
 
 def read_plain(files: Files, weights: Sequence[ParameterSlice]) -> Iterator[ParameterSlice]:
-    """Masters and state of the optimizers that model files hold; ``weights`` are all that there are, in order.
+    """Masters and optimizer state in model files, without ZeRO; ``weights`` are all weights, in order.
 
     Raises:
-        ConvertError: which parameters they belong to cannot be told.
+        ConvertError: the optimizer's parameters cannot be identified.
     """
     for tp in range(files.tp):
         optimizers: list[tuple[Path, int, Mapping[str, Any]]] = []
@@ -284,9 +284,9 @@ def read_plain(files: Files, weights: Sequence[ParameterSlice]) -> Iterator[Para
         chosen = _only_way([slot[0] for slot in slots], [weight.shape for weight in names])
         if chosen is None:
             raise ConvertError(
-                f"{optimizers[0][0]}: the optimizer keeps state of {len(slots)} parameters, the model has "
-                f"{len(names)}, and which belongs to which cannot be told; save with ZeRO 1, which writes names, or "
-                "convert --roles weight alone"
+                f"{optimizers[0][0]}: the optimizer has state of {len(slots)} parameters, the model has "
+                f"{len(names)}, and shapes do not identify them; save with ZeRO 1, which writes names, or convert "
+                "the weights alone with --roles weight"
             )
         for index, (shape, path, stage, values_of) in zip(chosen, slots, strict=True):
             name = names[index].name
@@ -295,7 +295,7 @@ def read_plain(files: Files, weights: Sequence[ParameterSlice]) -> Iterator[Para
 
 
 _Slot = tuple[Shape | None, Path, int, dict[str, tuple[torch.Tensor, bool]]]
-"""Shape where it is known, file, stage, and the values of one parameter by role."""
+"""Optimizer state of a parameter: its shape if known, file, stage, and values by role."""
 
 
 def _slots(path: Path, stage: int, optimizer: Mapping[str, Any], names: Sequence[ParameterSlice]) -> list[_Slot]:
@@ -303,8 +303,8 @@ def _slots(path: Path, stage: int, optimizer: Mapping[str, Any], names: Sequence
     groups, states = inner.get("param_groups") or [], inner.get("state") or {}
     if len(groups) != 1:
         raise ConvertError(
-            f"{path}: the optimizer has {len(groups)} groups of parameters, and which parameter is in which is not "
-            "said; save with ZeRO 1, which writes names, or convert --roles weight alone"
+            f"{path}: the optimizer has {len(groups)} groups of parameters, and the file does not name them; save "
+            "with ZeRO 1, which writes names, or convert the weights alone with --roles weight"
         )
     flats = optimizer.get("fp32_groups_flat")
     if flats is not None:
@@ -332,11 +332,11 @@ def _slots(path: Path, stage: int, optimizer: Mapping[str, Any], names: Sequence
 def _flat_slots(
     path: Path, stage: int, flat: torch.Tensor, state: Mapping[str, Any], names: Sequence[ParameterSlice]
 ) -> list[_Slot]:
-    """Parameters of the only stage, laid end to end in the order in which the module lists them."""
+    """Slots of a fused optimizer's flat tensor: all parameters, concatenated in the module's order."""
     if flat.numel() != sum(math.prod(weight.shape) for weight in names):
         raise ConvertError(
-            f"{path}: the optimizer has one flat tensor of {flat.numel()} elements, and which parameters are in it "
-            "cannot be told; save with ZeRO 1, which writes names, or convert --roles weight alone"
+            f"{path}: the optimizer has one flat tensor of {flat.numel()} elements, which are not those of all "
+            "parameters; save with ZeRO 1, which writes names, or convert the weights alone with --roles weight"
         )
     values_of = {"master": (archives.flat(flat, "masters"), False)}
     values_of |= {role: state_values(f"{path}: {role}", value, (flat.numel(),)) for role, value in state.items()}
@@ -355,9 +355,9 @@ def _has_dims(value: Any) -> bool:
 
 
 def _only_way(slots: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The indices of ``shapes``, ascending, that ``slots`` have, where there is one choice of them and no other."""
+    """The ascending indices of ``shapes`` that match ``slots``, if there is exactly one such choice."""
     first = _match(slots, shapes)
-    # The earliest and the latest choice: where they are the same there is no other in between.
+    # The earliest and the latest choice: if they are equal there is no other.
     last = _match(slots[::-1], shapes[::-1])
     if first is None or last is None:
         return None
@@ -365,7 +365,7 @@ def _only_way(slots: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[in
 
 
 def _match(slots: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The earliest indices that fit."""
+    """The earliest ascending indices of ``shapes`` that match ``slots``, None if there are none."""
     indices: list[int] = []
     index = 0
     for slot in slots:

@@ -1,7 +1,7 @@
-"""Reads checkpoints that ``save_checkpoint`` of a DeepSpeed engine wrote: ZeRO 1, 2 and 3, none, and pipelines.
+"""A reader of checkpoints that ``save_checkpoint`` of a DeepSpeed engine wrote: ZeRO 1, 2, 3 or none, and pipelines.
 
-Masters and optimizer state come out of partitions, weights and buffers out of modules and layers. Where parts of
-tensor-parallel ranks lie a specification says, or else the ``universal_checkpoint_info`` of the checkpoint.
+Masters and optimizer state are read from partitions, weights and buffers from modules and layers. A specification, or
+else the checkpoint's ``universal_checkpoint_info``, describes tensor-parallel sharding.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ from ftckpt.universal.storage import fingerprint_of
 
 _TIED = "tied_modules."
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
-"""Names of the stages of ZeRO, as DeepSpeed has them."""
+"""DeepSpeed's names of the ZeRO stages, by number."""
 
 
 def read_weights(files: Files) -> Iterator[ParameterSlice]:
-    """Every weight and buffer that the files hold, in the order in which modules list them.
-
-    Those that ZeRO 3 has cut into partitions are not there: their masters are.
+    """All weights and buffers in the files, in the order of modules; not those that ZeRO 3 has partitioned.
 
     Raises:
-        ConvertError: a layer that is tied to others has a weight whose name is not known.
+        ConvertError: the name of a tied layer's weight is ambiguous.
     """
     groups = parameter_shapes(files)
     known = {mp: dict(item for shapes in groups_of for item in shapes.items()) for mp, groups_of in groups.items()}
@@ -54,7 +52,7 @@ def read_weights(files: Files) -> Iterator[ParameterSlice]:
         for name, tensor in flat_module(path, files.load(path)):
             full_name = _layer_name(path, numbers.layer, name, tuple(tensor.shape), by_tp.get(numbers.mp, {}))
             role = "buffer" if full_name in buffers else "weight"
-            # Layers are in files of their own, whatever stage holds them: layer numbers are the same in all layouts.
+            # Stage 0: layer files and numbers do not depend on stages.
             yield _slice(role, full_name, (0, numbers.mp), tensor, path)
     for numbers, path in files.of("expert"):
         for name, tensor in flat_module(path, files.load(path)):
@@ -62,10 +60,10 @@ def read_weights(files: Files) -> Iterator[ParameterSlice]:
 
 
 def flat_module(path: Path, module: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a state dict; those of nested ones, joined by dots.
+    """The names and tensors of a state dict; names of nested ones are joined by dots.
 
     Raises:
-        ConvertError: something that is no tensor.
+        ConvertError: a value is neither a tensor nor a mapping.
     """
     for name, value in module.items():
         if isinstance(value, torch.Tensor):
@@ -88,7 +86,7 @@ def _of_module(
     if not isinstance(module, Mapping):
         raise ConvertError(f"{path}: module is {with_article(type(module).__name__)}, not the tensors of a module")
     buffers = set(state.get("buffer_names") or ())
-    # Under ZeRO 3 a module's tensors are placeholders without elements.
+    # Under ZeRO 3 a module's tensors are empty placeholders.
     elsewhere = {**shapes, **(state.get("frozen_param_shapes") or {})} if files.of("partition") else {}
     shared = set(state.get("shared_params") or {})
     seen: set[tuple[int, Shape]] = set()
@@ -96,16 +94,16 @@ def _of_module(
         if name in buffers:
             yield _slice("buffer", name, files.stage(numbers), tensor, path)
             continue
-        # Tied weights are one storage in the file: the address is what their names have in common.
+        # Tied weights share a storage in the file, and so an address.
         where = (tensor.data_ptr(), tuple(tensor.shape))
         if name in elsewhere or name in shared or (tensor.numel() and where in seen):
-            continue  # of ZeRO 3 partitions, or another name of a weight that was there
+            continue  # in ZeRO 3 partitions, or another name of a weight that was yielded
         seen.add(where)
         yield _slice("weight", name, files.stage(numbers), tensor, path)
 
 
 def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[ParameterSlice]:
-    """Parameters that nothing trains, of which each rank has a partition under ZeRO 3."""
+    """The rank's partitions of frozen parameters under ZeRO 3."""
     state = files.load(path)
     if not files.of("partition"):
         return
@@ -125,15 +123,15 @@ def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[Paramete
 
 
 def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping[str, Shape]) -> str:
-    """A PipelineModule numbers its layers; those that share a weight have a name in common instead."""
+    """The model's name of a PipelineModule layer's tensor: numbered, or the common name of tied layers."""
     numbered = f"{layer}.{name}"
     if numbered in shapes:
         return numbered
     tied = [known for known in shapes if known.startswith(_TIED) and known.endswith(f".{name}")]
-    # Two parts more: ``tied_modules`` and the key under which the layers are tied.
+    # With two more parts than ``name``: ``tied_modules`` and the key of the tied layers.
     fitting = [known for known in tied if shapes[known] == shape and known.count(".") == name.count(".") + 2]
     if len(fitting) > 1:
-        raise ConvertError(f"{path}: {name} may be any of {', '.join(fitting)}, which have one shape; cannot be told")
+        raise ConvertError(f"{path}: {name} is ambiguous: {', '.join(fitting)} have the same shape")
     return fitting[0] if fitting else numbered
 
 
@@ -147,22 +145,22 @@ INFO = "universal_checkpoint_info"
 
 @dataclass(frozen=True)
 class _Elements:
-    """Elements of a file's tensor: ``values`` one after another, or those of ``box`` among a part of ``shape``."""
+    """Elements of a file's tensor: all ``values``, or those of a box."""
 
     values: torch.Tensor
     positions: tuple[Shape, Box, int] | None
-    """Where they do not lie one after another: shape, box in it, and the flat position of ``values[0]``."""
+    """If they are not contiguous: the tensor's shape, the box in it, and the flat position of ``values[0]``."""
 
 
 class DeepSpeedReader(Reader):
-    """The checkpoint in ``path``, a directory with the file ``latest`` or that of one tag.
+    """Reads the checkpoint in ``path``, the directory of a tag or of several with a file ``latest``.
 
-    ``spec`` says where tensor-parallel ranks' parts lie; without one the checkpoint must. ``roles`` are those that
-    are wanted: an optimizer whose state has numbers for names is only read where it is.
+    ``spec`` describes the tensor-parallel sharding; without it the checkpoint must. ``roles``: None for all. Without
+    ZeRO the optimizer is skipped if they are only weights and buffers.
 
     Raises:
-        ConvertError: files are missing, contradict each other, or hold what cannot be placed; the text names file and
-            tensor.
+        ConvertError: files are missing, contradict each other, or hold tensors that cannot be placed; the text names
+            file and tensor.
     """
 
     def __init__(self, path: Path, spec: Spec | None = None, roles: Iterable[str] | None = None) -> None:
@@ -211,7 +209,7 @@ class DeepSpeedReader(Reader):
         return take(data, shape, box, first, first + len(self._reads[index].values))
 
     def where(self, index: int) -> Path:
-        """The file that a fragment lies in."""
+        """The file that holds a fragment."""
         return self._paths[index]
 
     def fingerprint(self) -> str:
@@ -234,7 +232,7 @@ def _all_slices(files: Files, roles: set[str] | None) -> list[ParameterSlice]:
 
 
 def _check_layers(files: Files, slices: Sequence[ParameterSlice]) -> None:
-    """A layer without parameters has no file, so that a file that is missing shows only by its weights."""
+    """Raises ConvertError if a layer's file is missing: parameter-free layers have none, so weights are compared."""
     if files.of("layer"):
         weights = {(each.name, each.tp) for each in slices if each.role == "weight"}
         for each in slices:
@@ -246,7 +244,7 @@ def _refuse_unknown(files: Files) -> None:
     for _, path in files.models():
         state = files.load(path)
         if state.get("ds_autoep_layers") is not None or state.get("autoep_layers") is not None:
-            raise ConvertError(f"{path}: was written with AutoEP, whose experts this program does not know")
+            raise ConvertError(f"{path}: was written with AutoEP, which is not supported")
 
 
 def _place_key(part: ParameterSlice) -> tuple[str, int, bool]:
@@ -273,8 +271,8 @@ def _places(
     info = first.get(INFO) or {}
     if files.tp > 1 and not info:
         raise ConvertError(
-            f"{files.path} is of {files.tp} tensor-parallel ranks and has no {INFO} that says how they divide "
-            "parameters: name a specification with --spec"
+            f"{files.path} is of {files.tp} tensor-parallel ranks and has no {INFO} that describes how they shard "
+            "parameters: give a specification with --spec"
         )
     for name in sorted({name for name, _ in names}):
         ranks = [tp for tp in range(files.tp) if (name, tp, False) in shapes]
@@ -288,7 +286,7 @@ def _places(
 
 
 def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script put into the checkpoint of its command line."""
+    """The command-line arguments that the training script stored in the checkpoint."""
     args = state.get("args") or {}
     return dict(args) if isinstance(args, Mapping) else dict(vars(args))
 
@@ -306,7 +304,7 @@ def _fragments(part: ParameterSlice, placed: Placement) -> Iterable[tuple[Fragme
 
 def _elements(part: ParameterSlice, box_map: BoxMap, start: int, stop: int) -> _Elements:
     local = box_map.local
-    # Narrower than the part in an inner dimension: its elements do not lie in a row.
+    # Smaller than the part in an inner dimension: its elements are not contiguous.
     if local.shape[1:] != part.shape[1:]:
         return _Elements(part.values, (part.shape, local, part.first))
     begin = (local.offset[0] * math.prod(part.shape[1:]) if part.shape else 0) - part.first
@@ -314,7 +312,7 @@ def _elements(part: ParameterSlice, box_map: BoxMap, start: int, stop: int) -> _
 
 
 def _derived(files: Files, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """Weights that were not stored, as under ZeRO 3."""
+    """Weights that are not stored, as under ZeRO 3, and their type."""
     keys = {fragment.key for fragment in fragments}
     names = {key.removeprefix("master/") for key in keys if key.startswith("master/")}
     return {f"weight/{name}": _precision(files) for name in sorted(names) if f"weight/{name}" not in keys}
@@ -329,7 +327,7 @@ def _layout(files: Files) -> dict[str, int | str | bool]:
     for _, path in files.of("zero")[:1]:
         state = files.load(path).get("optimizer_state_dict") or {}
         stated = state.get("zero_stage", 1)
-        # An enumeration of DeepSpeed's comes out of the file as a stand-in, by its name from some versions of Python.
+        # DeepSpeed's enumeration is read as a stand-in; some Python versions pickle its name instead of its value.
         value = stated if isinstance(stated, int) else stated.arguments[0]
         stage = _STAGES.index(value) if isinstance(value, str) else int(value)
     return {"tp": files.tp, "pp": files.pp, "dp": files.dp, "zero": stage}

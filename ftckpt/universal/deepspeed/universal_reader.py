@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's universal checkpoints: ``zero/NAME/fp32.pt``, and the optimizer's state beside it."""
+"""A reader of DeepSpeed's universal checkpoints: ``zero/NAME/fp32.pt``, and optimizer state next to it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ OPTIMIZER = "optimizer_state.pt"
 MASTER_FILE = "fp32"
 PARAM = "param"
 WEIGHT_DTYPE = "weight_dtype"
-"""Beside a weight without a master, which DeepSpeed wants in 32 bits: what it was before."""
+"""Key of the original type of a weight without a master, which DeepSpeed requires in 32 bits."""
 _MOST_OPEN = 64
-"""Files that are kept mapped; a large model has tens of thousands."""
+"""Maximum of mapped files; a large model has tens of thousands."""
 
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """A tensor: ``path`` and, in a file of several, its ``name``; to be cast to ``dtype`` where there is one."""
+    """A tensor in the file ``path``, under ``name`` in a file of several; cast to ``dtype`` on reading, if given."""
 
     path: Path
     name: str
@@ -50,7 +50,7 @@ class _TensorPlace:
 
 
 def recognises(path: Path) -> bool:
-    """Whether ``path`` is such a directory, or holds one that ``latest_universal`` names."""
+    """Whether ``path`` is a DeepSpeed universal checkpoint, or holds one that ``latest_universal`` names."""
     try:
         return (tag_directory(path, LATEST_UNIVERSAL) / ZERO / OPTIMIZER).is_file()
     except (OSError, ConvertError):
@@ -58,17 +58,17 @@ def recognises(path: Path) -> bool:
 
 
 class DeepSpeedUniversalReader(Reader):
-    """The checkpoint in ``path``, the directory that ``latest_universal`` lies in or that of one tag.
+    """Reads the checkpoint in ``path``, the directory of a tag or of several with a file ``latest_universal``.
 
     Trained parameters are ``master/`` and their optimizer state, frozen ones ``weight/``, buffers ``buffer/``.
 
     Raises:
-        ConvertError: a file is missing or is not what it should be; the text names it.
+        ConvertError: a file is missing or invalid; the text names it.
     """
 
     def __init__(self, path: Path) -> None:
         if path.name.endswith(PARTIAL):
-            raise ConvertError(f"{path}: was never completed; finish what writes it, or remove it")
+            raise ConvertError(f"{path}: was never completed; repeat the command that writes it, or remove it")
         self._path = path = tag_directory(path, LATEST_UNIVERSAL)
         self._open: OrderedDict[Path, Any] | None = OrderedDict()
         self._guard = threading.Lock()
@@ -114,7 +114,7 @@ class DeepSpeedUniversalReader(Reader):
         return data
 
     def where(self, index: int) -> Path:
-        """The file that a fragment lies in."""
+        """The file that holds a fragment."""
         return self._stored[index].path
 
     def fingerprint(self) -> str:
@@ -132,7 +132,7 @@ class DeepSpeedUniversalReader(Reader):
         folders = [folder for folder in sorted((self._path / ZERO).iterdir()) if folder.is_dir()]
         absent = sorted(self._shapes.keys() - {folder.name for folder in folders})
         if absent:
-            raise ConvertError(f"{self._path / ZERO / absent[0]}: is missing, {len(absent)} of such directories are")
+            raise ConvertError(f"{self._path / ZERO / absent[0]}: is missing; {len(absent)} such directories are")
         for folder in folders:
             if folder.name not in buffers:
                 yield from self._of_parameter(folder, module.get(folder.name))
@@ -146,10 +146,10 @@ class DeepSpeedUniversalReader(Reader):
         if isinstance(value, Mapping):
             self._parameters[name] = {key: item for key, item in value.items() if key != PARAM}
         shape = self._shapes.get(name, ())
-        # Whole and flattened under ZeRO 3; that of a rank's part says nothing of a whole tensor of one dimension.
+        # ZeRO 3 flattens: the stored shape applies if sizes agree, else it is that of a tensor-parallel part.
         shape = shape if master.dim() == 1 and math.prod(shape) == master.numel() else tuple(master.shape)
         weight_dtype = self._parameters.get(name, {}).pop(WEIGHT_DTYPE, "")
-        # Not trained: no optimizer state beside it, and not among the shapes of what the engine steps.
+        # Frozen: no optimizer state, and not among the shapes of trained parameters.
         is_frozen = not (files.keys() - {MASTER_FILE}) and bool(self._shapes) and name not in self._shapes
         if is_frozen and weight is not None and tuple(weight.shape) == tuple(master.shape):
             yield _fragment("weight", name, weight, None), _TensorPlace(self._state_path, name)
@@ -169,7 +169,7 @@ class DeepSpeedUniversalReader(Reader):
             yield _fragment("step", name, self._tensor(step), (1,)), step
 
     def _tensor(self, stored: _TensorPlace, key: str | None = None) -> torch.Tensor:
-        """Its bytes compared if it is going to be read, as ``key``."""
+        """The tensor; with ``key``, its name in errors, its bytes are verified."""
         value = self._value(stored.path)
         if stored.is_number:
             value = _common_step(value) if isinstance(value, Mapping) else value
@@ -191,12 +191,12 @@ class DeepSpeedUniversalReader(Reader):
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
-        # Outside the guard: what is open can be read meanwhile; two threads that open one file do no harm.
+        # Without the lock: others can read open files meanwhile. Two threads may open one file; either mapping works.
         value = load_value(path)
         with self._guard:
             if self._open is not None:
                 self._open[path] = value
-                # Mappings are bounded by the system; what a caller still has stays valid without this entry.
+                # The system limits mappings. Tensors in use keep theirs alive.
                 while len(self._open) > _MOST_OPEN:
                     self._open.popitem(last=False)
         return value
@@ -209,26 +209,26 @@ def _fragment(role: str, name: str, tensor: torch.Tensor, shape: Shape | None) -
         return Fragment(f"{role}/{name}", dtype_name(tensor, name), shape, box, 0, tensor.numel())
     except ValueError as error:
         raise ConvertError(
-            f"{role}/{name}: {error}; the shapes of parameters in model_states.pt are others"
+            f"{role}/{name}: {error}; it contradicts the shapes of parameters in model_states.pt"
         ) from None
 
 
 def _model_state(path: Path) -> tuple[dict[str, Any], Path]:
     files = sorted(path.glob("mp_rank_*_model_states.pt")) or sorted(path.glob("zero_pp_rank_*_model_states.pt"))
     if not files:
-        raise ConvertError(f"{path}: mp_rank_00_model_states.pt is missing, with counters and learning rates")
+        raise ConvertError(f"{path}: mp_rank_00_model_states.pt, with counters and learning rates, is missing")
     return load_mapping(files[0]), files[0]
 
 
 def _parameter_shapes(state: Mapping[str, Any]) -> dict[str, Shape]:
-    """Shapes of trained parameters on the rank that wrote the file: whole ones where they are not divided."""
+    """The shapes of trained parameters on the rank that wrote the file, of its parts if tensor-parallel."""
     groups = state.get("param_shapes") or []
     listed = groups if isinstance(groups, (list, tuple)) else [groups]
     return {name: tuple(map(int, shape)) for group in listed for name, shape in group.items()}
 
 
 def _common_step(optimizer: Mapping[str, Any]) -> Any:
-    """What ZeRO 3 keeps once for all parameters."""
+    """The step that ZeRO 3 stores once for all parameters, None if there is none."""
     states = (optimizer.get("optimizer_state_dict") or {}).get("state") or {}
     state = states.get(0) or {}
     return state.get("step")

@@ -1,8 +1,8 @@
-"""Writes what DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, under ZeRO 1, 2 and 3 alike.
+"""A writer of checkpoints that DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, under ZeRO 1, 2, 3.
 
-``engine.load_checkpoint(DESTINATION)`` finds it by the file ``latest_universal``. DeepSpeed reads masters, optimizer
-state, hyperparameters, counters and the LR scheduler from it. It does not read buffers and frozen parameters: these
-lie in the files too, and stay as the new job built them.
+``engine.load_checkpoint(DESTINATION)`` finds it by the file ``latest_universal``. DeepSpeed restores masters,
+optimizer state, hyperparameters, counters and the LR scheduler from it, but neither buffers nor frozen parameters,
+though the files hold them too.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ftckpt.universal.storage import Destination
 
 
 class LossScaler:
-    """Written as DeepSpeed's class of this name: a loss scale that stays as it is."""
+    """Pickled as DeepSpeed's class of this name: a static loss scale."""
 
 
 class DynamicLossScaler:
-    """Written as DeepSpeed's class of this name: a loss scale that follows overflows."""
+    """Pickled as DeepSpeed's class of this name: a dynamic loss scale."""
 
 
 class SubparamShape:
-    """Written as DeepSpeed's class of this name: sizes of a parameter's parts."""
+    """Pickled as DeepSpeed's class of this name: the sizes of a parameter's parts."""
 
 
 _NAMES: dict[str, type] = {
@@ -50,7 +50,7 @@ _NAMES: dict[str, type] = {
 
 
 def restored(value: Any) -> Any:
-    """What ``pickles.plain`` made of such an object, anywhere inside ``value``, as an object that ``save`` knows."""
+    """Rebuilds in ``value`` the objects of these classes that ``pickles.plain`` turned into mappings."""
     if isinstance(value, Mapping):
         known = _NAMES.get(str(value.get("class", "")))
         if known is None:
@@ -67,25 +67,25 @@ def restored(value: Any) -> Any:
 
 
 def save(value: Any, path: str) -> None:
-    """Write ``value``, with objects that ``restored`` made, as ``pickles.save`` does. Raises ConvertError."""
+    """Write ``value`` from ``restored`` with ``pickles.save``, under DeepSpeed's class names. Raises ConvertError."""
     pickles.save(value, path)
     names = [(_reference(kind.__module__, kind.__qualname__), name) for name, kind in _NAMES.items()]
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         (structure,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
         pickled = archive.read(structure)
-    # DeepSpeed's own classes are not imported here: the pickle names ours, and is edited to name theirs.
+    # DeepSpeed is not imported: the pickle names the classes above, and is edited to name DeepSpeed's.
     references = [(ours, _reference(*name.rsplit(".", 1))) for ours, name in names if ours in pickled]
     if references:
         _replace(path, references)
 
 
 def _reference(module: str, name: str) -> bytes:
-    """How a class is named in such a file."""
+    """The pickle opcode that names a class."""
     return f"c{module}\n{name}\n".encode()
 
 
 def _replace(path: str, pairs: list[tuple[bytes, bytes]]) -> None:
-    """Give the archive other references in its structure."""
+    """Replace class references in the archive's pickle."""
     made = io.BytesIO()
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
         for entry in old.infolist():
@@ -95,23 +95,23 @@ def _replace(path: str, pairs: list[tuple[bytes, bytes]]) -> None:
                     content = content.replace(ours, theirs)
             new.writestr(entry.filename, content)
     with open(path, "r+b") as file:
-        # In the same file, whose descriptor ``Destination.file`` brings to the disk and renames.
+        # In place: ``Destination.file`` has the file open, syncs and renames it.
         file.truncate(0)
         file.write(made.getvalue())
 
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""What engines under ZeRO up to 2 and under ZeRO 3 look for: the same file twice."""
+"""The names that engines under ZeRO up to 2 and under ZeRO 3 load, with the same content."""
 _VERSION = "0.19.8"
-"""The DeepSpeed whose files these are like."""
+"""The DeepSpeed version whose format is written."""
 _GROUPS = 64
-"""DeepSpeed loads as many groups of parameters as there are sets of hyperparameters: empty ones change nothing."""
+"""Parameter groups in the file: DeepSpeed loads at most as many as it has, and empty ones change nothing."""
 _FILE_BYTES = 4096
 
 
 class DeepSpeedUniversalWriter:
-    """A universal checkpoint of DeepSpeed below ``path``: ``latest_universal`` and the directory that it names."""
+    """Writes a DeepSpeed universal checkpoint into ``path``: ``latest_universal`` and the directory it names."""
 
     def __init__(self, path: Path) -> None:
         self.destination = Destination(path)
@@ -137,7 +137,7 @@ class DeepSpeedUniversalWriter:
             if files:
                 self._shapes[name] = files[MASTER_FILE].shape
         if not self._shapes:
-            raise ConvertError("the source has no weights and no masters of which DeepSpeed could load anything")
+            raise ConvertError("the source has no weights and no masters: DeepSpeed could load nothing")
         trained = {name for name, roles in by_name.items() if set(roles) - {"weight"}}
         self._frozen = tuple(name for name in sorted(self._shapes) if trained and name not in trained)
         weights = [by_name[name]["weight"] for name in sorted(trained) if "weight" in by_name[name]]
@@ -146,9 +146,9 @@ class DeepSpeedUniversalWriter:
         return units + [_unit(f"{tag}/{name}", buffers) for name in _MODEL_FILES]
 
     def memory(self, unit: Unit) -> int:
-        """Bytes that ``write`` takes at most."""
+        """Maximum memory of ``write`` in bytes."""
         rows = max((part.tensor.row_bytes for part in unit.parts), default=0)
-        # What is put together in memory is there as rows, tensor, archive, and the part of it that is being renamed.
+        # Unstreamed, a unit is in memory as rows, tensor, archive, and the copy in which references are replaced.
         return min(3 * max(STRIP_BYTES, rows), 4 * unit.nbytes) if self._is_streamed(unit) else 5 * unit.nbytes
 
     def write(self, unit: Unit, get: Get) -> None:
@@ -185,12 +185,12 @@ class DeepSpeedUniversalWriter:
         save({**more, PARAM: _tensor(data, dtype, part.tensor.shape)}, file.name)
 
     def _is_streamed(self, unit: Unit) -> bool:
-        """A file with an object of DeepSpeed's is put together in memory; so is what is small."""
+        """Whether the unit is a large tensor and its file has no DeepSpeed object; others are assembled in memory."""
         is_tensor = f"/{ZERO}/" in unit.name and unit.name.count("/") == 3 and Path(unit.name).stem != "step"
         return is_tensor and unit.nbytes > STRIP_BYTES and "sub_param_shape" not in self._more(unit)
 
     def _more(self, unit: Unit) -> dict[str, Any]:
-        """What DeepSpeed has to know to divide a parameter."""
+        """The fields next to a parameter's tensor, by which DeepSpeed shards it."""
         if self._division is None:
             raise ValueError("write before plan")
         name = unit.name.split("/")[2]
@@ -199,7 +199,7 @@ class DeepSpeedUniversalWriter:
         return {**fields, WEIGHT_DTYPE: tensor.dtype} if tensor.key.startswith(WEIGHT) else fields
 
     def _step_value(self, unit: Unit, get: Get) -> Any:
-        """A number where the optimizer keeps one: those that are compiled take no tensor."""
+        """The step: a number if the optimizer uses numbers (compiled ones accept no tensor), else a tensor."""
         step = _step(unit, get)
         is_number = self._division is not None and self._division.steps_are_numbers
         return int(step) if is_number and step is not None else step
@@ -225,7 +225,7 @@ class DeepSpeedUniversalWriter:
             "buffer_names": list(module),
             "param_shapes": [OrderedDict(shapes)],
             "shared_params": {},
-            # One rank of each kind: every tensor is whole, and whoever loads it cuts it anew.
+            # One rank of each kind: tensors are complete, and the loading job shards them.
             "dp_world_size": 1,
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
@@ -233,11 +233,11 @@ class DeepSpeedUniversalWriter:
 
 
 def _files(name: str, roles: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of one parameter by the names of their files."""
+    """The tensors of a parameter by the stems of their files."""
     if not roles:
         return {}
     if "/" in name or name in ("", ".", ".."):
-        raise ConvertError(f"{name!r} cannot be the name of a directory, as DeepSpeed wants it")
+        raise ConvertError(f"{name!r} cannot be the name of a directory, which DeepSpeed requires")
     states = {role: tensor for role, tensor in roles.items() if role not in ("master", "weight")}
     master = roles.get("master", roles.get("weight"))
     if master is None:
@@ -276,7 +276,7 @@ def _tensor(data: Bytes, dtype: str, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _step(unit: Unit, get: Get) -> torch.Tensor | None:
-    """A tensor without dimensions, as torch's optimizers keep it."""
+    """The step as a scalar tensor, as in torch's optimizers; None if the unit has none."""
     for part in unit.parts:
         return _tensor(_rows(part, get), part.tensor.dtype, part.tensor.shape).reshape(())
     return None
@@ -285,7 +285,7 @@ def _step(unit: Unit, get: Get) -> torch.Tensor | None:
 def _optimizer_state(catalog: Catalog, step: torch.Tensor | None) -> dict[str, Any]:
     optimizer = restored(_settings(catalog)["optimizer"])
     groups = [*optimizer.pop("param_groups", []), *({} for _ in range(_GROUPS))][:_GROUPS]
-    # One number for each: DeepSpeed takes hyperparameters from here, and parameters from the files in ``zero/``.
+    # One placeholder parameter each: DeepSpeed reads only hyperparameters from them, parameters from ``zero/``.
     listed = [{**group, "params": [number]} for number, group in enumerate(groups)]
     state = {0: {"step": step}} if step is not None else {}
     return {
@@ -297,7 +297,7 @@ def _optimizer_state(catalog: Catalog, step: torch.Tensor | None) -> dict[str, A
 
 
 def _settings(catalog: Catalog) -> dict[str, dict[str, Any]]:
-    """What the source knows beside tensors, in DeepSpeed's words, where it comes from a job of DeepSpeed's."""
+    """The objects of a source that a DeepSpeed job wrote, as DeepSpeed stores them; empty for another source."""
     deepspeed = catalog.objects.get("deepspeed")
     if isinstance(deepspeed, Mapping):
         return {"state": dict(deepspeed.get("state") or {}), "optimizer": dict(deepspeed.get("optimizer") or {})}

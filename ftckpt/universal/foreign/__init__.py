@@ -1,1 +1,1 @@
-"""Files of other programs: what pickle and torch put into them, read without running code."""
+"""Files of other programs, written by pickle and torch and read without running code."""

@@ -1,12 +1,11 @@
-"""Whether what a file of ``torch.save`` holds is what was written: the CRC-32 that it keeps of each of its records.
+"""Verifies files of ``torch.save`` by the CRC-32 of each of their records.
 
-Such a file is a zip archive without compression: ``data.pkl``, a few short records, and one for each storage, named
-``data/7``. torch writes these checksums and never compares them. Here all but large storages are compared when a file
-is opened, a large one when the first of its elements is read: once, and all of it, whatever part of it is wanted.
-What nobody reads is not compared.
+Such a file is an uncompressed zip archive: ``data.pkl``, a few short records, and one per storage, such as
+``data/7``. torch writes these checksums and never verifies them. This module verifies all but large storages when a
+file is opened, and a large one, once and completely, when one of its elements is first read.
 
-A checksum of zero says that none was kept: ``torch.serialization.set_crc32_options(False)`` writes that, and so do
-programs that fill storages in later. Files in the format of torch before 1.6 have none at all.
+A checksum of zero means none: ``torch.serialization.set_crc32_options(False)`` writes that, and so do programs that
+fill storages later. Files in the format of torch before 1.6 have no checksums.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ftckpt.universal.storage import CheckedOnce
 
 
 class View(io.RawIOBase):
-    """A file to read of bytes that are not copied as a whole."""
+    """A readable file over bytes, without a copy of all of them."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
@@ -55,21 +54,21 @@ class View(io.RawIOBase):
 
 
 ARCHIVE = b"PK\x03\x04"
-"""How files begin that ``torch.save`` writes since torch 1.6."""
+"""The first bytes of files that ``torch.save`` writes since torch 1.6."""
 SMALL_BYTES = 16 << 10
-"""Storages of at most this size (generators, counters, steps) are compared when their file is opened."""
+"""Storages of at most this size (generators, counters, steps) are verified when their file is opened."""
 _FIELD = "_ftckpt_record"
 """Attribute of a storage: its ``_Storage``."""
 _DATA = "data/"
 _NAME_LENGTHS = struct.Struct("<HH")
 _LENGTHS_AT, _HEADER_BYTES = 26, 30
-"""Of an entry's own header: where the lengths of name and more stand, and how long it is without these."""
+"""In an entry's local header: offset of the lengths of name and extra field, and size without these two."""
 
 
 @dataclass(frozen=True)
 class ArchiveRecord:
-    """Bytes ``begin`` to ``begin + nbytes`` of an archive; ``key`` is its name inside, ``crc`` zero where none is
-    kept."""
+    """Bytes ``begin`` to ``begin + nbytes`` of an archive; ``key`` is the record's name in it, ``crc`` 0 if it has
+    none."""
 
     key: str
     begin: int
@@ -77,15 +76,15 @@ class ArchiveRecord:
     crc: int
 
     def is_good(self, data: Any) -> bool:
-        """Whether its bytes, ``data``, are what was written, as far as can be told."""
+        """Whether the record's bytes ``data`` match its checksum, or it has none."""
         return not self.crc or not self.nbytes or zlib.crc32(data) == self.crc
 
 
 def records_of(data: memoryview, where: str) -> list[ArchiveRecord]:
-    """The records of the archive that ``data`` is.
+    """The records of an archive; ``data`` is all of it.
 
     Raises:
-        ConvertError: it is none, or not one that torch writes; the text has ``where``.
+        ConvertError: not an archive that torch writes; the text has ``where``.
     """
     records = []
     try:
@@ -93,11 +92,11 @@ def records_of(data: memoryview, where: str) -> list[ArchiveRecord]:
             entries = archive.infolist()
         for entry in entries:
             lengths = data[entry.header_offset + _LENGTHS_AT : entry.header_offset + _HEADER_BYTES]
-            # The entry's own header, not the central one: torch pads its extra field so that storages are aligned.
+            # From the local header, not the central one: torch pads its extra field to align storages.
             begin = entry.header_offset + _HEADER_BYTES + sum(_NAME_LENGTHS.unpack(lengths))
             key = entry.filename.partition("/")[2]
             if entry.compress_type != zipfile.ZIP_STORED or begin + entry.file_size > len(data):
-                raise ConvertError(f"{where} is damaged: its record {key} does not lie there as torch.save writes it")
+                raise ConvertError(f"{where} is damaged: its record {key} is compressed or truncated")
             records.append(ArchiveRecord(key, begin, entry.file_size, entry.CRC))
     except (zipfile.BadZipFile, NotImplementedError, UnicodeError, ValueError, struct.error, OverflowError):
         raise ConvertError(f"{where} is truncated or was not written by torch.save") from None
@@ -105,10 +104,10 @@ def records_of(data: memoryview, where: str) -> list[ArchiveRecord]:
 
 
 def check_all(data: memoryview, where: str, storages: bool = True) -> list[ArchiveRecord]:
-    """Compare every record of the archive that ``data`` is, or all but those that are ``storages``; returns them.
+    """Verify the records of an archive, those of storages only if ``storages``; returns all of them.
 
     Raises:
-        ConvertError: one is not what was written; the text has ``where``.
+        ConvertError: a record is corrupt; the text has ``where``.
     """
     records = records_of(data, where)
     for record in records:
@@ -119,12 +118,12 @@ def check_all(data: memoryview, where: str, storages: bool = True) -> list[Archi
 
 
 def damaged(where: str, key: str) -> str:
-    """What is said of a record whose bytes are others."""
+    """The error message for a corrupt record."""
     return f"{where} is damaged: the bytes of its record {key} do not match their CRC-32"
 
 
 class _Storage:
-    """What is known of a storage that is mapped from a file."""
+    """The record of a storage that is mapped from a file."""
 
     def __init__(self, where: str, record: ArchiveRecord) -> None:
         self._where = where
@@ -140,10 +139,10 @@ class _Storage:
 
 
 def check(tensor: torch.Tensor, name: str) -> None:
-    """Compare the storage that ``tensor`` is a part of, if it is mapped from a file and was not compared before.
+    """Verify the storage of ``tensor``, if it is mapped from a file and was not verified before.
 
     Raises:
-        ConvertError: it is not what was written; the text has the file and ``name``.
+        ConvertError: it is corrupt; the text has the file and ``name``.
     """
     storage = tensor.untyped_storage()
     known: _Storage | None = getattr(storage, _FIELD, None)
@@ -152,7 +151,7 @@ def check(tensor: torch.Tensor, name: str) -> None:
 
 
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """``tensor`` with one dimension, of the same memory where that can be; compared first where it is copied.
+    """``tensor`` with one dimension: a view, or, if that is impossible, a copy of verified bytes.
 
     Raises:
         ConvertError: as ``check``.
@@ -165,19 +164,19 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def mark(
     storages: Sequence[torch.UntypedStorage], records: Sequence[ArchiveRecord], data: memoryview, where: str
 ) -> bool:
-    """Let ``check`` know to which of the ``records`` of the file ``data`` each of its mapped ``storages`` belongs.
+    """Attach to each of the mapped ``storages`` of the file ``data`` its record among ``records``, for ``check``.
 
     Returns:
-        False where nothing says so: then every record was compared at once.
+        False if they cannot be matched: every record was verified instead.
 
     Raises:
-        ConvertError: such a record is not what was written.
+        ConvertError: a record verified here is corrupt.
     """
     by_begin = {record.begin: record for record in records if record.nbytes and record.key.startswith(_DATA)}
     filled = [storage for storage in storages if storage.nbytes()]
     if not filled:
         return True
-    # torch tells neither record nor offset of a mapped storage: its address does.
+    # torch exposes neither record nor offset of a mapped storage: its address gives the offset.
     base = _file_begin(filled[0].data_ptr())
     found = [(storage, by_begin.get(storage.data_ptr() - base)) for storage in filled]
     owners = [(storage, record) for storage, record in found if record and record.nbytes == storage.nbytes()]
@@ -190,10 +189,10 @@ def mark(
 
 
 def check_small(storages: Sequence[torch.UntypedStorage], value: Any) -> None:
-    """Compare all small ones of these storages, that tensors in ``value`` are made of.
+    """Verify all small ``storages``, which tensors in ``value`` use.
 
     Raises:
-        ConvertError: one is not what was written; the text has the file and where in ``value`` it is.
+        ConvertError: one is corrupt; the text has the file and the tensor's path in ``value``.
     """
     for storage in storages:
         known: _Storage | None = getattr(storage, _FIELD, None)
@@ -203,12 +202,12 @@ def check_small(storages: Sequence[torch.UntypedStorage], value: Any) -> None:
             except ConvertError:
                 pointer = storage.data_ptr()
                 names = (name for name, tensor in _tensors(value) if tensor.untyped_storage().data_ptr() == pointer)
-                # Again, for the error with a name: which tensor it is was not worth looking for before.
+                # Again, for an error with the tensor's name, which is expensive to find.
                 known.check(storage, next(names, "") or "its tensor")
 
 
 def _file_begin(address: int) -> int:
-    """Where in memory the file begins, or would, that is mapped at ``address``; 0 where none is."""
+    """The address at which byte 0 of the file mapped at ``address`` is, or would be; 0 if no file is mapped there."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         # proc(5): addresses, permissions, offset, device, inode.
         span, _, offset, _, inode, *_ = line.split()
@@ -219,13 +218,13 @@ def _file_begin(address: int) -> int:
 
 
 def _is_swapped(records: Sequence[ArchiveRecord], data: memoryview) -> bool:
-    """Whether torch has turned the bytes of every element round, so that they are others than those in the file."""
+    """Whether torch has swapped the byte order, so that storages differ from the file."""
     orders = (bytes(data[each.begin : each.begin + each.nbytes]) for each in records if each.key == "byteorder")
     return next(orders, sys.byteorder.encode()) != sys.byteorder.encode()
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in mappings, sequences and objects, by where they are."""
+    """All tensors in mappings, sequences and objects, by their path."""
     if isinstance(value, torch.Tensor):
         yield name, value
         return

@@ -1,4 +1,4 @@
-"""A directory of torch.distributed.checkpoint: tensors in chunks, and objects, read without running code."""
+"""A reader of torch.distributed.checkpoint directories that runs no code from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Blob:
-    """Bytes ``offset`` to ``offset + length`` of ``file``: what ``torch.save`` wrote of one chunk or object."""
+    """Bytes ``offset`` to ``offset + length`` of ``file``: the ``torch.save`` archive of a chunk or object."""
 
     file: str
     offset: int
@@ -50,7 +50,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class DcpChunk:
-    """A box of a tensor, and where it lies."""
+    """A box of a tensor, and its location."""
 
     offset: Shape
     shape: Shape
@@ -59,8 +59,8 @@ class DcpChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as ``.metadata`` has it. ``flattened_from`` is its shape in the model where Megatron-core before 0.14
-    has flattened it: then ``shape`` is the number of parts along each dimension, and the elements of a part."""
+    """A tensor in ``.metadata``. Megatron-core before 0.14 may have flattened it: then ``flattened_from`` is its
+    shape in the model, and ``shape`` the number of parts along each dimension, then the elements of a part."""
 
     dtype: str
     shape: Shape
@@ -69,10 +69,10 @@ class StoredTensor:
 
 
 class CheckpointDirectory:
-    """A directory of torch.distributed.checkpoint.
+    """An open torch.distributed.checkpoint directory. Any thread may read.
 
     Raises:
-        ConvertError: ``.metadata`` is missing, damaged, or contradicts itself; a file is missing or too short.
+        ConvertError: ``.metadata`` is missing, corrupt or inconsistent; a file is missing or too short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,35 +96,33 @@ class CheckpointDirectory:
                 )
 
     def object(self, name: str) -> Any:
-        """An object, read without running code. Raises ConvertError where that cannot be."""
+        """An object, read without running code. Raises ConvertError if it needs code, or is corrupt."""
         blob = self.objects[name]
         return pickles.loads(self._bytes(blob), f"{self.path / blob.file}: {name}")
 
     def chunk(self, name: str, chunk: DcpChunk) -> Bytes:
-        """The elements of a chunk, row-major, mapped where they lie so.
-
-        When it is first read all of it is compared with the checksums that ``torch.save`` wrote.
+        """The elements of a chunk, row-major, mapped if stored so; verified when first read.
 
         Raises:
-            ConvertError: damaged; the text names file and tensor.
+            ConvertError: corrupt; the text names file and tensor.
         """
         raw, blob = self._maps[chunk.blob.file], chunk.blob
         where = f"{self.path / blob.file}: {name}"
         self._checked.check(blob, lambda: self._compare(blob, where))
-        # On the device meta: type, shape and place of the elements, without a copy of them.
+        # On the meta device: type, shape and offset of the elements, without a copy of them.
         shape = pickles.shapes(self._bytes(blob), where)
         if not isinstance(shape, torch.Tensor) or (tuple(shape.shape), DTYPE_NAMES.get(shape.dtype)) != (
             chunk.shape,
             self.tensors[name].dtype,
         ):
-            raise ConvertError(f"{where}: is not the tensor that {METADATA} says")
+            raise ConvertError(f"{where}: is not the tensor that {METADATA} describes")
         begin = getattr(shape.untyped_storage(), "_checkpoint_offset", None)
         nbytes = shape.numel() * shape.element_size()
         if begin is None or not shape.is_contiguous():
             value = pickles.loads(self._bytes(blob), where)
             data: Bytes = value.contiguous().reshape(-1).view(torch.uint8).numpy()
             return data
-        # torch counts from the beginning of the bytes it was given, which is the blob's and not the file's.
+        # torch counts from the start of the blob, not of the file.
         begin += blob.offset + shape.storage_offset() * shape.element_size()
         if begin + nbytes > blob.offset + blob.length:
             raise ConvertError(f"{where}: is truncated or damaged")
@@ -149,17 +147,17 @@ class CheckpointDirectory:
         for blob in [*blobs, *self.objects.values()]:
             by_file.setdefault(blob.file, []).append(blob)
         for name in by_file:
-            # Names come out of a pickle: none may lead outside of the directory.
+            # Names from a file must not lead outside the directory.
             if "/" in name or name.startswith(".."):
                 raise ConvertError(f"{self.path / METADATA}: names the file {name}, outside the checkpoint")
         return sorted(by_file.items())
 
 
 class _DataUnpickler(pickle._Unpickler):
-    """Makes data alone of a pickle. ``torch.load`` refuses opcodes of this kind of file.
+    """Unpickles data alone; ``torch.load`` cannot: it refuses opcodes of these files.
 
-    Nothing is imported, and nothing is called but types of Python's own that no file can change, and stand-ins. It is
-    Python's implementation, not C's: that takes memory for whatever number a damaged file names.
+    It imports nothing and calls only the listed types and stand-ins. Based on pickle's Python implementation: that in
+    C allocates whatever size a corrupt file states.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -168,14 +166,14 @@ class _DataUnpickler(pickle._Unpickler):
             return _TYPES[full_name]
         if full_name in _STAND_INS or full_name.startswith(_DATA):
             return pickles.stand_in(full_name)
-        raise ConvertError(f"holds {full_name}, which is not made from files, as it could run code")
+        raise ConvertError(f"holds {full_name}, which is not loaded, as it could run code")
 
 
 def read_data(data: bytes, name: str) -> Any:
-    """The value that a pickle describes; ``name`` is the file's, for errors.
+    """The value of a pickle; ``name`` is the file's, for errors.
 
     Raises:
-        ConvertError: truncated, damaged, or it names what is not data.
+        ConvertError: truncated, corrupt, or it needs more than data.
     """
     try:
         return _DataUnpickler(io.BytesIO(data)).load()
@@ -191,7 +189,7 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{index.fqn} is transformed by {info.transform_descriptors}")
         offset = getattr(index, "offset", None)
-        # A tensor's index has the offset of its chunk; that of an object has none.
+        # Keys of tensors have the offset of a chunk; those of objects have None.
         places[index.fqn, offset] = Blob(str(info.relative_path), int(info.offset), int(info.length))
     original: Mapping[str, Any] = getattr(value, "mcore_data", None) or {}
     tensors, objects = {}, {}
@@ -202,7 +200,7 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
         chunks = tuple(
             DcpChunk(tuple(chunk.offsets), tuple(chunk.sizes), places[name, chunk.offsets]) for chunk in stored.chunks
         )
-        # What Megatron-core before 0.14 adds to torch's metadata for tensors that it saved flattened.
+        # Megatron-core before 0.14 adds this to torch's metadata for tensors that it saved flattened.
         shape = original.get(name, {}).get("nd_reformulated_orig_global_shape")
         dtype = DTYPE_NAMES[stored.properties.state[0]]
         flattened = tuple(shape) if shape is not None else None

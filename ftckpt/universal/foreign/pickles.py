@@ -1,7 +1,7 @@
-"""Reading and writing the pickled files of others' checkpoints without running code that lies in them.
+"""Reads and writes pickled files of other programs' checkpoints without running code from them.
 
-All goes through ``torch.load(weights_only=True)``, which makes nothing but what is listed. Classes of Megatron and
-DeepSpeed that are only data become a ``StandIn``, so that neither has to be installed.
+``torch.load(weights_only=True)`` reads them and creates only allowlisted types. Data classes of Megatron and
+DeepSpeed become a ``StandIn``, so that neither has to be installed.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ DATA_CLASSES = re.compile(
     r"|deepspeed\.(\w+\.)*(ZeroStageEnum|DtypeEnum|OffloadDeviceEnum|PartitionedParamStatus|ZeroParamStatus)"
     r"|signal\.Signals"
 )
-"""Classes of others that hold data alone, by full name."""
+"""Full names of other programs' classes that hold data alone."""
 
 _LOCK = threading.Lock()
-"""torch's list of allowed classes is one for the whole process."""
+"""Guards torch's list of allowed classes, which is global to the process."""
 
 
 class StandIn:
-    """Stands in for a class of others: what it was built from, and its fields as attributes."""
+    """An object of another program's class: ``arguments`` of its constructor, and its fields as attributes."""
 
     full_name = ""
-    """Module and name of the class that it stands for."""
+    """Module and name of the class."""
 
     def __new__(cls, *arguments: Any) -> StandIn:
         made = super().__new__(cls)
@@ -57,10 +57,10 @@ class StandIn:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Of any signature: ``__new__`` has the arguments."""
+        """Accepts any signature; ``__new__`` stores the arguments."""
 
     def __setstate__(self, state: Any) -> None:
-        """Fields, fields and slots, or whatever else the class makes its state of: that is ``state`` then."""
+        """Sets attributes from fields, or from fields and slots; any other state becomes the attribute ``state``."""
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         if all(part is None or isinstance(part, dict) for part in parts):
             for part in parts:
@@ -81,12 +81,12 @@ class StandIn:
 
 @functools.cache
 def stand_in(full_name: str) -> type[StandIn]:
-    """The subclass of ``StandIn`` for a class of others; the same for the same name."""
+    """The subclass of ``StandIn`` for a full name; the same one on each call."""
     return type(full_name.rpartition(".")[2], (StandIn,), {"full_name": full_name})
 
 
 def member(kind: Any, name: str) -> StandIn:
-    """What some versions of Python write for a member of an enumeration: ``getattr(class, name)``."""
+    """A stand-in for ``getattr(class, name)``, as some Python versions pickle a member of an enumeration."""
     if not (isinstance(kind, type) and issubclass(kind, StandIn)):
         raise ValueError(f"getattr of {kind!r}")
     return kind(name)
@@ -105,7 +105,7 @@ def _numpy_globals() -> dict[str, Any]:
 
 
 def path_globals(kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Paths by the names that they have in files: Python 3.13 has moved their classes, and names them by that."""
+    """Path classes by their full names in files; since Python 3.13 they are in another module."""
     return {f"{module}.{name}": kind for module in ("pathlib", "pathlib._local") for name, kind in kinds.items()}
 
 
@@ -124,20 +124,18 @@ HARMLESS: dict[str, Any] = {
     **_numpy_globals(),
     **path_globals({kind.__name__: kind for kind in (Path, PosixPath, PurePath, PurePosixPath)}),
 }
-"""What may be made beside what torch itself allows, by the name in the file."""
+"""Allowed types in addition to torch's own, by their full names in files."""
 
 
 def load(path: str | os.PathLike[str], known: Mapping[str, Any] | None = None) -> Any:
-    """What ``torch.save`` wrote to ``path``; tensors on the CPU, mapped from the file where its format allows.
+    """Loads a file of ``torch.save``; tensors are on the CPU, mapped from the file if its format allows.
 
-    ``known`` adds classes by full name, or replaces ours. Other classes that are known to be data alone become a
-    ``StandIn``; dataclasses and enumerations do not come back as what they were.
-
-    What it says and its small tensors are what was written; of large ones ``archives.check`` tells, see there.
+    ``known`` adds classes by full name, or overrides those of this module. Other classes in ``DATA_CLASSES`` become a
+    ``StandIn``, dataclasses and enumerations among them. Large tensors are not verified here, but by
+    ``archives.check`` before their first use. Any thread may call this.
 
     Raises:
-        ConvertError: no such file, not a file of ``torch.save``, truncated, damaged, or it holds a class that is not
-            known.
+        ConvertError: the file is missing, truncated, corrupt, not of ``torch.save``, or holds an unknown class.
     """
     where = os.fspath(path)
     try:
@@ -157,16 +155,16 @@ def load(path: str | os.PathLike[str], known: Mapping[str, Any] | None = None) -
 
 
 def loads(data: bytes | memoryview, name: str, known: Mapping[str, Any] | None = None) -> Any:
-    """``load`` of bytes that lie inside another file, all compared; ``name`` says in errors what they are."""
+    """``load`` of bytes from inside another file, all of them verified; ``name`` is for errors."""
     if bytes(data[: len(archives.ARCHIVE)]) == archives.ARCHIVE:
         archives.check_all(memoryview(data), name)
     return _load(View(data), name, known or {})
 
 
 def shapes(data: bytes | memoryview, name: str) -> Any:
-    """``loads`` of tensors without elements, on the device ``meta``; nothing is compared.
+    """``loads`` of tensors on the device ``meta``, without elements; nothing is verified.
 
-    Their storages have an attribute ``_checkpoint_offset``, which says where in ``data`` the elements begin.
+    The attribute ``_checkpoint_offset`` of their storages is the offset of the elements in ``data``.
     """
     return _load(View(data), name, {}, "meta")
 
@@ -178,7 +176,7 @@ def _load(
     device: str = "cpu",
     mapped: list[torch.UntypedStorage] | None = None,
 ) -> Any:
-    """``mapped`` gets the storages, which are then mapped from the file ``source``."""
+    """Loads with the allowlist; with ``mapped`` storages are mapped from the file ``source`` and appended to it."""
     allowed = {**HARMLESS, **known}
 
     def located(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
@@ -189,24 +187,24 @@ def _load(
     with _LOCK:
         try:
             file = cast("str | IO[bytes]", source)
-            # What is refused below is everything that is neither torch's own nor listed here: no file adds to it.
+            # torch.load refuses every type that is neither torch's own nor in ``allowed``.
             data_classes = _data_classes(file) if device == "cpu" else []
             allowed = {**{data_class: stand_in(data_class) for data_class in data_classes}, **allowed}
             where: Any = device if mapped is None else located
             with torch.serialization.safe_globals([(value, key) for key, value in allowed.items()]):
                 return torch.load(file, map_location=where, weights_only=True, mmap=mapped is not None)
-        except Exception as error:  # noqa: BLE001 - a foreign file can provoke whatever there is
+        except Exception as error:  # noqa: BLE001 - a corrupt file can raise anything
             raise ConvertError(_explain(name, error)) from None
 
 
 def _data_classes(file: str | IO[bytes]) -> list[str]:
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # noqa: BLE001 - not the zip format: no list, so that such classes are refused below
+    except Exception:  # noqa: BLE001 - not the zip format: without a list torch.load refuses such classes
         unsafe = []
     finally:
         if not isinstance(file, str):
-            # torch.load reads from where the file stands.
+            # torch.load reads from the current position.
             file.seek(0)
     return [name for name in unsafe if DATA_CLASSES.fullmatch(name)]
 
@@ -217,8 +215,8 @@ def _explain(name: str, error: Exception) -> str:
     if refused:
         what = next(group for group in refused.groups() if group)
         return (
-            f"{name} holds {what}, which is not made from files, as it could run code; load the checkpoint with the "
-            "program that wrote it and save it again without that object"
+            f"{name} holds {what}, which is not loaded, as it could run code; load the checkpoint with the program "
+            "that wrote it and save it again without that object"
         )
     if "central directory" in text or isinstance(error, EOFError):
         return f"{name} is truncated or was not written by torch.save"
@@ -226,7 +224,7 @@ def _explain(name: str, error: Exception) -> str:
 
 
 def save(value: Any, path: str | os.PathLike[str]) -> None:
-    """Write with ``torch.save`` and bring it to the disk. Not atomic: give a temporary name and rename it.
+    """Write with ``torch.save`` and sync. Not atomic: pass a temporary name and rename it.
 
     Raises:
         ConvertError: it cannot be written.
@@ -242,20 +240,20 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
 
 
 def dump(value: Any, file: BinaryIO) -> int:
-    """What ``torch.save`` writes, at the end of an open file; how many bytes that is."""
+    """Write with ``torch.save`` at the end of an open file; returns the number of bytes."""
     before = file.tell()
     torch.save(value, file)
     return file.tell() - before
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """``value`` in types that ``ftckpt.model.objects`` encodes; ``name`` says in errors what it is.
+    """``value`` in types that ``ftckpt.model.objects`` encodes; ``name`` is for errors.
 
-    A ``Namespace`` becomes a dict, a ``StandIn`` a dict with its class under ``class``; sets are sorted lists, types,
-    devices and paths texts. Whatever else is not known becomes its ``repr``.
+    A ``Namespace`` becomes a dict, a ``StandIn`` or enumeration member a dict with its class under ``class``, a set a
+    sorted list, types, devices and paths texts. Any other object becomes its ``repr``.
 
     Raises:
-        ConvertError: the bytes of a tensor are not what was written.
+        ConvertError: a tensor is corrupt.
     """
     if value is None or type(value) in (bool, int, float, str, bytes, bytearray, np.ndarray):
         return value
@@ -295,7 +293,7 @@ def _plain_items(items: Mapping[Any, Any], name: str) -> dict[Any, Any]:
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x08
 _LOCAL_CRC = 14
-"""Where in an entry's own header its CRC-32 stands."""
+"""Offset of the CRC-32 in an entry's local header."""
 
 
 def save_streamed(
@@ -303,13 +301,13 @@ def save_streamed(
 ) -> None:
     """Write ``build(tensor)``, where ``tensor`` has type and shape of ``like`` and the bytes that ``data`` yields.
 
-    ``file`` is open for writing, has a name, and is written from its beginning. ``like``: never read or written, so
-    that ``torch.empty`` costs no memory.
+    ``file`` is open for writing, has a name, and is written from its start. The elements of ``like`` are never
+    accessed, so that ``torch.empty`` costs no memory.
 
     Raises:
         ConvertError: the file cannot be written, or ``data`` has more or fewer bytes than the tensor.
     """
-    # The archive has its final length from the start, with holes where the elements belong.
+    # The archive gets its final length, with holes for the elements.
     with torch.serialization.skip_data():
         save(build(like), file.name)
     records = archives.records_of(map_file(Path(file.name)).data, file.name)
@@ -321,23 +319,23 @@ def save_streamed(
             break
         crc = zlib.crc32(view, crc)
         while view:
-            # At a place, past the buffer of ``file``; the system may take fewer bytes than it is given.
+            # ``pwrite`` bypasses the buffer of ``file``, and may write fewer bytes than requested.
             written = os.pwrite(file.fileno(), view, begin + done)
             done, view = done + written, view[written:]
     else:
         if done == like.nbytes:
             _set_crc(file.name, begin + done, crc)
             return
-    raise ConvertError(f"{file.name}: other than {like.nbytes} bytes came for its tensor")
+    raise ConvertError(f"{file.name}: the source did not give the {like.nbytes} bytes of its tensor")
 
 
 def _set_crc(name: str, end: int, crc: int) -> None:
-    """Keep the CRC-32 of the only storage of an archive, whose bytes end at ``end``."""
-    # torch does not look at it, other readers of archives do.
+    """Store the CRC-32 of an archive's only storage, whose bytes end at ``end``."""
+    # torch ignores it, other readers of archives do not.
     with zipfile.ZipFile(name, "a") as archive:
         (entry,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         entry.CRC = crc
-        archive.comment = b""  # anything: the list of entries at the end is written again
+        archive.comment = b""  # makes zipfile rewrite the central directory
     with open(name, "r+b") as file:
         if not entry.flag_bits & _HAS_DESCRIPTOR:
             file.seek(entry.header_offset + _LOCAL_CRC)

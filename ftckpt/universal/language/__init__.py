@@ -1,1 +1,1 @@
-"""The language that says where parts of parameters belong, for checkpoints that do not."""
+"""A specification language for the sharding of checkpoints that do not record it."""

@@ -1,4 +1,4 @@
-"""Patterns over parameter names, and the arithmetic that a specification may do with what they capture."""
+"""Patterns over parameter names, and integer arithmetic on the values that they capture."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern that a whole name must match."""
+    """A pattern over complete names."""
 
     text: str
     regex: re.Pattern[str]
 
     @classmethod
     def glob(cls, text: str) -> Pattern:
-        """``*`` is one part of a dotted name, ``**`` anything, ``{layer}`` a number that is captured, ``{what:*}``
-        and ``{what:**}`` a text that is captured.
+        """A glob: ``*`` matches one part of a dotted name, ``**`` anything. ``{layer}`` captures a number,
+        ``{what:*}`` and ``{what:**}`` capture a text.
 
         Raises:
-            SpecError: a name is captured twice.
+            SpecError: two captures have one name.
         """
         pieces = []
         for token in _TOKENS.finditer(text):
@@ -51,15 +51,15 @@ class Pattern:
 
     @classmethod
     def of_regex(cls, text: str) -> Pattern:
-        """A regular expression of Python; raises SpecError for what is none."""
+        """A Python regular expression. Raises SpecError if it is invalid."""
         return cls(text, _compiled(text, text))
 
     def captures(self) -> frozenset[str]:
-        """Names of what it captures."""
+        """The names of its captures."""
         return frozenset(self.regex.groupindex)
 
     def match(self, name: str) -> dict[str, Value] | None:
-        """What it captures from ``name``, decimal numbers as such; None where it does not match."""
+        """The captures from ``name``, decimal numbers as int; None if it does not match."""
         match = self.regex.fullmatch(name)
         if match is None:
             return None
@@ -67,7 +67,7 @@ class Pattern:
         return {key: int(value) if value.isdecimal() else value for key, value in values.items()}
 
     def before(self, name: str, capture: str) -> str:
-        """The part of a matching name before what ``capture`` captured."""
+        """The part of a matching name before the text of ``capture``."""
         match = self.regex.fullmatch(name)
         return name[: match.start(capture)] if match else ""
 
@@ -80,16 +80,15 @@ def _compiled(regex: str, text: str) -> re.Pattern[str]:
 
 
 def evaluate(expression: str | int, values: Mapping[str, Value], variables: Mapping[str, int]) -> int:
-    """The value of ``expression``: integers, names in ``values``, ``$names`` in ``variables``, + - * // % and
+    """The value of ``expression``, of integers, names in ``values``, ``$names`` in ``variables``, + - * // % and
     brackets.
 
     Raises:
-        SpecError: anything else, or a name that has no value.
+        SpecError: anything else, or a name without a value.
     """
     if isinstance(expression, int):
         return expression
-    # ``$`` is no Python: with a prefix a variable is a name like others, and ``ast`` can parse it. Nothing is
-    # evaluated by Python.
+    # A prefix in place of ``$`` lets ``ast`` parse variables as names. Python evaluates nothing.
     text = _VARIABLE.sub(rf"{_PREFIX}\1", expression)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -101,7 +100,7 @@ def evaluate(expression: str | int, values: Mapping[str, Value], variables: Mapp
 
 
 def _evaluated(node: ast.expr, values: Mapping[str, Value], variables: Mapping[str, int]) -> int:
-    # ``type``, not isinstance: True is an int too.
+    # ``type``, not isinstance: a bool is an int too.
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
@@ -111,25 +110,25 @@ def _evaluated(node: ast.expr, values: Mapping[str, Value], variables: Mapping[s
         name = node.id.removeprefix(_PREFIX)
         if name in variables:
             return variables[name]
-        raise SpecError(f"${name} is not known; the checkpoint does not say it: give it with --set {name}=VALUE")
+        raise SpecError(f"${name} has no value: the checkpoint does not give it; use --set {name}=VALUE")
     if isinstance(node, ast.Name):
         value = values.get(node.id)
         if isinstance(value, int):
             return value
         known = ", ".join(sorted(name for name, captured in values.items() if isinstance(captured, int)))
         raise SpecError(
-            f"{node.id} is no number here; numbers are {known or 'not captured'} (variables begin with $)"
+            f"{node.id} is not a number; captured numbers: {known or 'none'} (variables start with $)"
         )
-    raise SpecError("only integers, names, $variables, + - * // % and brackets are understood")
+    raise SpecError("only integers, names, $variables, + - * // % and brackets are allowed")
 
 
 def variables_in(expression: str | int) -> frozenset[str]:
-    """Names of the variables in an expression."""
+    """The names of the variables in an expression."""
     return frozenset(_VARIABLE.findall(str(expression)))
 
 
 def fill_template(template: str, values: Mapping[str, Value], variables: Mapping[str, int]) -> str:
-    """``template`` with each ``{...}`` replaced: by a captured text, or by the value of an expression.
+    """``template`` with each ``{...}`` replaced by a captured text or the value of an expression.
 
     Raises:
         SpecError: see ``evaluate``.

@@ -1,4 +1,4 @@
-"""Geometry for checkpoints that carry none: tensors as files hold them, and a specification → boxes of whole tensors.
+"""Maps the tensors of each rank's files to boxes of logical tensors, as a specification describes their sharding.
 
 spec = Spec.load("llama", {"kv_heads": 2})
 placements = place(spec, [LocalTensor("decoder...weight", (96, 64), {"tp": 0, "pp": 1}), ...], vars(arguments))
@@ -19,18 +19,18 @@ from ftckpt.universal.language.patterns import Pattern, Value, evaluate, fill_te
 from ftckpt.universal.language.spec import Cut, Matches, Rule, Spec, SubParameter
 
 LAYER = "layer"
-"""The capture that is a layer's number, which ``offset`` belongs to."""
+"""The capture that is a layer's number on its stage, to which ``offset`` is added."""
 _USES_OFFSET = re.compile(r"\{[^{}]*\boffset\b[^{}]*\}")
 
 Stage = tuple[int, int]
-"""Model chunk and pipeline stage: in this order layers follow each other."""
+"""Model chunk and pipeline stage; sorted, they are in the order of layers."""
 Coords = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """One tensor as one file holds it. ``coords`` are the file's: ``tp``, ``pp``, ``vpp`` (model chunk), ``ep``,
-    ``etp``, …, each from 0; what is absent is 0."""
+    """A tensor in a rank's file. ``coords`` are the rank's: ``tp``, ``pp``, ``vpp`` (model chunk), ``ep``, ``etp``,
+    …, each from 0; an absent one is 0."""
 
     name: str
     shape: Shape
@@ -39,22 +39,22 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class BoxMap:
-    """A box of a stored tensor and the box of the whole tensor that it is. ``box`` has the leading axes that
-    ``stack`` adds, of size 1 each; otherwise both have the same shape."""
+    """A box ``local`` of a stored tensor, and the ``box`` of the logical tensor that it holds. ``box`` has the
+    leading axes that ``stack`` adds, of size 1 each; otherwise both have the same shape."""
 
     local: Box
     box: Box
 
     def within(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
-        """Which elements of this box, in its own row-major order, the range ``start`` to ``stop`` of the stored
-        tensor of ``shape``, flattened, holds. They are as consecutive as those are."""
+        """The range of this box's elements, in row-major order, that elements ``start`` to ``stop`` of the flattened
+        stored tensor of ``shape`` hold."""
         first, last = (_before(shape, self.local, position) for position in (start, stop))
         return first, last
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a stored tensor lies: in the logical tensor ``name`` (without role) of ``shape``."""
+    """The boxes of a stored tensor in the logical tensor ``name`` (without role) of ``shape``."""
 
     name: str
     shape: Shape
@@ -63,7 +63,7 @@ class Placement:
     padded: bool
 
     def of_number(self, shape: Shape) -> tuple[Shape, Box]:
-        """Shape of a tensor with one number for each stored tensor of ``shape``, and the box of this one's number."""
+        """The shape of a tensor with one number per stored tensor of ``shape``, and the box of this one's number."""
         outer = len(self.shape) - len(shape)
         counts, at = self.shape[:outer] or (1,), self.boxes[0].box.offset[:outer] or (0,)
         return counts, Box(at, (1,) * len(counts))
@@ -71,7 +71,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A stored tensor with what its name says."""
+    """A stored tensor with its rule and the values that its name and rank give."""
 
     index: int
     tensor: LocalTensor
@@ -82,13 +82,13 @@ class _Holder:
 
 
 def place(spec: Spec, stored: Sequence[LocalTensor], arguments: Mapping[str, Any]) -> tuple[Placement | None, ...]:
-    """Where each of ``stored`` lies, None for what a rule drops. ``stored`` has to be all that the checkpoint holds.
+    """The placement of each of ``stored``, None if a rule drops it. ``stored`` must be complete.
 
-    ``arguments``: the checkpoint's own, from which variables take their values.
+    ``arguments``: those of the checkpoint, from which variables take their values.
 
     Raises:
-        SpecError: a name that no rule or several match, a rule that nothing matches, a variable without a value, or
-            shapes that do not fit their rule; the text names the tensor.
+        SpecError: no rule or several match a name, a rule matches nothing, a variable has no value, or shapes
+            contradict their rule; the text names the tensor.
     """
     matches = spec.match((each.name for each in stored), arguments)
     variables = spec.values(arguments)
@@ -155,7 +155,7 @@ def _check_holders(holders: Sequence[_Holder], sizes: Mapping[str, int]) -> None
     first = holders[0]
     seen: dict[tuple[tuple[str, int], ...], str] = {}
     for holder in holders:
-        # Two rules that give one name would be two tensors with the same elements.
+        # Two rules with one logical name would define its elements twice.
         if holder.rule is not first.rule:
             raise SpecError(f"becomes {first.name}, and so does {holder.tensor.name} of rule {holder.rule.number}")
         coords = tuple(sorted(holder.tensor.coords.items()))
@@ -163,10 +163,10 @@ def _check_holders(holders: Sequence[_Holder], sizes: Mapping[str, int]) -> None
             raise SpecError(f"{seen[coords]} and {holder.tensor.name} of {dict(coords)} both become {first.name}")
         seen[coords] = holder.tensor.name
     stages = sorted({stage_of(holder.tensor.coords) for holder in holders})
-    # Layers that a rule forgot to number would become one tensor of several stages.
+    # Layers that a rule does not number would become one tensor of several stages.
     if len(stages) > 1 and not first.rule.pipeline_replicated:
         named = ", ".join(str(stage[1]) for stage in stages)
-        raise SpecError(f"pipeline stages {named} hold it; say pipeline_replicated if they may, or number the layers")
+        raise SpecError(f"pipeline stages {named} hold it; set pipeline_replicated if they may, or number the layers")
     if first.rule.kind == "unique" and len(holders) > 1:
         raise SpecError(f"is unique, but {len(holders)} files hold it")
     if first.rule.kind in ("replicated", "average"):
@@ -175,14 +175,14 @@ def _check_holders(holders: Sequence[_Holder], sizes: Mapping[str, int]) -> None
         if absent:
             named = ", ".join(map(str, sorted(absent)))
             raise SpecError(
-                f"is {first.rule.kind}, but {axis} rank {named} does not hold it; say unique if that is right"
+                f"is {first.rule.kind}, but {axis} rank {named} does not hold it; use unique if that is right"
             )
 
 
 def _placed(
     holders: Sequence[_Holder], sizes: Mapping[str, int], variables: Mapping[str, int]
 ) -> Iterable[tuple[_Holder, list[BoxMap], Shape]]:
-    """Each holder with its boxes and the whole shape, without stacked axes."""
+    """Each holder with its boxes and the logical shape, both without stacked axes."""
     dims = {len(holder.tensor.shape) for holder in holders}
     rule = holders[0].rule
     for cut in rule.cuts:
@@ -209,7 +209,7 @@ def _placed(
 
 
 def _axis_of(cut: Cut, sizes: Mapping[str, int]) -> str:
-    """Files that do not tell expert tensor parallelism apart have as much of it as of the other."""
+    """The axis of a cut: files without ``etp`` coordinates have as many expert tensor-parallel ranks as ``tp``."""
     return "tp" if cut.axis == "etp" and "etp" not in sizes else cut.axis
 
 
@@ -227,7 +227,7 @@ def _along(
 
 
 def _without_padding(parts: Sequence[Extent], rows: int, vocabulary: int) -> list[Extent]:
-    """Without the rows that fill up a vocabulary."""
+    """The extents without the rows that pad the vocabulary."""
     if not 0 < vocabulary <= rows:
         raise SpecError(f"has {rows} rows, fewer than the vocabulary of {vocabulary}")
     return [Extent(p.local, p.whole, min(p.size, vocabulary - p.whole)) for p in parts if p.whole < vocabulary]
@@ -247,12 +247,12 @@ def _check_shapes(spec: Spec, placements: Iterable[Placement | None]) -> None:
 
 
 def _before(shape: Shape, box: Box, position: int) -> int:
-    """Number of elements of ``box`` whose flat position in an array of ``shape`` is less than ``position``."""
+    """The number of elements of ``box`` before flat ``position`` in an array of ``shape``."""
     if position >= math.prod(shape):
         return box.numel
     count, rest = 0, position
     for dim in range(len(shape)):
-        # Index along this dimension of the element at ``position``; what comes before it inside the box is counted.
+        # The index along this dimension of the element at ``position``; elements of the box before it count.
         at, rest = divmod(rest, math.prod(shape[dim + 1 :]))
         inner = math.prod(box.shape[dim + 1 :])
         inside = at - box.offset[dim]
@@ -263,7 +263,7 @@ def _before(shape: Shape, box: Box, position: int) -> int:
 
 
 class Extent(NamedTuple):
-    """``size`` entries of a dimension: where they lie in the stored tensor, and where in the whole one."""
+    """``size`` entries of a dimension, by their offsets in the stored and in the logical tensor."""
 
     local: int
     whole: int
@@ -273,13 +273,12 @@ class Extent(NamedTuple):
 def extents(
     cut: Cut, sizes: Mapping[int, int], num: int, values: Mapping[str, Value], variables: Mapping[str, int]
 ) -> tuple[list[tuple[Extent, ...]], int]:
-    """For each of ``num`` ranks the extents of its part, and the size of the whole dimension.
+    """The extents of each of ``num`` ranks, and the logical size of the dimension.
 
-    ``sizes``: what each rank has, by its coordinate; a rank may be absent only where the rule says that it has
-    nothing.
+    ``sizes``: the size on each rank, by coordinate; a rank may be absent only if the rule gives it size 0.
 
     Raises:
-        SpecError: the sizes do not fit the rule.
+        SpecError: the sizes contradict the rule.
     """
     stated = [evaluate(size, values, variables) for size in cut.sizes]
     if stated and len(stated) != num:
@@ -289,9 +288,9 @@ def extents(
         raise SpecError(f"{cut.axis} rank {', '.join(map(str, absent))} does not hold it")
     counts = [sizes.get(rank, 0) for rank in range(num)]
     if stated and counts != stated:
-        raise SpecError(f"uneven says sizes {stated}; the ranks of {cut.axis} hold {counts}")
+        raise SpecError(f"uneven lists sizes {stated}; the ranks of {cut.axis} hold {counts}")
     if not cut.uneven and not any(part.unit is not None for part in cut.parts) and len(set(counts)) > 1:
-        raise SpecError(f"the ranks of {cut.axis} hold {counts} in dimension {cut.dim}; say uneven: true if they may")
+        raise SpecError(f"the ranks of {cut.axis} hold {counts} in dimension {cut.dim}; set uneven: true if they may")
     if not cut.parts:
         ends = list(accumulate(counts, initial=0))
         return [(Extent(0, ends[rank], counts[rank]),) if counts[rank] else () for rank in range(num)], ends[-1]
@@ -301,7 +300,7 @@ def extents(
 
 class _Part(NamedTuple):
     width: int
-    """Of the whole sub-parameter."""
+    """Logical size of the sub-parameter."""
     ranges: list[tuple[int, int]]
     """First and last (exclusive) entry of each rank."""
 
@@ -349,11 +348,11 @@ def _by_units(name: str, width: int, unit: int, num: int) -> _Part:
     if rest or units < 1:
         raise SpecError(f"part {name}: width {width} is no multiple of the unit {unit}")
     if units >= num:
-        # The first ranks have one unit more where they do not divide.
+        # If units do not divide evenly, the first ranks have one more.
         return _consecutive([(units // num + (rank < units % num)) * unit for rank in range(num)])
     if num % units:
         raise SpecError(f"part {name}: {num} ranks cannot share {units} units evenly")
-    # Fewer units than ranks, as with grouped queries: neighbours hold the same unit.
+    # Fewer units than ranks, as in grouped-query attention: neighbours hold the same unit.
     first = [rank * units // num * unit for rank in range(num)]
     return _Part(width, [(begin, begin + unit) for begin in first])
 
@@ -364,17 +363,17 @@ def _consecutive(widths: Sequence[int]) -> _Part:
 
 
 def stage_of(coords: Coords) -> Stage:
-    """The stage of a file."""
+    """The stage of a rank."""
     return coords.get("vpp", 0), coords.get("pp", 0)
 
 
 def uses_offset(rule: Rule) -> bool:
-    """Whether the rule numbers layers through the stages."""
+    """Whether the rule numbers layers across stages."""
     return bool(_USES_OFFSET.search(rule.rename))
 
 
 class GlobalNumbers:
-    """What ``offset`` is for each stage, counted from the layers that stages hold, and the experts of each rank."""
+    """The ``offset`` of each stage's layers and the number of experts per rank, counted in the checkpoint."""
 
     def __init__(self, matches: Matches, tensors: Iterable[LocalTensor]) -> None:
         layers: dict[str, dict[Stage, set[int]]] = {}
@@ -396,7 +395,7 @@ class GlobalNumbers:
     def of(
         self, rule: Rule, pattern: Pattern, name: str, coords: Coords, captured: Mapping[str, Value]
     ) -> dict[str, Value]:
-        """``offset`` and the expert's number among all, where the rule asks for them."""
+        """``offset`` and the expert's global number, if the rule uses them."""
         numbers: dict[str, Value] = {}
         stage = stage_of(coords)
         if uses_offset(rule):
@@ -418,7 +417,7 @@ def _number(captured: Mapping[str, Value], what: str, rule: Rule, name: str) -> 
 def _offsets(family: str, stages: Mapping[Stage, set[int]]) -> dict[Stage, int]:
     offsets: dict[Stage, int] = {}
     total = 0
-    # By chunk, then by stage: in this order layers follow each other under interleaved pipelines.
+    # By chunk, then by stage: the order of layers in an interleaved pipeline.
     for stage in sorted(stages):
         _check_gapless(stages[stage], f"{family}N of pipeline stage {stage[1]}, chunk {stage[0]}")
         offsets[stage] = total
@@ -427,12 +426,12 @@ def _offsets(family: str, stages: Mapping[Stage, set[int]]) -> dict[Stage, int]:
 
 
 def _experts(family: str, ranks: Mapping[int, set[int]]) -> int:
-    """How many each rank has."""
+    """The number of experts of each rank, the same on all."""
     for rank, numbers in ranks.items():
         _check_gapless(numbers, f"{family}N of expert rank {rank}")
     counts = {len(numbers) for numbers in ranks.values()}
     if len(counts) > 1:
-        raise SpecError(f"{family}N: expert ranks hold {sorted(counts)} of them; they have to hold as many each")
+        raise SpecError(f"{family}N: expert ranks hold {sorted(counts)} of them; they have to hold equally many")
     return counts.pop()
 
 
@@ -440,5 +439,5 @@ def _check_gapless(numbers: set[int], what: str) -> None:
     absent = set(range(max(numbers) + 1)) - numbers
     if absent:
         raise SpecError(
-            f"{what}: {', '.join(map(str, sorted(absent)))} missing; numbers have to begin at 0 on each rank"
+            f"{what}: {', '.join(map(str, sorted(absent)))} missing; numbers have to start at 0 on each rank"
         )

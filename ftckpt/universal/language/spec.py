@@ -1,7 +1,7 @@
-"""The language that says where the parameters of a checkpoint lie, for checkpoints that do not say it themselves.
+"""Specifications: the sharding of parameters, for checkpoints that do not record it.
 
-A specification is a YAML file of rules; ``specs/README.md`` explains them all. It is checked for completeness: each
-name must match exactly one rule, and each rule at least one name.
+A specification is a YAML file of rules, see ``specs/README.md``. It must be complete: each name matches exactly one
+rule, and each rule at least one name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ftckpt.model.text import listed
 from ftckpt.universal.language.patterns import Pattern, Value, evaluate, variables_in
 
 KINDS = ("unique", "replicated", "average", "fragment", "drop")
-"""One of them stands in each rule."""
+"""The kinds of rules: fields of which each rule has exactly one."""
 _FIELDS = {
     "match", "regex", "rename", "when", "optional", "pipeline_replicated", "padded_vocabulary", "expert", "stack",
     *KINDS,
@@ -25,11 +25,11 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class SubParameter:
-    """A part of a dimension that is cut over ranks on its own.
+    """A part of a dimension that is sharded on its own.
 
-    ``width`` is its whole size; where it is absent, ``share`` is its part of what each rank has. ``unit`` is the size
-    that is never cut (a head): the first ranks have one unit more where units do not divide, and where there are
-    fewer units than ranks each unit is held by several ranks.
+    ``width``: its size over all ranks; if None, ``share`` is its proportion of each rank's size. ``unit``: the size
+    that is never cut (a head). If units do not divide evenly, the first ranks hold one more; if there are fewer units
+    than ranks, several ranks hold each unit.
     """
 
     name: str
@@ -40,9 +40,9 @@ class SubParameter:
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension of the stored tensor, cut over the ranks of ``axis``.
+    """A dimension of the stored tensor that is sharded over the ranks of ``axis``.
 
-    ``sizes`` are those of each rank where they are said; ``uneven`` says that they may differ.
+    ``sizes``: the size of each rank, if the rule lists them; ``uneven``: sizes may differ.
     """
 
     dim: int
@@ -54,8 +54,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Expert:
-    """Which captured number is the expert's, and over which axis experts are dealt; ``local`` ones begin at 0 on
-    each rank."""
+    """The capture that is the expert's number, and the axis over which experts are distributed; ``local``: numbers
+    start at 0 on each rank."""
 
     number: str
     axis: str
@@ -64,7 +64,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule; ``number`` counts from 1 in the order of the file. It counts only where ``when`` is not 0."""
+    """A rule, in effect unless ``when`` is 0; ``number`` is its position in the file, from 1."""
 
     number: int
     text: str
@@ -81,7 +81,7 @@ class Rule:
     stack: tuple[str, ...]
 
     def match(self, name: str) -> tuple[Pattern, Mapping[str, Value]] | None:
-        """The first pattern that matches and what it captured."""
+        """The first pattern that matches, and its captures; None if none does."""
         for pattern in self.patterns:
             if (captured := pattern.match(name)) is not None:
                 return pattern, captured
@@ -89,14 +89,14 @@ class Rule:
 
 
 def parse_rule(value: Any, where: str) -> Rule:
-    """A rule from YAML; ``where`` ends in its number. Raises SpecError that names the field."""
+    """Parses a rule from YAML; ``where`` ends in its number. Raises SpecError that names the field."""
     body = fields_of(value, where, _FIELDS)
     kinds = [kind for kind in KINDS if kind in body]
     if len(kinds) != 1:
         raise SpecError(f"{where}: has to have one of {', '.join(KINDS)}; it has {', '.join(kinds) or 'none'}")
     kind = kinds[0]
     if kind == "drop" and not isinstance(body["drop"], str):
-        raise SpecError(f"{where}: drop has to say why, as a text")
+        raise SpecError(f"{where}: drop has to be a text: the reason")
     if kind not in ("fragment", "drop") and body[kind] is not True:
         raise SpecError(f"{where}: {kind} has to be true")
     patterns = _patterns(body, where)
@@ -128,7 +128,7 @@ def parse_rule(value: Any, where: str) -> Rule:
 
 
 def fields_of(value: Any, where: str, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """``value``, which has to be a mapping of known names. Raises SpecError."""
+    """Checks that ``value`` is a mapping with ``known`` names (None: any), and returns it. Raises SpecError."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise SpecError(f"{where}: has to be a mapping of names")
     unknown = sorted(set(value) - set(known)) if known is not None else []
@@ -138,7 +138,7 @@ def fields_of(value: Any, where: str, known: Iterable[str] | None = None) -> dic
 
 
 def expression(value: Any, where: str) -> str | int:
-    """``value``, which has to be an integer or the text of an expression. Raises SpecError."""
+    """Checks that ``value`` is an integer or the text of an expression, and returns it. Raises SpecError."""
     if type(value) not in (int, str):
         raise SpecError(f"{where}: {value!r} has to be an integer or an expression such as $heads * $head_dim")
     text: str | int = value
@@ -148,7 +148,7 @@ def expression(value: Any, where: str) -> str | int:
 def _patterns(body: Mapping[str, Any], where: str) -> tuple[Pattern, ...]:
     globs, regexes = (_names(body.get(field, []), f"{where}: {field}") for field in ("match", "regex"))
     if not globs and not regexes:
-        raise SpecError(f"{where}: has no match and no regex")
+        raise SpecError(f"{where}: has no match and no regex; add one")
     return (*map(Pattern.glob, globs), *map(Pattern.of_regex, regexes))
 
 
@@ -172,14 +172,14 @@ def _vocabulary(body: Mapping[str, Any], where: str) -> tuple[bool, str | int | 
     value = body["padded_vocabulary"]
     body = fields_of({} if value is True else value, f"{where}: padded_vocabulary", {"dim", "size"})
     if body.get("dim", 0) != 0:
-        raise SpecError(f"{where}: padded_vocabulary: dim has to be 0, the one that loaders know how to fill up")
+        raise SpecError(f"{where}: padded_vocabulary: dim has to be 0, the only one that loaders can pad")
     return True, expression(body["size"], f"{where}: padded_vocabulary: size") if "size" in body else None
 
 
 def _expert(value: Any, where: str) -> Expert:
     body = fields_of({"number": value} if isinstance(value, str) else value, where, {"number", "axis", "numbers"})
     if not isinstance(body.get("number"), str):
-        raise SpecError(f"{where}: number has to name what the pattern captures")
+        raise SpecError(f"{where}: number has to be the name of a capture")
     numbers = body.get("numbers", "local")
     if numbers not in ("local", "global"):
         raise SpecError(f"{where}: numbers has to be local or global, not {numbers!r}")
@@ -201,7 +201,7 @@ def _cuts(value: Any, where: str, expert: Expert | None) -> tuple[Cut, ...]:
     for what in ("dim", "axis"):
         values = [getattr(cut, what) for cut in cuts]
         if not values or len(set(values)) != len(values):
-            raise SpecError(f"{where}: fragment: each {what} has to stand there once, and one at least")
+            raise SpecError(f"{where}: fragment: has to have at least one {what}, and none twice")
     return cuts
 
 
@@ -219,7 +219,7 @@ def _cut(value: Any, where: str, axis: str) -> Cut:
         raise SpecError(f"{where}: parts has to be a list")
     sub_parameters = tuple(_part(part, f"{where}: part {number}") for number, part in enumerate(parts, 1))
     if sizes and sub_parameters:
-        raise SpecError(f"{where}: sizes of ranks and parts exclude each other; give parts units")
+        raise SpecError(f"{where}: has sizes of ranks and parts; give the parts units instead of sizes")
     if len({part.width is None for part in sub_parameters}) > 1:
         raise SpecError(f"{where}: either all parts have a width or all have a share")
     return Cut(dim, _axis(body, axis, where), sub_parameters, bool(uneven), sizes)
@@ -241,12 +241,12 @@ READY = Path(__file__).parent / "specs"
 _MOST_NAMED = 8
 
 Matches = Mapping[str, tuple[Rule, Pattern, Mapping[str, Value]]]
-"""Name → the rule that it matches, the pattern of the rule that did, and what that captured."""
+"""Name → the rule that it matches, the pattern that did, and its captures."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A number that the checkpoint's arguments give under one of the names ``sources``, else ``default``."""
+    """A number: the first of the checkpoint's arguments ``sources`` that is an integer, else ``default``."""
 
     sources: tuple[str, ...]
     default: str | int | None = None
@@ -254,8 +254,10 @@ class Variable:
 
 @dataclass(frozen=True)
 class Spec:
-    """Rules for the names of one kind of checkpoint. ``variants`` are other names for the same kind of model: the one
-    that fits a checkpoint is taken."""
+    """Rules for one kind of checkpoint: ``rules``, or ``variants`` of which the one that fits a checkpoint applies.
+
+    Call ``load``, then ``match`` and ``values`` with the checkpoint's names and arguments.
+    """
 
     origin: str
     rules: tuple[Rule, ...] = ()
@@ -263,16 +265,16 @@ class Spec:
     variables: Mapping[str, Variable] = field(default_factory=dict)
     given: Mapping[str, int] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list, compare=False)
-    """Which rule matched how many names, in words, once names were matched."""
+    """Messages about each rule and the number of names it matched; filled by ``match``."""
 
     @classmethod
     def load(cls, name: str | Path, given: Mapping[str, int] | None = None) -> Spec:
-        """The ready specification ``name``, or that of a file; ``given`` are variables that win over all others.
+        """Loads the built-in specification ``name``, or a file; ``given`` variables override all others.
 
         Raises:
-            SpecError: there is none, or it is wrong; the text names the rule and the field.
+            SpecError: it does not exist or is invalid; the text names the rule and the field.
         """
-        # Only here: jobs that export in other formats have no specification, and need not have pyyaml.
+        # Imported on use: jobs without a specification do not need pyyaml.
         try:
             import yaml
         except ImportError:
@@ -281,17 +283,17 @@ class Spec:
         ready = {path.stem: path for path in sorted(READY.glob("*.yaml"))}
         path = ready.get(str(name), Path(name))
         try:
-            # safe_load: a specification may come with a checkpoint, and must not make objects.
+            # safe_load: a specification may come with a checkpoint, and must not create objects.
             value = yaml.safe_load(path.read_text())
         except FileNotFoundError:
-            raise SpecError(f"{name}: no such file, nor is it one of {', '.join(ready)}") from None
+            raise SpecError(f"{name}: neither a file nor one of {', '.join(ready)}") from None
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise SpecError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
         return cls.parse(value, str(name), given)
 
     @classmethod
     def parse(cls, value: Any, origin: str, given: Mapping[str, int] | None = None) -> Spec:
-        """A specification from what its YAML says; ``origin`` names it in errors. Raises SpecError, see ``load``."""
+        """Parses the value of its YAML; ``origin`` names it in errors. Raises SpecError, see ``load``."""
         body = fields_of(value, origin, {"about", "variables", "rules", "variants"})
         if ("rules" in body) == ("variants" in body):
             raise SpecError(f"{origin}: has to have either rules or variants")
@@ -305,10 +307,10 @@ class Spec:
         return cls(origin, parsed.pop("", ()), parsed, variables, dict(given or {}))
 
     def resolve(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Spec:
-        """This specification with the rules that count for a checkpoint of these names: of the variant that fits.
+        """This specification reduced to the rules in effect of the first variant that fits these ``names``.
 
         Raises:
-            SpecError: none does; the text says what is wrong with the one that fits best.
+            SpecError: none fits; the text explains the one with the fewest problems.
         """
         ordered, values = sorted(set(names)), self.values(arguments)
         errors: list[tuple[int, str]] = []
@@ -319,21 +321,21 @@ class Spec:
             if not problems:
                 return replace(self, rules=counting, variants={})
             errors.append((bad, f"{where}: {'; '.join(problems)}"))
-        # Of the variant with the fewest problems: it is the one that was most likely meant.
+        # The variant with the fewest problems is the one that was most likely meant.
         raise SpecError(min(errors)[1])
 
     def match(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Matches:
         """The rule of each name. Raises SpecError, see ``resolve``."""
         ordered = sorted(set(names))
         rules = self.resolve(ordered, arguments).rules
-        # ``resolve`` has made sure that no name matches two rules.
+        # ``resolve`` guarantees that no name matches two rules.
         matches = {name: (rule, *hit) for name in ordered for rule in rules if (hit := rule.match(name)) is not None}
         numbers = [rule.number for rule, _, _ in matches.values()]
         self.summary[:] = [f"rule {r.number}, {r.kind}: {numbers.count(r.number)} names as {r.text}" for r in rules]
         return matches
 
     def values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Every variable that has a value: given ones, else the checkpoint's ``arguments``, else defaults.
+        """All variables with a value: the given one, else the checkpoint's argument, else the default.
 
         Raises:
             SpecError: a default cannot be computed.
@@ -348,7 +350,7 @@ class Spec:
                 values[name] = int(stated[0])
             elif variable.default is not None:
                 defaults[name] = variable.default
-        # Until nothing more can be computed: a default may need others, and a circle stays without values.
+        # Repeated, as defaults may use other variables; those in a cycle stay without values.
         while ready := [name for name, default in defaults.items() if variables_in(default) <= values.keys()]:
             for name in ready:
                 values[name] = evaluate(defaults.pop(name), {}, values)
@@ -382,7 +384,7 @@ def _variables(value: Any, where: str) -> dict[str, Variable]:
 
 
 def _problems(rules: Sequence[Rule], names: Sequence[str]) -> tuple[list[str], int]:
-    """What is wrong between rules and names, in words, and how much of it there is."""
+    """Messages about names without exactly one rule and rules without a name, and the number of both."""
     hits = {name: [rule.number for rule in rules if rule.match(name) is not None] for name in names}
     unmatched = [name for name, rules_hit in hits.items() if not rules_hit]
     ambiguous = [f"{name} (rules {', '.join(map(str, hit))})" for name, hit in hits.items() if len(hit) > 1]
@@ -394,5 +396,5 @@ def _problems(rules: Sequence[Rule], names: Sequence[str]) -> tuple[list[str], i
     if ambiguous:
         problems.append(f"several rules match {listed(ambiguous, _MOST_NAMED)}")
     if idle:
-        problems.append(f"nothing matches rule {listed(idle, _MOST_NAMED)}; remove it, or say that it is optional")
+        problems.append(f"nothing matches rule {listed(idle, _MOST_NAMED)}; remove it, or make it optional")
     return problems, len(unmatched) + len(ambiguous) + len(idle)

@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron, read and written without it."""
+"""Readers and writers of Megatron checkpoints that do not need Megatron."""

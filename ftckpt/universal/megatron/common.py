@@ -1,4 +1,4 @@
-"""What is no tensor in a Megatron checkpoint: ``common.pt``, and what of others' objects can go into it."""
+"""The objects of a Megatron checkpoint, ``common.pt``, and their conversion from other sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftckpt.errors import ConvertError
 _IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 CONTENT = "content_metadata"
 SHARDING = "fully_reshardable"
-# A counter that Megatron-LM keeps in ``common.pt`` itself, beside its arguments.
+# A counter that Megatron-LM stores at the top level of ``common.pt``, not in its arguments.
 _FLOATING = "num_floating_point_operations_so_far"
 _AXES = {
     "tp": "tensor_model_parallel_size",
@@ -31,7 +31,7 @@ _AXES = {
 
 @dataclass
 class Hyperparameters:
-    """Groups of parameters without the parameters, each once, the loss scaler, and the steps that groups name."""
+    """Distinct parameter groups without their parameters, and the loss scaler."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     scaler: Any = None
@@ -42,19 +42,19 @@ class Hyperparameters:
 
 
 def identity_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What Megatron finds a group of parameters by; NeMo calls multipliers ``pre_wd_mult`` and ``pre_lr_mult``."""
+    """The key by which Megatron matches parameter groups; NeMo's multipliers are ``pre_wd_mult``, ``pre_lr_mult``."""
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in _IDENTIFIERS)
 
 
 def layout_of(args: Mapping[str, Any]) -> dict[str, int | str | bool]:
-    """The layout that a job's arguments say; empty where they say none."""
+    """The layout in a job's arguments; empty if they have none."""
     return {axis: args[name] for axis, name in _AXES.items() if isinstance(args.get(name), int)}
 
 
 def arguments_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the Megatron-LM job that wrote the source, its position in the data among them.
+    """The arguments of the Megatron-LM job that wrote the source, with its position in the data.
 
-    Empty where it was another job, such as one that has a train loop of its own.
+    Empty for another job, such as one with its own train loop.
     """
     common = objects.get("megatron")
     if isinstance(common, Mapping):
@@ -69,12 +69,12 @@ def arguments_of(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shards_of(objects: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of a snapshot what its ranks saved."""
+    """The objects of each rank of a snapshot; empty for another source."""
     return [shard for shard in (objects.get("shards") or {}).values() if isinstance(shard, Mapping)]
 
 
 def _position(objects: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a snapshot says of Megatron-LM's train loop; empty where it says nothing."""
+    """The state of Megatron-LM's train loop in a snapshot; empty if there is none."""
     for shard in shards_of(objects):
         users = shard.get("objects")
         position = users.get("counters") if isinstance(users, Mapping) else None
@@ -84,8 +84,8 @@ def _position(objects: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def optimizers_in(value: Any) -> Iterator[Mapping[str, Any]]:
-    """The state of each optimizer in ``common.pt``'s ``optimizer``: of one, of a chain, or of an FP32 one."""
-    # A chain of optimizers is saved as a mapping from their numbers.
+    """The state of each optimizer in ``optimizer`` of ``common.pt``: a single one, a chain, or an FP32 one."""
+    # A chain of optimizers is saved as a mapping with their numbers as keys.
     if isinstance(value, Mapping) and value and all(isinstance(key, int) for key in value):
         for key in sorted(value):
             yield from optimizers_in(value[key])
@@ -93,14 +93,14 @@ def optimizers_in(value: Any) -> Iterator[Mapping[str, Any]]:
         for each in value:
             yield from optimizers_in(each)
     elif isinstance(value, Mapping):
-        # FP32 optimizers save torch's state as it is; others put it under this name, beside their loss scaler.
+        # FP32 optimizers save torch's state at the top level, others under this name, next to their loss scaler.
         inner = value.get("optimizer", value)
         if isinstance(inner, Mapping):
             yield {"scaler": value.get("grad_scaler"), **inner}
 
 
 def hyperparameters(objects: Mapping[str, Any]) -> Hyperparameters:
-    """Those of any checkpoint whose objects have groups as Megatron's optimizers have them."""
+    """The hyperparameters of any source whose objects have Megatron's parameter groups; empty for others."""
     hyper = Hyperparameters()
     sources: list[tuple[Iterable[Any], Any]] = []
     common = objects.get("megatron")
@@ -117,7 +117,7 @@ def hyperparameters(objects: Mapping[str, Any]) -> Hyperparameters:
             if identity not in seen:
                 seen.add(identity)
                 hyper.groups.append({name: value for name, value in group.items() if name != "params"})
-    # A rank that has no parameters of a group counts no steps for it; Megatron steps all groups together.
+    # A rank without parameters of a group counts no steps for it; Megatron steps all groups together.
     counted = [group["step"] for group in hyper.groups if group.get("step") is not None]
     if len(hyper.steps) == 1:
         for group in hyper.groups:
@@ -126,9 +126,7 @@ def hyperparameters(objects: Mapping[str, Any]) -> Hyperparameters:
 
 
 def common_step(objects: Mapping[str, Any], where: str) -> float | None:
-    """The step that all tensors of ``common.pt`` share, where torch's own optimizers count it, else None.
-
-    Fused optimizers count it in their groups, as an integer; there it stays.
+    """The common step of torch's own optimizers in ``common.pt``; None for fused ones, which count in their groups.
 
     Raises:
         ConvertError: the steps differ.
@@ -140,7 +138,7 @@ def common_step(objects: Mapping[str, Any], where: str) -> float | None:
         if shared is not None:
             steps.add(float(shared))
         group_steps = [group.get("step") for group in each.get("param_groups") or ()]
-        # An integer is a fused optimizer's: it goes with the group, and is no tensor of the checkpoint.
+        # An integer belongs to a fused optimizer: it stays in the group.
         steps |= {float(step) for step in group_steps if isinstance(step, (float, torch.Tensor))}
     if len(steps) > 1:
         raise ConvertError(f"{where}: optimizers are at different steps: {sorted(steps)}")
@@ -150,22 +148,22 @@ def common_step(objects: Mapping[str, Any], where: str) -> float | None:
 def make_common(
     objects: Mapping[str, Any], iteration: int, step: float | None, fp32: bool, content: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``common.pt`` for Megatron: ``step`` is that of torch's own optimizer, ``fp32`` says that it has no masters.
+    """``common.pt`` for Megatron: the source's own without state of its layout, or made from a snapshot's objects.
 
-    Whatever the source's own had stays, but what belongs to one layout.
+    ``step``: the step of torch's own optimizer; ``fp32``: there are no masters.
     """
     common: dict[str, Any] = copy.deepcopy(dict(objects.get("megatron") or {}))
-    # Of the layout of the source; the optimizer is put together anew below.
+    # They belong to the source's layout; the optimizer is assembled below.
     for name in ("optimizer", "rerun_state_machine", "rng_state"):
         common.pop(name, None)
     args = arguments_of(objects)
     if args:
-        # Generators of another layout mean nothing: nobody is to look for them.
+        # RNG state has no meaning in another layout: Megatron must not look for it.
         common["args"] = argparse.Namespace(**{**args, "no_save_rng": True})
     floating = (_position(objects).get("counters") or {}).get(_FLOATING)
     if floating is not None:
         common.setdefault(_FLOATING, floating)
-    # What Megatron-LM writes; below 2 query, key and value were ordered otherwise.
+    # Megatron-LM's version: below 2 it assumes another order of query, key and value.
     common.setdefault("checkpoint_version", 3.0)
     common["iteration"] = iteration
     schedulers = (shard.get("scheduler") for shard in shards_of(objects))
@@ -180,7 +178,7 @@ def make_common(
 
 
 def _optimizer(hyper: Hyperparameters, step: float | None, fp32: bool) -> dict[Any, Any]:
-    """One optimizer's state, or that of a chain where experts have groups, and so an optimizer, of their own."""
+    """The state of an optimizer or, if experts have groups and so an optimizer of their own, of a chain."""
     parts = [
         [group for group in hyper.groups if bool(group.get("is_expert_parallel")) is experts]
         for experts in (False, True)
@@ -199,6 +197,6 @@ def _one(groups: list[dict[str, Any]], scaler: Any, step: float | None, fp32: bo
     made: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": SHARDING}
     if scaler is not None:
         made["grad_scaler"] = scaler
-    if fp32:  # without the distributed optimizer it stands one level higher
+    if fp32:  # without the distributed optimizer FP32 state is one level higher
         made.update(copy.deepcopy(inner))
     return made

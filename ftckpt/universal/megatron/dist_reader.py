@@ -1,4 +1,4 @@
-"""Reads Megatron's ``torch_dist`` checkpoints without Megatron: weights, masters, optimizer state, all else."""
+"""A reader of Megatron's ``torch_dist`` checkpoints: weights, masters, optimizer state and objects."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _LEFT_OUT = ("rerun_state_machine",)
-"""Objects that mean nothing in another job."""
+"""Objects that have no meaning in another job."""
 
 
 def recognises(path: Path) -> bool:
-    """Whether ``path`` is such a checkpoint, or a directory of several whose newest is one."""
+    """Whether ``path`` is a ``torch_dist`` checkpoint, or a directory of several whose newest is one."""
     try:
         directory = iteration_directory(path, None)
         return bool(json.loads((directory / CONFIG).read_bytes()).get("sharded_backend") == "torch_dist")
@@ -38,7 +38,8 @@ def recognises(path: Path) -> bool:
 
 
 def iteration_directory(path: Path, iteration: int | None) -> Path:
-    """``path`` itself, or the one of ``iteration`` in it, or that its ``latest_checkpointed_iteration.txt`` names.
+    """The directory in ``path`` of ``iteration``. If that is None: ``path`` itself if it is a checkpoint, or else the
+    directory that its ``latest_checkpointed_iteration.txt`` names.
 
     Raises:
         ConvertError: there is none.
@@ -50,11 +51,11 @@ def iteration_directory(path: Path, iteration: int | None) -> Path:
             text = (path / TRACKER).read_text().strip()
         except (OSError, UnicodeDecodeError):
             raise ConvertError(f"{path}: has neither {CONFIG} nor {TRACKER}") from None
-        # Megatron's name for weights without a training run behind them.
+        # Megatron's name for weights without a training run.
         if text == "release":
             return path / text
         if not text.isdecimal():
-            raise ConvertError(f"{path / TRACKER}: says {text[:40]!r}, which is no iteration")
+            raise ConvertError(f"{path / TRACKER}: holds {text[:40]!r}, not an iteration")
         iteration = int(text)
     directory = path / f"iter_{iteration:07d}"
     if not directory.is_dir():
@@ -64,7 +65,7 @@ def iteration_directory(path: Path, iteration: int | None) -> Path:
 
 @dataclass(frozen=True)
 class _ChunkRange:
-    """Bytes ``begin`` to ``end`` of a chunk; of no chunk where ``value`` are the bytes."""
+    """Bytes ``begin`` to ``end`` of ``chunk``; if that is None, the bytes ``value``."""
 
     name: str
     chunk: DcpChunk | None
@@ -74,13 +75,13 @@ class _ChunkRange:
 
 
 class MegatronDistReader(Reader):
-    """The checkpoint in ``path``, or that of ``iteration`` (default: the newest) among those in ``path``.
+    """Reads the checkpoint in ``path``, or that of ``iteration`` (default: the newest) among those in ``path``.
 
-    ``roles`` leaves out all others: so the weights of a checkpoint can be read whose optimizer state cannot.
+    ``roles``: the roles to read, None for all. Weights alone can be read even if optimizer state is unreadable.
 
     Raises:
-        ConvertError: missing, truncated or damaged files, an optimizer's state that belongs to one layout, or
-            anything that cannot be read without running code.
+        ConvertError: a file is missing, truncated or corrupt, optimizer state is specific to a layout, or an object
+            needs code.
     """
 
     def __init__(self, path: Path, iteration: int | None = None, roles: Iterable[str] | None = None) -> None:
@@ -112,7 +113,7 @@ class MegatronDistReader(Reader):
         return self._directory.chunk(read.name, read.chunk)[read.begin : read.end]
 
     def where(self, index: int) -> Path:
-        """The file that a fragment lies in."""
+        """The file that holds a fragment."""
         chunk = self._reads[index].chunk
         return self.path / (COMMON if chunk is None else chunk.blob.file)
 
@@ -131,8 +132,7 @@ class MegatronDistReader(Reader):
         for name in self._directory.objects:
             if not name.startswith(_LEFT_OUT) and "optimizer.distributed." not in name:
                 value = self._directory.object(name)
-                # Layers without FP8 have nothing in it; Megatron asks for it all the same, and the writer makes it
-                # anew.
+                # Empty without FP8. Megatron requires it all the same, so the writer creates it.
                 if not (name.partition("/")[0].endswith("_extra_state") and value == [None]):
                     objects[name] = pickles.plain(value)
         return objects
@@ -142,7 +142,7 @@ class MegatronDistReader(Reader):
         for name, tensor in tensors.items():
             role, bare = names.from_megatron(name)
             if role == "master" and bare in tensors and tensors[bare].dtype == tensor.dtype:
-                role = "weight"  # the optimizer steps the weight itself: what it saved must be the same
+                role = "weight"  # the optimizer updates the weight itself: both copies must be equal
             if "optimizer.distributed." in name or (self._wanted is not None and role not in self._wanted):
                 continue
             for chunk in tensor.chunks:
@@ -157,9 +157,9 @@ class MegatronDistReader(Reader):
             return
         inner = Box(box.offset[1:], box.shape[1:])
         size = math.prod(inner.shape)
-        # A flat range over several layers is not one box of each: which elements are whose would have to be cut.
+        # A partial flat range over several layers would have to be cut at layer borders.
         if box.shape[0] != 1 and (start, stop) != (0, box.numel):
-            raise ConvertError(f"{self.path}: {name}: several layers flattened into one")
+            raise ConvertError(f"{self.path}: {name}: not supported: a flattened part of several layers")
         for layer in range(box.shape[0]):
             first, last = (start, stop) if box.shape[0] == 1 else (0, size)
             begin = layer * size * item
@@ -185,7 +185,7 @@ class MegatronDistReader(Reader):
 
 
 def _geometry(tensor: StoredTensor, chunk: DcpChunk) -> tuple[Shape, Box, int, int]:
-    """Shape of the tensor, the chunk's box in it, and which elements of the box it holds."""
+    """The tensor's shape, the chunk's box in it, and the range of the box's elements that the chunk holds."""
     if tensor.flattened_from is None:
         return tensor.shape, Box(chunk.offset, chunk.shape), 0, math.prod(chunk.shape)
     whole = tensor.flattened_from
@@ -199,7 +199,7 @@ def _check_config(path: Path) -> None:
         config = json.loads(path.read_bytes())
         backend, version = config["sharded_backend"], config.get("sharded_backend_version", 1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ConvertError(f"{path}: cannot be read: not a checkpoint of Megatron, or not all of one") from None
+        raise ConvertError(f"{path}: cannot be read: not a Megatron checkpoint, or incomplete") from None
     if (backend, version) != ("torch_dist", 1):
         raise ConvertError(f"{path}: format {backend} version {version}; only torch_dist version 1 is read")
     if not (path.parent / METADATA).exists():

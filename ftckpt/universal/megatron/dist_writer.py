@@ -1,4 +1,4 @@
-"""Writes ``torch_dist`` checkpoints that Megatron's own ``dist_checkpointing.load`` reads, in any layout."""
+"""A writer of ``torch_dist`` checkpoints that Megatron's ``dist_checkpointing.load`` reads in any layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ftckpt.universal.safetensors import MAX_FILE_BYTES, strip_memory, strips
 from ftckpt.universal.storage import Destination, explained
 
 BLOB_BYTES = 64 << 20
-"""A tensor is stored in strips of rows of at most this size, or of one row where that is larger."""
+"""Maximum of a strip of rows in which tensors are stored, unless one row is larger."""
 STEP = "step"
 _INDEX = ".index.json"
 _EXTRA = "extra_states.distcp"
@@ -42,11 +42,11 @@ _CONFIG = {
 
 
 class MegatronDistWriter:
-    """A directory as ``--save`` of Megatron makes: ``iter_0000005`` and the file that names the newest.
+    """Writes a directory as Megatron's ``--save`` does: ``iter_0000005`` and the file that names the newest.
 
-    Layers of a block are stacked where all are alike, as Megatron does (``stack=False``: never), and
-    ``content_metadata`` says which; jobs with the distributed optimizer and without find its state under their own
-    names, which share the bytes. Generators' states are not carried over.
+    The layers of homogeneous blocks are stacked, as in Megatron (``stack=False``: never), which ``content_metadata``
+    records. Optimizer state has the names of jobs with the distributed optimizer and without, which share the bytes.
+    RNG state is not carried over.
     """
 
     def __init__(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, stack: bool = True) -> None:
@@ -63,7 +63,7 @@ class MegatronDistWriter:
         lacking = lacking_weight(every)
         if lacking:
             raise ConvertError(
-                f"the source has no weights of {lacking}, and does not say which type they are cast to"
+                f"the source has no weights of {lacking}, and no type to cast masters to"
             )
         steps = [tensor for tensor in every if tensor.role == STEP]
         self._stored = [tensor for tensor in every if tensor.role != STEP]
@@ -71,13 +71,13 @@ class MegatronDistWriter:
         self._stepped = frozenset(key for key in keys if _is_stepped_weight(key, keys))
         if self._has_optimizer() and not hyperparameters(catalog.objects).groups:
             raise ConvertError(
-                "the source says no learning rates, betas and weight decays of groups of parameters, which Megatron "
-                "wants beside optimizer state; convert the weights alone with --roles weight,buffer"
+                "the source has no learning rates, betas and weight decays of parameter groups, which Megatron "
+                "requires with optimizer state; convert the weights alone with --roles weight,buffer"
             )
         is_stacked = self._stack and not _names_each_layer(catalog.objects)
         self._stacks = names.stackable(self._stored) if is_stacked else {}
         packed = _pack(self._stored, self._max_file_bytes)
-        if packed:  # steps are read with the first file, to go into ``common.pt``
+        if packed:  # steps are read with the first file and written to ``common.pt``
             packed[0][:0] = map(Rows.whole, steps)
         directory = _directory(catalog)
         return [
@@ -86,11 +86,11 @@ class MegatronDistWriter:
         ]
 
     def memory(self, unit: Unit) -> int:
-        """A strip, what it was made of, and what torch.save makes of it."""
+        """Maximum memory of ``write`` in bytes: a strip, its source, and its archive."""
         return strip_memory(unit, BLOB_BYTES)
 
     def write(self, unit: Unit, get: Get) -> None:
-        """A file beside it tells ``finish``, which may be in another process, what lies where."""
+        """Write the file and its index for ``finish``, which may run in another process."""
         steps: set[float] = set()
         written: list[tuple[str, int, int, int, int]] = []
         with self.destination.file(unit.name) as file:
@@ -100,14 +100,14 @@ class MegatronDistWriter:
                 else:
                     written += self._write_part(part, file, get)
             if len(steps) > 1:
-                raise ConvertError(f"tensors are at different optimizer steps, {sorted(steps)}; Megatron knows one")
-            # Inside the other: the index has its name first, so that a file with a name always has one.
+                raise ConvertError(f"tensors are at different optimizer steps, {sorted(steps)}; Megatron stores one")
+            # Inside the other: the index is renamed first, so that a finished file always has one.
             with self.destination.file(_index_name(unit.name)) as index:
                 index.write(json.dumps({"written": written, "steps": sorted(steps)}).encode())
 
     def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
         directory = _directory(catalog)
-        # Written last: where a kill left it, all else is there, and the indexes may be gone.
+        # Written last: if an earlier attempt left it, all else is complete, and indexes may be removed.
         if not (self.destination.partial / TRACKER).is_file():
             self._write_rest(catalog, directory, units)
         for unit in units:
@@ -129,7 +129,7 @@ class MegatronDistWriter:
             writer.finish(dcp.Metadata(metadata), [results])
         step = next((step for index in indexes.values() for step in index["steps"]), None)
         self._write_common(catalog, directory, step)
-        # Last: Megatron takes a directory without this file for no checkpoint, and finds the newest by the tracker.
+        # Last: Megatron recognizes a checkpoint by this file, and finds the newest by the tracker.
         for name, text in ((f"{directory}/{CONFIG}", json.dumps(_CONFIG)), (TRACKER, str(catalog.iteration))):
             with self.destination.file(name) as file:
                 file.write(text.encode())
@@ -138,14 +138,14 @@ class MegatronDistWriter:
         tensor = part.tensor
         for first, last in _strips(part):
             data = get(tensor, first, last)
-            # torch warns of memory that cannot be written, such as that of a mapped file.
+            # torch warns of tensors over read-only memory, such as a mapped file.
             flat = torch.from_numpy(data if data.flags.writeable else data.copy()).view(TORCH_DTYPES[tensor.dtype])
             value = flat.reshape(self._blob_shape(tensor, first, last))
             offset = file.tell()
             yield tensor.key, first, last, offset, pickles.dump(value, file)
 
     def _blob_shape(self, tensor: Tensor, first: int, last: int) -> tuple[int, ...]:
-        # Any of the names: they differ in nothing but that.
+        # Any of the names: the shape is the same.
         place = next(names.places(tensor, names.to_megatron(tensor.key), self._stacks))
         rows = (last - first, *tensor.shape[1:]) if tensor.shape else ()
         return (1,) * len(place.first) + rows
@@ -153,10 +153,10 @@ class MegatronDistWriter:
     def _records(
         self, metadata: dict[str, Any], strip: tuple[Tensor, int, int], info: _StorageInfo
     ) -> Iterator[WriteResult]:
-        """One entry per name under which a job may ask for these rows, all of the same bytes."""
+        """One entry per name under which a job may load these rows, all with the same bytes."""
         tensor, first, last = strip
         sizes = torch.Size(self._blob_shape(tensor, first, last))
-        # The distributed optimizer saves a weight that it steps itself as its master, too.
+        # The distributed optimizer also saves a weight that it updates itself as its master.
         aliases = names.to_megatron(tensor.key, tensor.dtype == "F32" and tensor.key in self._stepped)
         for place in names.places(tensor, aliases, self._stacks):
             inner = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
@@ -185,7 +185,7 @@ class MegatronDistWriter:
         results = []
         for name in sorted(set(names.extra_states(self._stored, self._stacks))):
             metadata[name] = dcp.BytesStorageMetadata()
-            # All names lead to the same few bytes.
+            # All names share the same few bytes.
             results.append(WriteResult(dcp.MetadataIndex(name), length, _StorageInfo(_EXTRA, 0, length)))
         return results
 
@@ -200,7 +200,7 @@ class MegatronDistWriter:
 
 
 def _is_stepped_weight(key: str, keys: Collection[str]) -> bool:
-    """Whether the optimizer steps the weight itself, which has its state and no master."""
+    """Whether the optimizer updates the weight itself, which has optimizer state and no master."""
     is_stepped = key.startswith(WEIGHT) and key.replace(WEIGHT, "exp_avg/", 1) in keys
     return is_stepped and master_of(key) not in keys
 
@@ -214,7 +214,7 @@ def _index_name(name: str) -> str:
 
 
 def _names_each_layer(objects: Mapping[str, Any]) -> bool:
-    """Whether a Megatron job that wrote the source has names of its own for each layer, alike or not."""
+    """Whether the Megatron job that wrote the source names each layer, even in homogeneous blocks."""
     common = objects.get("megatron") or {}
     args = arguments_of(objects)
     frequency = args.get("moe_layer_freq")
@@ -228,7 +228,7 @@ def _names_each_layer(objects: Mapping[str, Any]) -> bool:
 
 
 def _pack(tensors: Sequence[Tensor], max_file_bytes: int) -> list[list[Rows]]:
-    """Parts of files of at most ``max_file_bytes``; larger tensors are cut between rows."""
+    """Packs tensors into files of at most ``max_file_bytes``; larger tensors are cut between rows."""
     files: list[list[Rows]] = []
     room = 0
     for tensor in tensors:
@@ -244,7 +244,7 @@ def _pack(tensors: Sequence[Tensor], max_file_bytes: int) -> list[list[Rows]]:
 
 
 def _strips(part: Rows) -> Iterator[tuple[int, int]]:
-    """As ``writer.strips``, but of an empty tensor there is one that is empty: Megatron looks for it."""
+    """The strips of ``part``; an empty tensor has an empty one, which Megatron requires."""
     if part.nbytes == 0:
         yield part.first, part.last
     yield from strips(part, BLOB_BYTES)

@@ -1,7 +1,7 @@
-"""Reads Megatron's ``torch`` checkpoints: ``iter_0000005/mp_rank_00_001/model_optim_rng.pt`` and so on.
+"""A reader of Megatron's ``torch`` checkpoints: ``iter_0000005/mp_rank_00_001/model_optim_rng.pt`` and so on.
 
-They hold each rank's part of every tensor and do not say where it lies: a specification does. State of the
-distributed optimizer lies beside them, in ``distrib_optim.pt``.
+They hold each rank's part of every tensor; a specification describes the sharding. State of the distributed optimizer
+is in ``distrib_optim.pt`` next to them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from ftckpt.universal.megatron.dist_reader import TRACKER, iteration_directory
 from ftckpt.universal.storage import fingerprint_of
 
 DISTRIBUTED_FILE = "distrib_optim.pt"
-# Megatron begins each parameter at a multiple of 128 bytes for types of 2 bytes.
 _ALIGNMENT = 64
-"""Elements: where parameters begin in the distributed optimizer's buffers."""
+"""Alignment of parameters in the distributed optimizer's buffers, in elements: 128 bytes of a 2-byte type."""
 _REMEDY = "convert the weights alone with --roles weight,buffer, or save in Megatron's torch_dist format"
 
 
 @dataclass(frozen=True)
 class RankTensor:
-    """A tensor of one rank's file. ``shape`` is the parameter's, also where ``tensor`` is its ``step``."""
+    """A tensor in a rank's file. ``shape`` is the parameter's, also if ``tensor`` is its ``step``."""
 
     role: str
     name: str
@@ -48,10 +47,10 @@ class RankTensor:
 
 
 def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[RankTensor]]) -> Iterator[RankTensor]:
-    """Optimizer state of the parameters of a rank's model ``chunks``, in the order in which the model has them.
+    """Optimizer state of the parameters of a rank's model ``chunks``, which are in the model's order.
 
     Raises:
-        ConvertError: numbers and parameters do not fit.
+        ConvertError: the state does not fit the parameters, or its parameters cannot be identified.
     """
     if state is None:
         return
@@ -60,7 +59,7 @@ def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[RankTensor]
     split = _by_optimizer(parameters, len(chain))
     beside = file.with_name(DISTRIBUTED_FILE)
     flat = pickles.load(beside) if beside.exists() else None
-    # One optimizer is saved as a mapping, a chain of them as a list.
+    # A single optimizer is saved as a mapping, a chain as a list.
     flats = list(flat) if isinstance(flat, list) else [flat] * len(chain)
     if not len(chain) == len(split) == len(flats):
         raise ConvertError(f"{file}: {len(chain)} optimizers, {len(flats)} of them in {DISTRIBUTED_FILE}; {_REMEDY}")
@@ -70,10 +69,8 @@ def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[RankTensor]
             yield from _numbered(file, part, inner, [each for chunk in mine for each in chunk])
         elif isinstance(buffers, Mapping):
             yield from _buffered(beside, inner, buffers, mine)
-        elif any(mine) and not any(flats):  # of some of several another expert rank has it
-            raise ConvertError(
-                f"{beside}: is missing or empty: the distributed optimizer's state lies there; {_REMEDY}"
-            )
+        elif any(mine) and not any(flats):  # in a chain another expert rank may hold an optimizer's state
+            raise ConvertError(f"{beside}: is missing or empty: it should hold the optimizer's state; {_REMEDY}")
 
 
 def _is_parameter(name: str) -> bool:
@@ -81,7 +78,7 @@ def _is_parameter(name: str) -> bool:
 
 
 def _by_optimizer(chunks: Sequence[Sequence[RankTensor]], count: int) -> list[list[list[RankTensor]]]:
-    """Experts have an optimizer of their own where there are two."""
+    """The parameters of each optimizer, by chunk: the second of two is that of experts."""
     if count == 1:
         return [[list(chunk) for chunk in chunks]]
     return [
@@ -112,7 +109,7 @@ def _numbered(
 def _deal(
     file: Path, groups: Sequence[Mapping[str, Any]], parameters: Sequence[RankTensor]
 ) -> list[list[RankTensor]]:
-    """The parameters of each group: those without weight decay are biases and what has one dimension."""
+    """The parameters of each group: a group without weight decay has biases and one-dimensional parameters."""
     dealt: list[list[RankTensor]] = [[] for _ in groups]
     plain = [float(group.get("wd_mult", group.get("pre_wd_mult", 1.0))) == 0.0 for group in groups]
     for each in parameters:
@@ -121,7 +118,7 @@ def _deal(
         if len(groups) == 1:
             fitting = [0]
         if len(fitting) != 1:
-            raise ConvertError(f"{file}: cannot tell to which of {len(groups)} groups {each.name} belongs; {_REMEDY}")
+            raise ConvertError(f"{file}: {each.name} fits none or several of {len(groups)} groups; {_REMEDY}")
         dealt[fitting[0]].append(each)
     for group, mine in zip(groups, dealt, strict=True):
         if len(group["params"]) != len(mine):
@@ -161,7 +158,7 @@ def _buffered(
     for (_, value), (chunk, dtype) in zip(buffers, expected, strict=True):
         # Reversed, as Megatron fills its buffers roughly in the order of the backward pass.
         mine = [each for each in chunk if each.tensor.dtype == dtype][::-1]
-        # The one bucket that all parameters fit in; with several the sizes below do not agree, which is an error.
+        # Assumes a single bucket; with several the sizes below disagree, which is an error.
         places = _aligned(mine)
         end = places[-1] + math.prod(mine[-1].shape) if mine else 0
         tensors = {role: flat for role, flat in value.items() if isinstance(flat, torch.Tensor)}
@@ -169,12 +166,12 @@ def _buffered(
             if flat.numel() != end:
                 raise ConvertError(
                     f"{file}: {role} has {flat.numel()} elements, {end} were expected: the distributed optimizer had "
-                    f"several buckets, whose sizes the file does not say; {_REMEDY}"
+                    f"several buckets, whose sizes the file does not record; {_REMEDY}"
                 )
         for each, begin in zip(mine, places, strict=True):
             for role, flat in tensors.items():
                 values = flat[begin : begin + math.prod(each.shape)].view(each.shape)
-                # A weight of 32 bits is stepped itself: what its buffer calls ``param`` is no master of anything.
+                # The optimizer updates a 32-bit weight itself: its ``param`` is the weight, not a master.
                 own = role == "param" and each.tensor.dtype == torch.float32
                 yield replace(each, role="weight" if own else "master" if role == "param" else role, tensor=values)
             if len(steps) == 1:
@@ -202,7 +199,7 @@ _SIZES = {
 
 
 def recognises(path: Path) -> bool:
-    """Whether ``path`` is such a checkpoint, or a directory of several whose newest is one."""
+    """Whether ``path`` is a checkpoint in the format torch, or a directory of several whose newest is one."""
     try:
         return any(_directories(find(path, None)))
     except (ConvertError, OSError):
@@ -210,13 +207,13 @@ def recognises(path: Path) -> bool:
 
 
 class MegatronLegacyReader(Reader):
-    """The checkpoint in ``path``, or that of ``iteration`` (default: the newest) among those in ``path``.
+    """Reads the checkpoint in ``path``, or that of ``iteration`` (default: the newest) among those in ``path``.
 
-    ``spec`` says where each rank's parts lie. ``roles`` leaves out all others.
+    ``spec`` describes the sharding. ``roles``: the roles to read, None for all.
 
     Raises:
-        ConvertError: a rank's file is missing, ranks disagree, optimizer state whose parameters cannot be told, or
-            something that cannot be read without running code.
+        ConvertError: a rank's file is missing, ranks disagree, the parameters of optimizer state cannot be
+            identified, or an object needs code.
         SpecError: the specification does not fit the names or shapes.
     """
 
@@ -226,7 +223,7 @@ class MegatronLegacyReader(Reader):
         self.path = find(path, iteration)
         if spec is None:
             raise ConvertError(
-                f"{self.path}: holds no geometry: name a specification with --spec, such as gpt or llama"
+                f"{self.path}: does not record its sharding: give a specification with --spec, such as gpt or llama"
             )
         wanted = None if roles is None else set(roles)
         states = {coords: (file, pickles.load(file)) for coords, file in _files(self.path)}
@@ -270,7 +267,7 @@ class MegatronLegacyReader(Reader):
         return data
 
     def where(self, index: int) -> Path:
-        """The file that a fragment lies in."""
+        """The file that holds a fragment."""
         return self._files[index]
 
     def fingerprint(self) -> str:
@@ -285,8 +282,8 @@ class MegatronLegacyReader(Reader):
         role = "buffer" if part.role == "weight" and names.BUFFER.fullmatch(placement.name) else part.role
         dtype = DTYPE_NAMES.get(part.tensor.dtype)
         if dtype is None:
-            raise ConvertError(f"{part.file}: {part.name} is of {part.tensor.dtype}, which has no name here")
-        # A step is one number, however many boxes its parameter falls into.
+            raise ConvertError(f"{part.file}: {part.name} has the unsupported type {part.tensor.dtype}")
+        # A step is one number, however many boxes its parameter has.
         for box_map in placement.boxes[: 1 if role == "step" else None]:
             key = f"{role}/{placement.name}"
             self._files.append(part.file)
@@ -299,7 +296,11 @@ class MegatronLegacyReader(Reader):
 
 
 def find(path: Path, iteration: int | None) -> Path:
-    """``path`` itself, or that of ``iteration`` in it, or the newest. Raises ConvertError where there is none."""
+    """The directory of ``iteration`` in ``path``; if that is None ``path`` itself, or the newest checkpoint in it.
+
+    Raises:
+        ConvertError: there is none.
+    """
     if iteration is None and any(_directories(path)):
         return path
     return iteration_directory(path, iteration) if iteration is not None or (path / TRACKER).exists() else path
@@ -313,10 +314,10 @@ def _directories(path: Path) -> Iterator[tuple[re.Match[str], Path]]:
 
 
 def _files(path: Path) -> list[tuple[tuple[int, int, int], Path]]:
-    """Coordinates (tp, pp, ep) and file of each model-parallel rank.
+    """The coordinates (tp, pp, ep) and file of each model-parallel rank.
 
     Raises:
-        ConvertError: some are missing.
+        ConvertError: files are missing.
     """
     directories = list(_directories(path))
     if not directories:
@@ -327,8 +328,8 @@ def _files(path: Path) -> list[tuple[tuple[int, int, int], Path]]:
     for match, file in directories:
         numbers = [int(group) for group in match.groups() if group is not None]
         both = len(numbers) == 3
-        # ``mp_rank_TT``, then ``_PPP`` where there are stages, then ``_EEE`` where there are expert ranks: with one
-        # of the two only the arguments tell which it is.
+        # ``mp_rank_TT``, then ``_PPP`` with pipeline stages, then ``_EEE`` with expert ranks. If only one of the two
+        # is there, the arguments decide which.
         stages = both or (len(numbers) == 2 and (sizes["pp"] > 1 or sizes["ep"] == 1))
         experts = both or (len(numbers) == 2 and not stages)
         files[numbers[0], numbers[1] if stages else 0, numbers[-1] if experts else 0] = file
@@ -347,30 +348,30 @@ def _files(path: Path) -> list[tuple[tuple[int, int, int], Path]]:
 
 
 def _expert_tp(args: Mapping[str, Any], tp: int, path: Path) -> int:
-    """Over how many ranks experts' tensors are cut. Raises ConvertError where names of files cannot tell which."""
+    """The number of expert tensor-parallel ranks. Raises ConvertError if file names are ambiguous for it."""
     etp = int(args.get("expert_tensor_parallel_size") or tp)
     if etp < 1 or tp % etp:
         raise ConvertError(
             f"{path}: expert_tensor_parallel_size {etp} does not divide tensor_model_parallel_size {tp}: files are "
-            "named by the latter, so that some ranks' experts are in none"
+            "named by the latter, and hold no experts of some ranks"
         )
     return etp
 
 
 def _is_rank(tp: int, ep: int, sizes: Mapping[str, int], etp: int) -> bool:
-    """Whether some rank has both: where experts are cut over fewer ranks the others go through expert ranks."""
+    """Whether a rank with coordinates ``tp`` and ``ep`` exists: with ``etp`` below tp not all pairs do."""
     return any((tp + sizes["tp"] * rest) // etp % sizes["ep"] == ep for rest in range(sizes["ep"]))
 
 
 def _coords(file: tuple[int, int, int], args: Mapping[str, Any]) -> dict[str, int]:
-    """What a file's rank is in each axis; ``etp`` only where it is not the same as ``tp``."""
+    """The coordinates of a file's rank; with ``etp`` only if its size differs from that of ``tp``."""
     coords = dict(zip(_SIZES, file, strict=True))
     tp, etp = (int(args.get(name) or 0) for name in (_SIZES["tp"], "expert_tensor_parallel_size"))
     return {**coords, "etp": coords["tp"] % etp} if etp and etp != tp else coords
 
 
 def _check_alike(states: Sequence[tuple[Path, Mapping[str, Any]]], optimizers: bool) -> None:
-    """Files of one save have the same iteration, and, where ``optimizers`` count, all or none has one."""
+    """Raises ConvertError if files differ in iteration or, with ``optimizers``, only some have an optimizer."""
     first, one = states[0]
     for file, state in states[1:]:
         if state.get("iteration") != one.get("iteration"):
@@ -401,7 +402,7 @@ def _rank_tensors(coords: Mapping[str, int], file: Path, state: Any, roles: set[
 
 
 def _tensors(model: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Older ones nest: ``language_model`` → ``encoder`` → names."""
+    """The names and tensors of a model; older versions nest them: ``language_model`` → ``encoder`` → names."""
     for name, value in model.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value
@@ -424,7 +425,7 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _objects(state: Mapping[str, Any]) -> Any:
-    """All but tensors of the model and the optimizer, and generators, which belong to their rank."""
+    """Everything but tensors of model and optimizer, and RNG state, which belongs to a rank."""
     objects = {
         key: value
         for key, value in state.items()

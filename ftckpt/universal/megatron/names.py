@@ -1,8 +1,8 @@
-"""Which name in a Megatron ``torch_dist`` checkpoint is which ``ROLE/LOGICAL``, and back.
+"""Maps names in Megatron ``torch_dist`` checkpoints to ``ROLE/LOGICAL`` and back.
 
-Megatron stacks the layers of a block whose layers are alike: ``decoder.layers.mlp.linear_fc2.bias`` has a leading
-axis of layers, and is here ``decoder.layers.0.mlp.linear_fc2.bias`` and so on. Optimizer state lies under
-``optimizer.state.NAME.``; masters are ``fp32_param`` there, or ``param`` where a distributed optimizer wrote them.
+Megatron stacks the layers of a homogeneous block: ``decoder.layers.mlp.linear_fc2.bias`` has a leading axis of
+layers; its logical names are ``decoder.layers.0.mlp.linear_fc2.bias`` and so on. Optimizer state has the prefix
+``optimizer.state.NAME.``; masters are ``param`` there if a distributed optimizer wrote them, else ``fp32_param``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ftckpt.universal.catalog import Tensor
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 MASTERS = ("param", "fp32_param")
-"""The first is what the distributed optimizer asks for, the second what the others do."""
-# No number behind ``layers``: the whole block is one tensor.
+"""The name that the distributed optimizer loads, and that of the others."""
+# No number after ``layers``: the tensor is a stack of the block's layers.
 STACKED = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
 LAYER = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers)\.(\d+)\.(.+)")
 VOCABULARY = re.compile(r"(.*\.)?(word_embeddings|output_layer)\.(weight|bias)")
 """Padded by Megatron to a size that depends on tensor parallelism."""
 BUFFER = re.compile(r"(.*\.)?(expert_bias|local_tokens_per_expert|running_mean|running_var|num_batches_tracked)")
 EXPERTS = ".experts.experts."
-"""In names of tensors whose leading axis numbers experts."""
+"""Part of the names of tensors whose leading axis numbers experts."""
 _EXTRA = re.compile(r"(.+\.(?:linear_\w+|output_layer))\.weight")
 _ATTENTION = re.compile(r"(.+\.\w*attention)\.linear_proj\.weight")
 
 
 def from_megatron(name: str) -> tuple[str, str]:
-    """Role and logical name, layers still stacked: ``optimizer.state.exp_avg.X`` gives ``exp_avg`` and ``X``."""
+    """Role and logical name, layers still stacked: ``optimizer.state.exp_avg.X`` is ``exp_avg`` and ``X``."""
     state = STATE.fullmatch(name)
     if state:
         return ("master" if state[1] in MASTERS else state[1]), state[2]
@@ -40,7 +40,7 @@ def from_megatron(name: str) -> tuple[str, str]:
 
 
 def to_megatron(key: str, weight_is_master: bool = False) -> tuple[str, ...]:
-    """All names under which a job may ask for ``key``; ``weight_is_master`` where the optimizer steps the weight."""
+    """All names under which a job may load ``key``; ``weight_is_master``: the optimizer updates the weight itself."""
     role, _, name = key.partition("/")
     if role in ("weight", "buffer"):
         return (name, f"optimizer.state.{MASTERS[0]}.{name}") if weight_is_master else (name,)
@@ -64,16 +64,14 @@ def unstacked(name: str, layer: int) -> str:
 
 
 def step_shape(name: str, shape: Shape) -> Shape:
-    """Shape of ``step/NAME``: one number per tensor that has an optimizer's state of its own."""
+    """The shape of ``step/NAME``: one number per tensor with its own optimizer state."""
     return shape[:1] if EXPERTS in name else (1,)
 
 
 @dataclass(frozen=True)
 class TensorPosition:
-    """Where a tensor lies in one of the checkpoint's: under ``name``, of ``shape``, from ``first`` on.
-
-    ``first`` numbers the layer in a stack, and is empty elsewhere.
-    """
+    """The position of a tensor in the checkpoint's tensor ``name`` of ``shape``: layer ``first`` of a stack, or, if
+    that is empty, all of it."""
 
     name: str
     shape: Shape
@@ -81,8 +79,8 @@ class TensorPosition:
 
 
 def stackable(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Blocks, by names such as ``decoder.layers``, all of whose layers have the same tensors of the same shapes, and
-    how many layers each has."""
+    """The number of layers of each homogeneous block, by names such as ``decoder.layers``: all its layers have the
+    same tensors of the same types and shapes."""
     layers: dict[str, dict[int, set[tuple[str, str, Shape]]]] = defaultdict(lambda: defaultdict(set))
     for tensor in tensors:
         role, _, name = tensor.key.partition("/")
@@ -92,13 +90,13 @@ def stackable(tensors: Iterable[Tensor]) -> dict[str, int]:
     return {
         block: len(numbers)
         for block, numbers in layers.items()
-        # Without gaps, and alike in name, type and shape: Megatron stacks no others.
+        # Megatron stacks no block with gaps or differing layers.
         if sorted(numbers) == list(range(len(numbers))) and all(one == numbers[0] for one in numbers.values())
     }
 
 
 def places(tensor: Tensor, names: Sequence[str], stacks: Mapping[str, int]) -> Iterator[TensorPosition]:
-    """Where ``tensor`` lies, once per name; ``stacks`` are blocks that are stacked and how many layers they have."""
+    """The position of ``tensor`` under each of ``names``; ``stacks``: stacked blocks and their numbers of layers."""
     for name in names:
         state = STATE.fullmatch(name)
         bare = state[2] if state else name
@@ -111,12 +109,12 @@ def places(tensor: Tensor, names: Sequence[str], stacks: Mapping[str, int]) -> I
 
 
 def extra_states(tensors: Iterable[Tensor], stacks: Mapping[str, int]) -> Iterator[str]:
-    """Names of the ``_extra_state`` that Megatron asks for beside weights, whatever is in it."""
+    """The names of each ``_extra_state`` that Megatron loads with ``tensors``, whatever its content."""
     for tensor in tensors:
         role, _, name = tensor.key.partition("/")
         if role != "weight":
             continue
-        # Transformer Engine's linear layers and attention have such a state, and Megatron asks for each.
+        # Transformer Engine's linear layers and attention have one.
         for match, module in ((_EXTRA.fullmatch(name), ""), (_ATTENTION.fullmatch(name), ".core_attention")):
             if match is None:
                 continue
@@ -132,24 +130,24 @@ def _object_name(name: str, stacks: Mapping[str, int], expert: tuple[int, int]) 
         name = f"{match[1]}.{match[3]}"
         index, size = [int(match[2]), *index], [stacks[match[1]], *size]
     offset, shape = (".".join(map(str, numbers or [0 if numbers is index else 1])) for numbers in (index, size))
-    # As ShardedObject of Megatron-core names its parts: offset and number of parts along each axis.
+    # The names of Megatron-core's ShardedObject: offset and number of parts along each axis.
     return f"{name}/shard_{offset}_{shape}"
 
 
 def refuse_unreadable(names: Iterable[str], metadata: Mapping[str, object], where: str) -> None:
-    """Refuse checkpoints whose tensors are not those of a model.
+    """Refuse optimizer state that is specific to a layout.
 
     Raises:
-        ConvertError: how to save instead.
+        ConvertError: the text explains how to save instead.
     """
     kind = metadata.get("distrib_optim_sharding_type", "")
     inside = next((name for name in names if "optimizer.distributed.dp_group_idx" in name), None)
     if inside is not None:
         raise ConvertError(
             f"{where}: {inside}: the distributed optimizer's state was saved in its own buffers"
-            f"{f' ({kind})' if kind else ''}, which belong to one layout; save with "
+            f"{f' ({kind})' if kind else ''}, which are specific to a layout; save with "
             "--dist-ckpt-optim-fully-reshardable (before Megatron-core 0.15: --ckpt-fully-parallel-save), or read "
             "the weights alone with --roles weight"
         )
     if metadata.get("singleton_local_shards"):
-        raise ConvertError(f"{where}: was saved with singleton_local_shards, whose names are not known; save without")
+        raise ConvertError(f"{where}: was saved with singleton_local_shards, which is not supported; save without")
