@@ -786,7 +786,7 @@ def test_what_a_job_left_is_saved_where_no_smp_has_run_yet(
     assert main(command) == 0, "one that has ended in order leaves what it was told to the next"
     end_smp(node_dir, 20.0)
     (node_dir / SMP_STATE_NAME).unlink()
-    assert main(command) == 2 and "node n1: no SMP has been told what lies there" in capsys.readouterr().err
+    assert main(command) == 2 and "node n1: no SMP has a description of the arenas" in capsys.readouterr().err
 
 
 def test_what_a_job_without_storage_left_is_saved_from_memory(
