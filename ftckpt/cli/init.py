@@ -131,9 +131,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     names = sorted({str(path.relative_to(root)) for pattern in kit.patterns for path in root.glob(pattern)})
     missing = [pattern for pattern in kit.patterns if not any(root.glob(pattern))]
     if missing:
-        raise ConfigError(
-            f"{root} has no {', '.join(missing)}: install ftckpt from its wheel or from a checkout"
-        )
+        raise ConfigError(f"{root} has no {', '.join(missing)}: install ftckpt from its wheel or from a checkout")
     there = [name for name in names if (to / name).exists() or (to / name).is_symlink()]
     other = [name for name in there if not _same(root / name, to / name)]
     if other and not arguments.force:

@@ -43,9 +43,7 @@ def add_save(commands: Any) -> None:
         help="also export it to this format, in STORAGE, a directory; default: no export",
     )
     add_arena(parser)
-    parser.add_argument(
-        "--at-end", action="store_true", help="do nothing if the job has --ftckpt-persist-at-end off"
-    )
+    parser.add_argument("--at-end", action="store_true", help="do nothing if the job has --ftckpt-persist-at-end off")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECS", help="default: %(default)s")
     parser.set_defaults(run=run)
 
@@ -61,9 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = arguments.where if "://" in arguments.where or not arguments.where else os.path.abspath(arguments.where)
     form = arguments.to or PERSIST_FORMATS[0]
     if arguments.to and not where:
-        raise ConfigError(
-            "--to: name STORAGE; the format of the job's own storage is its --ftckpt-persist-format"
-        )
+        raise ConfigError("--to: name STORAGE; the format of the job's own storage is its --ftckpt-persist-format")
     Config(persist=where, persist_format=form)  # refuses what it refuses for a job
     prepare(Place.of(where, form))
     if not nodes:
