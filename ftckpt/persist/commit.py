@@ -2,8 +2,8 @@
 
 The checkpoint of iteration 12 is the folder ``iter_0000012/`` with a ``manifest.json``: that object is the commit,
 and names all others. The order of writes: the files of each node, the node's mark that they are durable, the
-manifest, ``latest``. A checkpoint with a manifest is therefore complete. ``latest`` is for people and simple programs; ftckpt reads
-manifests.
+manifest, ``latest``. A checkpoint with a manifest is therefore complete. ``latest`` is for people and simple
+programs; ftckpt reads manifests.
 
 Names of files and marks begin with the snapshot's lineage, so that two lineages that write the same iteration do not
 overwrite each other. Two writers of one snapshot, such as after a restart from it, write the same bytes.
