@@ -128,8 +128,8 @@ def _lines(config: Config, planned: StartPlan, limit: NetworkLimit, verdict: Pla
             yield f"never in time: {': '.join(fault)} suffices"
     every, flush, mtbf = (of(config, planned) for of in (_persist_interval_secs, _flush_secs, _mtbf_secs))
     yield (
-        f"--ftckpt-persist-interval auto: a snapshot goes to storage every {human_secs(every)}, as a flush takes "
-        f"{human_secs(flush)} and memory is lost once in {human_secs(mtbf)} (--mtbf)"
+        f"--ftckpt-persist-interval auto: a flush every {human_secs(every)}, as it takes {human_secs(flush)} and "
+        f"memory is lost once in {human_secs(mtbf)} (--mtbf)"
     )
 
 

@@ -181,7 +181,7 @@ def _dataclass(kind: Any) -> Reader:
         # The first comparison is the common case, and cheaper.
         if given.keys() != readers.keys() and not needed <= given.keys() <= readers.keys():
             wrong = sorted(given.keys() - readers.keys()) or sorted(needed - given.keys())
-            raise ValueError(f"{wrong[0][:80]!r} is missing or does not belong there")
+            raise ValueError(f"field {wrong[0][:80]!r} is missing or unknown")
         return kind(**{name: readers[name](item) for name, item in given.items()})
 
     return read

@@ -55,12 +55,12 @@ def check_sections(sections: Sequence[Section], stepped: Sequence[Fragment]) -> 
         _check(section)
     places = [KINDS.index(section.kind) for section in sections]
     if places != sorted(places):
-        raise ValueError(f"sections stand in the order {[s.kind for s in sections][:20]}, not in that of {KINDS}")
+        raise ValueError(f"sections are in the order {[s.kind for s in sections][:20]}, not in that of {KINDS}")
     if len({(section.kind, section.group, section.of) for section in sections}) != len(sections):
-        raise ValueError("one section stands there twice")
+        raise ValueError("a section occurs twice")
     count = sum(section.fragments for section in sections)
     if count != len(stepped):
-        raise ValueError(f"sections hold {count} fragments, there are {len(stepped)} stepped ones")
+        raise ValueError(f"sections have {count} fragments, the manifest has {len(stepped)} stepped ones")
     begin = 0
     for section in sections:
         if section.kind == "parity" and stepped[begin] != parity_fragment(section.group, stepped[begin].nbytes):

@@ -214,7 +214,7 @@ def _decode(value: Any, raw: memoryview) -> Any:
 def _decode_blob(kind: str, value: dict[str, Any], raw: memoryview) -> Any:
     begin, end = int(value["begin"]), int(value["end"])
     if not 0 <= begin <= end <= len(raw):
-        raise ValueError(f"bytes {begin}:{end} lie outside {len(raw)}")
+        raise ValueError(f"bytes {begin}:{end} are outside {len(raw)}")
     data = bytes(raw[begin:end])
     if kind in ("bytes", "bytearray"):
         return data if kind == "bytes" else bytearray(data)

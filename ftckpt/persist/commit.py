@@ -230,8 +230,8 @@ class CheckpointTransaction:
         if file := self.lacks(*marks.values()):
             # Not lasting: a node that finds its mark, but not the files, writes them again.
             raise StorageError(
-                f"{self._storage.where}/{self.folder}/{file.name}: is not there with its {file.nbytes} bytes: "
-                "somebody else has removed or changed it"
+                f"{self._storage.where}/{self.folder}/{file.name}: missing, or does not have {file.nbytes} bytes: "
+                "another program has removed or changed it"
             )
 
 
@@ -294,9 +294,9 @@ def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
     except (AttributeError, KeyError, TypeError, ValueError):
         raise StorageError(f"{storage.where}/{OWNER_NAME}: is damaged; remove it", lasting=True) from None
     if other != owner and other_began < began:
-        raise StorageError(f"{storage.where}: this run has not claimed it yet, an earlier one of job {job!r} has")
+        raise StorageError(f"{storage.where}: claimed by an earlier run of job {job!r}, and not yet by this one")
     if other != owner:
-        text = f"{storage.where}: another run of job {job!r} writes here since; give each its own --ftckpt-persist"
+        text = f"{storage.where}: another run of job {job!r} has claimed it; give each its own --ftckpt-persist"
         raise StorageError(text, lasting=True)
     return True
 
@@ -348,7 +348,7 @@ def claimed_lineage(storage: Storage) -> Lineage:
     if storage.size(OWNER_NAME) is None:
         return UNKNOWN
     if (lineage := lineage_of_claim(storage.read(OWNER_NAME))) is None:
-        text = "is damaged, and with it which checkpoints count; move it away for all of them to count"
+        text = "is damaged: abandoned checkpoints are unknown; move it away, and all checkpoints count"
         raise StorageError(f"{storage.where}/{OWNER_NAME} {text}", lasting=True)
     return lineage
 

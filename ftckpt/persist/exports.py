@@ -267,12 +267,12 @@ def _make(path: Path) -> bool:
         return False
     except FileNotFoundError:
         text = (
-            f"{path}: is not there, and neither is {path.parent}: a wrong path, or storage that is not mounted; "
-            "mount it, or make the directory with mkdir -p on storage that all nodes share"
+            f"{path}: does not exist, and neither does {path.parent}: a wrong path, or storage is not mounted; "
+            "mount it, or create the directory with mkdir -p on storage that all nodes share"
         )
         raise StorageError(text, lasting=True) from None
     except OSError as error:
-        text = f"{path}: is not there, and cannot be made: {error.strerror}; make it, or name another directory"
+        text = f"{path}: does not exist and cannot be created: {error.strerror}; name another directory"
         raise StorageError(text, lasting=True) from None
     return True
 

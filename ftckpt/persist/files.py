@@ -66,18 +66,18 @@ class FileStorage(Storage):
             if not self._root.exists():
                 # Not created: with the file system unmounted, that would fill the disk below the mount point.
                 raise StorageError(
-                    f"{where}: is not there: a wrong path, or not created yet; create it with mkdir -p on storage "
+                    f"{where}: does not exist: a wrong path, or not created yet; create it with mkdir -p on storage "
                     "that all nodes share",
                     lasting=True,
                 )
             status = self._root.stat()
         if not self._root.is_dir():
-            raise StorageError(f"{where}: is no directory; name one", lasting=True)
+            raise StorageError(f"{where}: is not a directory; name one", lasting=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             if os.statvfs(self._root).f_flag & os.ST_RDONLY:
                 text = "is on a read-only file system; mount it writable, or name another directory"
                 raise StorageError(f"{where}: {text}", lasting=True)
-            raise StorageError(f"{where}: may not be written by this user; change its owner or mode", lasting=True)
+            raise StorageError(f"{where}: is not writable for this user; change its owner or mode", lasting=True)
         self._identity = (status.st_dev, status.st_ino)
 
     def create(self, name: str, data: Buffer) -> bool:

@@ -95,7 +95,7 @@ class ObjectStorage(Storage):
         if nbytes == 0 or begin < 0:
             nbytes_there = self.size(name)
             if nbytes_there is None or not 0 <= begin <= nbytes_there:
-                raise StorageError(f"{self.where}/{name}: has nothing at {begin}", lasting=True)
+                raise StorageError(f"{self.where}/{name}: has no byte at {begin}", lasting=True)
             return b""
         with self._explained(name):
             if nbytes is None:
@@ -156,7 +156,7 @@ class ObjectStorage(Storage):
                 return "the clock of this machine differs from the store's; synchronize it with NTP", False
             return f"access is denied: check the credentials in the environment ({_first_line(error)})", True
         if isinstance(error, self._errors.NotFoundError | FileNotFoundError):
-            return f"is not there ({_first_line(error)})", True
+            return f"does not exist ({_first_line(error)})", True
         return _first_line(error), False
 
     def _require_bucket(self) -> None:
