@@ -45,7 +45,7 @@ class Attempt:
     start: int | None = None
     source: str = ""
     ends: list[str] = field(default_factory=list)
-    """How the previous attempt ended, the cause first."""
+    """The reasons why the previous attempt ended, the cause first."""
     launches: set[str] = field(default_factory=set)
     layout: str = ""
     joined_at: float = 0.0
@@ -68,7 +68,7 @@ class Attempt:
 
     @property
     def first_step_secs(self) -> float:
-        """From the last rank's restore to the last rank's first boundary."""
+        """The time from the end of the last rank's restore to the last rank's first boundary."""
         return max(0.0, self.boundary_at - self.restored_at) if self.boundary_at else 0.0
 
     @property

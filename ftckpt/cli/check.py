@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _site(arguments: argparse.Namespace) -> Any:
-    """The ranks of the launched job; None without a launcher."""
+    """The ranks of the launched job; None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from ftckpt.cli.check_ranks import LaunchedRanks

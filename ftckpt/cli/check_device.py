@@ -183,7 +183,7 @@ def _registered(bench: Bench) -> Result:
     if not is_through:
         return failed(f"the driver did not pin the slot within {secs:.0f} s", "see the driver's log")
     if not bench.copier.reaches(bench.slot):
-        text = "the driver refused to pin the slot: copies are staged, which is slower and blocks the host"
+        text = "the driver refused to pin the slot: copies are staged, so they are slower and wait for the device"
         how = "allow more locked memory: ulimit -l unlimited; for a container --ulimit memlock=-1"
         return warned(text, how)
     rate = bench.slot.numel() / secs

@@ -21,7 +21,7 @@ from ftckpt.model.text import human
 _AREA = "host"
 _PROBE_BYTES = 64 << 20
 _LEAST_RATE = 1e9
-"""In bytes per second: a slower tmpfs is swapped out, or is not a tmpfs."""
+"""Bytes per second: a slower tmpfs is swapped out, or is not a tmpfs."""
 _SMALL_BYTES = 1 << 30
 _LEAST_FILES = 4096
 """File descriptors of an SMP with the connections of a large job."""

@@ -35,8 +35,7 @@ _BYTES = 32 << 20
 _ROUNDS, _TRIPS = 3, 20
 _LEAST_RATE = 1e8
 _FAR = (2, 4)
-"""With more nodes than a parity group has, nodes 1/2 and 1/4 of all nodes apart are paired, too, as replica sets may
-be."""
+"""In large jobs, nodes 1/2 and 1/4 of all nodes apart are paired, too: replica sets may have such distances."""
 _PROBE = SnapshotId(bytes(16), 0)
 _OTHER_INTERFACE = "name the interface that connects the nodes: here --smp-listen, for the job --ftckpt-smp-listen"
 

@@ -115,7 +115,7 @@ class LaunchedRanks:
                 words = gather(self.group, left, str)
             if read_word(node_dir) != words[self.nodes[self.me.node].first]:
                 problem = f"{node_dir.parent.parent} of rank {self.rank} is not that of its node's first rank"
-        except (FtckptError, OSError) as error:  # raised later: the other ranks are in a collective
+        except (FtckptError, OSError) as error:  # reported after the next collective, in which the others are
             problem = str(error)
         self.group.gather(b"")  # a barrier: all ranks have read the token
         if self.leads:

@@ -33,7 +33,7 @@ _LINE_SECS = 5.0
 
 
 def add_convert(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
+    """Adds the command to the parser of ``ftckpt``."""
     parser = commands.add_parser("convert", help="convert a checkpoint to a format that any layout loads")
     parser.add_argument("source", nargs="+", type=Path, metavar="SRC", help="checkpoint, or directories with arenas")
     parser.add_argument("destination", type=Path, metavar="DST", help="new directory; DST.partial until complete")

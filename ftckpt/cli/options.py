@@ -19,7 +19,8 @@ def add_arena(parser: argparse.ArgumentParser) -> None:
 
 
 def size_of(option: str, minimum: str = "1B") -> Callable[[str], int]:
-    """A parser of sizes, in bytes, for ``option``; it raises ConfigError for a size below ``minimum``."""
+    """A parser of sizes, in bytes, for ``option``. It raises ConfigError for a size that is malformed or out of range.
+    """
 
     def read(text: str) -> int:
         try:

@@ -72,7 +72,7 @@ class Recovery:
 
     @property
     def total_secs(self) -> float:
-        """From the fault to the first boundary after it."""
+        """The time from the fault to the first boundary after it."""
         return sum(self.parts.values())
 
 

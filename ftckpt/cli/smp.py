@@ -13,7 +13,7 @@ from ftckpt.memory.directory import end_smp, job_node_path
 from ftckpt.smp.__main__ import add_arguments, alive
 from ftckpt.smp.client import SmpClient, environment
 
-# An SMP that is hashing or sending stops after the current chunk: seconds, on a busy node.
+# An SMP that is hashing or sending stops at its next step: after seconds, on a busy node.
 _END_SECS = 20.0
 
 

@@ -112,7 +112,7 @@ class Holdings:
         return np.concatenate(words).tobytes()
 
     def details(self, groups: Sequence[int]) -> bytes:
-        """For each group, the hashes of all its fragments, then their sizes."""
+        """The hashes, then the sizes, of all fragments of each group."""
         members = (self.of(group) for group in groups)
         return b"".join(self.hashes[index].tobytes() + self.nbytes[index].tobytes() for index in members)
 

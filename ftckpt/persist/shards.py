@@ -68,7 +68,7 @@ class StoredShard:
     objects_hash: int
     chunk_hashes: Hashes
     frames: Hashes | None = None
-    """For a compressed file: the sizes of the header, of each chunk's frame, and of the objects' frame."""
+    """The sizes of a compressed file's header, of each chunk's frame, and of the objects' frame."""
     spare_bytes: int = 0
     """Unused space for objects at the end of the file: no restart reads it."""
 
