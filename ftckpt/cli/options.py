@@ -19,8 +19,7 @@ def add_arena(parser: argparse.ArgumentParser) -> None:
 
 
 def size_of(option: str, minimum: str = "1B") -> Callable[[str], int]:
-    """A parser of sizes, in bytes, for ``option``. It raises ConfigError for a size that is malformed or out of range.
-    """
+    """A parser of sizes, in bytes, for ``option``; raises ConfigError for a malformed size or one out of range."""
 
     def read(text: str) -> int:
         try:
