@@ -151,7 +151,7 @@ class LaunchedRanks:
                     break
             time.sleep(_POLL_SECS)
         if silent:
-            text = f"{len(silent)} of {self.group.size} ranks sent no results: {listed(list(map(str, silent)), 4)}"
+            text = f"{len(silent)} of {self.group.size} ranks sent nothing: {listed(list(map(str, silent)), 4)}"
             nodes = listed(sorted({self.ranks[rank].node for rank in silent}), 4)
             found.append(CheckResult(_AREA, "told nothing", FAILED, f"{text}, of {nodes}", "see their logs"))
         return everything

@@ -168,7 +168,7 @@ def test_a_rank_whose_device_fails_waits_for_the_others(arena_root: Path, tmp_pa
 def test_a_rank_that_tells_nothing(arena_root: Path, tmp_path: Path) -> None:
     code, table, ranks = checked(tmp_path, 2, "silent", "check", "--arena", str(arena_root), "--network", begin=NODES)
     assert code == 1 and ranks.keys() == {"0"}
-    assert ranks["0"]["told nothing"]["text"] == "1 of 2 ranks sent no results: 1, of node1" and "told nothing" in table
+    assert ranks["0"]["told nothing"]["text"] == "1 of 2 ranks sent nothing: 1, of node1" and "told nothing" in table
 
 
 def test_ranks_that_do_not_meet(
