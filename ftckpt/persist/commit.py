@@ -42,7 +42,7 @@ _MANIFEST = re.compile(r"manifest(-g[1-9]\d{0,9})?\.json")
 _DONE = "done"
 _FILE = rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-(?:[a-z]+\d+(?:-[a-z]+\d+)*\.(?:safetensors|zst)|{_DONE}\.[A-Za-z0-9._-]+)"
 _OURS = re.compile(_FILE)
-"""Names of shard files and marks in a checkpoint's folder: nothing else is ever removed from it."""
+"""Names of shard files and marks in a checkpoint's folder: ``sweep`` removes nothing else from it."""
 _BEGUN = re.compile(rf"\.(?:{_FILE}|{re.escape(MANIFEST_NAME)}|{LATEST_NAME})-.+")
 """Names of unfinished files of killed writers."""
 _OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py")
@@ -130,7 +130,7 @@ class NodeCommitMarker:
         try:
             return codec.decode(data, cls)
         except ValueError as error:
-            raise StorageError(f"{where}: is no mark of a node: {error}; remove it", lasting=True) from None
+            raise StorageError(f"{where}: is no mark of a node: {error}", lasting=True) from None
 
 
 class CheckpointTransaction:
